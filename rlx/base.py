@@ -1,0 +1,76 @@
+"""The nouns every room shares. Imports neither JAX nor torch and does no I/O."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+class UserError(Exception):
+    """A mistake the user can mend: one line with got, wanted and remedy.
+
+    Commands print it as `error: …` without a traceback and exit with status 2.
+    """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """The tokens of one rollout: prompt, completion, and any observations between.
+
+    Attributes:
+      tokens: [T] int32.
+      loss_mask: [T] bool; true where the token was sampled and is trained on.
+      behaviour_logprobs: [T] float32, nats, ≤ 0; 0 where not sampled. Of the tempered
+        distribution: log softmax(logits / temperature).
+      versions: [T] int32; the policy version that produced each token, −1 where not sampled.
+      reward: the trajectory's reward, before any shaping; finite.
+      stop_reason: `stop` (end token or stop string) or `length` (budget exhausted).
+      trajectory_id: unique in the run, `"{group_id}.{sample}"`.
+      turn_ids: [T] int32; the turn each token belongs to, 0 for a single-turn workflow.
+      prompt, completion: the texts, for transcripts and reports only.
+      info: scalars of the workflow to be averaged into metrics.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    behaviour_logprobs: np.ndarray
+    versions: np.ndarray
+    reward: float
+    stop_reason: str
+    trajectory_id: str
+    turn_ids: np.ndarray | None = None
+    prompt: str = ""
+    completion: str = ""
+    info: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_trained(self) -> int:
+        """How many tokens the loss sees."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def truncated(self) -> bool:
+        """True when the token budget, not the policy, ended the trajectory."""
+        return self.stop_reason == "length"
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest policy version among the sampled tokens; −1 when there are none."""
+        sampled = self.versions[self.versions >= 0]
+        return int(sampled.min()) if sampled.size else -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The trajectories of one prompt. `group_id` is the order of first admission, from 0."""
+
+    group_id: int
+    trajectories: tuple[Trajectory, ...]
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest policy version in the group; −1 when nothing was sampled."""
+        oldest = [t.oldest_version for t in self.trajectories if t.oldest_version >= 0]
+        return min(oldest, default=-1)

@@ -1,0 +1,230 @@
+"""Config defaults and the arithmetic that must hold between them. No I/O.
+
+`default()` names every key with its unit; a preset in `configs/` starts from it and
+changes what differs. ml-collections flags override single keys; `check` explains what
+cannot work before anything starts.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+from ml_collections import ConfigDict, config_dict
+
+from rlx.base import UserError
+
+ENGINES = ("jax", "vllm")
+
+
+def default() -> ConfigDict:
+    """Every key of a run, with the value a newcomer wants."""
+    c = ConfigDict()
+    c.seed = 0
+    c.total_steps = 100  # train batches; one publish each
+    c.trainer = "jax"
+
+    c.model = ConfigDict()
+    c.model.path = ""  # HF directory or hub name; "" is not allowed in a run
+    c.model.random_init = False  # take config and tokenizer from `path`, random weights
+    c.model.dtype = "float32"  # parameters and optimizer state
+    c.model.compute_dtype = "float32"  # activations
+    c.model.publish_dtype = "float32"  # what the fleet receives and the exported directory has
+    c.model.remat = "none"  # none | dots | full
+    c.model.logprob_chunk = 1024  # tokens whose logits exist at one time
+
+    c.data = ConfigDict()
+    c.data.kind = "jsonl"  # jsonl | arithmetic (generated)
+    c.data.train = ""  # path to .jsonl, or hub name with an optional :split
+    c.data.eval = ""
+    c.data.system_prompt = ""
+    c.data.question_key = "question"
+    c.data.max_prompt_tokens = 1024
+    c.data.shuffle = True
+
+    c.reward = ConfigDict()
+    c.reward.name = "gsm8k"  # a name in rlx.rollout.rewards, or module:function
+    c.reward.timeout_seconds = 5.0
+    c.reward.workers = 1
+
+    c.sampling = ConfigDict()
+    c.sampling.n_samples = 8  # trajectories a group
+    c.sampling.temperature = 1.0
+    c.sampling.top_p = 1.0
+    c.sampling.top_k = 0  # 0: off
+    c.sampling.max_new_tokens = 256
+    c.sampling.min_new_tokens = 0
+    c.sampling.stop = ()  # stop strings
+
+    c.rollout = ConfigDict()
+    c.rollout.batch_prompts = 8  # B: prompts a train batch
+    c.rollout.max_staleness = 2  # η: versions; 0 is synchronous training
+    c.rollout.max_concurrent_rollouts = 64  # live prompts
+    c.rollout.max_failures = 8  # failed prompts in a row-less budget before the run stops
+    c.rollout.drop_equal_rewards = False  # dynamic filtering: reject groups without a signal
+    c.rollout.request_timeout_seconds = 600.0
+
+    c.algorithm = ConfigDict()
+    c.algorithm.preset = "grpo"
+    # Every other algorithm field defaults to the preset's; set one to override it.
+    for name, kind in ALGORITHM_OVERRIDES.items():
+        c.algorithm[name] = config_dict.placeholder(kind)
+
+    c.optimizer = ConfigDict()
+    c.optimizer.name = "adamw"
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.schedule = "constant"  # constant | linear | cosine
+    c.optimizer.warmup_steps = 0
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.999
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.clip_norm = 1.0
+
+    c.train = ConfigDict()
+    c.train.minibatches = 1  # optimizer updates a batch
+    c.train.max_tokens_per_microbatch = 4096
+    c.train.row_buckets = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    c.train.mesh = ""  # "" or e.g. "data:4,tensor:2"
+
+    c.fleet = ConfigDict()
+    c.fleet.engine = "jax"
+    c.fleet.num_servers = 1
+    c.fleet.addresses = ()  # host:port of running servers; empty: start local ones
+    c.fleet.slots = 64  # sequences decoded together on one server
+    c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
+    c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
+    c.fleet.kv_on_update = "keep"  # keep | recompute
+    c.fleet.publish = "path"  # path | stream
+    c.fleet.publish_dir = "/dev/shm"
+    c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
+    c.fleet.publish_timeout_seconds = 120.0
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every_steps = 0  # 0: only at the end and on Ctrl-C
+    c.checkpoint.every_seconds = 600.0
+    c.checkpoint.keep = 2
+    c.checkpoint.recover_mode = "auto"  # auto: continue from WORKDIR's checkpoint | off
+
+    c.eval = ConfigDict()
+    c.eval.every_steps = 0  # 0: before the first and after the last step only
+    c.eval.num_questions = 200
+    c.eval.max_new_tokens = 0  # 0: as sampling
+
+    c.observe = ConfigDict()
+    c.observe.transcripts_per_step = 4
+    c.observe.tensorboard = True
+    return c
+
+
+# Names and types of the algorithm fields a config may override (the preset's row otherwise).
+ALGORITHM_OVERRIDES: dict[str, type] = {
+    "reward_bias": float,
+    "reward_scale": float,
+    "reward_clip": float,
+    "overlong_buffer": int,  # tokens of soft zone; 0: off
+    "overlong_limit": int,  # tokens; 0: sampling.max_new_tokens
+    "overlong_factor": float,
+    "reward_mean": str,  # group | batch | none
+    "reward_std": str,  # group | batch | none
+    "leave_one_out": bool,
+    "gamma": float,
+    "lam": float,
+    "advantage_mean": str,  # batch | group | none
+    "advantage_std": str,
+    "clip_low": float,
+    "clip_high": float,
+    "dual_clip": float,  # 0: off
+    "decoupled": bool,
+    "proximal": str,  # recompute | loglinear
+    "weight_level": str,  # token | sequence
+    "weight_action": str,  # none | mask | truncate
+    "weight_statistic": str,  # ratio | k1 | k2 | k3
+    "weight_aggregate": str,  # mean | sum | max
+    "weight_upper": float,
+    "weight_lower": float,
+    "reduction": str,
+    "constant_length": int,
+    "kl_placement": str,  # none | reward | loss
+    "kl_estimator": str,  # k1 | k2 | k3
+    "kl_coefficient": float,
+    "entropy_coefficient": float,
+}
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
+    """The error for a name that is not among `choices`, suggesting the nearest."""
+    names = sorted(choices)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
+    return UserError(f"unknown {kind} {name!r}; {hint}")
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for the first thing in `config` that cannot work."""
+    if not config.model.path:
+        raise UserError("model.path is empty; give an HF directory or hub name")
+    if config.fleet.engine not in ENGINES:
+        raise unknown("fleet.engine", config.fleet.engine, ENGINES)
+    _choice(config, "trainer", ("jax", "torch"))
+    _choice(config, "model.remat", ("none", "dots", "full"))
+    _choice(config, "data.kind", ("jsonl", "arithmetic"))
+    _choice(config, "fleet.kv_on_update", ("keep", "recompute"))
+    _choice(config, "fleet.publish", ("path", "stream"))
+    _choice(config, "checkpoint.recover_mode", ("auto", "off"))
+    _choice(config, "optimizer.schedule", ("constant", "linear", "cosine"))
+    for key in ("model.dtype", "model.compute_dtype", "model.publish_dtype"):
+        _choice(config, key, ("float32", "bfloat16"))
+    for key in ("total_steps", "sampling.n_samples", "sampling.max_new_tokens",
+                "rollout.batch_prompts", "rollout.max_concurrent_rollouts", "train.minibatches",
+                "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
+                "model.logprob_chunk", "reward.workers"):  # fmt: skip
+        _at_least(config, key, 1)
+    for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
+                "fleet.num_servers", "rollout.max_failures", "eval.num_questions"):  # fmt: skip
+        _at_least(config, key, 0)
+    if config.sampling.temperature <= 0:
+        raise UserError(
+            f"sampling.temperature={config.sampling.temperature} must be above 0: the loss divides "
+            "logits by it; evaluation is greedy by itself"
+        )
+    if not 0 < config.sampling.top_p <= 1:
+        raise UserError(f"sampling.top_p={config.sampling.top_p} must be in (0, 1]")
+    if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
+        raise UserError(
+            f"sampling.min_new_tokens={config.sampling.min_new_tokens} is above "
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens}; lower one or raise the other"
+        )
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if longest > max(config.train.row_buckets):
+        raise UserError(
+            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the longest "
+            f"train.row_buckets entry {max(config.train.row_buckets)}; add a bucket or lower them"
+        )
+    if longest > config.train.max_tokens_per_microbatch:
+        raise UserError(
+            f"train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} is below the "
+            f"longest possible trajectory ({longest} tokens); raise it or lower "
+            "sampling.max_new_tokens or data.max_prompt_tokens"
+        )
+    if config.train.minibatches > config.rollout.batch_prompts:
+        raise UserError(
+            f"train.minibatches={config.train.minibatches} exceeds rollout.batch_prompts="
+            f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"
+        )
+    if not config.fleet.addresses and config.fleet.num_servers < 1:
+        raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
+
+
+def _get(config: ConfigDict, key: str):
+    for part in key.split("."):
+        config = config[part]
+    return config
+
+
+def _choice(config: ConfigDict, key: str, choices: tuple[str, ...]) -> None:
+    if _get(config, key) not in choices:
+        raise unknown(key, str(_get(config, key)), choices)
+
+
+def _at_least(config: ConfigDict, key: str, least: int) -> None:
+    if _get(config, key) < least:
+        raise UserError(f"{key}={_get(config, key)} is below {least}; set it to {least} or more")

@@ -1,0 +1,115 @@
+"""The protocol between a rollout server and the engine that produces its tokens.
+
+The server (gRPC) knows only this; the JAX engine and the vLLM engine implement it. The
+messages are also what the client speaks, so nothing here knows about either end.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn.
+
+    Attributes:
+      temperature: ≥ 0; 0 is greedy. Behaviour logprobs are those of log softmax(logits / temperature)
+        over the whole vocabulary (top-p and top-k restrict the draw, not the logprob); of the
+        untempered distribution when greedy.
+      top_p: in (0, 1]. top_k: 0 is off.
+      max_new_tokens, min_new_tokens: counted over the whole completion, `prefix_len` included.
+      stop: strings that end a completion as soon as its text contains one (kept in the tokens).
+      stop_token_ids: tokens that end a completion (kept in the tokens), besides the model's own.
+      seed: draws are a function of (seed, sample index, position in the completion) alone, so a
+        completion never depends on what else is in the batch. None: the engine picks one.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """`n` samples of one prompt, sharing its prefill.
+
+    Attributes:
+      prompt_tokens: [T] int32, T ≥ 1; for a continued completion it ends with the tokens so far.
+      prefix_len: how many trailing prompt tokens are an earlier part of the same completion.
+      first_index: index of the first sample; samples are first_index … first_index + n − 1.
+    """
+
+    request_id: str
+    prompt_tokens: np.ndarray
+    sampling: Sampling
+    n: int = 1
+    first_index: int = 0
+    prefix_len: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one sample, in order. `stop_reason` (`stop` | `length` | `abort`) ends it."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot; `spans` are (name, start_ns, end_ns) on CLOCK_MONOTONIC since the last call."""
+
+    version: int
+    running: int  # sequences decoding now
+    queued: int  # sequences waiting for a slot
+    slots: int
+    max_model_len: int
+    tokens_generated: int
+    paused: bool
+    spans: tuple[tuple[str, int, int], ...] = ()
+
+
+class Engine(Protocol):
+    """An asyncio-facing engine; every method is called from the server's event loop."""
+
+    async def start(self) -> None:
+        """Loads the model and compiles; raises UserError when it cannot serve."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Streams chunks of all samples until each has a stop reason. Closing it aborts them.
+
+        Raises ValueError (with the remedy) before the first chunk for a request that cannot be
+        served: empty prompt, token out of vocabulary, prompt longer than max_model_len.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Returns once no decode step is running; running requests are kept."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, path: str, version: int, recompute_kv: bool = False) -> None:
+        """Replaces the weights by a safetensors file with HF names, while paused.
+
+        Everything is checked (names, shapes, finite) before anything is touched: on ValueError the
+        old weights and version still serve. Tokens decoded afterwards carry `version`.
+        """
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+    async def close(self) -> None: ...
