@@ -1,0 +1,25 @@
+"""The edge every `python -m rlx.X` shares: UserError becomes one line and exit status 2."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from rlx.base import UserError
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Calls `main` and exits with its status: 0 done, 2 a user's mistake, 130 interrupted.
+
+    Any other exception is a bug of ours and keeps its traceback (status 1).
+    """
+    try:
+        status = main() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # the reader of a pipe left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)

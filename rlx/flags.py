@@ -1,0 +1,85 @@
+"""Command lines of the commands that take a config: `--config=FILE[:ARG] --config.key=value`."""
+
+import difflib
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from rlx.base import UserError
+from rlx.config import unknown
+
+
+def parse(argv: list[str], **strings: str) -> tuple[ConfigDict, flags.FlagValues]:
+    """Reads `argv` (program name first) into a config and the values of extra string flags.
+
+    Args:
+      argv: as sys.argv.
+      strings: name → help of further flags; each defaults to "".
+
+    Returns:
+      The config with overrides applied, and the flag values (`values.workdir`, …).
+
+    Raises:
+      UserError: no or unreadable config, unknown flag or key, or a value of the wrong type.
+    """
+    config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
+    if "--help" not in argv and "-h" not in argv:
+        _check_file(config_file)
+    values = _flags(strings)
+    plain = [a for a in argv if not a.startswith("--config.")]
+    overrides = [a for a in argv if a.startswith("--config.")]
+    if "--help" in argv or "-h" in argv:
+        print(f"usage: python -m rlx.… --config=FILE[:ARG] [--config.KEY=VALUE …]\n{values}")
+        raise SystemExit(0)
+    rest = _parse(values, plain)[1:]
+    if rest:
+        raise UserError(f"unexpected argument {rest[0]!r}; flags start with --, see --help")
+    known = {key for key, _ in _leaves(values["config"].value)}
+    for override in overrides:
+        key = override.removeprefix("--config.").split("=", 1)[0]
+        if "=" not in override:
+            raise UserError(f"{override} has no value; write {override}=VALUE")
+        if key not in known:
+            raise unknown("config key", key, known)
+    values = _flags(strings)
+    _parse(values, argv)
+    return values["config"].value, values
+
+
+def _flags(strings: dict[str, str]) -> flags.FlagValues:
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file(
+        "config", None, "FILE[:ARG] with get_config()", flag_values=values, lock_config=True
+    )
+    for name, text in strings.items():
+        flags.DEFINE_string(name, "", text, flag_values=values)
+    return values
+
+
+def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
+    try:
+        return values(argv)
+    except (flags.Error, OSError, TypeError, ValueError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise UserError(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}") from error
+
+
+def _check_file(config_file: str) -> None:
+    if not config_file:
+        raise UserError("no --config=FILE given; try --config=configs/arithmetic.py")
+    path = Path(config_file.split(":", 1)[0])
+    if not path.is_file():
+        here = [str(p) for p in sorted(path.parent.glob("*.py"))]
+        near = difflib.get_close_matches(str(path), here, n=1)
+        hint = f"did you mean {near[0]}?" if near else "give the path of a .py with get_config()"
+        raise UserError(f"no config file {path}; {hint}")
+
+
+def _leaves(config: ConfigDict, prefix: str = ""):
+    for key in config:
+        value = config[key]
+        if isinstance(value, ConfigDict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

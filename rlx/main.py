@@ -1,0 +1,33 @@
+"""`python -m rlx.main --config=configs/arithmetic.py`: one training run."""
+
+import sys
+import time
+from pathlib import Path
+
+from rlx import command, flags
+from rlx.base import UserError
+from rlx.config import check
+
+
+def fresh_workdir(config_file: str) -> Path:
+    """`runs/<config>-<date>-<time>`, with a number behind it when that exists."""
+    stem = Path(config_file.split(":", 1)[0]).stem
+    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    taken = (Path(f"{base}-{n}") for n in range(1, 1000))
+    return base if not base.exists() else next(p for p in taken if not p.exists())
+
+
+def main() -> int:
+    """Parses, checks, and hands over to the loop; returns the exit status."""
+    config, values = flags.parse(sys.argv, workdir="directory of the run; default: under runs/")
+    check(config)
+    workdir = Path(values.workdir or fresh_workdir(values["config"].config_filename))
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file; give a directory")
+    from rlx import loop  # JAX only after the command line was found good
+
+    return loop.run(config, workdir)
+
+
+if __name__ == "__main__":
+    command.run(main)
