@@ -1,0 +1,1 @@
+"""The decoder (Qwen2, Qwen3, Llama), its table of parameters, and HF ⇄ pytree."""

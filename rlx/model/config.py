@@ -1,0 +1,239 @@
+"""What a decoder is made of, read from and written to HF's `config.json`. Imports no JAX.
+
+Everything the forward pass does depends on one frozen, hashable `ModelConfig`, so it can be a
+static argument of `jax.jit`. Whatever HF's file asks for that this decoder does not do
+(another architecture, sliding windows, another activation) is refused here by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rlx.base import UserError
+
+# HF's class name → model_type and the defaults of keys that may be missing from its file.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"model_type": "qwen2", "max_position_embeddings": 32768},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "max_position_embeddings": 32768, "head_dim": 128},
+    "LlamaForCausalLM": {"model_type": "llama", "max_position_embeddings": 2048},
+}
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding; names are HF's, None where HF's own default applies.
+
+    Attributes:
+      kind: default | linear | llama3 | yarn.
+      theta: base of the geometric series of wavelengths.
+      factor: how many times the context is stretched.
+      original_max_position_embeddings: tokens the model was trained on before stretching.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+
+_ROPE_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only transformer.
+
+    Attributes:
+      architecture: HF class name, a key of ARCHITECTURES.
+      attention_bias: biases on the query, key and value projections.
+      output_bias: a bias on the attention output projection.
+      qk_norm: RMS norm of each query and key head before RoPE (Qwen3).
+      max_position: longest context in tokens.
+      eos_token_ids: tokens that end a completion, in the order of HF's files.
+    """
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope = Rope()
+    tie_embeddings: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    rms_eps: float = 1e-6
+    max_position: int = 32768
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads="
+                f"{self.num_kv_heads}; fix config.json"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
+        """Reads HF's `config.json` as a dict; both `rope_scaling` and `rope_parameters` forms.
+
+        Raises:
+          UserError: for an architecture or an option this decoder does not have, and for a
+            missing key.
+        """
+        architecture = _architecture(hf)
+        hf = {**ARCHITECTURES[architecture], **{k: v for k, v in hf.items() if v is not None}}
+        _refuse_options(hf, architecture)
+        heads = _need(hf, "num_attention_heads")
+        llama_like = architecture != "Qwen2ForCausalLM"  # Qwen2 has no choice: q, k, v biases
+        bias = bool(hf.get("attention_bias", False)) if llama_like else True
+        return cls(
+            architecture=architecture,
+            vocab_size=_need(hf, "vocab_size"),
+            num_layers=_need(hf, "num_hidden_layers"),
+            model_dim=_need(hf, "hidden_size"),
+            mlp_dim=_need(hf, "intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=hf.get("num_key_value_heads", heads),
+            head_dim=hf.get("head_dim", _need(hf, "hidden_size") // heads),
+            rope=_rope_from_hf(hf),
+            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            attention_bias=bias,
+            output_bias=bias and llama_like,
+            rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            max_position=hf["max_position_embeddings"],
+            initializer_range=float(hf.get("initializer_range", 0.02)),
+            eos_token_ids=_ids(hf.get("eos_token_id")),
+            bos_token_id=hf.get("bos_token_id"),
+            pad_token_id=hf.get("pad_token_id"),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The dict of a `config.json` from which transformers builds the same model."""
+        eos = list(self.eos_token_ids)
+        hf = {
+            "architectures": [self.architecture],
+            "model_type": ARCHITECTURES[self.architecture]["model_type"],
+            "vocab_size": self.vocab_size,
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.model_dim,
+            "intermediate_size": self.mlp_dim,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tie_embeddings,
+            "rms_norm_eps": self.rms_eps,
+            "max_position_embeddings": self.max_position,
+            "initializer_range": self.initializer_range,
+            "attention_dropout": 0.0,
+            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+            "bos_token_id": self.bos_token_id,
+            "pad_token_id": self.pad_token_id,
+            **_rope_to_hf(self.rope),
+        }
+        if self.architecture != "Qwen2ForCausalLM":
+            hf["attention_bias"] = self.attention_bias
+        return hf
+
+
+def _need(hf: Mapping[str, Any], key: str) -> int:
+    if key not in hf:
+        raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
+    return hf[key]
+
+
+def _architecture(hf: Mapping[str, Any]) -> str:
+    by_type = {row["model_type"]: name for name, row in ARCHITECTURES.items()}
+    names = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
+    if names[0] not in ARCHITECTURES:
+        raise UserError(
+            f"unsupported architecture {names[0]!r}; use one of {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return names[0]
+
+
+def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
+    """Raises UserError for an option of HF's file that would change the forward pass."""
+    refused = {
+        "hidden_act": hf.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": bool(hf.get("use_sliding_window")),
+        "layer_types": set(hf.get("layer_types", ())) - {"full_attention"},
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "attention_dropout": bool(hf.get("attention_dropout")),
+        "quantization_config": "quantization_config" in hf,
+        "partial_rotary_factor": hf.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for key, refuse in refused.items():
+        if refuse:
+            raise UserError(
+                f"unsupported option {key}={hf.get(key)!r} of {architecture}; use another model"
+            )
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
+    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    if "full_attention" in given:  # the per-layer-type form of newer files
+        given = dict(given["full_attention"])
+    kind = given.pop("rope_type", None) or given.get("type") or "default"
+    given.pop("type", None)
+    theta = float(given.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
+    if kind not in ROPE_KINDS:
+        raise UserError(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(ROPE_KINDS)}")
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError("unsupported option partial_rotary_factor; use a model without it")
+    if kind in ("llama3", "yarn"):
+        given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    known = {field.name for field in fields(Rope)} - {"kind", "theta"}
+    for key in _ROPE_REQUIRED[kind]:
+        if given.get(key) is None:
+            raise UserError(f"RoPE scaling {kind!r} has no {key!r}; add it to config.json")
+    if kind == "default":
+        given = {}
+    if extra := sorted(set(given) - known):
+        raise UserError(f"unsupported RoPE option {extra[0]!r} of {kind!r}; remove it")
+    return Rope(kind=kind, theta=theta, **given)
+
+
+def _rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """Both spellings: `rope_parameters` for transformers 5, the older keys for older readers."""
+    options = {
+        f.name: getattr(rope, f.name) for f in fields(Rope) if f.name not in ("kind", "theta")
+    }
+    options = {key: value for key, value in options.items() if value is not None}
+    both = {
+        "rope_parameters": {"rope_type": rope.kind, "rope_theta": rope.theta, **options},
+        "rope_theta": rope.theta,
+    }
+    if rope.kind != "default":
+        both["rope_scaling"] = {"rope_type": rope.kind, **options}
+    return both

@@ -1,0 +1,196 @@
+"""The decoder: a pure function of (params, tokens, positions, segment_ids).
+
+Shapes: B rows, T tokens, D model width, N query heads, K key/value heads, H head width, F MLP
+width, V vocabulary. Rows are packed: segments of one row never see each other, and segment 0 is
+padding. The blocks are public because the engine's decoding loop (decode.py) is made of the
+same ones: `embed`, `rope_tables`, `layer` (with its own way to attend), `final_norm`, `unembed`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlx.model import rope
+from rlx.model.attention import attention
+from rlx.model.config import ModelConfig
+from rlx.model.cross_entropy import target_logprobs
+from rlx.model.params import Params
+
+# attend(q_BTNH, k_BTKH, v_BTKH) -> (mixed_BTNH, anything the caller wants back)
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / √(mean x² + eps) · scale over the last axis, statistics in float32; x's dtype."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
+
+
+def embed(params: Params, tokens: jax.Array, compute_dtype: Any) -> jax.Array:
+    """Token embeddings: [...] int32 → [..., D] compute_dtype."""
+    return params["embed"].astype(compute_dtype)[tokens]
+
+
+def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin) of positions, [...] int32 → two [..., H/2] float32."""
+    return rope.tables(config.rope, config.head_dim, positions)
+
+
+def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
+    """x @ layer[name] (+ its bias where there is one), in x's dtype."""
+    y = x @ layer[name].astype(x.dtype)
+    bias = layer.get(f"{name}_bias")
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def project_qkv(
+    layer: Params, config: ModelConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [..., N, H], keys and values [..., K, H] of normed x [..., D]; RoPE applied."""
+    heads = (*x.shape[:-1], -1, config.head_dim)
+    q = linear(layer, "q", x).reshape(heads)
+    k = linear(layer, "k", x).reshape(heads)
+    v = linear(layer, "v", x).reshape(heads)
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], config.rms_eps)
+        k = rms_norm(k, layer["k_norm"], config.rms_eps)
+    return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+
+
+def mlp(layer: Params, x: jax.Array) -> jax.Array:
+    """SwiGLU: down(silu(gate x) · up x); [..., D] → [..., D]."""
+    return linear(layer, "down", jax.nn.silu(linear(layer, "gate", x)) * linear(layer, "up", x))
+
+
+def layer_block(
+    layer: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Attend,
+) -> tuple[jax.Array, Any]:
+    """One decoder layer.
+
+    Args:
+      layer: the layer's parameters: `params["layers"]` without the leading axis.
+      x: [..., D] residual stream; cos, sin: [..., H/2] float32.
+      attend: mixes values given q [..., N, H], k, v [..., K, H]; a second result is passed through
+        (a cache, for instance).
+
+    Returns:
+      The residual stream after the layer, and attend's second result.
+    """
+    q, k, v = project_qkv(layer, config, rms_norm(x, layer["input_norm"], config.rms_eps), cos, sin)
+    mixed, extra = attend(q, k, v)
+    x = x + linear(layer, "o", mixed.reshape(*x.shape[:-1], config.num_heads * config.head_dim))
+    return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_eps)), extra
+
+
+def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """The norm between the last layer and the logits."""
+    return rms_norm(x, params["final_norm"], config.rms_eps)
+
+
+def head(params: Params, config: ModelConfig) -> jax.Array:
+    """The output embedding [V, D]: its own matrix, or the token embedding when tied."""
+    return params["embed"] if config.tie_embeddings else params["lm_head"]
+
+
+def unembed(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Logits [..., V] float32 of hidden states [..., D] that went through `final_norm`."""
+    weights = head(params, config).astype(x.dtype)
+    return jnp.einsum("...d,vd->...v", x, weights, preferred_element_type=jnp.float32)
+
+
+_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def hidden(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    remat: str = "none",
+    compute_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Hidden states of packed rows, after the final norm.
+
+    Args:
+      tokens: [B, T] int32, in [0, V).
+      positions: [B, T] int32, from 0 within each segment.
+      segment_ids: [B, T] int32; equal ids attend to each other (causally), 0 is padding.
+      remat: none (keep everything for the backward pass) | dots (keep matrix products) | full.
+      compute_dtype: of activations; parameters are cast where they are used.
+
+    Returns:
+      [B, T, D] compute_dtype.
+    """
+    cos, sin = rope_tables(config, positions)
+
+    def attend(q, k, v):
+        return attention(q, k, v, segment_ids), None
+
+    def body(x, layer):
+        x, _ = layer_block(layer, config, x, cos, sin, attend)
+        return x, None
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
+    x = embed(params, tokens, compute_dtype)
+    x, _ = jax.lax.scan(body, x, params["layers"])
+    return final_norm(params, config, x)
+
+
+def logprobs(
+    params: Params,
+    config: ModelConfig,
+    batch: dict[str, jax.Array],
+    *,
+    temperature: float = 1.0,
+    remat: str = "none",
+    compute_dtype: Any = jnp.float32,
+    chunk: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each token given the earlier ones of its segment, and the entropy there.
+
+        logprob_t = log softmax(logits_{t−1} / temperature)[token_t]
+
+    This is the one place where tokens are shifted against logits. At most `chunk` tokens' logits
+    exist at a time, in the backward pass too.
+
+    Args:
+      batch: tokens, positions, segment_ids, each [B, T] int32.
+      temperature: > 0; the one the tokens were sampled with.
+      chunk: tokens whose logits exist together.
+
+    Returns:
+      Two [B, T] float32: log-probabilities (nats, ≤ 0) and entropies (nats, in [0, log V]) of the
+      distribution token t was drawn from; 0 at a segment's first token and at padding.
+    """
+    tokens, segments = batch["tokens"], batch["segment_ids"]
+    x = hidden(
+        params, config, tokens, batch["positions"], segments,
+        remat=remat, compute_dtype=compute_dtype,
+    )  # fmt: skip
+    targets = jnp.roll(tokens, -1, axis=1)
+    logprob, entropy = target_logprobs(
+        x.reshape(-1, x.shape[-1]), head(params, config), targets.reshape(-1),
+        temperature=temperature, chunk=chunk,
+    )  # fmt: skip
+    first = jnp.zeros_like(segments[:, :1], bool)
+    same = jnp.concatenate([first, segments[:, 1:] == segments[:, :-1]], axis=1)
+    same &= segments > 0
+
+    def shifted(flat):
+        return jnp.where(same, jnp.roll(flat.reshape(tokens.shape), 1, axis=1), 0.0)
+
+    return shifted(logprob), shifted(entropy)

@@ -1,0 +1,273 @@
+"""HF directories and tensors ⇄ (ModelConfig, params). The only file of the room that does I/O.
+
+Importing and exporting are copies and transposes driven by the parameter table, so a round trip
+is bit for bit. Exported directories load in transformers unchanged.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from rlx.base import UserError
+from rlx.model import params as parameters
+from rlx.model.config import ModelConfig
+from rlx.model.params import Params, Row
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Copied beside exported weights from the directory the run started from, where they exist.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+
+# Tensors that old exporters wrote and nobody reads.
+_IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+
+
+def resolve(path: str) -> Path:
+    """The local directory of an HF directory or hub name (downloaded once when it is a name).
+
+    Raises:
+      UserError: when it is neither.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(f"model.path={path!r} is not a directory; give an HF directory or hub name")
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises its own, requests' and OS errors
+        raise UserError(
+            f"model.path={path!r} is neither a directory nor downloadable from the hub "
+            f"({type(error).__name__}); check the name and the network"
+        ) from error
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The ModelConfig of an HF directory; end tokens of generation_config.json are added to it."""
+    path = Path(path)
+    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    generation = path / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    ids = [eos] if isinstance(eos, int) else (eos or [])
+    merged = tuple(dict.fromkeys((*config.eos_token_ids, *ids)))
+    return dataclasses.replace(config, eos_token_ids=merged)
+
+
+def load(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
+    """The model of an HF directory, parameters as JAX arrays of `dtype`.
+
+    Raises:
+      UserError: naming the file or tensor that is missing, extra or mis-shaped.
+    """
+    config = load_config(path)
+    with open_tensors(path) as tensors:
+        return config, from_hf(tensors, config, dtype)
+
+
+def from_hf(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any = None) -> Params:
+    """The pytree of tensors with HF's names.
+
+    Args:
+      tensors: HF name → array; read one at a time, so it may be lazy.
+      dtype: of the parameters; None keeps each tensor's own.
+
+    Raises:
+      UserError: naming the tensor that is missing, extra or mis-shaped.
+    """
+    rows = parameters.table(config)
+    _check_names(tensors, config, rows)
+    leaves = {row.path: jnp.asarray(_gather(tensors, config, row, dtype)) for row in rows}
+    return parameters.build(leaves)
+
+
+def to_hf(params: Params, config: ModelConfig, dtype: Any = None) -> dict[str, np.ndarray]:
+    """Tensors with HF's names and layouts, on the host: what the fleet receives.
+
+    Args:
+      dtype: of the tensors; None keeps each parameter's own.
+    """
+    tensors = {}
+    for row in parameters.table(config):
+        value = np.asarray(parameters.leaf(params, row))
+        for name, part in _parts(row, config, value):
+            part = part.T if row.transposed else part
+            tensors[name] = np.ascontiguousarray(part, dtype=dtype or part.dtype)
+    return tensors
+
+
+def save(
+    path: str | Path,
+    config: ModelConfig,
+    params: Params,
+    dtype: Any = None,
+    source: str | Path | None = None,
+) -> None:
+    """Writes an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
+
+    Everything is written beside `path` and renamed, so `path` is always whole: old or new.
+
+    Raises:
+      UserError: when it cannot be written; nothing is left behind.
+    """
+    path = Path(path)
+    tensors = to_hf(params, config, dtype)
+    with replaced_directory(path) as fresh:
+        name = str(next(iter(tensors.values())).dtype)
+        record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
+        (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        for companion in COMPANIONS if source else ():
+            if (Path(source) / companion).exists():
+                shutil.copyfile(Path(source) / companion, fresh / companion)
+
+
+@contextlib.contextmanager
+def replaced_directory(path: Path):
+    """A fresh directory that takes `path`'s place when the block succeeds, else disappears."""
+    fresh = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        yield fresh
+        fresh.chmod(0o755)  # mkdtemp's 0700 would hide an exported model from other users
+        old = None
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
+            path.rename(old / path.name)
+        fresh.rename(path)
+        if old:
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot write {path}: {error}; free space or choose another directory"
+        ) from error
+    finally:
+        if fresh and fresh.exists():
+            shutil.rmtree(fresh)
+
+
+class LazyTensors(Mapping):
+    """The tensors of one or more safetensors files; each is read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Any]):
+        self._files = dict(files)  # tensor name → open safetensors file
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self):
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@contextlib.contextmanager
+def open_tensors(path: str | Path):
+    """The tensors of an HF directory (single file or sharded with an index), or of one file."""
+    path = Path(path)
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for shard in _shards(path):
+            try:
+                opened = stack.enter_context(safe_open(shard, framework="np"))
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"cannot read {shard}: {error}; not a whole safetensors file, get it again"
+                ) from error
+            files |= dict.fromkeys(opened.keys(), opened)
+        yield LazyTensors(files)
+
+
+def _shards(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / WEIGHTS).exists():
+        return [path / WEIGHTS]
+    if (path / INDEX).exists():
+        names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
+        for name in names:
+            if not (path / name).exists():
+                raise UserError(f"{path / INDEX} names {name}, which is missing; get it again")
+        return [path / name for name in names]
+    raise UserError(f"{path} has no {WEIGHTS} (nor {INDEX}); give a directory with safetensors")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing; give an HF directory with config.json and safetensors"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
+
+
+def _parts(row: Row, config: ModelConfig, value: Any) -> list[tuple[str, Any]]:
+    """(HF name, slice of the stacked array) of a row."""
+    if not row.stacked:
+        return [(row.hf, value)]
+    return [(row.hf.format(layer), value[layer]) for layer in range(config.num_layers)]
+
+
+def _check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row, ...]) -> None:
+    layers = range(config.num_layers)
+    wanted = {r.hf.format(i) for r in rows for i in (layers if r.stacked else [0])}
+    given = {name for name in tensors if not name.endswith(_IGNORED)}
+    if missing := sorted(wanted - given):
+        raise UserError(
+            f"{len(missing)} tensors are missing, first {missing[0]!r}; the weights are not "
+            f"those of the {config.architecture} that config.json describes"
+        )
+    extra = sorted(given - wanted)
+    if config.tie_embeddings and extra == ["lm_head.weight"]:
+        # Some exporters store the tied matrix twice; that is harmless only while they agree.
+        if np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+            return
+        raise UserError(
+            "tensor 'lm_head.weight' differs from the embedding although config.json says "
+            "tie_word_embeddings; set it to false or remove the tensor"
+        )
+    if extra:
+        raise UserError(
+            f"{len(extra)} tensors have no place in {config.architecture}, first {extra[0]!r}; "
+            "check architectures, num_hidden_layers and tie_word_embeddings in config.json"
+        )
+
+
+def _gather(tensors: Mapping[str, Any], config: ModelConfig, row: Row, dtype: Any) -> np.ndarray:
+    """The row's array, copied out of HF's tensors into the pytree's layout."""
+    shape = parameters.shape(config, row)
+    out = None
+    for index, (name, _) in enumerate(_parts(row, config, np.empty(shape[:1], bool))):
+        tensor = np.asarray(tensors[name])
+        wanted = shape[1:] if row.stacked else shape
+        wanted = wanted[::-1] if row.transposed else wanted
+        if tensor.shape != wanted:
+            raise UserError(
+                f"tensor {name!r} has shape {tensor.shape}, wanted {wanted}; it does not fit "
+                "config.json"
+            )
+        if out is None:
+            out = np.empty(shape, dtype or tensor.dtype)
+        target = out[index] if row.stacked else out
+        target[...] = tensor.T if row.transposed else tensor
+    return out

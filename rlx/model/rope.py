@@ -1,0 +1,97 @@
+"""Rotary position embeddings: angles from positions, and the rotation. Pure.
+
+Source: Su et al., RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; `llama3` and `linear` as
+transformers computes them, in float32 like it.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx.model.config import Rope
+
+
+def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angular frequency of each rotated pair, and the factor on cosine and sine.
+
+    Returns:
+      [head_dim / 2] float32, radians per token; a scale ≥ 1 (1 except for YaRN).
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain = (np.float32(1.0) / np.float32(rope.theta) ** exponent).astype(np.float32)
+    if rope.kind == "linear":
+        return plain / np.float32(rope.factor), 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, head_dim), _yarn_scale(rope)
+    return plain, 1.0
+
+
+def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
+    """Long wavelengths are stretched, short ones kept, those between interpolated."""
+    wavelength = 2 * np.pi / plain
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    original = rope.original_max_position_embeddings
+    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    return ((1 - smooth) * plain / rope.factor + smooth * plain).astype(np.float32)
+
+
+def _yarn(rope: Rope, plain: np.ndarray, head_dim: int) -> np.ndarray:
+    """Interpolates low frequencies, keeps high ones, with a linear ramp over pair indices."""
+
+    def pair_index(rotations: float) -> float:
+        length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = pair_index(rope.beta_fast or 32), pair_index(rope.beta_slow or 1)
+    if rope.truncate is None or rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def _yarn_scale(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position and pair.
+
+    Args:
+      positions: [...] int32, tokens from the start of the segment.
+
+    Returns:
+      Two [..., head_dim / 2] float32.
+    """
+    frequency, scale = frequencies(rope, head_dim)
+    angles = positions[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates pair (i, i + d/2) of each head by its angle, in float32.
+
+    Args:
+      x: [..., heads, head_dim]; cos, sin: [..., head_dim / 2], one row for all heads.
+
+    Returns:
+      x's shape and dtype.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
