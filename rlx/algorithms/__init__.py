@@ -1,0 +1,1 @@
+"""Advantages, losses and presets: arrays in, arrays out."""

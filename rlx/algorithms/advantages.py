@@ -1,0 +1,286 @@
+"""From rewards to advantages, on the flat batch.
+
+All trajectories of a train batch lie end to end on one axis of T tokens, N of them:
+`sequence_ids[t]` in 0 … N − 1 says whose token t is (N for padding), and arrays of shape [N]
+hold what is known per trajectory. Both axes may be padded. Groups are known by id, never by
+position, so partial groups and trajectories of any order are right by construction.
+The order of the steps is that of `advantages`; the layout of training rows plays no part.
+"""
+
+from collections.abc import Mapping
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rlx.algorithms import kl
+from rlx.algorithms.presets import Algorithm
+from rlx.base import UserError
+
+EPS = 1e-5
+
+
+def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Array]:
+    """Per-token advantages of one whole train batch.
+
+    Args:
+      flat: loss_mask [T] bool; sequence_ids [T] int32, trajectories contiguous; rewards [N] f32;
+        group_ids [N] int; truncated [N] bool; valid [N] bool (false for padding);
+        behaviour_logprobs [T] f32. Optional: proximal_logprobs, reference_logprobs, values
+        (V of the state in which token t was chosen), each [T] f32; bootstrap_values [N] f32
+        (V of the state after the last token).
+      algorithm: the row of the preset table.
+
+    Returns:
+      advantages [T] f32, 0 where not trained; returns [T] f32 (A + V before normalisation);
+      shaped_rewards [N] f32 (after penalty, scale and clip, before normalisation);
+      kl_rewards [T] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32: trained tokens whose KL was not
+      finite and was left out.
+
+    Raises:
+      UserError: KL in the reward without `reference_logprobs`.
+    """
+    mask, ids, valid = flat["loss_mask"], flat["sequence_ids"], flat["valid"]
+    chex.assert_equal_shape([mask, ids, flat["behaviour_logprobs"]])
+    chex.assert_equal_shape([flat["rewards"], flat["group_ids"], flat["truncated"], valid])
+    lengths = jax.ops.segment_sum(mask.astype(jnp.int32), ids, valid.shape[0])
+    shaped = shape_rewards(flat["rewards"].astype(jnp.float32), lengths, algorithm)
+    normalised = normalise_rewards(shaped, flat["group_ids"], valid, algorithm)
+    kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
+    values = flat.get("values", jnp.zeros(mask.shape, jnp.float32))
+    raw, returns = gae(
+        kl_rewards + token_rewards(normalised, mask, ids),
+        values,
+        mask,
+        ids,
+        jnp.where(flat["truncated"], flat.get("bootstrap_values", jnp.zeros(valid.shape)), 0.0),
+        algorithm,
+    )
+    group_of_token = flat["group_ids"].at[ids].get(mode="fill", fill_value=-1)
+    return {
+        "advantages": normalise_advantages(raw, group_of_token, mask, algorithm),
+        "returns": returns,
+        "shaped_rewards": jnp.where(valid, shaped, 0.0),
+        "kl_rewards": kl_rewards,
+        "nonfinite_kl": nonfinite_kl,
+    }
+
+
+def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> Array:
+    """Overlong penalty, then bias, scale and clip.
+
+    r += min(−(L − (L_max − L_over)) / L_over · f, 0)   (DAPO, 2503.14476, eq. 13)
+    r = clip((r + bias)·scale, ±reward_clip)
+
+    Args:
+      rewards_N: [N] float32. lengths_N: [N] int32, trained tokens of each trajectory.
+
+    Returns:
+      [N] float32.
+    """
+    chex.assert_equal_shape([rewards_N, lengths_N])
+    if algorithm.overlong_buffer:
+        excess = lengths_N - (algorithm.overlong_limit - algorithm.overlong_buffer)
+        penalty = -excess / algorithm.overlong_buffer * algorithm.overlong_factor
+        rewards_N = rewards_N + jnp.minimum(penalty, 0.0)
+    scaled = (rewards_N + algorithm.reward_bias) * algorithm.reward_scale
+    return jnp.clip(scaled, -algorithm.reward_clip, algorithm.reward_clip)
+
+
+def normalise_rewards(
+    rewards_N: Array, group_ids_N: Array, valid_N: Array, algorithm: Algorithm
+) -> Array:
+    """(r − μ) / (σ + 1e-5), μ and σ over the group, the batch, or not at all.
+
+    Args:
+      rewards_N: [N] float32. group_ids_N: [N] int, any values in any order. valid_N: [N] bool.
+
+    Returns:
+      [N] float32, 0 where not valid.
+    """
+    return standardise(
+        rewards_N,
+        group_ids_N,
+        valid_N,
+        mean=algorithm.reward_mean,
+        std=algorithm.reward_std,
+        leave_one_out=algorithm.leave_one_out,
+    )
+
+
+def normalise_advantages(
+    advantages_T: Array, group_ids_T: Array, loss_mask_T: Array, algorithm: Algorithm
+) -> Array:
+    """(A − μ) / (σ + 1e-5) over trained tokens; [T] float32, 0 where not trained."""
+    return standardise(
+        advantages_T,
+        group_ids_T,
+        loss_mask_T,
+        mean=algorithm.advantage_mean,
+        std=algorithm.advantage_std,
+    )
+
+
+def standardise(
+    x: Array,
+    group_ids: Array,
+    valid: Array,
+    *,
+    mean: str,
+    std: str,
+    leave_one_out: bool = False,
+) -> Array:
+    """(x − μ) / (σ + 1e-5) over the valid entries of each group, of the batch, or not at all.
+
+    σ is the unbiased deviation, 1 where there is a single entry; without std there is no division
+    at all. A leave-one-out μ is (Σ − x_i)/(n − 1), 0 where n = 1. Sums are two-pass around a
+    member of the group, so that equal entries give exactly 0, not rounding noise over 1e-5.
+
+    Args:
+      x: [K] float32. group_ids: [K] int, any values. valid: [K] bool.
+      mean, std: group | batch | none.
+
+    Returns:
+      [K] float32, 0 where not valid.
+    """
+    chex.assert_equal_shape([x, group_ids, valid])
+    x = jnp.where(valid, x, 0.0)
+    out = x
+    if mean != "none":
+        centred, n = _centre(x, group_ids, valid, mean)
+        out = centred
+        if leave_one_out:
+            out = jnp.where(n > 1, centred * (n / jnp.maximum(n - 1, 1)), x)
+    if std != "none":
+        centred, n = _centre(x, group_ids, valid, std)
+        squares = _total(centred**2, group_ids, valid, std)
+        sigma = jnp.where(n > 1, jnp.sqrt(squares / jnp.maximum(n - 1, 1)), 1.0)
+        out = out / (sigma + EPS)
+    return jnp.where(valid, out, 0.0)
+
+
+def _centre(x: Array, group_ids: Array, valid: Array, level: str) -> tuple[Array, Array]:
+    """x minus its peers' mean, and the number of peers, each [K]."""
+    n = _total(valid.astype(jnp.float32), group_ids, valid, level)
+    x = x - _least(x, group_ids, valid, level)  # exact zeros where all are equal
+    x = x - _total(x, group_ids, valid, level) / jnp.maximum(n, 1)
+    # The second pass takes out the rounding of the first sum.
+    return x - _total(x, group_ids, valid, level) / jnp.maximum(n, 1), n
+
+
+def _total(x: Array, group_ids: Array, valid: Array, level: str) -> Array:
+    """The sum over each entry's valid peers, [K]."""
+    x = jnp.where(valid, x, 0.0)
+    if level == "batch":
+        return jnp.broadcast_to(x.sum(), x.shape)
+    index = _dense(group_ids)
+    return jax.ops.segment_sum(x, index, x.shape[0])[index]
+
+
+def _least(x: Array, group_ids: Array, valid: Array, level: str) -> Array:
+    """The smallest of each entry's valid peers, [K]; 0 where there is none."""
+    x = jnp.where(valid, x, jnp.inf)
+    if level == "batch":
+        least = jnp.broadcast_to(x.min(), x.shape)
+    else:
+        index = _dense(group_ids)
+        least = jax.ops.segment_min(x, index, x.shape[0])[index]
+    return jnp.where(jnp.isfinite(least), least, 0.0)
+
+
+def _dense(group_ids: Array) -> Array:
+    """Ids renumbered from 0, [K] int32."""
+    return jnp.unique(group_ids, return_inverse=True, size=group_ids.shape[0])[1]
+
+
+def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
+    """KL as a reward: −β·KL(π ‖ π_ref) on every trained token, and how many were not finite.
+
+    π is the proximal policy where its logprobs are known, the behaviour policy otherwise.
+
+    Returns:
+      [T] float32, 0 where not trained or not finite; int32 scalar.
+
+    Raises:
+      UserError: without `reference_logprobs`; a missing reference is not one of logprob 0.
+    """
+    mask = flat["loss_mask"]
+    if algorithm.kl_placement != "reward":
+        return jnp.zeros(mask.shape, jnp.float32), jnp.zeros((), jnp.int32)
+    reference = require_reference(flat)
+    policy = flat.get("proximal_logprobs", flat["behaviour_logprobs"])
+    finite = jnp.isfinite(policy - reference)
+    penalty = -algorithm.kl_coefficient * kl.estimate(policy, reference, algorithm.kl_estimator)
+    return jnp.where(mask & finite, penalty, 0.0), jnp.sum(mask & ~finite, dtype=jnp.int32)
+
+
+def require_reference(batch: Mapping[str, Array]) -> Array:
+    """`batch["reference_logprobs"]`, or the error that says what to do."""
+    if "reference_logprobs" not in batch:
+        raise UserError(
+            "a KL term needs reference_logprobs and the batch has none; give a reference model or "
+            "set algorithm.kl_placement=none"
+        )
+    return batch["reference_logprobs"]
+
+
+def token_rewards(rewards_N: Array, loss_mask_T: Array, sequence_ids_T: Array) -> Array:
+    """Each trajectory's reward on its last trained token, 0 elsewhere; [T] float32.
+
+    The last *trained* one: a trajectory that ends on tool output keeps its reward.
+    """
+    chex.assert_equal_shape([loss_mask_T, sequence_ids_T])
+    last = loss_mask_T & ~_next_trained(loss_mask_T, sequence_ids_T)[1]
+    return jnp.where(last, rewards_N.at[sequence_ids_T].get(mode="fill", fill_value=0.0), 0.0)
+
+
+def gae(
+    rewards_T: Array,
+    values_T: Array,
+    loss_mask_T: Array,
+    sequence_ids_T: Array,
+    bootstrap_N: Array,
+    algorithm: Algorithm,
+) -> tuple[Array, Array]:
+    """Generalised advantage estimation over trained tokens only (1506.02438).
+
+    δ_t = r_t + γ·V_{t'} − V_t and A_t = δ_t + γλ·A_{t'}, t' the next trained token of the same
+    trajectory, however many observation tokens lie between. After the last one V is
+    `bootstrap_N` and A is 0.
+
+    Args:
+      rewards_T, values_T: [T] float32. loss_mask_T: [T] bool. sequence_ids_T: [T] int32.
+      bootstrap_N: [N] float32; V after the end: 0 unless the trajectory was cut short.
+
+    Returns:
+      advantages and returns (A + V), each [T] float32, 0 where not trained.
+    """
+    chex.assert_equal_shape([rewards_T, values_T, loss_mask_T, sequence_ids_T])
+    following, has_next = _next_trained(loss_mask_T, sequence_ids_T)
+    after_end = bootstrap_N.at[sequence_ids_T].get(mode="fill", fill_value=0.0)
+    next_values = jnp.where(has_next, values_T[following], after_end)
+    delta = rewards_T + algorithm.gamma * next_values - values_T
+    decay = algorithm.gamma * algorithm.lam * has_next
+    # A = b + a·A_next at trained tokens, A = A_next between them; a = 0 at a last one cuts the
+    # trajectories apart.
+    a = jnp.where(loss_mask_T, decay, 1.0)
+    b = jnp.where(loss_mask_T, delta, 0.0)
+    _, scanned = lax.associative_scan(_compose, (a, b), reverse=True)
+    estimate = jnp.where(loss_mask_T, scanned, 0.0)
+    return estimate, jnp.where(loss_mask_T, estimate + values_T, 0.0)
+
+
+def _compose(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+    """x → a·x + b after another: the recurrence as an associative product."""
+    return earlier[0] * later[0], earlier[0] * later[1] + earlier[1]
+
+
+def _next_trained(loss_mask_T: Array, sequence_ids_T: Array) -> tuple[Array, Array]:
+    """Index of the next trained token ([T] int32, in range), and whether the trajectory has one."""
+    size = loss_mask_T.shape[0]
+    index = jnp.where(loss_mask_T, jnp.arange(size), size)
+    at_or_after = lax.cummin(index, reverse=True)
+    following = jnp.append(at_or_after[1:], size)
+    safe = jnp.minimum(following, size - 1)
+    return safe, (following < size) & (sequence_ids_T[safe] == sequence_ids_T)

@@ -1,0 +1,27 @@
+"""Estimators of the KL divergence between two policies from one sampled token."""
+
+import jax.numpy as jnp
+from jax import Array
+
+CLAMP = 10.0  # nats: the exponential in k3 must not overflow on one unlucky token
+
+
+def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Array:
+    """KL(π ‖ π_ref) per token, from tokens drawn from π.
+
+    With Δ = log π − log π_ref clamped to ±10: k1 = Δ, k2 = Δ²/2, k3 = e^(−Δ) − 1 + Δ.
+    k1 and k3 are unbiased, k2 and k3 never negative. http://joschu.net/blog/kl-approx.html
+
+    Args:
+      logprobs, reference_logprobs: same shape, float32, nats.
+      estimator: k1 | k2 | k3.
+
+    Returns:
+      Same shape, float32, nats.
+    """
+    delta = jnp.clip(logprobs - reference_logprobs, -CLAMP, CLAMP)
+    if estimator == "k1":
+        return delta
+    if estimator == "k2":
+        return 0.5 * delta**2
+    return jnp.expm1(-delta) + delta

@@ -1,0 +1,273 @@
+"""The policy loss as sums, on packed rows.
+
+Everything returned is a sum over the given rows: microbatches and devices add up, and one division
+by the minibatch's denominator comes last. `loss_weights` has the per-token weights and the
+denominator of every reduction, so the loss itself knows only one.
+"""
+
+from collections.abc import Mapping
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rlx.algorithms import kl
+from rlx.algorithms.advantages import require_reference
+from rlx.algorithms.presets import Algorithm
+
+# Stats that are already totals; all others are sums over trained tokens, to be divided by
+# `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
+COUNTS = ("n_valid_tokens", "n_nonfinite_tokens")
+LOSSES = ("actor_loss", "kl_loss", "entropy_loss")
+
+
+def policy_loss(
+    target_logprobs_BT: Array,
+    entropy_BT: Array,
+    batch: Mapping[str, Array],
+    algorithm: Algorithm,
+) -> tuple[Array, dict[str, Array]]:
+    """Σ loss_weights · (w·ℓ + β·KL − c·H), and the sums behind the step's statistics.
+
+    u = exp(target − proximal), ℓ = max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A), for A < 0 at most −c·A
+    under dual clip; w = sg(exp(proximal − behaviour)) when decoupled, else 1 (2505.24298).
+
+    Tokens with a non-finite ratio are excluded from the loss and every mean, and counted.
+
+    Args:
+      target_logprobs_BT: [B, T] float32, nats; differentiated.
+      entropy_BT: [B, T] float32, nats; differentiated when the bonus is on.
+      batch: all [B, T]: loss_mask bool; behaviour_logprobs, advantages, loss_weights float32;
+        segment_ids int32 (0 is padding). proximal_logprobs, where absent the policy before its
+        first update is this very target. reference_logprobs for KL in the loss. For loglinear
+        versions int32 and the scalar `target_version`, see `proximal_logprobs`.
+      algorithm: the row of the preset table; static under jit.
+
+    Returns:
+      The summed loss, float32 scalar, and stats: float32 scalars, named as the metrics they become
+      through `summarise`.
+
+    Raises:
+      UserError: KL in the loss without `reference_logprobs`.
+    """
+    mask, advantage = batch["loss_mask"], batch["advantages"]
+    chex.assert_rank([target_logprobs_BT, mask], 2)
+    chex.assert_equal_shape([target_logprobs_BT, entropy_BT, mask, advantage])
+    target = target_logprobs_BT.astype(jnp.float32)
+    proximal = proximal_logprobs(target, batch, algorithm)
+    behaviour = batch["behaviour_logprobs"]
+    finite = _finite_ratio(target - proximal) & _finite_ratio(proximal - behaviour)
+    used = mask & finite
+    # Swapped before any arithmetic: a NaN behind `where` would still poison the gradient.
+    log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
+    log_weight = jnp.where(used, proximal - behaviour, 0.0)
+    weight, in_bounds = control_weights(log_weight, used, batch["segment_ids"], algorithm)
+    surrogate, clipped = clipped_surrogate(log_ratio, advantage, algorithm)
+    scale = jnp.where(used, batch["loss_weights"], 0.0)
+    actor_loss = jnp.sum(scale * weight * surrogate)
+    kl_loss = _kl_loss(target, batch, scale, used, algorithm)
+    entropy = jnp.where(used, entropy_BT, 0.0)
+    entropy_loss = -algorithm.entropy_coefficient * jnp.sum(scale * entropy)
+    stats = {
+        "n_valid_tokens": used,
+        "n_nonfinite_tokens": mask & ~finite,
+        "actor_loss": actor_loss,
+        "kl_loss": kl_loss,
+        "entropy_loss": entropy_loss,
+        "actor_clip_ratio": clipped & used,
+        "importance_weight": jnp.where(used, jnp.exp(log_ratio), 0.0),
+        "ppo_approx_kl": -log_ratio,
+        "behaviour_weight": jnp.where(used, weight, 0.0),
+        "behaviour_weight_out_of_bounds": used & ~in_bounds,
+        "behaviour_kl": jnp.where(
+            used, kl.estimate(-log_weight, jnp.zeros_like(log_weight), "k3"), 0.0
+        ),
+        "entropy": entropy,
+        "advantage": jnp.where(used, advantage, 0.0),
+    }
+    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
+    return actor_loss + kl_loss + entropy_loss, lax.stop_gradient(stats)
+
+
+def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
+    """Metrics from summed stats: counts as they are, losses over `denominator`, means the rest."""
+    tokens = max(stats["n_valid_tokens"], 1.0)
+    divisors = dict.fromkeys(COUNTS, 1.0) | dict.fromkeys(LOSSES, max(denominator, 1.0))
+    return {name: value / divisors.get(name, tokens) for name, value in stats.items()}
+
+
+def loss_weights(
+    loss_mask: Array, sequence_ids: Array, group_ids_N: Array, algorithm: Algorithm
+) -> tuple[Array, Array]:
+    """Per-token weights and the one denominator of a whole minibatch: its loss is Σ weight·ℓ / den.
+
+    token_mean               1            / trained tokens
+    sequence_mean_token_mean 1 / n_seq    / sequences
+    sequence_mean_token_sum  1            / sequences
+    constant                 1            / (sequences · constant_length)   (2503.20783)
+    prompt_mean              1 / n_prompt / prompts                         (2510.13786)
+
+    n_seq and n_prompt are the trained tokens of the token's sequence and prompt. Sequences and
+    prompts without a trained token do not count. Weight control later on changes no denominator.
+
+    Args:
+      loss_mask: bool, any shape (flat or rows), true for this minibatch's trained tokens.
+      sequence_ids: same shape, int32 in [0, N); N or more for padding.
+      group_ids_N: [N] int, the prompt of each sequence.
+
+    Returns:
+      weights, float32 of loss_mask's shape, 0 where not trained; denominator, float32 scalar, ≥ 1.
+    """
+    chex.assert_equal_shape([loss_mask, sequence_ids])
+    mask = loss_mask.astype(jnp.float32)
+    size = group_ids_N.shape[0]
+    tokens = jax.ops.segment_sum(mask.ravel(), sequence_ids.ravel(), size)
+    peers = tokens
+    if algorithm.reduction == "prompt_mean":
+        prompts = jnp.unique(group_ids_N, return_inverse=True, size=size)[1]
+        per_prompt = jax.ops.segment_sum(tokens, prompts, size)
+        peers, count = per_prompt[prompts], jnp.sum(per_prompt > 0)
+    elif algorithm.reduction == "token_mean":
+        count = jnp.sum(mask)
+    else:
+        count = jnp.sum(tokens > 0)
+    if algorithm.reduction == "constant":
+        count = count * algorithm.constant_length
+    if algorithm.reduction in ("prompt_mean", "sequence_mean_token_mean"):
+        mask = mask / jnp.maximum(peers.at[sequence_ids].get(mode="fill", fill_value=1.0), 1.0)
+    return mask, jnp.maximum(count.astype(jnp.float32), 1.0)
+
+
+def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algorithm) -> Array:
+    """The clip's anchor: log-probabilities under the policy before the batch's first update.
+
+    recompute  batch["proximal_logprobs"]; where absent the target itself, without gradient, which
+               is the same thing before the first update.
+    behaviour  the sampled ones: PPO as published.
+    loglinear  behaviour + α(target − behaviour), without gradient, α = clip((v_prox − v_behav) /
+               (v_target − v_behav), 0, 1) of each token's versions, and 0 where v_target = v_behav.
+               v_target is batch["target_version"], a float: n + m/M at minibatch m of M in the
+               batch that turns version n into n + 1; v_prox is its floor, n.
+
+    Returns:
+      float32 of target's shape, nats; carries no gradient.
+    """
+    behaviour = batch["behaviour_logprobs"]
+    frozen = lax.stop_gradient(target)
+    if algorithm.proximal == "behaviour":
+        return behaviour
+    if algorithm.proximal == "recompute":
+        return batch.get("proximal_logprobs", frozen)
+    version = jnp.asarray(batch["target_version"], jnp.float32)
+    age = version - batch["versions"]
+    alpha = (jnp.floor(version) - batch["versions"]) / jnp.where(age == 0, 1.0, age)
+    alpha = jnp.where(age == 0, 0.0, jnp.clip(alpha, 0.0, 1.0))
+    return behaviour + alpha * (frozen - behaviour)
+
+
+def clipped_surrogate(
+    log_ratio: Array, advantage: Array, algorithm: Algorithm
+) -> tuple[Array, Array]:
+    """max(−uA, −clip(u)·A) with dual clip, and where the clip (either one) took the gradient away.
+
+    PPO 1707.06347 eq. 7; dual clip 1912.09729: where A < 0, at most −c·A.
+
+    Args:
+      log_ratio: log u, float32. advantage: same shape, float32.
+    """
+    ratio = jnp.exp(log_ratio)
+    bounded = jnp.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
+    plain, held = -ratio * advantage, -bounded * advantage
+    loss, clipped = jnp.maximum(plain, held), held > plain
+    if algorithm.dual_clip:
+        ceiling = -algorithm.dual_clip * advantage
+        beyond = (advantage < 0) & (ceiling < loss)
+        loss, clipped = jnp.where(beyond, ceiling, loss), clipped | beyond
+    return loss, clipped
+
+
+def control_weights(
+    log_weight_BT: Array, used_BT: Array, segment_ids_BT: Array, algorithm: Algorithm
+) -> tuple[Array, Array]:
+    """The behaviour weight w = exp(proximal − behaviour) of each token, kept within bounds.
+
+    A statistic of each token (log w for ratio and k1, (log w)²/2 for k2, w − 1 − log w for k3), or
+    its mean, sum or max over the sequence, is held against [weight_lower, weight_upper]; for ratio
+    after exponentiation, so that the mean is the geometric one.
+
+    none      w as it is: the correction stays on
+    mask      w = 0 where out of bounds: those tokens leave the loss
+    truncate  w scaled by bound / ratio where out of bounds: at token level a cap (TIS), at
+              sequence level the whole sequence's weights shrink until its ratio is the bound
+
+    Args:
+      log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool, which tokens count.
+      segment_ids_BT: [B, T] int32, the sequences within each row.
+
+    Returns:
+      w, [B, T] float32, without gradient (1 when not decoupled); in bounds, [B, T] bool.
+    """
+    chex.assert_equal_shape([log_weight_BT, used_BT, segment_ids_BT])
+    log_weight = lax.stop_gradient(log_weight_BT)
+    if not algorithm.decoupled:
+        return jnp.ones_like(log_weight), jnp.ones_like(used_BT)
+    weight = jnp.exp(log_weight)
+    if algorithm.weight_action == "none":
+        return weight, jnp.ones_like(used_BT)
+    statistic = _statistic(log_weight, algorithm.weight_statistic)
+    if algorithm.weight_level == "sequence":
+        statistic = _aggregate(statistic, used_BT, segment_ids_BT, algorithm.weight_aggregate)
+    if algorithm.weight_statistic == "ratio":
+        statistic = jnp.exp(statistic)
+    held = jnp.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
+    in_bounds = held == statistic
+    if algorithm.weight_action == "mask":
+        return jnp.where(in_bounds, weight, 0.0), in_bounds
+    log_scale = jnp.log(jnp.where(in_bounds, 1.0, held)) - jnp.log(
+        jnp.where(in_bounds, 1.0, statistic)
+    )
+    return jnp.exp(log_weight + log_scale), in_bounds
+
+
+def _statistic(log_weight: Array, name: str) -> Array:
+    if name == "k2":
+        return 0.5 * log_weight**2
+    if name == "k3":
+        return jnp.expm1(log_weight) - log_weight
+    return log_weight
+
+
+def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
+    """Mean, sum or max of x over the used tokens of each segment of each row, on every token."""
+    rows, width = x.shape
+    # A row of `width` tokens has at most that many segments, and 0 for padding.
+    index = (jnp.arange(rows)[:, None] * (width + 1) + segment_ids).ravel()
+    size = rows * (width + 1)
+    if how == "max":
+        per = jax.ops.segment_max(jnp.where(used, x, -jnp.inf).ravel(), index, size)
+        return jnp.where(used, per[index].reshape(x.shape), 0.0)
+    per = jax.ops.segment_sum(jnp.where(used, x, 0.0).ravel(), index, size)
+    if how == "mean":
+        counts = jax.ops.segment_sum(used.astype(jnp.float32).ravel(), index, size)
+        per = per / jnp.maximum(counts, 1.0)
+    return per[index].reshape(x.shape)
+
+
+def _kl_loss(
+    target: Array, batch: Mapping[str, Array], scale: Array, used: Array, algorithm: Algorithm
+) -> Array:
+    """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
+    if algorithm.kl_placement != "loss":
+        return jnp.zeros((), jnp.float32)
+    reference = require_reference(batch)
+    used = used & jnp.isfinite(reference)
+    penalty = kl.estimate(
+        jnp.where(used, target, 0.0), jnp.where(used, reference, 0.0), algorithm.kl_estimator
+    )
+    return algorithm.kl_coefficient * jnp.sum(jnp.where(used, scale, 0.0) * penalty)
+
+
+def _finite_ratio(log_ratio: Array) -> Array:
+    """Whether both the log-ratio and its exponential are finite numbers."""
+    return jnp.isfinite(log_ratio) & jnp.isfinite(jnp.exp(log_ratio))
