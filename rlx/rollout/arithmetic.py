@@ -1,0 +1,97 @@
+"""Seeded chains of additions and subtractions: the embedded task. Imports no JAX, does no I/O.
+
+A problem is `47+38-6+20=?`. Every intermediate value stays within two digits; the number of
+operands is heavy-tailed, so that a batch holds a few solutions several times as long as the
+rest. Whether a problem is for training or held out is a hash of its text: the two sets are
+disjoint whatever the seeds. The recipe of the model that ships with the package
+(`experiments/2026-11-arithmetic`) draws its demonstrations from the training side only.
+"""
+
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Iterator
+
+from rlx.config import unknown
+
+SPLITS = ("train", "held_out")
+MIN_OPERANDS, MAX_OPERANDS = 3, 14
+LARGEST_VALUE = 99  # of every intermediate value; the smallest is 0
+LARGEST_OPERAND = 49  # after the first
+_HELD_OUT_SHARE = 10  # one problem in this many
+_TAIL = 1.5  # P(k operands) ∝ k^−1.5
+
+
+def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
+    """The first `n` distinct problems of a seed's stream, as dataset rows.
+
+    Args:
+      seed: any integer; a longer list of the same seed starts with the shorter one.
+      split: `train` or `held_out`; no problem is ever in both, whatever the seeds.
+      n: ≥ 0.
+
+    Returns:
+      Rows `{"question": "47+38-6=?", "answer": "79"}`.
+
+    Raises:
+      UserError: `split` is neither.
+    """
+    return list(itertools.islice(stream(seed, split), n))
+
+
+def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
+    """Endless distinct problems of a seed and split, as `problems` lists them."""
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    rng = random.Random(f"arithmetic {seed} {split}")
+    seen = set()
+    while True:
+        question, answer = _draw(rng)
+        if question not in seen and split_of(question) == split:
+            seen.add(question)
+            yield {"question": question, "answer": str(answer)}
+
+
+def split_of(question: str) -> str:
+    """The split a problem belongs to, a function of its text alone."""
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return "train" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE else "held_out"
+
+
+def steps(question: str) -> list[tuple[int, str, int, int]]:
+    """The chain from left to right as (value, operator, operand, result); 47+38 → (47, +, 38, 85)."""
+    value, *rest = re.findall(r"\d+|[+-]", question)
+    value, chain = int(value), []
+    for operator, operand in zip(rest[::2], map(int, rest[1::2]), strict=True):
+        result = value + operand if operator == "+" else value - operand
+        chain.append((value, operator, operand, result))
+        value = result
+    return chain
+
+
+def careful_solution(question: str) -> str:
+    r"""Every step on its own line, then the boxed answer: `47+38=85\n85-6=79\n\boxed{79}`."""
+    chain = steps(question)
+    lines = [f"{value}{operator}{operand}={result}" for value, operator, operand, result in chain]
+    return "\n".join([*lines, f"\\boxed{{{chain[-1][-1]}}}"])
+
+
+def _draw(rng: random.Random) -> tuple[str, int]:
+    counts = range(MIN_OPERANDS, MAX_OPERANDS + 1)
+    (count,) = rng.choices(counts, weights=[k**-_TAIL for k in counts])
+    value = rng.randint(1, LARGEST_VALUE)
+    text = str(value)
+    for _ in range(count - 1):
+        operator, operand = _draw_step(rng, value)
+        value += operand if operator == "+" else -operand
+        text += f"{operator}{operand}"
+    return f"{text}=?", value
+
+
+def _draw_step(rng: random.Random, value: int) -> tuple[str, int]:
+    """An operator, likelier the more room it has, and an operand: half of them one digit."""
+    operator = "-" if rng.randint(1, LARGEST_VALUE) <= value else "+"
+    room = LARGEST_VALUE - value if operator == "+" else value
+    largest = min(room, 9 if rng.random() < 0.5 else LARGEST_OPERAND)
+    return operator, rng.randint(1, largest)
