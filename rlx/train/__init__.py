@@ -1,0 +1,1 @@
+"""From finished groups to the next policy: packing, optimizer, update, checkpoint."""

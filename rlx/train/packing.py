@@ -1,0 +1,303 @@
+"""Trajectories to packed rows: flat arrays, first-fit decreasing, few shapes. Numpy only.
+
+A batch is held twice. *Flat*: every trajectory one after the other on one axis, where advantages
+and loss weights are computed (segment arithmetic, no padding between sequences). *Packed*: [B, T]
+rows for the model, each slot pointing back into the flat axis by `flat_index`.
+
+Shapes: S sequences, F flat tokens, R rows, B rows of a microbatch, T tokens of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx.base import Group, Trajectory, UserError
+
+Arrays = dict[str, np.ndarray]
+
+MIN_FLAT = 1024  # smallest flat bucket, tokens
+MIN_SEQUENCES = 8  # smallest sequence bucket
+ROW_FRACTIONS = 4  # the last microbatch has 1/4, 2/4, 3/4 or all of a full one's rows
+ROW_CANDIDATES = 3  # row buckets weighed against each other
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """All trajectories of a train batch on one axis, padded to powers of two.
+
+    Attributes:
+      tokens: per-token arrays [F]: `tokens`, `positions`, `sequence_ids` (S_padded − 1 at most; the
+        padded number of sequences itself marks padding), `versions` int32, `loss_mask` bool,
+        `behaviour_logprobs` float32.
+      sequences: per-sequence arrays [S_padded]: `rewards` float32, `group_ids` int32 (dense, from 0
+        in order of the groups; padding has the last group's id + 1), `truncated`, `valid` bool,
+        `lengths` int32 (trained tokens).
+      starts, sizes: [S] int64; where each real sequence begins on F, and its tokens.
+      num_groups: how many groups there are.
+    """
+
+    tokens: Arrays
+    sequences: Arrays
+    starts: np.ndarray
+    sizes: np.ndarray
+    num_groups: int
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, prompts included."""
+        return int(self.sizes.sum())
+
+    def arrays(self) -> Arrays:
+        """Everything advantages are computed from, in one dict."""
+        return {**self.tokens, **self.sequences}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each sequence goes.
+
+    Attributes:
+      row_length: T.
+      rows: [S] int64; the row of each sequence.
+      microbatch_rows: how many rows each microbatch has (all but the last are equal).
+    """
+
+    row_length: int
+    rows: np.ndarray
+    microbatch_rows: tuple[int, ...]
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.row_length * sum(self.microbatch_rows)
+
+
+def power_of_two(n: int, least: int) -> int:
+    """The smallest power-of-two multiple of `least` that is ≥ n."""
+    while least < n:
+        least *= 2
+    return least
+
+
+def _concatenate(
+    trajectories: Sequence[Trajectory], name: str, dtype, size: int, pad
+) -> np.ndarray:
+    out = np.full(size, pad, dtype)
+    parts = [np.asarray(getattr(t, name)) for t in trajectories]
+    if parts:
+        joined = np.concatenate(parts)
+        out[: len(joined)] = joined
+    return out
+
+
+def flatten(groups: Sequence[Group]) -> FlatBatch:
+    """Lays the groups' trajectories one after the other.
+
+    Args:
+      groups: of one train batch; their order fixes the order of everything.
+
+    Raises:
+      ValueError: a trajectory is empty, its per-token arrays differ in length, or its first token
+        is trained on.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    for t in trajectories:
+        shapes = {len(t.tokens), len(t.loss_mask), len(t.behaviour_logprobs), len(t.versions)}
+        if len(shapes) != 1 or 0 in shapes:
+            raise ValueError(
+                f"trajectory {t.trajectory_id}: per-token arrays have lengths {sorted(shapes)}; "
+                "want one length of at least 1"
+            )
+        if t.loss_mask[0]:
+            raise ValueError(
+                f"trajectory {t.trajectory_id}: its first token is trained on, but nothing precedes "
+                "it; want a prompt of at least 1 token"
+            )
+    sizes = np.array([len(t.tokens) for t in trajectories], np.int64)
+    starts = np.cumsum(sizes) - sizes
+    num_tokens, count = int(sizes.sum()), len(sizes)
+    flat = power_of_two(num_tokens, MIN_FLAT)
+    padded = power_of_two(count, MIN_SEQUENCES)
+
+    def per_token(name, dtype, pad):
+        return _concatenate(trajectories, name, dtype, flat, pad)
+
+    sequence_ids = np.full(flat, padded, np.int32)
+    sequence_ids[:num_tokens] = np.repeat(np.arange(count), sizes)
+    positions = np.zeros(flat, np.int32)
+    positions[:num_tokens] = np.arange(num_tokens) - np.repeat(starts, sizes)
+    tokens = {
+        "tokens": per_token("tokens", np.int32, 0),
+        "positions": positions,
+        "sequence_ids": sequence_ids,
+        "loss_mask": per_token("loss_mask", bool, False),
+        "behaviour_logprobs": per_token("behaviour_logprobs", np.float32, 0.0),
+        "versions": per_token("versions", np.int32, -1),
+    }
+
+    def per_sequence(values, dtype, pad):
+        out = np.full(padded, pad, dtype)
+        out[:count] = values
+        return out
+
+    sequences = {
+        "rewards": per_sequence([t.reward for t in trajectories], np.float32, 0.0),
+        "group_ids": per_sequence(
+            np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
+            np.int32,
+            len(groups),
+        ),
+        "truncated": per_sequence([t.truncated for t in trajectories], bool, False),
+        "valid": per_sequence(True, bool, False),
+        "lengths": per_sequence([t.num_trained for t in trajectories], np.int32, 0),
+    }
+    return FlatBatch(tokens, sequences, starts, sizes, len(groups))
+
+
+def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Rows of sequences: each, longest first, in the first row with room.
+
+    Equal sizes are placed together (filling the first row with room as often as it goes, then the
+    next), which is first fit without a loop over sequences. Ties keep their order.
+
+    Args:
+      sizes: [S] integers, tokens, in [1, capacity].
+      capacity: tokens a row holds.
+
+    Returns:
+      [S] int64, rows from 0 without gaps.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    distinct, counts = np.unique(sizes, return_counts=True)
+    rows = np.empty(len(sizes), np.int64)
+    free = np.full(len(sizes), capacity, np.int64)
+    used = start = 0
+    for size, count in zip(distinct[::-1], counts[::-1], strict=True):
+        room = free[: used + count] // size
+        placed = np.minimum(np.cumsum(room), count)
+        taken = np.diff(placed, prepend=0)
+        rows[order[start : start + count]] = np.repeat(np.arange(len(taken)), taken)
+        free[: len(taken)] -= taken * size
+        used = max(used, int(np.flatnonzero(taken)[-1]) + 1)
+        start += count
+    return rows
+
+
+def _microbatch_rows(num_rows: int, full: int, shards: int, at_least: int) -> tuple[int, ...]:
+    """Rows of each microbatch: full ones, then the smallest fraction that holds the rest."""
+    step = -(-full // (ROW_FRACTIONS * shards)) * shards
+    count, rest = divmod(num_rows, full)
+    last = min(-(-rest // step) * step, full)
+    rows = (full,) * count + ((last,) if rest else ())
+    return rows + (min(step, full),) * (at_least - len(rows))
+
+
+def plan(
+    sizes: np.ndarray,
+    budget: int,
+    buckets: Sequence[int],
+    *,
+    attention_cost: float = 0.0,
+    shards: int = 1,
+    at_least: int = 0,
+) -> Plan:
+    """Chooses the row length and packs: the cheapest of the shortest buckets that fit.
+
+        cost = rows · T · (1 + attention_cost · T)
+
+    Short rows waste tokens when few sequences fit in one, long rows waste attention, which is
+    quadratic in T. The result is a function of the arguments alone, so a resumed run packs alike.
+
+    Args:
+      sizes: [S] tokens of each sequence.
+      budget: tokens a microbatch may hold on each data-parallel device.
+      buckets: row lengths to choose from, tokens.
+      attention_cost: work of attention per token and key, over the other work per token.
+      shards: data-parallel devices; every microbatch has a multiple of it in rows.
+      at_least: microbatches wanted; empty ones are added (all devices must run equally many).
+
+    Raises:
+      UserError: a sequence is longer than the budget.
+    """
+    longest = int(sizes.max(initial=1))
+    if longest > budget:
+        raise UserError(
+            f"train.max_tokens_per_microbatch={budget} is below the longest trajectory "
+            f"({longest} tokens); raise it or lower sampling.max_new_tokens"
+        )
+    lengths = sorted(b for b in set(buckets) if longest <= b <= budget) or [budget]
+    plans = []
+    for length in lengths[:ROW_CANDIDATES]:
+        rows = first_fit_decreasing(sizes, length)
+        full = budget // length * shards
+        parts = _microbatch_rows(int(rows.max(initial=-1)) + 1, full, shards, at_least)
+        plans.append(Plan(length, rows, parts))
+    return min(plans, key=lambda p: p.padded_tokens * (1 + attention_cost * p.row_length))
+
+
+def microbatches(flat: FlatBatch, ids: np.ndarray, packed: Plan) -> list[Arrays]:
+    """The packed arrays of some sequences.
+
+    Args:
+      flat: the batch.
+      ids: [S'] which sequences, in the order that `packed` was planned for.
+
+    Returns:
+      A dict of [B, T] arrays a microbatch: `tokens`, `positions`, `segment_ids` (from 1 in each
+      row, 0 = padding), `sequence_ids`, `loss_mask`, `behaviour_logprobs`, `versions`, and
+      `flat_index` int32 into the flat axis (its size at padding, so that a gather with fill and a
+      scatter with drop ignore it).
+    """
+    total, length = sum(packed.microbatch_rows), packed.row_length
+    order = np.lexsort((ids, packed.rows))
+    sizes, rows, starts = flat.sizes[ids][order], packed.rows[order], flat.starts[ids][order]
+    before = np.cumsum(sizes) - sizes
+    first = np.searchsorted(rows, rows, side="left")  # index of the row's first sequence
+    offset = rows * length + before - before[first]
+    within = np.arange(int(sizes.sum())) - np.repeat(before, sizes)
+    slots = np.repeat(offset, sizes) + within
+
+    padding = len(flat.tokens["tokens"])
+    index = np.full(total * length, padding, np.int32)
+    index[slots] = np.repeat(starts, sizes) + within
+    segments = np.zeros(total * length, np.int32)
+    segments[slots] = np.repeat(np.arange(len(rows)) - first + 1, sizes)
+    out = {"flat_index": index, "segment_ids": segments}
+    for name, pad in _PADDING.items():
+        source = flat.tokens[name]
+        values = np.full(total * length, pad, source.dtype)
+        values[slots] = source[index[slots]]
+        out[name] = values
+    out["sequence_ids"][segments == 0] = len(flat.sequences["valid"])
+    shaped = {name: values.reshape(total, length) for name, values in out.items()}
+    cuts = np.cumsum(packed.microbatch_rows)[:-1]
+    parts = {name: np.split(values, cuts) for name, values in shaped.items()}
+    return [{name: parts[name][i] for name in parts} for i in range(len(packed.microbatch_rows))]
+
+
+_PADDING = {
+    "tokens": 0,
+    "positions": 0,
+    "sequence_ids": 0,
+    "loss_mask": False,
+    "behaviour_logprobs": 0.0,
+    "versions": -1,
+}
+
+
+def minibatch_ids(flat: FlatBatch, count: int) -> list[np.ndarray]:
+    """Sequences of each minibatch: whole groups, in order, equally many groups up to one.
+
+    Args:
+      count: minibatches wanted; no more are made than there are groups.
+
+    Returns:
+      Index arrays into the real sequences.
+    """
+    groups = flat.sequences["group_ids"][: flat.num_sequences]
+    parts = np.array_split(np.arange(flat.num_groups), min(count, flat.num_groups))
+    return [np.flatnonzero(np.isin(groups, part)) for part in parts]

@@ -1,0 +1,62 @@
+"""Schedules at their corners, decay only on matrices, and errors that name the key."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlx import config as config_lib
+from rlx.base import UserError
+from rlx.train import optimizer
+
+
+def options(**overrides):
+    config = config_lib.default().optimizer
+    config.update({"learning_rate": 1.0, **overrides})
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", {0: 0.25, 3: 1.0, 4: 1.0, 104: 1.0}),
+        ("linear", {0: 0.25, 3: 1.0, 4: 1.0, 54: 0.5, 104: 0.0, 200: 0.0}),
+        ("cosine", {0: 0.25, 3: 1.0, 4: 1.0, 54: 0.5, 104: 0.0, 200: 0.0}),
+    ],
+)
+def test_schedules(name, expected):
+    rate = optimizer.make_schedule(options(schedule=name, warmup_steps=4), 104)
+    for step, value in expected.items():
+        assert float(rate(step)) == pytest.approx(value, abs=1e-6), step
+
+
+def test_adamw_first_step_is_the_papers():
+    """m̂/√v̂ = sign(g) at the first step, plus decay on matrices only."""
+    tx = optimizer.make_optimizer(options(weight_decay=0.1, learning_rate=0.5, eps=0.0), 10)
+    params = {
+        "embed": jnp.full((2, 2), 3.0),
+        "final_norm": jnp.full(2, 3.0),
+        "layers": {"q_bias": jnp.full((2, 2), 3.0), "input_norm": jnp.full((2, 2), 3.0)},
+    }
+    grads = {
+        "embed": jnp.full((2, 2), -7.0),
+        "final_norm": jnp.full(2, 7.0),
+        "layers": {"q_bias": jnp.full((2, 2), 7.0), "input_norm": jnp.full((2, 2), 7.0)},
+    }
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["embed"], 0.5 - 0.5 * 0.1 * 3.0, rtol=1e-5)
+    for leaf in (updates["final_norm"], *updates["layers"].values()):
+        np.testing.assert_allclose(leaf, -0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("name", "adamm", "did you mean 'adamw'"),
+        ("schedule", "cosin", "did you mean 'cosine'"),
+        ("learning_rate", -1.0, "learning_rate=-1.0 is negative"),
+        ("b2", 1.0, r"b2=1.0 must be in \[0, 1\)"),
+    ],
+)
+def test_errors_name_the_key(key, value, message):
+    with pytest.raises(UserError, match=message):
+        optimizer.make_optimizer(options(**{key: value}), 10)
