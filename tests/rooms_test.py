@@ -17,7 +17,9 @@ import rlx
 PACKAGE = Path(rlx.__file__).parent
 COMMANDS = ("main", "evaluate", "serve", "convert", "compare", "replay", "doctor", "report")
 ORDER = (
-    ("", "base", "config"),  # "" is rlx/__init__.py
+    ("",),  # rlx/__init__.py
+    ("base",),
+    ("config",),
     ("algorithms",),
     ("model",),
     ("train",),
