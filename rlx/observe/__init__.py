@@ -1,0 +1,1 @@
+"""What a user sees of a run: metrics, timeline, live progress, report. Imports no JAX."""

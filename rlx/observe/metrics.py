@@ -1,0 +1,94 @@
+"""A run's numbers on disk: metrics.jsonl, eval.jsonl, transcripts, TensorBoard.
+
+The loop owns one MetricsWriter. What is written is whole when a call returns, so a killed
+run keeps everything up to its last step.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError
+from rlx.observe import environment
+from rlx.observe.jsonl import append_jsonl, encode, jsonable, truncate_jsonl, write_atomically
+
+__all__ = ["MetricsWriter", "append_jsonl"]
+
+
+class MetricsWriter:
+    """Appends a run's records to WORKDIR.
+
+    Files: `metrics.jsonl` (an object a step), `eval.jsonl` (an object an evaluation),
+    `rollouts/step-000001.jsonl` (sampled transcripts), `tensorboard/` (event files),
+    `environment.json` (where the run ran). Not thread-safe: the trainer's thread writes.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        tensorboard: bool = True,
+        first_step: int | None = None,
+    ):
+        """`first_step`: the next step to be written. Records of that step and later ones,
+        left by a run that was killed after its checkpoint, are removed. None keeps all."""
+        self._workdir = Path(workdir)
+        if first_step is not None:
+            forget(self._workdir, first_step)
+        environment.write(self._workdir)
+        self._events = None
+        if tensorboard:
+            self._events = _open_events(self._workdir / "tensorboard", first_step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one step. `record["step"]` counts from 1; dict values are allowed."""
+        self._write("metrics.jsonl", record, None)
+
+    def write_eval(self, record: Mapping[str, Any]) -> None:
+        """Appends one evaluation: `step`, `version`, `greedy_acc`, `num_questions`, …"""
+        self._write("eval.jsonl", record, "eval")
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes the transcripts sampled at `step`, a trajectory a line, replacing any before."""
+        lines = b"".join(encode(row) for row in rows)
+        write_atomically(self._workdir / "rollouts" / f"step-{step:06d}.jsonl", lines)
+
+    def close(self) -> None:
+        """Flushes and closes the event file; later calls of `write` fail."""
+        if self._events:
+            self._events.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, name: str, record: Mapping[str, Any], section: str | None) -> None:
+        record = jsonable(record)
+        append_jsonl(self._workdir / name, record)
+        if self._events:
+            self._events.add(record["step"], record, section)
+
+
+def forget(workdir: str | os.PathLike, first_step: int) -> None:
+    """Removes what WORKDIR's records say of `first_step` and later steps."""
+    workdir = Path(workdir)
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        truncate_jsonl(workdir / name, first_step)
+    for path in sorted((workdir / "rollouts").glob("step-*.jsonl")):
+        number = path.stem.removeprefix("step-")
+        if number.isdigit() and int(number) >= first_step:
+            path.unlink()
+
+
+def _open_events(directory: Path, first_step: int | None) -> Any:
+    from rlx.observe.tensorboard import EventFile  # tensorboardX takes a moment to import
+
+    try:
+        return EventFile(directory, first_step)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {directory}: {error.strerror or error}; free some space or "
+            "set observe.tensorboard=False"
+        ) from error

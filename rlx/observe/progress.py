@@ -1,0 +1,275 @@
+"""The run in the terminal: a live panel, or plain lines where there is no terminal.
+
+The loop calls `update` after each step. rich is imported here only, when a run shows
+something. Messages scroll above the panel.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlx.observe.text import duration, number, shares, sparkline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan",
+                "proximal": "blue", "checkpoint": "red", "eval": "bright_blue"}  # fmt: skip
+_PHASE_STYLES = {"finished": "bold green", "stopped": "bold red", "interrupted": "bold yellow"}
+_RECENT = 20  # steps the remaining time is judged by
+
+
+class Progress:
+    """Shows a run's progress; a context manager. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: "Console | None" = None,
+        *,
+        title: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`title` names the run; `clock` gives seconds and only measures since `__enter__`."""
+        from rich.console import Console
+
+        self._total = total_steps
+        self._console = console or Console(highlight=False)
+        self._title = title
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._history: list[Mapping[str, Any]] = []
+        self._evals: list[Mapping[str, Any]] = []
+        self._phase = ("starting", clock())
+        self._updated = clock()
+        self._live = None
+        unicode = (self._console.encoding or "").lower().startswith("utf")
+        self._panel = self._console.is_terminal and unicode and not self._console.is_dumb_terminal
+
+    def __enter__(self) -> "Progress":
+        if self._panel:
+            from rich.live import Live
+
+            self._live = Live(get_renderable=self._render, console=self._console,
+                              refresh_per_second=4)  # fmt: skip
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        done = self._history and self._history[-1]["step"] >= self._total
+        self.phase(
+            "finished" if done else "interrupted" if kind is KeyboardInterrupt else "stopped"
+        )
+        if self._live:
+            self._live.stop()
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Takes the record of a finished step, as written to metrics.jsonl."""
+        with self._lock:
+            self._history.append(record)
+            self._updated = self._clock()
+        if not self._panel:
+            self._line(self._step_line(record))
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Takes the record of a finished held-out evaluation, as written to eval.jsonl."""
+        with self._lock:
+            self._evals.append(record)
+        if not self._panel:
+            self._line(
+                f"eval {record.get('step', 0)}/{self._total}  "
+                f"greedy_acc {number(record.get('greedy_acc'))}  "
+                f"questions {number(record.get('num_questions'))}  "
+                f"version {record.get('version', '–')}  "
+                f"seconds {number(record.get('seconds'))}"
+            )
+
+    def phase(self, name: str) -> None:
+        """Says what the trainer does from now on."""
+        with self._lock:
+            self._phase = (name, self._clock())
+
+    def message(self, text: str) -> None:
+        """Prints `text`, never as markup, above the panel."""
+        self._line(text)
+
+    def _line(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _remaining(self) -> float | None:
+        """Seconds until the last step at the recent pace; None before the second step."""
+        recent = [r.get("step_seconds") for r in self._history[1:][-_RECENT:]]
+        known = sorted(seconds for seconds in recent if seconds is not None)
+        if not known:
+            return None
+        left = self._total - self._history[-1]["step"]
+        typical = sum(known) / len(known)
+        return max(0.0, left * typical - (self._clock() - self._updated if left else 0.0))
+
+    def _elapsed(self) -> float:
+        last = self._history[-1].get("elapsed_seconds") if self._history else None
+        running = self._phase[0] not in _PHASE_STYLES
+        return (last or 0.0) + (self._clock() - self._updated if running or not last else 0.0)
+
+    def _step_line(self, record: Mapping[str, Any]) -> str:
+        """One greppable line: each field is its name, a space, its value."""
+        seconds = sorted(record.get("seconds", {}).items(), key=lambda item: -(item[1] or 0))
+        phases = ", ".join(f"{name} {number(value)}" for name, value in seconds[:4])
+        fields = [
+            f"step {record['step']}/{self._total}",
+            f"epoch {record.get('epoch', 0)}",
+            f"reward {number(record.get('task_reward'))}",
+            *([f"held-out {number(self._evals[-1].get('greedy_acc'))}"] if self._evals else []),
+            f"staleness {number(record.get('staleness_mean'))}"
+            f" (max {number(record.get('staleness_max'))})",
+            f"tokens {number(record.get('n_tokens'))}",
+            f"generated/s {number(record.get('generated_tokens_per_second'))}",
+            f"trained/s {number(record.get('consumed_tokens_per_second'))}",
+            f"seconds {number(record.get('step_seconds'))}" + (f" ({phases})" if phases else ""),
+            f"failed {record.get('failed', 0)}",
+            f"dropped {record.get('dropped', 0)}",
+            f"elapsed {duration(record.get('elapsed_seconds'))}",
+            f"left {duration(self._remaining())}",
+        ]
+        return "  ".join(fields)
+
+    def _render(self) -> Any:
+        """The panel as it is now."""
+        from rich import box
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        width = min(self._console.width, 120)
+        inner = max(width - 4, 20)
+        with self._lock:
+            rows = self._rows(inner - 11)
+            head = self._head()
+            name, since = self._phase
+            spent = "" if name in _PHASE_STYLES else duration(self._clock() - since)
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, min_width=9)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        for label, value in rows:
+            grid.add_row(Text(label, style="dim"), value)
+        body = Table.grid(expand=True)
+        body.add_column(no_wrap=True, overflow="ellipsis")
+        for line in (*head, Text(), grid) if rows else head:
+            body.add_row(line)
+        title = Text.assemble(("rlx", "bold"), f" · {self._title}" if self._title else "")
+        style = _PHASE_STYLES.get(name, "cyan")
+        return Panel(body, box=box.ROUNDED, title=title, title_align="left", width=width,
+                     subtitle=Text(f"{name} {spent}".strip(), style=style),
+                     subtitle_align="right", border_style="bright_black")  # fmt: skip
+
+    def _head(self) -> list[Any]:
+        """The bar and the line under it."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        last = self._history[-1] if self._history else {}
+        step = last.get("step", 0)
+        bar = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            Text(f"step {step}/{self._total}", style="bold"),
+            ProgressBar(self._total, step, complete_style="cyan", finished_style="green"),
+            Text(f"{100 * step / max(self._total, 1):.0f}%", style="bold"),
+        )
+        times = f"elapsed {duration(self._elapsed())}"
+        if step < self._total:
+            times += f" · left {duration(self._remaining())}"
+        about = [f"epoch {last.get('epoch', 0)}", f"version {last.get('version', 0)}"]
+        if last.get("step_seconds") is not None:
+            about.append(f"{duration(last['step_seconds'])}/step")
+        line = Table.grid(expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(no_wrap=True, justify="right")
+        line.add_row(Text(" · ".join(about), style="dim"), Text(times))
+        return [bar, line]
+
+    def _rows(self, width: int) -> list[tuple[str, "Text"]]:
+        """Label and value of each line of the panel; `width` cells for the value."""
+        from rich.text import Text
+
+        rows = []
+        if self._history:
+            rewards = [record.get("task_reward") for record in self._history]
+            rows.append(("reward", self._trend(rewards, "green", width)))
+        if self._evals:
+            accuracies = [record.get("greedy_acc") for record in self._evals]
+            note = f"greedy, step {self._evals[-1].get('step', 0)}"
+            rows.append(("held-out", self._trend(accuracies, "cyan", width, note)))
+        if not self._history:
+            return rows
+        last = self._history[-1]
+        column = 19 if width >= 60 else 12
+        lags = (("staleness_mean", "mean"), ("staleness_max", "max"), ("behaviour_kl", "KL"))
+        rows.append(("staleness", _facts(last, *lags, column=column)))
+        speeds = (("generated_tokens_per_second", "generated"),
+                  ("consumed_tokens_per_second", "trained"), ("avg_seq_len", "tokens each"))  # fmt: skip
+        rows.append(("tokens/s", _facts(last, *speeds, column=column)))
+        if last.get("seconds"):
+            rows.append(("a step", _phase_bar(last["seconds"], width)))
+        rows.append(("prompts", _prompts(last)))
+        return rows
+
+    def _trend(self, values: list[Any], color: str, width: int, note: str = "") -> "Text":
+        from rich.text import Text
+
+        known = [value for value in values if value is not None]
+        latest = number(values[-1]) if values else "–"
+        line = Text.assemble((f"{latest:<6}", f"bold {color}"), "  ")
+        room = width - 8 - (len(note) + 2 if note else 0)
+        line.append(sparkline(known, room), style=color)
+        if note and room > 0:
+            line.append(f"  {note}", style="dim")
+        return line
+
+
+def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> "Text":
+    """The named numbers in columns, each followed by what it counts."""
+    from rich.text import Text
+
+    line = Text()
+    for key, name in names:
+        if record.get(key) is not None:
+            bad = name in ("failed", "dropped") and record[key]
+            line.append(number(record[key]), style="bold red" if bad else "bold")
+            line.append(f" {name}", style="dim")
+            line.append(" " * max(2, column - line.cell_len % column))
+    line.rstrip()
+    return line
+
+
+def _prompts(record: Mapping[str, Any]) -> "Text":
+    """Where the prompts are; live ones are those admitted that have not ended."""
+    names = ("live", "queued", "accepted", "rejected", "failed", "dropped")
+    ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
+    live = {"live": record["admitted"] - ended} if record.get("admitted") is not None else {}
+    return _facts(live | dict(record), *((name, name) for name in names), column=1)
+
+
+def _phase_bar(seconds: Mapping[str, float | None], width: int) -> "Text":
+    """A bar of the step's phases, longest first, with the legend behind it."""
+    from rich.text import Text
+
+    phases = sorted(((v or 0.0, k) for k, v in seconds.items()), reverse=True)
+    cells = max(8, min(28, width - 46))
+    line = Text()
+    for (_, name), count in zip(phases, shares([v for v, _ in phases], cells), strict=True):
+        line.append("▅" * count, style=PHASE_COLORS.get(name, "white"))
+    for value, name in phases:
+        entry = f"{name} {duration(value)}"
+        if line.cell_len + len(entry) + 2 > width:
+            break
+        line.append("  ").append(name, style=PHASE_COLORS.get(name, "white"))
+        line.append(f" {duration(value)}", style="dim")
+    return line

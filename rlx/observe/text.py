@@ -1,0 +1,73 @@
+"""Numbers and series as short text, for terminal and report alike."""
+
+import math
+from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
+_DECIMALS = ((1, 10), (2, 1.995), (3, 0.0995), (4, 0.00995), (5, 0))  # (digits, from this size)
+
+
+def duration(seconds: float | None) -> str:
+    """`0.42s`, `12s`, `3:07`, `2:03:07`; `–` when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 9.995:
+        return f"{max(seconds, 0):.2f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float | None) -> str:
+    """Three or four significant digits: `0.0412`, `3.14`, `51.9`, `12,345`, `3.2M`; `–` for none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if size >= 999_950:
+        power = min(int(math.log10(size) / 3), 4)
+        scaled = value / 1000**power
+        if abs(scaled) >= 999.95 and power < 4:
+            power, scaled = power + 1, scaled / 1000
+        return f"{scaled:.{1 if abs(scaled) < 99.95 else 0}f}{'_kMGT'[power]}"
+    if float(value).is_integer() or size >= 1000:
+        return f"{value:,.0f}"
+    if size < 5e-4:
+        return f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:.{next(d for d, least in _DECIMALS if size >= least)}f}"
+
+
+def resample(values: Sequence[float], count: int) -> list[float]:
+    """At most `count` values: means of equal consecutive parts of `values`."""
+    if count <= 0 or len(values) <= count:
+        return list(values)[: max(count, 0)]
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The finite values as a line of at most `width` bars, lowest to highest."""
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    points = resample(finite, width)
+    if not points:
+        return ""
+    low, high = min(points), max(points)
+    if high <= low:
+        return BARS[0] * len(points)
+    return "".join(BARS[round((p - low) / (high - low) * (len(BARS) - 1))] for p in points)
+
+
+def shares(parts: Sequence[float], width: int) -> list[int]:
+    """`width` cells divided in proportion to `parts` (largest remainders), summing to `width`."""
+    total = sum(parts)
+    if total <= 0:
+        return [0] * len(parts)
+    exact = [part / total * width for part in parts]
+    cells = [int(value) for value in exact]
+    by_rest = sorted(range(len(parts)), key=lambda i: cells[i] - exact[i])
+    for i in by_rest[: width - sum(cells)]:
+        cells[i] += 1
+    return cells
