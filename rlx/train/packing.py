@@ -114,7 +114,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
             )
         if t.loss_mask[0]:
             raise ValueError(
-                f"trajectory {t.trajectory_id}: its first token is trained on, but nothing precedes "
+                f"trajectory {t.trajectory_id}: its first token is trained on, with nothing before "
                 "it; want a prompt of at least 1 token"
             )
     sizes = np.array([len(t.tokens) for t in trajectories], np.int64)

@@ -1,0 +1,94 @@
+"""Groups of trajectories to two files and back: arrays in .npz, the rest in .json. No pickle.
+
+Imports neither JAX nor torch. Used by checkpoints (groups finished but not yet trained on) and by
+anything that keeps rollouts to train on later.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rlx.base import Group, Trajectory
+
+FORMAT = 1
+_PER_TOKEN = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "behaviour_logprobs": np.float32,
+    "versions": np.int32,
+}
+
+
+def write_groups(stem: Path, groups: Sequence[Group]) -> None:
+    """Writes `{stem}.npz` and `{stem}.json`.
+
+    Rewards are written with all their digits and texts as they are, so reading gives back equal
+    groups. Rows must be JSON (strings, numbers, booleans, None, lists and dicts of them).
+
+    Raises:
+      TypeError: a row holds something that JSON cannot.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    arrays = {
+        name: np.concatenate(
+            [np.zeros(0, dtype), *(np.asarray(getattr(t, name), dtype) for t in trajectories)]
+        )
+        for name, dtype in _PER_TOKEN.items()
+    }
+    turns = [t.turn_ids for t in trajectories if t.turn_ids is not None]
+    arrays["turn_ids"] = np.concatenate([np.zeros(0, np.int32), *turns]).astype(np.int32)
+    arrays["sizes"] = np.array([len(t.tokens) for t in trajectories], np.int64)
+    described = {"format": FORMAT, "groups": [_describe_group(g) for g in groups]}
+    text = json.dumps(described, ensure_ascii=False)
+    with open(f"{stem}.npz", "wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    Path(f"{stem}.json").write_text(text, encoding="utf-8")
+
+
+def _describe_group(group: Group) -> dict:
+    return {
+        "group_id": int(group.group_id),
+        "row": dict(group.row),
+        "trajectories": [
+            {
+                "reward": float(t.reward),
+                "stop_reason": t.stop_reason,
+                "trajectory_id": t.trajectory_id,
+                "has_turns": t.turn_ids is not None,
+                "prompt": t.prompt,
+                "completion": t.completion,
+                "info": {key: float(value) for key, value in t.info.items()},
+            }
+            for t in group.trajectories
+        ],
+    }
+
+
+def read_groups(stem: Path) -> list[Group]:
+    """The groups that `write_groups(stem, groups)` wrote, bit for bit.
+
+    Raises:
+      ValueError: the files are of another format version.
+    """
+    described = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+    if described["format"] != FORMAT:
+        raise ValueError(f"{stem}.json has format {described['format']}, want {FORMAT}")
+    with np.load(f"{stem}.npz", allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    ends = np.cumsum(arrays.pop("sizes"))
+    turns = arrays.pop("turn_ids")
+    groups, index, turn_start = [], 0, 0
+    for group in described["groups"]:
+        trajectories = []
+        for fields in group["trajectories"]:
+            start, end = (ends[index - 1] if index else 0), ends[index]
+            own = {name: values[start:end] for name, values in arrays.items()}
+            if fields.pop("has_turns"):
+                own["turn_ids"] = turns[turn_start : turn_start + end - start]
+                turn_start += end - start
+            trajectories.append(Trajectory(**own, **fields))
+            index += 1
+        groups.append(Group(group["group_id"], tuple(trajectories), group["row"]))
+    return groups

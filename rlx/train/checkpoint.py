@@ -1,0 +1,301 @@
+"""Checkpoints: everything a run needs to go on, written whole beside the old one and renamed.
+
+    DIRECTORY/step_00000012/
+      state/                     parameters, optimizer, step (orbax, sharded)
+      host.json                  what the host program wants back
+      groups.npz, groups.json    groups finished but not yet trained on
+      manifest.json              size and blake2b of every other file; written last
+
+A directory named step_* is complete: it is made under a temporary name and renamed when all its
+bytes are on disk. A process killed while it writes leaves the older checkpoints as they were and a
+temporary directory that the next save removes.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from rlx.base import Group, UserError
+from rlx.train.archive import read_groups, write_groups
+
+_NAME = re.compile(r"step_(\d{8,})")
+_TEMPORARY = ".writing-"
+_REPLACED = f"{_TEMPORARY}replaced-"
+_SPACE_MARGIN = 1 << 20  # bytes left for metadata and the host's files, beside the state
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held."""
+
+    state: Any
+    host: dict
+    groups: list[Group]
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    state: Any,
+    host: dict,
+    groups: Sequence[Group] = (),
+    keep: int = 2,
+) -> Path:
+    """Writes a checkpoint atomically and removes the oldest beyond `keep`.
+
+    Args:
+      directory: where checkpoints live; made if missing.
+      step: train batches done; a checkpoint of the same step is replaced.
+      state: pytree of arrays, of any dtype and sharding.
+      host: JSON-able; the dataset's cursor, staleness counters, seeds, config.
+      groups: finished but unconsumed.
+      keep: how many to keep, ≥ 1.
+
+    Returns:
+      The checkpoint's directory.
+
+    Raises:
+      UserError: there is no space for it. Nothing is left behind; older checkpoints stay.
+    """
+    directory = Path(directory).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_temporary(directory)
+    _require_space(directory, state)
+    temporary = directory / f"{_TEMPORARY}{step:08d}"
+    final = directory / f"step_{step:08d}"
+    try:
+        temporary.mkdir()
+        _write_state(temporary / "state", state)
+        (temporary / "host.json").write_text(json.dumps(host, ensure_ascii=False, indent=1))
+        write_groups(temporary / "groups", groups)
+        (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
+        _flush(temporary)
+        _rename(temporary, final)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if _is_no_space(error):
+            raise _no_space(directory, _bytes(state), _free(directory)) from error
+        raise
+    for old in checkpoints(directory)[: -max(keep, 1)]:
+        shutil.rmtree(old)
+    return final
+
+
+def checkpoints(directory: str | Path) -> list[Path]:
+    """The complete checkpoints of a directory, oldest first."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The train step a checkpoint's directory is named after."""
+    match = _NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise ValueError(f"{checkpoint} is not named step_<number>")
+    return int(match[1])
+
+
+def restore_latest(directory: str | Path, abstract_state: Any) -> Restored | None:
+    """The newest checkpoint that is whole, or None where there is none.
+
+    One whose bytes do not match its manifest is passed over with a warning.
+
+    Args:
+      abstract_state: pytree of arrays or `jax.ShapeDtypeStruct` (with a sharding where the restored
+        array should have one) of the state's structure.
+
+    Raises:
+      UserError: checkpoints exist but none is whole, or the state is of another shape.
+    """
+    _put_back(Path(directory))
+    found = checkpoints(directory)
+    for path in reversed(found):
+        problem = verify(path)
+        if problem is None:
+            return restore(path, abstract_state)
+        logging.getLogger(__name__).warning("passing over checkpoint %s: %s", path, problem)
+    if found:
+        raise UserError(
+            f"none of the {len(found)} checkpoints in {directory} is whole; move them away or set "
+            "checkpoint.recover_mode=off to start afresh"
+        )
+    return None
+
+
+def restore(path: Path, abstract_state: Any) -> Restored:
+    """Reads one checkpoint.
+
+    Raises:
+      UserError: its state has other parameters or shapes than `abstract_state`.
+    """
+    path = Path(path).absolute()
+    state = _read_state(path / "state", abstract_state)
+    host = json.loads((path / "host.json").read_text())
+    return Restored(state, host, read_groups(path / "groups"))
+
+
+def read_host(path: Path) -> dict:
+    """The host's part alone, without touching a device."""
+    return json.loads((Path(path) / "host.json").read_text())
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files by its manifest, or None."""
+    path = Path(path)
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"manifest.json: {error}"
+    actual = _manifest(path)
+    for name in sorted(set(manifest) | set(actual)):
+        if name not in actual:
+            return f"{name} is missing"
+        if actual[name] != manifest.get(name):
+            return f"{name} has changed since it was written"
+    return None
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by path: orbax then sees one flat dict, whatever containers the optimizer uses."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _write_state(path: Path, state: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.StandardSave(_named_leaves(state)))
+
+
+def _read_state(path: Path, abstract_state: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    wanted = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf))
+        for name, leaf in _named_leaves(abstract_state).items()
+    }
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        _require_same(path, checkpointer.metadata(path).item_metadata.tree, wanted)
+        leaves = checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
+    structure = jax.tree_util.tree_structure(abstract_state)
+    return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in wanted])
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding:
+    """The leaf's own sharding, or the first device's."""
+    own = getattr(leaf, "sharding", None)
+    return own or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _require_same(path: Path, stored: Any, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+    def described(leaves):
+        return {n: f"{leaf.dtype}{list(leaf.shape)}" for n, leaf in leaves.items()}
+
+    have, want = described(stored), described(wanted)
+    for name in [*want, *have]:
+        if have.get(name) != want.get(name):
+            raise UserError(
+                f"checkpoint {path.parent} has {name} as {have.get(name, 'nothing')}, this run "
+                f"wants {want.get(name, 'nothing')}; use the model and optimizer it was made with, "
+                "or another workdir"
+            )
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _manifest(path: Path) -> dict[str, list]:
+    """[bytes, blake2b] of every file below, the manifest itself excepted."""
+    files = sorted(f for f in path.rglob("*") if f.is_file() and f != path / "manifest.json")
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(_digest, files))
+    return {
+        str(f.relative_to(path)): [f.stat().st_size, digest]
+        for f, digest in zip(files, digests, strict=True)
+    }
+
+
+def _flush(path: Path) -> None:
+    """Puts every file and directory below on disk, so that the rename cannot come before them."""
+    for entry in [*path.rglob("*"), path]:
+        _flush_one(entry)
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    """Puts the new checkpoint in place; one of the same step makes way first, by a rename too."""
+    if final.exists():
+        replaced = final.with_name(f"{_REPLACED}{final.name}")
+        final.rename(replaced)
+        temporary.rename(final)
+        shutil.rmtree(replaced)
+    else:
+        temporary.rename(final)
+    _flush_one(final.parent)
+
+
+def _flush_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_back(directory: Path) -> None:
+    """Undoes a replacement that was killed between its two renames."""
+    for path in directory.glob(f"{_REPLACED}*"):
+        final = directory / path.name.removeprefix(_REPLACED)
+        if not final.exists():
+            path.rename(final)
+
+
+def _remove_temporary(directory: Path) -> None:
+    """What a killed save left."""
+    _put_back(directory)
+    for path in directory.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path)
+
+
+def _bytes(state: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(state))
+
+
+def _free(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _require_space(directory: Path, state: Any) -> None:
+    needed, free = _bytes(state) + _SPACE_MARGIN, _free(directory)
+    if free < needed:
+        raise _no_space(directory, needed, free)
+
+
+def _no_space(directory: Path, needed: int, free: int) -> UserError:
+    return UserError(
+        f"no disk space for a checkpoint in {directory}: it needs about {needed / 1e6:.0f} MB, "
+        f"{free / 1e6:.0f} MB are free; free some, or point --workdir at another disk"
+    )
+
+
+def _is_no_space(error: BaseException) -> bool:
+    """Whether a write failed for want of space; tensorstore says so only in its message."""
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return True
+    codes = re.findall(r"os_error_code='(\d+)'", str(error))
+    return any(int(code) in _NO_SPACE for code in codes)

@@ -1,0 +1,75 @@
+"""Groups come back equal: arrays with their dtypes, texts, rows, turns."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.base import Group, Trajectory
+from rlx.train import archive
+
+_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_row = st.dictionaries(_text, st.one_of(_text, st.integers(), st.booleans(), st.none()), max_size=3)
+
+
+@st.composite
+def _trajectory(draw):
+    size = draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    return Trajectory(
+        tokens=rng.integers(0, 2**31 - 1, size).astype(np.int32),
+        loss_mask=rng.random(size) < 0.5,
+        behaviour_logprobs=-rng.random(size).astype(np.float32),
+        versions=rng.integers(-1, 9, size).astype(np.int32),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        stop_reason=draw(st.sampled_from(["stop", "length"])),
+        trajectory_id=draw(_text),
+        turn_ids=draw(st.sampled_from([None, np.arange(size, dtype=np.int32)])),
+        prompt=draw(_text),
+        completion=draw(_text),
+        info=draw(st.dictionaries(_text, st.floats(allow_nan=False), max_size=2)),
+    )
+
+
+_groups = st.lists(
+    st.builds(
+        Group,
+        st.integers(0, 10**9),
+        st.lists(_trajectory(), max_size=3).map(tuple),
+        _row,
+    ),
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups=_groups)
+def test_round_trip(tmp_path_factory, groups):
+    stem = tmp_path_factory.mktemp("archive") / "groups"
+    archive.write_groups(stem, groups)
+    back = archive.read_groups(stem)
+    assert [g.group_id for g in back] == [g.group_id for g in groups]
+    assert [g.row for g in back] == [g.row for g in groups]
+    for old_group, new_group in zip(groups, back, strict=True):
+        for old, new in zip(old_group.trajectories, new_group.trajectories, strict=True):
+            for name in Trajectory.__slots__:
+                was, now = getattr(old, name), getattr(new, name)
+                if isinstance(was, np.ndarray):
+                    assert now.dtype == was.dtype
+                    assert np.array_equal(now, was)
+                else:
+                    assert now == was
+
+
+def test_a_row_that_json_cannot_hold_fails_before_a_file_is_made(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        archive.write_groups(tmp_path / "groups", [Group(0, (), {"image": object()})])
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_format_is_refused(tmp_path):
+    archive.write_groups(tmp_path / "groups", [])
+    text = (tmp_path / "groups.json").read_text()
+    (tmp_path / "groups.json").write_text(text.replace('"format": 1', '"format": 99'))
+    with pytest.raises(ValueError, match="format 99, want 1"):
+        archive.read_groups(tmp_path / "groups")

@@ -1,0 +1,211 @@
+"""Checkpoints come back bit for bit, and no way of dying leaves a broken one."""
+
+import collections
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlx.base import Group, Trajectory, UserError
+from rlx.train import checkpoint
+
+
+def state_of(seed: int, size: int = 7):
+    """A state like the trainer's: nested dicts, optimizer NamedTuples, several dtypes."""
+    rng = np.random.default_rng(seed)
+    params = {
+        "embed": jnp.asarray(rng.normal(size=(size, 3)), jnp.float32),
+        "layers": {"q": jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.bfloat16)},
+    }
+    moments = optax.adamw(1e-3).init(params)
+    return {"params": params, "optimizer": moments, "step": jnp.int32(seed)}
+
+
+def a_group(group_id=3):
+    trajectory = Trajectory(
+        np.arange(4, dtype=np.int32), np.array([False, False, True, True]),
+        np.array([0, 0, -0.1, -0.2], np.float32), np.array([-1, -1, 5, 6], np.int32),
+        0.1, "stop", f"{group_id}.0",
+    )  # fmt: skip
+    return Group(group_id, (trajectory,), {"question": "Ω?", "answer": "7"})
+
+
+def assert_same_bits(a, b):
+    assert jax.tree_util.tree_structure(a) == jax.tree_util.tree_structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    state = state_of(5)
+    host = {"cursor": {"epoch": 1, "seed": 2**63}, "text": "Ω", "x": 0.1}
+    checkpoint.save(tmp_path, 5, state, host, [a_group()])
+    abstract = jax.eval_shape(lambda: state)
+    back = checkpoint.restore_latest(tmp_path, abstract)
+    assert_same_bits(back.state, state)
+    assert back.host == host
+    assert checkpoint.read_host(checkpoint.checkpoints(tmp_path)[-1]) == host
+    assert back.groups[0].row == {"question": "Ω?", "answer": "7"}
+    assert np.array_equal(back.groups[0].trajectories[0].versions, [-1, -1, 5, 6])
+
+
+def test_keeps_the_newest(tmp_path):
+    for step in (1, 2, 3, 12):
+        checkpoint.save(tmp_path, step, state_of(step), {"step": step}, keep=2)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step_00000003", "step_00000012"]
+    assert checkpoint.restore_latest(tmp_path, state_of(0)).host == {"step": 12}
+
+
+def test_the_same_step_again_replaces_it(tmp_path):
+    checkpoint.save(tmp_path, 4, state_of(1), {"try": 1})
+    checkpoint.save(tmp_path, 4, state_of(2), {"try": 2})
+    back = checkpoint.restore_latest(tmp_path, state_of(0))
+    assert back.host == {"try": 2}
+    assert_same_bits(back.state, state_of(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000004"]
+
+
+def test_a_replacement_killed_between_its_renames_is_undone(tmp_path):
+    path = checkpoint.save(tmp_path, 4, state_of(1), {"try": 1})
+    path.rename(tmp_path / f".writing-replaced-{path.name}")
+    assert checkpoint.restore_latest(tmp_path, state_of(0)).host == {"try": 1}
+
+
+def test_nothing_to_restore(tmp_path):
+    assert checkpoint.restore_latest(tmp_path / "none", state_of(0)) is None
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, caplog):
+    checkpoint.save(tmp_path, 1, state_of(1), {"step": 1})
+    newest = checkpoint.save(tmp_path, 2, state_of(2), {"step": 2})
+    victim = max((f for f in newest.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "truncate":
+        victim.write_bytes(data[: len(data) // 2])
+    elif damage == "flip":
+        victim.write_bytes(data)
+    else:
+        victim.unlink()
+    assert checkpoint.restore_latest(tmp_path, state_of(0)).host == {"step": 1}
+    assert str(newest) in caplog.text
+    shutil.rmtree(tmp_path / "step_00000001")
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints .* is whole"):
+        checkpoint.restore_latest(tmp_path, state_of(0))
+
+
+def test_another_model_is_refused_with_the_parameters_name(tmp_path):
+    checkpoint.save(tmp_path, 1, state_of(1), {})
+    with pytest.raises(UserError, match=r"embed as float32\[7, 3\], .* wants float32\[8, 3\]"):
+        checkpoint.restore_latest(tmp_path, state_of(1, size=8))
+    with pytest.raises(UserError, match=r"has extra as nothing"):
+        checkpoint.restore_latest(tmp_path, {**state_of(1), "extra": jnp.zeros(2)})
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, state_of(1), {"step": 1})
+    usage = collections.namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free=1_000_000))
+    with pytest.raises(UserError, match=r"needs about 1 MB, 1 MB are free; free some"):
+        checkpoint.save(tmp_path, 2, state_of(2), {})
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+
+
+_CHILD = """
+import resource, sys
+import jax.numpy as jnp, numpy as np
+from rlx.base import Group, UserError
+from rlx.train import checkpoint
+directory, mode = sys.argv[1:]
+noise = np.random.default_rng(0).normal(size=(5_000_000,)).astype(np.float32)
+checkpoint.save(directory, 1, {"x": jnp.asarray(noise)}, {"step": 1})
+if mode == "full":  # as a quota does: writes past some size fail, half-way through the state
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
+    try:
+        checkpoint.save(directory, 2, {"x": jnp.asarray(noise)}, {})
+    except UserError as error:
+        print(error)
+        sys.exit(3)
+print("saving", flush=True)
+for step in range(2, 1000):
+    checkpoint.save(directory, step, {"x": jnp.asarray(noise + step)}, {"step": step}, keep=3)
+"""
+
+
+def _start(tmp_path, mode):
+    return subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(tmp_path), mode],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
+def test_a_disk_that_fills_half_way_leaves_nothing_half_written(tmp_path):
+    child = _start(tmp_path, "full")
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 3, output
+    assert "no disk space for a checkpoint" in output
+    assert output.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+    abstract = {"x": jax.ShapeDtypeStruct((5_000_000,), jnp.float32)}
+    assert checkpoint.restore_latest(tmp_path, abstract).host == {"step": 1}
+
+
+@pytest.mark.parametrize("when", ["state*", "manifest.json"])
+def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path, when):
+    child = _start(tmp_path, "kill")
+    try:
+        assert child.stdout.readline() == "saving\n"
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(f".writing-*/{when}")):
+            assert time.monotonic() < deadline
+        os.kill(child.pid, signal.SIGKILL)
+    finally:
+        child.kill()
+        child.communicate(timeout=60)
+    assert list(tmp_path.glob(".writing-*")), "the process was not killed in the middle of a save"
+    abstract = {"x": jax.ShapeDtypeStruct((5_000_000,), jnp.float32)}
+    back = checkpoint.restore_latest(tmp_path, abstract)
+    step = back.host["step"]
+    assert step == checkpoint.step_of(checkpoint.checkpoints(tmp_path)[-1])
+    noise = np.random.default_rng(0).normal(size=(5_000_000,)).astype(np.float32)
+    assert np.array_equal(back.state["x"], noise + step if step > 1 else noise)
+    checkpoint.save(tmp_path, step + 1, back.state, {"step": step + 1})
+    assert not list(tmp_path.glob(".writing-*"))
+    assert checkpoint.restore_latest(tmp_path, abstract).host == {"step": step + 1}
+
+
+_SHARDED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from rlx.train import checkpoint
+mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+value = np.arange(64, dtype=np.float32).reshape(8, 8)
+first, second = NamedSharding(mesh, P("data", "tensor")), NamedSharding(mesh, P("tensor"))
+checkpoint.save(sys.argv[1], 1, {"x": jax.device_put(value, first)}, {})
+abstract = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=second)}
+x = checkpoint.restore_latest(sys.argv[1], abstract).state["x"]
+assert x.sharding == second, x.sharding
+assert np.array_equal(x, value)
+"""
+
+
+def test_a_sharded_state_is_restored_to_another_sharding_and_to_one_device(tmp_path):
+    flags = "--xla_force_host_platform_device_count=8"
+    subprocess.run(
+        [sys.executable, "-c", _SHARDED, str(tmp_path)],
+        check=True, timeout=120, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    abstract = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    x = checkpoint.restore_latest(tmp_path, abstract).state["x"]
+    assert np.array_equal(x, np.arange(64).reshape(8, 8))
