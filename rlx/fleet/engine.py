@@ -4,7 +4,7 @@ The server (gRPC) knows only this; the JAX engine and the vLLM engine implement 
 messages are also what the client speaks, so nothing here knows about either end.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Loads the model and compiles; raises UserError when it cannot serve."""
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Streams chunks of all samples until each has a stop reason. Closing it aborts them.
 
         Raises ValueError (with the remedy) before the first chunk for a request that cannot be

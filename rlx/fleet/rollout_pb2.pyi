@@ -48,7 +48,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "sampling", "n", "first_index", "prefix_len", "priority")
+    __slots__ = ("request_id", "prompt_tokens", "sampling", "n", "first_index", "prefix_len", "priority", "instance")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
@@ -63,7 +64,8 @@ class GenerateRequest(_message.Message):
     first_index: int
     prefix_len: int
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., first_index: _Optional[int] = ..., prefix_len: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    instance: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., first_index: _Optional[int] = ..., prefix_len: _Optional[int] = ..., priority: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
     __slots__ = ("index", "count", "stop_reason", "tokens", "logprobs", "versions")

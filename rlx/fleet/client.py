@@ -1,0 +1,338 @@
+"""The fleet as the rollout side sees it: one `generate`, whatever becomes of single servers.
+
+    generate ─▶ least loaded live server ─▶ pieces of n samples ─▶ all stopped: done
+         ▲            (a session's own)            │
+         └── each unfinished sample, prompt + its tokens so far ◀── lost, failed or aborted
+
+Everything here runs on one event loop.
+"""
+
+import asyncio
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlx.base import UserError
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet.engine import Sampling
+from rlx.fleet.member import Failed, Limits, Lost, Member, Refused
+from rlx.fleet.publish import Weights, stage, sweep
+from rlx.fleet.sample import Completion, Job, Sample, finished, split
+
+__all__ = ["Completion", "Fleet", "Limits", "PublishReport", "ServerStatus"]
+
+MAX_SESSIONS = 1 << 16  # remembered; the longest unused is forgotten
+MAX_ATTEMPTS = 8  # in a row that bring a sample no new token
+_KV = {None: pb.SERVER_DEFAULT, "keep": pb.KEEP, "recompute": pb.RECOMPUTE}
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """Who has the version now, what was written once, how long until all had it."""
+
+    acks: tuple[str, ...]
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """One server: what the client knows and, while it is live, what it last said."""
+
+    address: str
+    live: bool
+    load: int  # samples of ours on it
+    reason: str  # why it is not live
+    version: int
+    running: int
+    queued: int
+    slots: int
+    tokens_generated: int
+    paused: bool
+
+
+class Fleet:
+    """Rollout servers behind one `generate` and one `publish`.
+
+    Args:
+      addresses: host:port of each server; they may still be starting, die and come back.
+      token: bearer token of the servers.
+      limits: deadlines.
+      publish_dir: where weights given as tensors are written once for all servers.
+      kv_on_update: `keep` | `recompute` | None: as each server was started.
+      on_message: takes one line for the user when a server is lost or none is alive.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
+        publish_dir: str = "/dev/shm",
+        kv_on_update: str | None = None,
+        on_message: Callable[[str], None] | None = None,
+    ):
+        if not addresses:
+            raise UserError("the fleet has no server; give addresses as host:port")
+        self._limits = limits or Limits()
+        self._publish_dir = publish_dir
+        self._say = on_message or (lambda text: None)
+        self._weights: Weights | None = None
+        self._publishing = asyncio.Lock()
+        self._sessions: OrderedDict[str, Member] = OrderedDict()
+        self._news = asyncio.Event()
+        self._told = self._closed = False
+        self._tasks: list[asyncio.Task] = []
+        self._turn = 0
+        self._members = [
+            Member(
+                address,
+                limits=self._limits,
+                wanted=lambda: self._weights,
+                changed=self._changed,
+                say=self._say,
+                token=token,
+                kv=_KV[kv_on_update],
+            )
+            for address in addresses
+        ]
+
+    async def connect(self) -> None:
+        """Returns when every server is live, or some are and the time is up.
+
+        Raises:
+          UserError: none answered in time, or one refuses our token.
+        """
+        sweep(self._publish_dir)
+        self._tasks = [asyncio.create_task(member.run()) for member in self._members]
+        try:
+            async with asyncio.timeout(self._limits.connect):
+                while not all(member.live for member in self._members):
+                    self._raise_fatal()
+                    await self._news.wait()
+        except TimeoutError:
+            missing = self._reasons()
+            if not any(member.live for member in self._members):
+                raise UserError(
+                    f"no rollout server answered within {self._limits.connect:g} s: "
+                    f"{missing}; start them (python -m rlx.serve) or check the addresses"
+                ) from None
+            self._say(f"going on without {missing}")
+
+    async def generate(
+        self,
+        prompt_tokens: Any,
+        sampling: Sampling,
+        n: int,
+        *,
+        session: str | None = None,
+        priority: int = 0,
+    ) -> list[Completion]:
+        """Draws `n` completions of one prompt.
+
+        Args:
+          prompt_tokens: [T] integers, T ≥ 1.
+          sampling: with no seed, one is drawn here, so that a continued completion stays itself.
+          n: ≥ 1; sample i is a function of (seed, i) and the weights.
+          session: calls with the same one go to the same server while it lives.
+          priority: higher first, where the engine has priorities.
+
+        Raises:
+          ValueError: the request cannot be served; the message says why.
+          UserError: no server was alive for `limits.outage` seconds.
+          Failed: the last of several attempts failed.
+        """
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=random.getrandbits(31))
+        prompt = np.asarray(prompt_tokens, np.int32)
+        samples = [Sample(index) for index in range(n)]
+        await self._finish(Job(prompt, sampling, session, priority), samples)
+        return [sample.completion() for sample in samples]
+
+    async def publish(self, version: int, source: Any, method: str = "path") -> PublishReport:
+        """Gives every live server `version`; a server that does not take it is out until it does.
+
+        Args:
+          version: stamped on the tokens of these weights.
+          source: HF name → array, or the path of a safetensors file or HF directory (which must
+            stay there until the next publish: a returning server gets it before anything else).
+          method: `path` for servers that see this file system, else `stream`.
+
+        Raises:
+          UserError: no server took it (the message has the first reason), or none was alive.
+        """
+        async with self._publishing:
+            start = time.monotonic()
+            weights = await asyncio.to_thread(stage, version, source, method, self._publish_dir)
+            previous, self._weights = self._weights, weights
+            try:
+                acks = await self._deliver(weights)
+            except BaseException:
+                self._weights = previous
+                weights.close()
+                raise
+            if previous:
+                previous.close()
+            return PublishReport(acks, weights.num_bytes, time.monotonic() - start)
+
+    async def status(self) -> list[ServerStatus]:
+        """The servers as of now; a live one is asked."""
+        await self._probe_all()
+        return [
+            ServerStatus(
+                address=m.address,
+                live=m.live,
+                load=m.load,
+                reason="" if m.live else m.reason,
+                version=m.status.version,
+                running=m.status.running,
+                queued=m.status.queued,
+                slots=m.status.slots,
+                tokens_generated=m.status.tokens_generated,
+                paused=m.status.paused,
+            )
+            for m in self._members
+        ]
+
+    async def drain_spans(self) -> dict[str, list[tuple[str, int, int]]]:
+        """address → (name, start_ns, end_ns) since the last drain, on our own CLOCK_MONOTONIC."""
+        await self._probe_all()
+        return {member.address: member.drain_spans() for member in self._members}
+
+    async def close(self) -> None:
+        """Lets go of the servers (which stay) and removes the weights file."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._changed()
+        if self._weights:
+            self._weights.close()
+            self._weights = None
+
+    async def _finish(self, job: Job, samples: list[Sample]) -> None:
+        """Drives `samples` until each has a stop reason."""
+        member, idle = None, 0
+        while True:
+            context = member.status.max_model_len if member else 0
+            todo = [s for s in samples if not finished(s, job, context)]
+            if not todo:
+                return
+            parts = split(todo)
+            if len(parts) > 1:
+                await _together([self._finish(job, part) for part in parts])
+                return
+            before = sum(s.length for s in todo)
+            member = await self._pick(job.session, member)
+            try:
+                await self._attempt(member, job, todo)
+                error: Exception = Failed(f"{member.address} keeps aborting the request")
+            except (Lost, Failed) as caught:
+                error = caught
+            idle = 0 if sum(s.length for s in todo) > before else idle + 1
+            if idle >= MAX_ATTEMPTS:
+                raise Failed(f"gave up after {idle} attempts without a token: {error}") from error
+            if idle:
+                await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2**idle, 2.0))
+
+    async def _attempt(self, member: Member, job: Job, samples: list[Sample]) -> None:
+        """One call; what came before an error stays in the samples."""
+        request = job.request(samples)
+        stream = member.generate(request)
+        try:
+            async for pieces in stream:
+                for piece in pieces:
+                    k = piece[0] - request.first_index
+                    if not 0 <= k < len(samples):
+                        raise Failed(
+                            f"{member.address} sent sample {piece[0]}, which nobody asked for"
+                        )
+                    samples[k].add(piece)
+        finally:
+            await stream.aclose()
+
+    async def _pick(self, session: str | None, last: Member | None) -> Member:
+        """The session's or request's own server while it lives, else the least loaded one."""
+        live = await self._alive()
+        chosen = self._sessions.get(session) if session is not None else last
+        if chosen is None or not chosen.live:
+            self._turn += 1
+            order = live[self._turn % len(live) :] + live[: self._turn % len(live)]
+            chosen = min(order, key=lambda member: member.load / max(1, member.status.slots))
+        if session is not None:
+            self._sessions[session] = chosen
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return chosen
+
+    async def _alive(self) -> list[Member]:
+        """The live servers, of which there is at least one; waits for it up to `limits.outage`."""
+        try:
+            async with asyncio.timeout(self._limits.outage):
+                while not (live := [member for member in self._members if member.live]):
+                    if self._closed:
+                        raise RuntimeError("the fleet is closed")
+                    self._raise_fatal()
+                    self._tell_outage()
+                    await self._news.wait()
+        except TimeoutError:
+            raise UserError(
+                f"no rollout server alive for {self._limits.outage:g} s: {self._reasons()}; "
+                "look at the servers' logs and start them again"
+            ) from None
+        self._told = False
+        return live
+
+    def _tell_outage(self) -> None:
+        if not self._told:
+            self._told = True
+            wait = f"waiting up to {self._limits.outage:g} s"
+            self._say(f"no rollout server alive, {wait}: {self._reasons()}")
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{m.address} ({m.reason})" for m in self._members if not m.live)
+
+    def _raise_fatal(self) -> None:
+        for member in self._members:
+            if member.fatal:
+                raise member.fatal
+
+    async def _deliver(self, weights: Weights) -> tuple[str, ...]:
+        """Every live server takes `weights` or is out; returns who took them, at least one."""
+        while True:
+            live = await self._alive()
+            results = await asyncio.gather(*(m.update() for m in live), return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException) and not isinstance(result, Lost | Refused):
+                    raise result
+            acks = tuple(m.address for m in self._members if m.live and m.has(weights))
+            if acks:
+                return acks
+            refusals = [r for r in results if isinstance(r, Refused)]
+            if refusals:
+                raise UserError(f"no server took version {weights.version}: {refusals[0]}")
+
+    async def _probe_all(self) -> None:
+        live = [member for member in self._members if member.live]
+        await asyncio.gather(*(m.probe() for m in live), return_exceptions=True)
+
+    def _changed(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+async def _together(coroutines: list) -> None:
+    """Runs them concurrently; the first error cancels the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,228 @@
+"""Weights as one safetensors file on their way to the servers: written, checksummed, cut in chunks.
+
+The trainer's side writes a file once for the whole fleet; a server's side stages what came as
+chunks. Both keep their files under an advisory lock for as long as they live, so whoever starts
+next in the same directory can remove what a killed process left there, and nothing else.
+"""
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rlx.base import UserError
+
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+}
+_BLOCK = 8 << 20  # bytes hashed or written at a time
+_PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
+
+
+def checksum(path: str | os.PathLike) -> int:
+    """CRC-32 of a file's bytes, in [0, 2³²). It guards against accidents, not against attackers."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            crc = 0
+            for start in range(0, len(view), _BLOCK):
+                with view[start : start + _BLOCK] as block:
+                    crc = zlib.crc32(block, crc)
+    return crc
+
+
+def write_weights(tensors: Mapping[str, Any], path: str | os.PathLike) -> int:
+    """Writes a safetensors file and returns its `checksum`, in one pass over the bytes.
+
+    Args:
+      tensors: HF name → array (numpy, or on a device: each is fetched when its turn comes).
+      path: overwritten in place, so a lock on it stays.
+
+    Raises:
+      UserError: the directory is missing or has no room.
+      ValueError: a dtype that safetensors files do not have.
+    """
+    header = _header(tensors)
+    need = len(header) + sum(_num_bytes(t) for t in tensors.values())
+    check_room(Path(path).parent, need)
+    crc = 0
+    try:
+        with open(path, "wb", buffering=0) as file:
+            crc = _write(file, memoryview(header), crc)
+            for tensor in tensors.values():
+                data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+                crc = _write(file, data.data, crc)
+    except OSError as error:
+        raise _no_room(error, path, need) from error
+    return crc
+
+
+def _header(tensors: Mapping[str, Any]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in tensors.items():
+        dtype = np.dtype(tensor.dtype).name
+        if dtype not in _DTYPES:
+            raise ValueError(f"{name} is {dtype}; a weight must be one of {', '.join(_DTYPES)}")
+        end = start + _num_bytes(tensor)
+        shape = [int(n) for n in tensor.shape]
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _num_bytes(tensor: Any) -> int:
+    return int(np.prod(tensor.shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
+
+
+def _write(file: BinaryIO, data: memoryview, crc: int) -> int:
+    for start in range(0, len(data), _BLOCK):
+        block = data[start : start + _BLOCK]
+        crc = zlib.crc32(block, crc)
+        while block:
+            block = block[file.write(block) :]
+    return crc
+
+
+def check_room(directory: str | os.PathLike, num_bytes: int) -> None:
+    """Raises UserError when `directory` cannot take `num_bytes` more."""
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise _no_room(error, directory, num_bytes) from error
+    if free < num_bytes:
+        raise UserError(
+            f"no space for the weights in {directory}: {num_bytes >> 20} MiB needed, "
+            f"{free >> 20} MiB free; make room or set fleet.publish_dir to another disk"
+        )
+
+
+def _no_room(error: OSError, path: str | os.PathLike, num_bytes: int) -> UserError:
+    if error.errno == errno.ENOSPC:
+        return UserError(
+            f"no space for the weights at {path}: {num_bytes >> 20} MiB needed; make room or set "
+            "fleet.publish_dir to another disk"
+        )
+    reason = error.strerror or error
+    return UserError(
+        f"cannot write weights to {path}: {reason}; set fleet.publish_dir to another directory"
+    )
+
+
+def chunks(path: str | os.PathLike, size: int) -> Iterator[tuple[int, bytes]]:
+    """The file's bytes in order as (offset, at most `size` bytes)."""
+    offset = 0
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(size):
+            yield offset, data
+            offset += len(data)
+
+
+class WeightFile:
+    """A fresh file of this process in `directory`, removed by `close` or by the next `sweep`."""
+
+    def __init__(self, directory: str | os.PathLike):
+        self.path = ""
+        while not self.path:
+            path = Path(directory) / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+            try:
+                self._lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise _no_room(error, directory, 0) from error
+            if _locked(self._lock) and path.exists():  # a sweep may have come between
+                self.path = str(path)
+            else:
+                os.close(self._lock)
+
+    def close(self) -> None:
+        """Removes the file; a server that has it open keeps its bytes until it closes it."""
+        if self.path:
+            Path(self.path).unlink(missing_ok=True)
+            os.close(self._lock)
+            self.path = ""
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sweep(directory: str | os.PathLike) -> int:
+    """Removes weight files whose process is gone; returns how many."""
+    removed = 0
+    for path in Path(directory).glob(f"{_PREFIX}*{_SUFFIX}"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # gone already, or another user's
+            continue
+        try:
+            if _locked(descriptor):
+                path.unlink(missing_ok=True)
+                removed += 1
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """One version's file, ready for every server that asks. `close` removes it if it is ours."""
+
+    version: int
+    path: str
+    num_bytes: int
+    crc32: int
+    method: str  # path | stream
+    owned: WeightFile | None = None
+
+    def close(self) -> None:
+        if self.owned:
+            self.owned.close()
+
+
+def stage(version: int, source: Any, method: str, directory: str | os.PathLike) -> Weights:
+    """Brings `source` into one file.
+
+    Args:
+      version: policy version of the weights, ≥ 0.
+      source: HF name → array, written to a file of ours in `directory`; or the path of a
+        safetensors file (or of an HF directory with one `model.safetensors`), used where it is.
+      method: `path`, when the servers see the same file system, or `stream`.
+    """
+    if method not in ("path", "stream"):
+        raise UserError(f"publish method {method!r} is unknown; use 'path' or 'stream'")
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        path = path / "model.safetensors" if path.is_dir() else path
+        if not path.is_file():
+            raise UserError(f"no weights at {path}; give a safetensors file or an HF directory")
+        path = path.resolve()
+        return Weights(version, str(path), path.stat().st_size, checksum(path), method)
+    file = WeightFile(directory)
+    try:
+        crc = write_weights(source, file.path)
+        return Weights(version, file.path, os.path.getsize(file.path), crc, method, file)
+    except BaseException:
+        file.close()
+        raise

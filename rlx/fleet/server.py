@@ -1,0 +1,372 @@
+"""A rollout server: the wire in front of one engine. Everything that comes in is checked here.
+
+    Generate ─▶ request_from ─▶ engine.generate ─▶ what is there in one message ─▶ client
+    Publish  ─▶ staged and checksummed beside the running engine ─▶ pause ─▶ load ─▶ resume
+
+A bad request is answered with a status and never touches the engine or the other requests.
+"""
+
+import asyncio
+import hmac
+import os
+import secrets
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+
+from rlx.base import UserError
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet import wire
+from rlx.fleet.engine import Chunk, Engine
+from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
+
+MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
+_Code = grpc.StatusCode
+
+
+class RequestError(Exception):
+    """A request that is answered with a status and a sentence instead of a result."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class RolloutService(rpc.RolloutServicer):
+    """The five calls, on `engine`.
+
+    Args:
+      engine: started.
+      weight_roots: directories that a publish by path may name files in.
+      stage_dir: where weights that come as chunks are written until they are loaded.
+      recompute_kv: what an update does to the KV cache of running requests by default.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        weight_roots: Sequence[str] = (),
+        stage_dir: str = "/dev/shm",
+        recompute_kv: bool = False,
+    ):
+        self._engine = engine
+        self._roots = tuple(os.path.realpath(root) for root in weight_roots)
+        self._stage_dir = stage_dir
+        self._recompute_kv = recompute_kv
+        self._instance = secrets.token_hex(8)
+        self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
+        self._changing = asyncio.Lock()  # one pause, load or resume at a time
+        self._held = False  # paused by a client, not by a publish
+        self._installs: set[asyncio.Task] = set()
+        sweep(stage_dir)
+
+    async def Generate(self, request, context):
+        if request.instance not in ("", self._instance):  # perhaps without the current weights
+            await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
+        try:
+            stream = self._engine.generate(wire.request_from(request))
+            async with aclosing(stream), aclosing(_gathered(stream)) as batches:
+                async for batch in batches:
+                    await context.write(wire.reply_message(batch))
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.INVALID_ARGUMENT, error)
+
+    async def Publish(self, request_iterator, context):
+        header, file = None, None
+        try:
+            requests = aiter(request_iterator)
+            header = await _header(requests)
+            if header.path:
+                path = await self._verified(header)
+            else:
+                file = await asyncio.to_thread(self._stage_file, header)
+                path = file.path
+                await _receive(header, requests, path)
+        except RequestError as error:
+            _close(file)
+            await _refuse(context, error.code, error)
+        except BaseException:
+            _close(file)
+            raise
+        # From here on it finishes whatever becomes of the call: half an update is none.
+        install = asyncio.create_task(self._install(header, path, file))
+        self._installs.add(install)
+        install.add_done_callback(self._installs.discard)
+        try:
+            paused_ns = await asyncio.shield(install)
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.FAILED_PRECONDITION, error)
+        return pb.PublishReply(version=header.version, paused_ns=paused_ns)
+
+    async def Pause(self, request, context):
+        async with self._changing:
+            await self._engine.pause()
+            self._held = True
+        return pb.PauseReply()
+
+    async def Resume(self, request, context):
+        async with self._changing:
+            await self._engine.resume()
+            self._held = False
+        return pb.ResumeReply()
+
+    async def Status(self, request, context):
+        status = self._engine.status()
+        self._spans.extend(status.spans)
+        reply = pb.StatusReply(
+            version=status.version,
+            running=status.running,
+            queued=status.queued,
+            slots=status.slots,
+            max_model_len=status.max_model_len,
+            tokens_generated=status.tokens_generated,
+            paused=status.paused,
+            instance=self._instance,
+            pid=os.getpid(),
+        )
+        if request.drain_spans:
+            while self._spans:
+                name, start_ns, end_ns = self._spans.popleft()
+                reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
+        reply.monotonic_ns = time.monotonic_ns()
+        return reply
+
+    async def _verified(self, header: pb.PublishHeader) -> str:
+        """The real path of the named file, once it is known to hold the promised bytes."""
+        path = os.path.realpath(header.path)
+        if not any(os.path.commonpath((path, root)) == root for root in self._roots):
+            allowed = ", ".join(self._roots) or "none is"
+            raise RequestError(
+                _Code.PERMISSION_DENIED,
+                f"{header.path} is outside the weight roots ({allowed} allowed); start the server "
+                "with --weight-root, or publish by stream",
+            )
+        start_ns = time.monotonic_ns()
+        try:
+            size = os.stat(path).st_size
+            crc = await asyncio.to_thread(checksum, path)
+        except OSError as error:
+            raise RequestError(
+                _Code.NOT_FOUND,
+                f"cannot read {header.path}: {error.strerror}; where trainer and server share no "
+                "file system, publish by stream",
+            ) from error
+        self._spans.append(("verify weights", start_ns, time.monotonic_ns()))
+        _compare(header, size, crc)
+        return path
+
+    def _stage_file(self, header: pb.PublishHeader) -> WeightFile:
+        try:
+            check_room(self._stage_dir, header.num_bytes)
+            return WeightFile(self._stage_dir)
+        except UserError as error:
+            raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
+
+    async def _install(self, header: pb.PublishHeader, path: str, file: WeightFile | None) -> int:
+        """pause → load → resume; returns how long the engine stood still, in ns."""
+        recompute = (
+            self._recompute_kv if header.kv == pb.SERVER_DEFAULT else header.kv == pb.RECOMPUTE
+        )
+        try:
+            async with self._changing:
+                start_ns = time.monotonic_ns()
+                await self._engine.pause()
+                try:
+                    await self._engine.load(path, header.version, recompute)
+                finally:
+                    if not self._held:
+                        await self._engine.resume()
+                end_ns = time.monotonic_ns()
+        finally:
+            _close(file)
+        self._spans.append((f"load version {header.version}", start_ns, end_ns))
+        return end_ns - start_ns
+
+
+async def _gathered(stream: AsyncIterator[Chunk]) -> AsyncGenerator[list[Chunk], None]:
+    """Whatever chunks of `stream` are there, together: a decode step makes one message a group."""
+    pending: list[Chunk] = []
+    wake = asyncio.Event()
+
+    async def pump() -> None:
+        try:
+            async for chunk in stream:
+                pending.append(chunk)
+                wake.set()
+        finally:
+            wake.set()
+
+    task = asyncio.create_task(pump())
+    try:
+        while True:
+            await wake.wait()
+            wake.clear()
+            if pending:
+                batch = pending.copy()
+                pending.clear()
+                yield batch
+            if task.done() and not pending:
+                task.result()  # raises what ended the stream
+                return
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeader:
+    first = await anext(requests, None)
+    if first is None or first.WhichOneof("part") != "header":
+        raise RequestError(_Code.INVALID_ARGUMENT, "a publish begins with its header")
+    header = first.header
+    if header.version < 0:
+        raise RequestError(_Code.INVALID_ARGUMENT, f"version={header.version}; it must be ≥ 0")
+    if "\0" in header.path:
+        raise RequestError(_Code.INVALID_ARGUMENT, "the path holds a NUL character")
+    return header
+
+
+async def _receive(header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+    """Writes the chunks to `path`; they must be all there, in order and unharmed."""
+    size, crc = 0, 0
+
+    def take(data: bytes) -> int:
+        file.write(data)
+        return zlib.crc32(data, crc)
+
+    with open(path, "wb", buffering=0) as file:
+        async for request in requests:
+            if request.WhichOneof("part") != "chunk":
+                raise RequestError(_Code.INVALID_ARGUMENT, "only chunks may follow the header")
+            chunk = request.chunk
+            if chunk.offset != size:
+                raise RequestError(
+                    _Code.DATA_LOSS, f"chunk at offset {chunk.offset} where {size} was expected"
+                )
+            size += len(chunk.data)
+            if size > header.num_bytes:
+                raise RequestError(
+                    _Code.DATA_LOSS, f"more than the {header.num_bytes} bytes announced"
+                )
+            try:
+                crc = await asyncio.to_thread(take, chunk.data)
+            except OSError as error:
+                message = f"cannot stage the weights: {error.strerror}"
+                raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
+    _compare(header, size, crc)
+
+
+def _compare(header: pb.PublishHeader, size: int, crc: int) -> None:
+    if size != header.num_bytes:
+        message = f"{size} bytes of weights where {header.num_bytes} were announced"
+        raise RequestError(_Code.DATA_LOSS, message)
+    if crc != header.crc32:
+        message = f"checksum {crc:08x} of the weights where {header.crc32:08x} was announced"
+        raise RequestError(_Code.DATA_LOSS, message)
+
+
+def _close(file: WeightFile | None) -> None:
+    if file:
+        file.close()
+
+
+async def _refuse(context, code: grpc.StatusCode, error: Exception) -> NoReturn:
+    await context.abort(code, " ".join(str(error).split())[:2000])
+    raise AssertionError("abort returned")
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED to calls without the bearer token, before anything is read."""
+
+    def __init__(self, token: str):
+        self._wanted = f"Bearer {token}".encode()
+
+    async def intercept_service(self, continuation, handler_call_details):
+        handler = await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
+        given = given.encode() if isinstance(given, str) else given
+        if handler is None or hmac.compare_digest(given, self._wanted):
+            return handler
+        return grpc.unary_unary_rpc_method_handler(_unauthenticated)
+
+
+async def _unauthenticated(request, context):
+    await context.abort(_Code.UNAUTHENTICATED, "wrong or missing bearer token")
+
+
+class Server:
+    """A listening server. `port` is bound at once, so a taken one is found before a model loads.
+
+    Args:
+      engine: builds the engine; called in `start`, when the port is ours.
+      host, port, token: where it listens (port 0: any), and what callers must know.
+      service: see RolloutService.
+    """
+
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        **service: Any,
+    ):
+        wire.check_host(host, token)
+        if not 0 <= port < 1 << 16:
+            raise UserError(f"port={port} is not in [0, 65535]; 0 takes any free one")
+        self._make_engine, self._service = engine, service
+        self._engine: Engine | None = None
+        self._grpc = grpc.aio.server(
+            interceptors=(_TokenCheck(token),) if token else (),
+            # Without this two servers may share a port, and each sees half of the calls.
+            options=(*wire.OPTIONS, ("grpc.so_reuseport", 0)),
+        )
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = self._grpc.add_insecure_port(address)
+        except RuntimeError:
+            raise UserError(
+                f"cannot listen on {address}: the port is in use or not ours; choose another, or "
+                "port 0 for any"
+            ) from None
+
+    async def start(self) -> None:
+        """Starts the engine, then answers calls."""
+        self._engine = self._make_engine()
+        await self._engine.start()
+        rpc.add_RolloutServicer_to_server(RolloutService(self._engine, **self._service), self._grpc)
+        await self._grpc.start()
+
+    async def stop(self) -> None:
+        """Ends the running calls and the engine."""
+        await self._grpc.stop(None)
+        if self._engine:
+            await self._engine.close()
+
+
+async def serve(
+    engine: Callable[[], Engine],
+    *,
+    on_ready: Callable[[int], None],
+    stop: asyncio.Event,
+    **options: Any,
+) -> None:
+    """Serves until `stop` is set; calls `on_ready(port)` once calls are answered.
+
+    Raises:
+      UserError: the port is taken, the host needs a token, or the engine cannot serve.
+    """
+    server = Server(engine, **options)
+    try:
+        await server.start()
+        on_ready(server.port)
+        await stop.wait()
+    finally:
+        await server.stop()

@@ -1,0 +1,165 @@
+"""Between the wire's messages and the engine's nouns, for both ends; checks what came in."""
+
+import math
+from collections.abc import Sequence
+
+import grpc
+import numpy as np
+
+from rlx.base import UserError
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet.engine import Chunk, Request, Sampling
+
+MAX_MESSAGE_BYTES = 32 << 20
+PUBLISH_CHUNK_BYTES = 2 << 20
+MAX_SAMPLES = 4096  # of one request
+MAX_STOPS = 256  # stop strings, and stop tokens, of one request
+TOKEN_VARIABLE = "RLX_FLEET_TOKEN"  # bearer token, where a command line would show it to others
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+)
+
+_STOP_REASONS = {None: pb.RUNNING, "stop": pb.STOP, "length": pb.LENGTH, "abort": pb.ABORT}
+_STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
+
+
+def request_message(request: Request) -> pb.GenerateRequest:
+    """`request` as a message."""
+    s = request.sampling
+    sampling = pb.Sampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        max_new_tokens=s.max_new_tokens,
+        min_new_tokens=s.min_new_tokens,
+        stop=s.stop,
+        stop_token_ids=s.stop_token_ids,
+        seed=s.seed,
+    )
+    return pb.GenerateRequest(
+        request_id=request.request_id,
+        prompt_tokens=request.prompt_tokens.tolist(),
+        sampling=sampling,
+        n=request.n,
+        first_index=request.first_index,
+        prefix_len=request.prefix_len,
+        priority=request.priority,
+    )
+
+
+def request_from(message: pb.GenerateRequest) -> Request:
+    """The request in `message`.
+
+    Raises:
+      ValueError: naming the first field out of its range; what depends on the model (vocabulary,
+        length) is the engine's to check.
+    """
+    s = message.sampling
+    _require(
+        math.isfinite(s.temperature) and s.temperature >= 0, "temperature", s.temperature, "≥ 0"
+    )
+    _require(0 < s.top_p <= 1, "top_p", s.top_p, "in (0, 1]")
+    _require(s.top_k >= 0, "top_k", s.top_k, "≥ 0")
+    _require(s.max_new_tokens >= 1, "max_new_tokens", s.max_new_tokens, "≥ 1")
+    _require(
+        0 <= s.min_new_tokens <= s.max_new_tokens,
+        "min_new_tokens",
+        s.min_new_tokens,
+        f"in [0, max_new_tokens = {s.max_new_tokens}]",
+    )
+    _require(len(s.stop) <= MAX_STOPS, "stop", f"{len(s.stop)} strings", f"at most {MAX_STOPS}")
+    _require(all(s.stop), "stop", "an empty string", "strings of one character or more")
+    count = len(s.stop_token_ids)
+    _require(count <= MAX_STOPS, "stop_token_ids", f"{count} tokens", f"at most {MAX_STOPS}")
+    seed = s.seed if s.HasField("seed") else None
+    _require(seed is None or seed >= 0, "seed", seed, "≥ 0, or absent")
+    _require(1 <= message.n <= MAX_SAMPLES, "n", message.n, f"in [1, {MAX_SAMPLES}]")
+    _require(message.first_index >= 0, "first_index", message.first_index, "≥ 0")
+    length = len(message.prompt_tokens)
+    _require(length >= 1, "prompt_tokens", "no token", "at least one")
+    most = min(length, s.max_new_tokens) - 1
+    _require(
+        0 <= message.prefix_len <= most,
+        "prefix_len",
+        message.prefix_len,
+        f"in [0, {most}]: below both the prompt's length and max_new_tokens",
+    )
+    return Request(
+        request_id=message.request_id,
+        prompt_tokens=np.fromiter(message.prompt_tokens, np.int32, length),
+        sampling=Sampling(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            max_new_tokens=s.max_new_tokens,
+            min_new_tokens=s.min_new_tokens,
+            stop=tuple(s.stop),
+            stop_token_ids=tuple(s.stop_token_ids),
+            seed=seed,
+        ),
+        n=message.n,
+        first_index=message.first_index,
+        prefix_len=message.prefix_len,
+        priority=message.priority,
+    )
+
+
+def _require(good: bool, name: str, got, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"{name}={got} is out of range; it must be {wanted}")
+
+
+def reply_message(chunks: Sequence[Chunk]) -> pb.GenerateReply:
+    """One message that holds all `chunks`, in order."""
+    reply = pb.GenerateReply()
+    for chunk in chunks:
+        reply.index.append(chunk.index)
+        reply.count.append(len(chunk.tokens))
+        reply.stop_reason.append(_STOP_REASONS[chunk.stop_reason])
+        reply.tokens.extend(chunk.tokens)
+        reply.logprobs.extend(chunk.logprobs)
+        reply.versions.extend(chunk.versions)
+    return reply
+
+
+Piece = tuple[int, np.ndarray, np.ndarray, np.ndarray, str | None]
+
+
+def pieces(reply: pb.GenerateReply) -> list[Piece]:
+    """`reply`'s pieces: (sample index, tokens i32, logprobs f32, versions i32, stop reason).
+
+    Raises:
+      ValueError: the lengths in the message do not agree.
+    """
+    total = len(reply.tokens)
+    aligned = len(reply.index) == len(reply.count) == len(reply.stop_reason)
+    if not (aligned and total == len(reply.logprobs) == len(reply.versions) == sum(reply.count)):
+        raise ValueError("the lengths in a GenerateReply do not agree")
+    tokens = np.fromiter(reply.tokens, np.int32, total)
+    logprobs = np.fromiter(reply.logprobs, np.float32, total)
+    versions = np.fromiter(reply.versions, np.int32, total)
+    result, start = [], 0
+    for index, count, reason in zip(reply.index, reply.count, reply.stop_reason, strict=True):
+        part = slice(start, start + count)
+        result.append((index, tokens[part], logprobs[part], versions[part], _STOP_NAMES[reason]))
+        start += count
+    return result
+
+
+def check_host(host: str, token: str | None) -> None:
+    """Refuses to listen where others can connect, unless they must know a token."""
+    if host not in LOOPBACK and not token:
+        raise UserError(
+            f"host={host} listens beyond this machine and no token is set; use 127.0.0.1, or give "
+            f"one in {TOKEN_VARIABLE} to the server and the trainer"
+        )
+
+
+def describe(error: grpc.RpcError) -> str:
+    """`CODE: details` of a failed call, on one line."""
+    details = " ".join((error.details() or "").split())  # type: ignore[attr-defined]
+    return f"{error.code().name}: {details}" if details else error.code().name  # type: ignore[attr-defined]

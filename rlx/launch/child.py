@@ -1,0 +1,20 @@
+"""What a process does about the process that started it. Imported before anything heavy."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends, SIGKILL included.
+
+    Args:
+      parent_pid: who started us; if that is over already, this process ends here and now.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)

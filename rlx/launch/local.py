@@ -1,0 +1,310 @@
+"""Rollout servers on this machine: started, watched, restarted, stopped.
+
+One thread starts every server and stays until the last has ended, because the kernel ends a
+server when the *thread* that started it ends (see rlx/launch/child.py): whatever kills the
+trainer, SIGKILL included, its servers go with it.
+
+    start ─▶ spawn all ─▶ JSON ready lines in WORKDIR/logs/server-i.log ─▶ wait() has addresses
+                              watch ◀─┐
+                      dead ─▶ back-off ─▶ spawn on the same port, up to `max_restarts`
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import rlx
+from rlx.base import UserError
+
+_POLL_SECONDS = 0.05
+_STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_STEADY_SECONDS = 60.0  # a server that lived so long has its restarts forgiven
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """Which cores the trainer and each server run on."""
+
+    trainer: tuple[int, ...]
+    servers: tuple[tuple[int, ...], ...]
+
+
+def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
+    """Divides `cores` between the trainer and its servers.
+
+    Everyone gets cores of its own while they last; the trainer, which is one, takes the
+    remainder. When they do not last, the trainer keeps the first core and the servers share the
+    others; a single core is shared by all.
+
+    Args:
+      cores: ids this process may run on, e.g. sorted(os.sched_getaffinity(0)).
+      num_servers: ≥ 0.
+      threads: cores a server; 0: the same for every process.
+    """
+    cores = tuple(cores)
+    if num_servers == 0 or len(cores) == 1:
+        return CpuPlan(cores, (cores,) * num_servers)
+    each = min(threads or max(1, len(cores) // (num_servers + 1)), len(cores) - 1)
+    own = len(cores) - each * num_servers
+    if own >= 1:
+        starts = range(own, len(cores), each)
+        return CpuPlan(cores[:own], tuple(cores[s : s + each] for s in starts))
+    pool = cores[1:]
+    shared = tuple(
+        tuple(sorted(pool[(i * each + k) % len(pool)] for k in range(each)))
+        for i in range(num_servers)
+    )
+    return CpuPlan(cores[:1], shared)
+
+
+class LocalServers:
+    """`num_servers` processes of `python -m rlx.serve`, as a context manager.
+
+    `start` returns at once, so the trainer can compile meanwhile; `wait` gives the addresses.
+
+    Args:
+      model: HF directory.
+      workdir: logs go to `workdir`/logs/server-i.log.
+      plan: cores of each server; default: `cpu_plan` of the cores of this process, so make it
+        before the trainer pins itself.
+      options: flags of rlx.serve by name: slots, max_model_len, decode_steps, dtype, seed (server
+        i gets seed + i), kv_on_update, stage_dir, engine. `weight_root` may be several.
+      token: bearer token they ask for.
+      platform: of JAX in the servers.
+      ready_timeout: seconds until every server must have said it is ready.
+      max_restarts: of one server in a row.
+      on_message: takes one line for the user.
+      command: what starts a server.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        *,
+        workdir: str | os.PathLike,
+        num_servers: int = 1,
+        plan: CpuPlan | None = None,
+        weight_roots: Sequence[str] = ("/dev/shm",),
+        token: str | None = None,
+        platform: str = "cpu",
+        ready_timeout: float = 180.0,
+        max_restarts: int = 5,
+        on_message: Callable[[str], None] | None = None,
+        command: Sequence[str] = (sys.executable, "-m", "rlx.serve"),
+        **options: str | int,
+    ):
+        plan = plan or cpu_plan(sorted(os.sched_getaffinity(0)), num_servers)
+        seed = int(options.pop("seed", 0))
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        flags += [f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
+        flags += [f"--weight-root={root}" for root in weight_roots]
+        logs = Path(workdir) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._servers = [
+            _Server(
+                command=(*command, *flags, f"--seed={seed + i}"),
+                log=logs / f"server-{i}.log",
+                cpus=cpus,
+                env=_environment(len(cpus), platform, token),
+            )
+            for i, cpus in enumerate(plan.servers)
+        ]
+        self._ready_timeout, self._max_restarts = ready_timeout, max_restarts
+        self._say = on_message or (lambda text: None)
+        self._ready: Future[tuple[str, ...]] = Future()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="local-servers", daemon=True)
+
+    def start(self) -> "LocalServers":
+        """Begins to start them, and returns."""
+        self._thread.start()
+        return self
+
+    def wait(self) -> tuple[str, ...]:
+        """Returns host:port of each server once all answer.
+
+        Raises:
+          UserError: one ended or took too long; has the last line of its log. All are stopped.
+        """
+        return self._ready.result()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes as of now."""
+        return tuple(server.pid for server in self._servers if server.pid)
+
+    def stop(self) -> None:
+        """Ends every server: SIGTERM, and SIGKILL for one that does not listen."""
+        self._stopping.set()
+        if self._thread.ident:
+            self._thread.join()
+
+    def __enter__(self) -> "LocalServers":
+        return self.start()
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def _keep(self) -> None:
+        """The thread that owns the processes."""
+        try:
+            for server in self._servers:
+                server.spawn()
+            self._ready.set_result(self._wait_ready())
+            while not self._stopping.wait(_POLL_SECONDS):
+                for server in self._servers:
+                    self._revive(server)
+        except Exception as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            else:
+                self._say(f"the local rollout servers have to stop: {error}")
+        finally:
+            _end(self._servers)
+
+    def _wait_ready(self) -> tuple[str, ...]:
+        deadline = time.monotonic() + self._ready_timeout
+        while waiting := [server for server in self._servers if not server.read_port()]:
+            for server in waiting:
+                if (status := server.poll()) is not None:
+                    raise UserError(
+                        f"a rollout server ended {status} at start: {server.last_line()}"
+                    )
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"a rollout server was not ready within {self._ready_timeout:g} s; look at "
+                    f"{waiting[0].log}"
+                )
+            if self._stopping.wait(_POLL_SECONDS):
+                raise UserError("the rollout servers were stopped before they were ready")
+        return tuple(f"127.0.0.1:{server.port}" for server in self._servers)
+
+    def _revive(self, server: "_Server") -> None:
+        """Restarts `server` if it ended and its back-off is over."""
+        status = server.poll()
+        if status is None or server.restarts > self._max_restarts:
+            return
+        now = time.monotonic()
+        if not server.retry_at:
+            if now - server.started > _STEADY_SECONDS:
+                server.restarts = 0
+            server.restarts += 1
+            what = f"rollout server {server.log.stem} (port {server.port}) ended {status}"
+            if server.restarts > self._max_restarts:
+                self._say(f"{what} after {self._max_restarts} restarts: {server.last_line()}")
+                return
+            server.retry_at = now + 0.25 * 2 ** (server.restarts - 1)
+            self._say(f"{what}; starting it again")
+        if now >= server.retry_at:
+            server.spawn()
+
+
+class _Server:
+    """One server's place: its port, log and cores stay, its process may change."""
+
+    def __init__(self, *, command: Sequence[str], log: Path, cpus: tuple[int, ...], env: dict):
+        self.log = log
+        self.port = 0
+        self.restarts = 0
+        self.retry_at = 0.0  # 0: its end has not been seen yet
+        self.started = 0.0
+        self._command, self._cpus, self._env = command, cpus, env
+        self._process: subprocess.Popen | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int:
+        """0 when there is no process."""
+        return self._process.pid if self._process and self._process.returncode is None else 0
+
+    def spawn(self) -> None:
+        """Starts the process on its cores, in a session of its own: Ctrl-C is the trainer's."""
+        ours = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cpus)  # of this thread; the child inherits it
+        try:
+            with open(self.log, "ab") as log:
+                self._log_start = log.seek(0, os.SEEK_END)
+                self._process = subprocess.Popen(
+                    (*self._command, f"--port={self.port}"),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._env,
+                    start_new_session=True,
+                )
+        finally:
+            os.sched_setaffinity(0, ours)
+        self.started, self.retry_at = time.monotonic(), 0.0
+
+    def poll(self) -> str | None:
+        """How the process ended, in words; None while it runs. Nothing it started outlives it."""
+        process = self._process
+        if process is None:
+            return None
+        if process.returncode is None:
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
+            process.wait()
+        code = process.returncode
+        return f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+
+    def read_port(self) -> int:
+        """The port it announced; 0 before."""
+        if not self.port:
+            for line in self._lines():
+                if line.startswith('{"port"') and line.endswith("}"):
+                    self.port = json.loads(line)["port"]
+        return self.port
+
+    def last_line(self) -> str:
+        """The last thing the process wrote."""
+        lines = [line for line in self._lines() if line.strip()]
+        return lines[-1].removeprefix("error: ") if lines else f"no word in {self.log}"
+
+    def signal(self, number: int) -> None:
+        """Sends `number` to the process and whatever it started."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def _lines(self) -> list[str]:
+        with open(self.log, "rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace").splitlines()
+
+
+def _end(servers: Sequence[_Server]) -> None:
+    for server in servers:
+        server.signal(signal.SIGTERM)
+        server.signal(signal.SIGCONT)  # a stopped one would not hear it
+    deadline = time.monotonic() + _STOP_SECONDS
+    while running := [s for s in servers if s.pid and s.poll() is None]:
+        if time.monotonic() > deadline:
+            for server in running:
+                server.signal(signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _environment(threads: int, platform: str, token: str | None) -> dict[str, str]:
+    """The servers' environment: ours, with rlx to be found and thread pools of the right size."""
+    pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    home = str(Path(next(iter(rlx.__path__))).parent)
+    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    env: Mapping[str, str] = {
+        **os.environ,
+        **dict.fromkeys(pools, str(threads)),
+        "JAX_PLATFORMS": platform,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**env, "RLX_FLEET_TOKEN": token} if token else dict(env)
