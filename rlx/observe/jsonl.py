@@ -79,11 +79,9 @@ def write_atomically(path: str | os.PathLike, data: bytes) -> None:
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """The objects of a file in order; none for a missing file. Unreadable lines are skipped."""
-    try:
-        file = open(path, encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    if not Path(path).exists():
         return
-    with file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)

@@ -197,8 +197,6 @@ class Progress:
 
     def _rows(self, width: int) -> list[tuple[str, "Text"]]:
         """Label and value of each line of the panel; `width` cells for the value."""
-        from rich.text import Text
-
         rows = []
         if self._history:
             rewards = [record.get("task_reward") for record in self._history]
@@ -213,8 +211,11 @@ class Progress:
         column = 19 if width >= 60 else 12
         lags = (("staleness_mean", "mean"), ("staleness_max", "max"), ("behaviour_kl", "KL"))
         rows.append(("staleness", _facts(last, *lags, column=column)))
-        speeds = (("generated_tokens_per_second", "generated"),
-                  ("consumed_tokens_per_second", "trained"), ("avg_seq_len", "tokens each"))  # fmt: skip
+        speeds = (
+            ("generated_tokens_per_second", "generated"),
+            ("consumed_tokens_per_second", "trained"),
+            ("avg_seq_len", "tokens each"),
+        )
         rows.append(("tokens/s", _facts(last, *speeds, column=column)))
         if last.get("seconds"):
             rows.append(("a step", _phase_bar(last["seconds"], width)))

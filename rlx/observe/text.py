@@ -1,5 +1,6 @@
 """Numbers and series as short text, for terminal and report alike."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -8,21 +9,21 @@ _DECIMALS = ((1, 10), (2, 1.995), (3, 0.0995), (4, 0.00995), (5, 0))  # (digits,
 
 
 def duration(seconds: float | None) -> str:
-    """`0.42s`, `12s`, `3:07`, `2:03:07`; `–` when unknown."""
+    """`0.42 s`, `12 s`, `3:07`, `2:03:07`; `–` when unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 9.995:
-        return f"{max(seconds, 0):.2f}s"
+        return f"{max(seconds, 0):.2f} s"
     whole = round(seconds)
     if whole < 60:
-        return f"{whole}s"
+        return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def number(value: float | None) -> str:
-    """Three or four significant digits: `0.0412`, `3.14`, `51.9`, `12,345`, `3.2M`; `–` for none."""
+    """Three or four significant digits: `0.0412`, `3.14`, `51.9`, `12,345`, `3.2M`; `–` if none."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -44,7 +45,7 @@ def resample(values: Sequence[float], count: int) -> list[float]:
     if count <= 0 or len(values) <= count:
         return list(values)[: max(count, 0)]
     edges = [round(i * len(values) / count) for i in range(count + 1)]
-    parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [values[a:b] for a, b in itertools.pairwise(edges)]
     return [sum(part) / len(part) for part in parts]
 
 

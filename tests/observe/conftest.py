@@ -141,7 +141,14 @@ def _spans(timeline, clock, record, step, draw):
     """The spans of one step that starts at `clock` seconds."""
 
     def add(process, track, name, start, seconds, **args):
-        timeline.add(process, track, name, int(start * 1e9), int((start + seconds) * 1e9), **args)
+        timeline.add(
+            process,
+            track,
+            name,
+            round(start * 1e6) * 1000,
+            round((start + seconds) * 1e6) * 1000,
+            **args,
+        )
 
     at = clock
     for phase in ("wait", "pack", "train", "publish", "log"):

@@ -1,0 +1,410 @@
+"""WORKDIR/report.html: what a run did, on one page that needs nothing else.
+
+`write_report` reads the run's files, `page` is the pure function from them to HTML. The page
+makes no request, runs one script that is allowed by its hash, and escapes everything it shows.
+"""
+
+import base64
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rlx.observe import samples as transcripts
+from rlx.observe.charts import Line, bar_chart, line_chart, percent, share_bar, stacked_bars
+from rlx.observe.jsonl import write_atomically
+from rlx.observe.lanes import busy_shares, color_of, overview
+from rlx.observe.rundir import Run, finite, load
+from rlx.observe.text import duration, number
+
+_WIDE, _HALF = (1096, 320), (532, 220)
+# A small chart: title, what it says, lines of (metric, name, color), least y that must show.
+_SMALL = (
+    ("Entropy", "nats a token; falls as the policy commits", 0, (("entropy", "entropy", "c1"),)),
+    ("Gradient norm", "before clipping", 0, (("grad_norm", "norm", "c4"),)),
+    ("Policy loss", "the objective being minimised", None, (("actor_loss", "loss", "c2"),)),
+    ("Off-policy drift", "KL of behaviour and of the update, nats", 0,
+     (("behaviour_kl", "behaviour", "c5"), ("ppo_approx_kl", "update", "c6"))),
+    ("Importance weights", "mean ratio; 1 is on-policy", None,
+     (("behaviour_weight", "behaviour", "c5"), ("importance_weight", "importance", "c6"))),
+    ("Clipped tokens", "share of trained tokens at the clip", 0,
+     (("actor_clip_ratio", "clipped", "c2"),)),
+    ("Completion length", "mean trained tokens a trajectory", 0,
+     (("avg_seq_len", "tokens", "c3"),)),
+    ("Cut completions", "share that hit the token limit", 0, (("no_eos_ratio", "cut", "c5"),)),
+    ("Learning rate", "after the schedule", 0, (("learning_rate", "rate", "c7"),)),
+)  # fmt: skip
+
+
+def write_report(workdir: str | os.PathLike) -> Path:
+    """Writes WORKDIR/report.html from what the run left there so far, and returns its path.
+
+    Raises:
+      UserError: when WORKDIR is no run's directory or cannot be written.
+    """
+    run = load(workdir)
+    path = Path(workdir) / "report.html"
+    write_atomically(path, page(run).encode("utf-8", "replace"))
+    return path
+
+
+def page(run: Run) -> str:
+    """The whole page."""
+    here = resources.files("rlx.observe")
+    style = (here / "report.css").read_text(encoding="utf-8")
+    script = (here / "report.js").read_text(encoding="utf-8")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
+    parts = [
+        ("learning", "Learning", _learning(run)),
+        ("optimisation", "Optimisation", _optimisation(run)),
+        ("asynchrony", "Asynchrony", _asynchrony(run)),
+        ("timeline", "Timeline", _timeline(run)),
+        ("samples", "Samples", _samples(run)),
+        ("setup", "Setup", _setup(run)),
+    ]
+    parts = [part for part in parts if part[2]]
+    links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in parts)
+    sections = "".join(
+        f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in parts
+    )
+    name = escape(run.path.name)
+    return f"""<!doctype html>
+<html lang="en" data-axis="step">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name} · rlx</title>
+<style>{style}</style>
+</head>
+<body>
+<nav><div><b>rlx</b>{links}<span class="fill"></span>{_SWITCHES}</div></nav>
+<main>{_header(run, name)}{_tiles(run)}{sections}</main>
+<footer>Written by rlx from {escape(run.path.name)}/ · open timeline.json in
+ui.perfetto.dev for every span · metrics.jsonl has every number</footer>
+<div id="tip" hidden></div>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+_SWITCHES = (
+    '<span class="switch" data-for="axis"><button data-to="step">steps</button>'
+    '<button data-to="time">wall time</button></span>'
+    '<span class="switch" data-for="theme"><button data-to="light" aria-label="light">☀</button>'
+    '<button data-to="dark" aria-label="dark">☾</button></span>'
+)
+
+
+def _header(run: Run, name: str) -> str:
+    total, done = finite(run.setting("total_steps")), _last(run, "step") or 0
+    finished = total is not None and done >= total
+    state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
+    if finished:
+        state = "finished"
+    facts = [
+        str(run.setting("algorithm.preset", "")).upper().replace("_", " "),
+        Path(str(run.setting("model.path", ""))).name,
+        _fact(run, "reward {}", "reward.name"),
+        _fact(run, "{} prompts × {} samples", "rollout.batch_prompts", "sampling.n_samples"),
+        _fact(run, "max staleness {}", "rollout.max_staleness"),
+        _fact(run, "{} × {} server", "fleet.num_servers", "fleet.engine"),
+        _fact(run, "seed {}", "seed"),
+        time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)) if run.ended_at else "",
+    ]
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
+    return (
+        f'<header><h1>{name}<span class="state {"done" if finished else "part"}">{state}</span>'
+        f'</h1><ul class="facts">{items}</ul></header>'
+    )
+
+
+def _fact(run: Run, form: str, *keys: str) -> str:
+    """`form` with the config's values of `keys`; empty when one is not set."""
+    values = [run.setting(key) for key in keys]
+    return "" if None in values or "" in values else form.format(*values)
+
+
+def _tiles(run: Run) -> str:
+    """The numbers a reader looks for first: (title, value, note) each, where known."""
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="card tile {kind}"><h3>{title}</h3><b>{escape(value)}</b>'
+            f"<p>{escape(note)}</p></div>"
+            for kind, title, value, note in (*_result_tiles(run), *_cost_tiles(run))
+        )
+        + "</div>"
+    )
+
+
+def _result_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
+    accuracy = [v for e in run.evals if (v := finite(e.get("greedy_acc"))) is not None]
+    if accuracy:
+        yield "c2", "Held-out accuracy", number(accuracy[-1]), f"from {number(accuracy[0])}"
+    rewards = [v for v in run.series("task_reward") if v is not None]
+    if rewards:
+        edge = max(1, len(rewards) // 20)
+        first, last = (sum(part) / edge for part in (rewards[:edge], rewards[-edge:]))
+        yield "c1", "Task reward", number(last), f"from {number(first)}"
+
+
+def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
+    elapsed = _last(run, "elapsed_seconds")
+    if elapsed:
+        yield "", "Wall time", duration(elapsed), f"{duration(elapsed / len(run.metrics))} a step"
+    tokens = sum(v or 0 for v in run.series("n_valid_tokens"))
+    if tokens and elapsed:
+        yield "", "Tokens trained", number(tokens), f"{number(tokens / elapsed)} a second"
+    seconds = _phase_totals(run)
+    if seconds:
+        waiting = seconds.get("wait", 0) / sum(seconds.values())
+        yield "", "Trainer waiting", percent(waiting), "of its time"
+    lags = [v for v in run.series("staleness_max") if v is not None]
+    if lags:
+        note = _fact(run, "at most; limit {}", "rollout.max_staleness") or "at most"
+        yield "", "Staleness", number(max(lags)), note
+    dropped = _last(run, "dropped")
+    if dropped is not None:
+        yield "bad" if dropped else "", "Dropped", number(dropped), "trajectories"
+
+
+def _learning(run: Run) -> str:
+    accuracy = Line(
+        "held-out accuracy", [finite(e.get("greedy_acc")) for e in run.evals], "c2", dots=True,
+        steps=[e["step"] for e in run.evals],
+        times=[finite(e.get("elapsed_seconds")) for e in run.evals],
+    )  # fmt: skip
+    reward = Line("task reward", run.series("task_reward"), "c1", smooth=True)
+    chart = line_chart(
+        "Reward and held-out accuracy",
+        "mean reward of each batch (bold: running mean), greedy accuracy on unseen questions",
+        [reward, accuracy], *_axes(run), size=_WIDE,
+    )  # fmt: skip
+    return f'<div class="wide">{chart}</div>' if chart else "<p>No step is finished yet.</p>"
+
+
+def _optimisation(run: Run) -> str:
+    charts = [
+        line_chart(
+            title,
+            about,
+            [Line(name, run.series(key), color, smooth=True) for key, name, color in rows],
+            *_axes(run),
+            span=(least, None),
+        )
+        for title, about, least, rows in _SMALL
+    ]
+    return _grid("three", charts)
+
+
+def _asynchrony(run: Run) -> str:
+    totals = _phase_totals(run)
+    whole = sum(totals.values())
+    sides = ""
+    if whole:
+        parts = [(name, color_of(name), value / whole) for name, value in totals.items()]
+        sides = share_bar("trainer", parts, "it waits when no batch is ready")
+    sides += busy_shares(run.spans)
+    if sides:
+        sides = (
+            '<figure class="card"><figcaption><h3>Where the time went</h3>'
+            f"<p>shares of the whole run</p></figcaption>{sides}</figure>"
+        )
+    return sides + _grid("two", [*_lag_charts(run), *_speed_charts(run, list(totals))])
+
+
+def _lag_charts(run: Run) -> list[str]:
+    lines = [
+        Line("max", run.series("staleness_max"), "c8"),
+        Line("mean", run.series("staleness_mean"), "c1", smooth=True),
+    ]
+    return [
+        bar_chart(
+            "Staleness of trained tokens",
+            "versions between sampling and training, over all steps",
+            _histogram(run),
+            size=_HALF,
+        ),
+        line_chart(
+            "Staleness by step",
+            "versions; the limit is never passed",
+            lines,
+            *_axes(run),
+            size=_HALF,
+            span=(0, 1),
+        ),
+    ]
+
+
+def _speed_charts(run: Run, phases: Sequence[str]) -> list[str]:
+    steps, times = _axes(run)
+    layers = [(n, color_of(n), [v or 0.0 for v in _phase(run, n, phases)]) for n in phases]
+    publish = [None if v is None else v * 1000 for v in run.series("seconds.publish")]
+    speed = [
+        Line("generated", run.series("generated_tokens_per_second"), "c3", smooth=True),
+        Line("trained", run.series("consumed_tokens_per_second"), "c1", smooth=True),
+    ]
+    counts = [
+        Line(name, run.series(name), color)
+        for name, color in (("rejected", "c2"), ("failed", "c5"))
+    ]
+    charts = [
+        stacked_bars("Time of a step", "the trainer's phases", layers, steps, size=_HALF),
+        line_chart("Tokens a second", "generated by the fleet, consumed by the trainer", speed,
+                   steps, times, size=_HALF, span=(0, None)),
+        line_chart("Publishing", "milliseconds the trainer spends handing weights to the fleet",
+                   [Line("publish", publish, "c4", smooth=True)], steps, times, size=_HALF,
+                   span=(0, None), form=lambda v: f"{number(v)} ms"),
+    ]  # fmt: skip
+    if any(v for line in counts for v in line.values):
+        about = "rejected and failed so far; both give their place back"
+        charts.append(line_chart("Groups", about, counts, steps, times, size=_HALF, span=(0, 1)))
+    return charts
+
+
+def _timeline(run: Run) -> str:
+    recent = sorted(v for v in run.series("step_seconds") if v) or [1.0]
+    body = overview(run.spans, seconds=min(60.0, 5 * recent[len(recent) // 2]))
+    if not body:
+        return ""
+    switch = _switch("window", (("last", "End of the run"), ("first", "Start of the run")))
+    return (
+        f'<figure class="card" data-window="last"><figcaption><h3>What ran when</h3>'
+        f"<p>a few steps; seconds since the first span</p>{switch}</figcaption>{body}</figure>"
+    )
+
+
+def _samples(run: Run) -> str:
+    if not run.samples:
+        return ""
+    views = _switch("view", transcripts.VIEWS)
+    key = "".join(
+        f'<i class="lag lag{lag}">{lag}{"+" if lag == 5 else ""}</i>'
+        for lag in range(_top_lag(run) + 1)
+    )
+    return (
+        f'<div class="samples" data-view="best" data-shade="on" data-prompts="off">'
+        f'<div class="bar-row">{views}'
+        f'<span class="key">version lag of each token {key}</span>'
+        f'{_switch("shade", (("on", "Shaded"), ("off", "Plain")))}'
+        f'{_switch("prompts", (("off", "Completions"), ("on", "With prompts")))}</div>'
+        f"{transcripts.cards(run.samples)}</div>"
+    )  # fmt: skip
+
+
+def _setup(run: Run) -> str:
+    tables = []
+    if run.config:
+        rows = flatten(run.config)
+        standard = _standard_config()
+        changed = [(key, value) for key, value in rows if standard and standard.get(key) != value]
+        tables.append(
+            '<figure class="card"><figcaption><h3>Configuration</h3>'
+            f"<p>{len(changed)} of {len(rows)} keys differ from the defaults</p></figcaption>"
+            f"{_table(changed or rows)}"
+            f"<details><summary>All keys</summary>{_table(rows)}</details></figure>"
+        )
+    if run.environment:
+        tables.append(
+            '<figure class="card"><figcaption><h3>Environment</h3><p>where the run ran</p>'
+            f"</figcaption>{_table(flatten(run.environment))}</figure>"
+        )
+    return _grid("two", tables)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted key, value as text) of every leaf that is set, in order."""
+    rows = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            rows += flatten(value, f"{prefix}{key}.")
+        elif value is not None:
+            items = value if isinstance(value, list | tuple) else [value]
+            rows.append((f"{prefix}{key}", ", ".join(str(item) for item in items)))
+    return rows
+
+
+def _standard_config() -> dict[str, str]:
+    from rlx.config import default  # ml_collections takes a moment to import
+
+    return dict(flatten(default().to_dict()))
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    body = "".join(
+        f"<tr><th>{escape(key)}</th><td>{escape(value) if value else '<i>empty</i>'}</td></tr>"
+        for key, value in rows
+    )
+    return f"<table>{body}</table>"
+
+
+def _switch(name: str, choices: Sequence[tuple[str, str]]) -> str:
+    buttons = "".join(f'<button data-to="{key}">{title}</button>' for key, title in choices)
+    return f'<span class="switch" data-for="{name}">{buttons}</span>'
+
+
+def _grid(columns: str, cards: Sequence[str]) -> str:
+    cards = [card for card in cards if card]
+    return f'<div class="grid {columns}">{"".join(cards)}</div>' if cards else ""
+
+
+def _axes(run: Run) -> tuple[list[float], list[float | None]]:
+    return [record["step"] for record in run.metrics], run.series("elapsed_seconds")
+
+
+def _last(run: Run, key: str) -> float | None:
+    return next((v for v in reversed(run.series(key)) if v is not None), None)
+
+
+def _phase_totals(run: Run) -> dict[str, float]:
+    """Seconds of each phase over the run, longest first; those below 1 % are one, `other`."""
+    totals: Counter[str] = Counter()
+    for record in run.metrics:
+        seconds = record.get("seconds")
+        for name, value in seconds.items() if isinstance(seconds, Mapping) else ():
+            totals[str(name)] += max(0.0, finite(value) or 0.0)
+    whole = totals.total()
+    large = {name: value for name, value in totals.most_common(7) if value > 0.01 * whole}
+    rest = whole - sum(large.values())
+    return large | {"other": rest} if rest > 1e-6 * whole else large
+
+
+def _phase(run: Run, name: str, phases: Sequence[str]) -> list[float | None]:
+    """Seconds of one phase at each step; `other` is what `phases` do not name."""
+    if name != "other":
+        return run.series(f"seconds.{name}")
+    named = [run.series(f"seconds.{n}") for n in phases if n != "other"]
+    sums = [sum(v or 0.0 for v in column) for column in zip(*named, strict=True)]
+    whole = [
+        sum(finite(v) or 0.0 for v in (record.get("seconds") or {}).values())
+        for record in run.metrics
+    ]
+    return [max(0.0, a - b) for a, b in zip(whole, sums, strict=True)]
+
+
+def _histogram(run: Run) -> list[tuple[str, float, str]]:
+    counts: Counter[int] = Counter()
+    for record in run.metrics:
+        histogram = record.get("staleness_histogram")
+        for lag, tokens in histogram.items() if isinstance(histogram, Mapping) else ():
+            if str(lag).isdigit():
+                counts[int(lag)] += int(finite(tokens) or 0)
+    whole = sum(counts.values())
+    if not whole:
+        return []
+    lags = range(max(counts) + 1)
+    return [
+        (f"lag {lag}", counts[lag] / whole, f"lag {lag}\n{counts[lag]:,} tokens") for lag in lags
+    ]
+
+
+def _top_lag(run: Run) -> int:
+    return int(min(5, max((v for v in run.series("staleness_max") if v is not None), default=0)))

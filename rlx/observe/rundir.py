@@ -1,0 +1,141 @@
+"""Reads what a run left in its WORKDIR, as far as it got. Broken or missing files are gaps."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError
+from rlx.observe.jsonl import read_jsonl
+
+MAX_SAMPLE_FILES = 400  # of a longer run: the first and last half of that many
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one run, in order of step.
+
+    Attributes:
+      metrics, evals: the objects of metrics.jsonl and eval.jsonl.
+      samples: transcripts of rollouts/, oldest first.
+      spans: complete events of timeline.json, by start; times in microseconds.
+      ended_at: when metrics.jsonl was last written, seconds since the epoch; 0 when unknown.
+    """
+
+    path: Path
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    spans: list["TraceSpan"] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    ended_at: float = 0.0
+
+    def series(self, key: str) -> list[float | None]:
+        """One metric over the steps; `a.b` reads key b of dict a. None where there is none."""
+        return [finite(lookup(record, key)) for record in self.metrics]
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A config value by its dotted name."""
+        value = lookup(self.config, key)
+        return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """One complete event: a box on a lane of a process."""
+
+    process: str
+    lane: int
+    name: str
+    start: float  # µs
+    end: float  # µs
+    args: Mapping[str, Any]
+
+
+def load(workdir: str | os.PathLike) -> Run:
+    """Reads a WORKDIR.
+
+    Raises:
+      UserError: when it is not a directory, or nothing in it is a run's.
+    """
+    path = Path(workdir)
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; give the WORKDIR of a run")
+    metrics = path / "metrics.jsonl"
+    if not any((path / name).exists() for name in ("metrics.jsonl", "eval.jsonl", "config.json")):
+        raise UserError(
+            f"{path} has no metrics.jsonl, eval.jsonl or config.json; give the WORKDIR of a run"
+        )
+    return Run(
+        path=path.resolve(),
+        metrics=_by_step(read_jsonl(metrics)),
+        evals=_by_step(read_jsonl(path / "eval.jsonl")),
+        samples=_samples(path / "rollouts"),
+        spans=_spans(_read_json(path / "timeline.json")),
+        config=_read_json(path / "config.json"),
+        environment=_read_json(path / "environment.json"),
+        ended_at=metrics.stat().st_mtime if metrics.exists() else 0.0,
+    )
+
+
+def lookup(record: Mapping[str, Any], key: str) -> Any:
+    """The value under a dotted key; None when there is none on the way."""
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a float, or None when it is no finite number."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records with a step, sorted; of two for one step the later written counts."""
+    steps = {r["step"]: r for r in records if finite(r.get("step")) is not None}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _samples(directory: Path) -> list[dict[str, Any]]:
+    files = sorted(directory.glob("step-*.jsonl"))
+    if len(files) > MAX_SAMPLE_FILES:
+        half = MAX_SAMPLE_FILES // 2
+        files = files[:half] + files[-half:]
+    rows = [row for file in files for row in read_jsonl(file)]
+    return [r for r in rows if isinstance(r.get("completion"), str) and finite(r.get("step"))]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _spans(trace: Mapping[str, Any]) -> list[TraceSpan]:
+    events = trace.get("traceEvents")
+    events = [e for e in events if isinstance(e, dict)] if isinstance(events, list) else []
+    names = {
+        event.get("pid"): str(lookup(event, "args.name"))
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == "process_name"
+    }
+    spans = [
+        TraceSpan(
+            names.get(e.get("pid"), str(e.get("pid"))), e.get("tid", 0), str(e.get("name")),
+            e["ts"], e["ts"] + e["dur"], e.get("args") or {},
+        )
+        for e in events
+        if e.get("ph") == "X" and finite(e.get("ts")) is not None and finite(e.get("dur"))
+    ]  # fmt: skip
+    return sorted(spans, key=lambda span: (span.start, -span.end))

@@ -1,0 +1,22 @@
+"""`python -m rlx.report WORKDIR`: (re)writes WORKDIR/report.html and prints its path."""
+
+import argparse
+from pathlib import Path
+
+from rlx import command
+
+
+def main() -> None:
+    """Writes the reports of one or more runs; a run still going shows what it has so far."""
+    parser = argparse.ArgumentParser("rlx.report", description=__doc__, allow_abbrev=False)
+    parser.add_argument("workdir", nargs="+", type=Path, help="the --workdir of a run")
+    arguments = parser.parse_args()
+
+    from rlx.observe.report import write_report
+
+    for workdir in arguments.workdir:
+        print(write_report(workdir), flush=True)
+
+
+if __name__ == "__main__":
+    command.run(main)
