@@ -60,6 +60,7 @@ def policy_loss(
     finite = _finite_ratio(target - proximal) & _finite_ratio(proximal - behaviour)
     used = mask & finite
     # Swapped before any arithmetic: a NaN behind `where` would still poison the gradient.
+    advantage = jnp.where(used, advantage, 0.0)
     log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
     log_weight = jnp.where(used, proximal - behaviour, 0.0)
     weight, in_bounds = control_weights(log_weight, used, batch["segment_ids"], algorithm)
@@ -84,7 +85,7 @@ def policy_loss(
             used, kl.estimate(-log_weight, jnp.zeros_like(log_weight), "k3"), 0.0
         ),
         "entropy": entropy,
-        "advantage": jnp.where(used, advantage, 0.0),
+        "advantage": advantage,
     }
     stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
     return actor_loss + kl_loss + entropy_loss, lax.stop_gradient(stats)

@@ -1,0 +1,344 @@
+"""The policy loss against float64 oracles, values and gradients, and what must hold identically."""
+
+import dataclasses
+import math
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.algorithms import losses
+from rlx.algorithms.presets import PRESETS, REDUCTIONS
+from rlx.base import UserError
+
+GRPO = PRESETS["grpo"]
+SEEDS = st.integers(0, 2**32 - 1)
+OPTIONAL = ("proximal_logprobs", "reference_logprobs")
+few = settings(derandomize=True, deadline=None, max_examples=8)
+
+
+def variant(**fields):
+    return dataclasses.replace(GRPO, **fields)
+
+
+@partial(jax.jit, static_argnums=2)
+def loss_and_gradients(rows, group_ids, algorithm):
+    """The whole minibatch in one: (loss, stats), gradients by target and entropy, unsummed."""
+    weights, denominator = losses.loss_weights(
+        rows["loss_mask"], rows["sequence_ids"], group_ids, algorithm
+    )
+    rows = {"loss_weights": weights, **rows}
+
+    def loss(target, entropy):
+        total, stats = losses.policy_loss(target, entropy, rows, algorithm)
+        return total / denominator, stats
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(rows["target"], rows["entropy"])
+
+
+def run(cases, batch, algorithm, *optional, order=None, **extra):
+    rows, places = cases.packed(batch, *optional, order=order)
+    group_ids = cases.per_sequence([r.group for r in batch], np.int32, 5000)
+    (loss, stats), (by_target, by_entropy) = loss_and_gradients(rows | extra, group_ids, algorithm)
+    for gradient in (by_target, by_entropy):
+        assert not np.any(np.asarray(gradient)[~rows["loss_mask"]]), "gradient off the mask"
+    parts = [[np.asarray(g)[p] for p in places] for g in (by_target, by_entropy)]
+    return float(loss), {k: float(v) for k, v in stats.items()}, *parts
+
+
+def agree(cases, oracles, batch, algorithm, **extra):
+    """The implementation's loss and gradients are the oracle's to 1e-6."""
+    loss, _, by_target, by_entropy = run(cases, batch, algorithm, *OPTIONAL, **extra)
+    want = oracles.loss_and_gradient(batch, algorithm, float(extra.get("target_version", 0.0)))
+    np.testing.assert_allclose(loss, want[0], rtol=1e-6, atol=1e-6 * max(want[3], 1e-3))
+    for got, exact in ((by_target, want[1]), (by_entropy, want[2])):
+        got, exact = np.concatenate(got), np.concatenate(exact)
+        scale = np.abs(exact).max()
+        np.testing.assert_allclose(got, exact, rtol=2e-6, atol=1e-6 * scale)
+
+
+VARIANTS = {
+    "grpo": GRPO,
+    "ppo": variant(decoupled=False, proximal="behaviour"),
+    "recomputed": variant(decoupled=False, proximal="recompute"),
+    "loglinear": variant(proximal="loglinear"),
+    "higher": variant(clip_low=0.1, clip_high=0.28, reduction="token_mean"),
+    "dual": variant(clip_high=9.0, dual_clip=1.2),
+    "entropy": variant(entropy_coefficient=0.1, reduction="constant", constant_length=20),
+    **{f"kl_{k}": variant(kl_placement="loss", kl_estimator=k, kl_coefficient=0.3)
+       for k in ("k1", "k2", "k3")},
+    "uncontrolled": variant(weight_action="none"),
+    "masked": variant(weight_upper=1.5, weight_lower=0.6),
+    "truncated": variant(weight_action="truncate", weight_upper=1.5, weight_lower=0.6),
+    "masked_k1": variant(weight_statistic="k1", weight_upper=0.3),
+    "masked_k2": variant(weight_statistic="k2", weight_upper=0.1),
+    "masked_k3": variant(weight_statistic="k3", weight_upper=0.1),
+    **{f"sequence_{how}_{action}": variant(
+        weight_level="sequence", weight_aggregate=how, weight_action=action,
+        weight_upper={"mean": 1.1, "sum": 1.5, "max": 2.0}[how])
+       for how in ("mean", "sum", "max") for action in ("mask", "truncate")},
+    "sequence_k3": variant(weight_level="sequence", weight_statistic="k3", weight_upper=0.15),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_value_and_gradient_match_the_oracle(name, cases, oracles):
+    extra = {"target_version": np.float32(6.25)} if name == "loglinear" else {}
+
+    @few
+    @given(SEEDS)
+    def check(seed):
+        agree(cases, oracles, cases.random(seed), VARIANTS[name], **extra)
+
+    check()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_reduction_matches_the_oracle(reduction, cases, oracles):
+    algorithm = variant(reduction=reduction, constant_length=20)
+
+    @few
+    @given(SEEDS)
+    def check(seed):
+        batch = cases.random(seed)
+        rows, places = cases.packed(batch)
+        ids = cases.per_sequence([r.group for r in batch], np.int32, 5000)
+        weights, denominator = jitted_weights(
+            rows["loss_mask"], rows["sequence_ids"], ids, algorithm
+        )
+        got = np.concatenate([np.asarray(weights)[p] for p in places]) / float(denominator)
+        want = np.concatenate(oracles.token_weights(batch, algorithm))
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        agree(cases, oracles, batch, algorithm)
+
+    check()
+
+
+jitted_weights = jax.jit(losses.loss_weights, static_argnums=3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "kl_k3", "sequence_sum_truncate", "entropy", "dual"])
+def test_the_oracles_own_gradient_is_that_of_finite_differences(name, cases, oracles):
+    algorithm, batch = VARIANTS[name], cases.random(5, count=3, empty=False)
+    exact = oracles.loss_and_gradient(batch, algorithm)[1]
+    for i, rollout in enumerate(batch):
+        for t in rollout.trained()[:4]:
+            values = []
+            for step in (1e-6, -1e-6):
+                moved = np.array(rollout.target)
+                moved[t] += step
+                nudged = list(batch)
+                nudged[i] = dataclasses.replace(rollout, target=moved)
+                values.append(oracles.loss_and_gradient(nudged, algorithm)[0])
+            slope = (values[0] - values[1]) / 2e-6
+            np.testing.assert_allclose(exact[i][t], slope, rtol=1e-5, atol=1e-8)
+
+
+@few
+@given(SEEDS)
+def test_decoupled_is_ppo_when_proximal_is_behaviour(cases, seed):
+    batch = [dataclasses.replace(r, proximal=r.behaviour) for r in cases.random(seed)]
+    decoupled = run(cases, batch, GRPO, "proximal_logprobs")
+    ppo = run(cases, batch, VARIANTS["ppo"], "proximal_logprobs")
+    assert decoupled[0] == ppo[0]
+    for a, b in zip(decoupled[2], ppo[2], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@few
+@given(SEEDS)
+def test_an_absent_proximal_is_the_target_without_gradient(cases, oracles, seed):
+    """One minibatch: u is 1 everywhere, yet the gradient is that of −w·u·A, not 0."""
+    batch = [dataclasses.replace(r, proximal=r.target) for r in cases.random(seed)]
+    absent = run(cases, batch, GRPO)
+    given_ = run(cases, batch, GRPO, "proximal_logprobs")
+    assert absent[0] == given_[0]
+    np.testing.assert_array_equal(np.concatenate(absent[2]), np.concatenate(given_[2]))
+    exact = np.concatenate(oracles.loss_and_gradient(batch, GRPO)[1])
+    np.testing.assert_allclose(np.concatenate(absent[2]), exact, rtol=2e-6, atol=1e-8)
+
+
+@few
+@given(SEEDS, SEEDS)
+def test_how_sequences_are_packed_does_not_matter(cases, seed, other):
+    batch = cases.random(seed)
+    order = np.random.default_rng(other).permutation(len(batch))
+    for name in ("sequence_mean_mask", "kl_k3"):
+        straight = run(cases, batch, VARIANTS[name], *OPTIONAL)
+        moved = run(cases, batch, VARIANTS[name], *OPTIONAL, order=order)
+        np.testing.assert_allclose(moved[0], straight[0], rtol=1e-5, atol=1e-6)
+        for a, b in zip(moved[2], straight[2], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_microbatches_sum_to_the_whole(reduction, cases):
+    algorithm = variant(reduction=reduction, constant_length=20)
+    step = jax.jit(losses.policy_loss, static_argnums=3)
+
+    @few
+    @given(SEEDS)
+    def check(seed):
+        rows, _ = cases.packed(cases.random(seed, count=12), "proximal_logprobs")
+        ids = np.arange(cases.sequences) // 3
+        rows["loss_weights"], _ = jitted_weights(
+            rows["loss_mask"], rows["sequence_ids"], ids, algorithm
+        )
+        whole, stats = step(rows["target"], rows["entropy"], rows, algorithm)
+        parts = [{k: v[i : i + 2] for k, v in rows.items()} for i in range(0, 8, 2)]
+        sums = [step(p["target"], p["entropy"], p, algorithm) for p in parts]
+        np.testing.assert_allclose(sum(s for s, _ in sums), whole, rtol=1e-5, atol=1e-5)
+        for name, value in stats.items():
+            total = sum(float(s[name]) for _, s in sums)
+            np.testing.assert_allclose(total, value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+    check()
+
+
+def test_turning_control_off_keeps_the_correction_on(cases):
+    """Without w this would be plain PPO around the proximal policy, biased by staleness."""
+    batch = cases.random(1, empty=False)
+    off = run(cases, batch, VARIANTS["uncontrolled"], "proximal_logprobs")[0]
+    wide = run(cases, batch, variant(weight_upper=math.inf), "proximal_logprobs")[0]
+    plain = run(cases, batch, VARIANTS["recomputed"], "proximal_logprobs")[0]
+    assert off == wide
+    assert abs(off - plain) > 1e-3
+
+
+@pytest.mark.parametrize("field", ["target", "proximal", "behaviour"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -200.0, 200.0])
+def test_non_finite_ratios_are_counted_and_excluded(field, bad, cases, oracles):
+    """−200 nats is finite, but e^200 is not: its gradient would be 0 · inf."""
+    batch = cases.random(9, count=4, empty=False)
+    values = np.array(getattr(batch[1], field))
+    spot = batch[1].trained()[0]
+    values[spot] = bad
+    batch[1] = dataclasses.replace(batch[1], **{field: values})
+    loss, stats, by_target, _ = run(cases, batch, GRPO, "proximal_logprobs")
+    want, exact, _, _ = oracles.loss_and_gradient(batch, GRPO)
+    # A ratio that underflows to 0 is finite; one that overflows is not.
+    r = batch[1]
+    ok = oracles.finite(r.target, r.proximal) & oracles.finite(r.proximal, r.behaviour)
+    excluded = int(not ok[spot])
+    assert excluded or abs(bad) == 200.0
+    assert stats["n_nonfinite_tokens"] == excluded
+    assert stats["n_valid_tokens"] == sum(len(r.trained()) for r in batch) - excluded
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.concatenate(by_target), np.concatenate(exact), rtol=2e-6, atol=1e-8
+    )
+    assert all(np.isfinite(v) for v in stats.values())
+
+
+def test_what_lies_off_the_mask_never_matters(cases):
+    batch = cases.random(4, count=6, empty=False)
+    rows, _ = cases.packed(batch, *OPTIONAL)
+    poisoned = dict(rows)
+    for name in ("target", "entropy", "behaviour_logprobs", "advantages", *OPTIONAL):
+        poisoned[name] = np.where(rows["loss_mask"], rows[name], np.nan)
+    ids = cases.per_sequence([r.group for r in batch], np.int32, 5000)
+    for name in ("kl_k3", "sequence_max_truncate", "dual"):
+        clean = loss_and_gradients(rows, ids, VARIANTS[name])
+        dirty = loss_and_gradients(poisoned, ids, VARIANTS[name])
+        chex.assert_trees_all_equal(clean, dirty)
+
+
+@pytest.mark.parametrize(
+    ("target_version", "versions", "expected"),
+    [
+        (6.0, [6, 4, 2], [-2.0, -1.0, -1.0]),  # first minibatch: stale tokens' anchor is the target
+        (6.5, [6, 4, 2], [-2.0, -1.2, -10 / 9]),  # half-way to version 7
+    ],
+)
+def test_loglinear_by_hand(target_version, versions, expected):
+    """Behaviour −2, target −1: α = (6 − v)/(target_version − v)."""
+    batch = {
+        "behaviour_logprobs": jnp.full(3, -2.0),
+        "versions": jnp.array(versions),
+        "target_version": target_version,
+    }
+    out = losses.proximal_logprobs(-jnp.ones(3), batch, VARIANTS["loglinear"])
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_loglinear_anchors_carry_no_gradient():
+    batch = {"behaviour_logprobs": jnp.zeros(2), "versions": jnp.zeros(2, int),
+             "target_version": 1.5}  # fmt: skip
+    slope = jax.grad(lambda x: losses.proximal_logprobs(x, batch, VARIANTS["loglinear"]).sum())(
+        -jnp.ones(2)
+    )
+    np.testing.assert_array_equal(slope, 0.0)
+
+
+def test_dual_clip_bounds_only_negative_advantages():
+    algorithm = variant(dual_clip=3.0)
+    loss, clipped = losses.clipped_surrogate(
+        jnp.log(jnp.array([10.0, 10.0, 2.0])), jnp.array([-1.0, 1.0, -1.0]), algorithm
+    )
+    np.testing.assert_allclose(loss, [3.0, -1.2, 2.0], rtol=1e-6)
+    np.testing.assert_array_equal(clipped, [True, True, False])
+
+
+def test_statistics_are_means_over_trained_tokens(cases):
+    batch = cases.random(6, count=5, empty=False)
+    algorithm = variant(weight_action="truncate", weight_upper=1.2)
+    loss, stats, _, _ = run(cases, batch, algorithm, "proximal_logprobs")
+    denominator = 5.0
+    metrics = losses.summarise(stats, denominator)
+
+    def mean(f):
+        return np.mean(np.concatenate([f(r)[r.mask] for r in batch]))
+
+    u = [np.exp(r.target - r.proximal) for r in batch]
+    held = [
+        -np.clip(x, 0.8, 1.2) * r.advantages > -x * r.advantages
+        for x, r in zip(u, batch, strict=True)
+    ]
+    expected = {
+        "n_valid_tokens": sum(r.mask.sum() for r in batch),
+        "n_nonfinite_tokens": 0,
+        "actor_loss": loss,
+        "kl_loss": 0,
+        "entropy_loss": 0,
+        "actor_clip_ratio": np.mean(
+            np.concatenate([h[r.mask] for h, r in zip(held, batch, strict=True)])
+        ),
+        "importance_weight": mean(lambda r: np.exp(r.target - r.proximal)),
+        "ppo_approx_kl": mean(lambda r: r.proximal - r.target),
+        "behaviour_weight": mean(lambda r: np.minimum(np.exp(r.proximal - r.behaviour), 1.2)),
+        "behaviour_weight_out_of_bounds": mean(lambda r: np.exp(r.proximal - r.behaviour) > 1.2),
+        "behaviour_kl": mean(
+            lambda r: np.exp(r.proximal - r.behaviour) - 1 - (r.proximal - r.behaviour)
+        ),
+        "entropy": mean(lambda r: r.entropy),
+        "advantage": mean(lambda r: r.advantages),
+    }
+    assert set(metrics) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_an_empty_minibatch_divides_by_one(cases):
+    batch = [dataclasses.replace(r, mask=np.zeros_like(r.mask)) for r in cases.random(0, count=3)]
+    for reduction in REDUCTIONS:
+        loss, stats, _, _ = run(cases, batch, variant(reduction=reduction, constant_length=9))
+        assert loss == 0
+        assert losses.summarise(stats, 0.0)["entropy"] == 0
+
+
+def test_a_missing_reference_is_an_error(cases):
+    with pytest.raises(UserError, match="reference_logprobs"):
+        run(cases, cases.random(0), VARIANTS["kl_k3"])
+
+
+def test_it_compiles_once_for_one_shape(cases):
+    traced = jax.jit(chex.assert_max_traces(losses.policy_loss, n=1), static_argnums=3)
+    for seed in range(3):
+        rows, _ = cases.packed(cases.random(seed))
+        rows["loss_weights"] = rows["loss_mask"].astype(np.float32)
+        traced(rows["target"], rows["entropy"], rows, GRPO)

@@ -1,0 +1,93 @@
+"""The preset table, overrides, and the errors that explain what cannot work."""
+
+import math
+
+import pytest
+
+from rlx import config as rlx_config
+from rlx.algorithms.presets import CHOICES, PRESETS, Algorithm, resolve
+from rlx.base import UserError
+from rlx.config import ALGORITHM_OVERRIDES
+
+
+def overrides(**values):
+    c = rlx_config.default().algorithm
+    for name, value in values.items():
+        c[name] = value
+    return c
+
+
+def test_grpo_is_the_papers():
+    a = PRESETS["grpo"]
+    assert (a.reward_mean, a.reward_std, a.leave_one_out) == ("group", "group", False)
+    assert (a.clip_low, a.clip_high, a.reduction) == (0.2, 0.2, "sequence_mean_token_mean")
+    # Standardising advantages over the batch once more would undo the group's scale.
+    assert (a.advantage_mean, a.advantage_std) == ("none", "none")
+
+
+def test_every_override_is_a_field_of_its_type():
+    fields = Algorithm.__dataclass_fields__
+    assert set(fields) == set(ALGORITHM_OVERRIDES) | {"name", "source"}
+    for name, kind in ALGORITHM_OVERRIDES.items():
+        assert fields[name].type is kind, name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves_and_is_hashable(name):
+    a = resolve(overrides(preset=name), max_new_tokens=77)
+    assert hash(a) == hash(resolve(overrides(preset=name), max_new_tokens=77))
+    assert a.name == name
+    assert a.source.startswith("https://arxiv.org/abs/")
+    assert (a.overlong_limit, a.constant_length) == (77, 77)
+
+
+def test_an_override_replaces_one_field():
+    a = resolve(overrides(clip_high=0.28, constant_length=9), max_new_tokens=77)
+    assert (a.clip_low, a.clip_high, a.constant_length) == (0.2, 0.28, 9)
+
+
+def test_not_decoupled_is_plain_ppo_unless_recomputing_is_asked_for():
+    assert resolve(overrides(decoupled=False), 8).proximal == "behaviour"
+    assert resolve(overrides(decoupled=False, proximal="recompute"), 8).proximal == "recompute"
+
+
+def test_when_a_proximal_pass_is_due():
+    a = resolve(overrides(), 8)
+    assert not a.needs_proximal_pass(1)
+    assert a.needs_proximal_pass(2)
+    assert resolve(overrides(kl_placement="reward"), 8).needs_proximal_pass(1)
+    assert not resolve(overrides(proximal="loglinear"), 8).needs_proximal_pass(4)
+    assert not a.needs_reference
+    assert resolve(overrides(kl_placement="loss"), 8).needs_reference
+
+
+def test_an_unknown_preset_suggests_the_nearest():
+    with pytest.raises(UserError, match=r"unknown algorithm.preset 'gropo'; did you mean 'grpo'\?"):
+        resolve(overrides(preset="gropo"), 8)
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_an_unknown_choice_names_its_key(field):
+    with pytest.raises(UserError, match=f"unknown algorithm.{field} 'nonesuch'"):
+        resolve(overrides(**{field: "nonesuch"}), 8)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"gamma": 1.5}, "algorithm.gamma=1.5"),
+        ({"clip_low": -0.1}, "algorithm.clip_low=-0.1"),
+        ({"kl_coefficient": math.nan}, "algorithm.kl_coefficient=nan"),
+        ({"dual_clip": 0.5}, "algorithm.dual_clip=0.5"),
+        ({"overlong_buffer": 9}, "algorithm.overlong_buffer=9"),
+        ({"weight_lower": 6.0}, "algorithm.weight_lower=6.0"),
+        ({"weight_level": "sequence"}, "set algorithm.weight_upper"),
+        ({"weight_statistic": "k2"}, "set algorithm.weight_upper"),
+        ({"weight_statistic": "k2", "weight_action": "truncate"}, "use weight_action=mask"),
+        ({"weight_action": "truncate", "weight_upper": -1.0}, "must be above 0"),
+        ({"leave_one_out": True, "reward_mean": "none"}, "set algorithm.reward_mean"),
+    ],
+)
+def test_what_cannot_work_is_explained(values, words):
+    with pytest.raises(UserError, match=words):
+        resolve(overrides(**values), 8)
