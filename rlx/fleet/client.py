@@ -272,14 +272,19 @@ class Fleet:
                 self._sessions.popitem(last=False)
         return chosen
 
-    async def _alive(self) -> list[Member]:
-        """The live servers, of which there is at least one; waits for it up to `limits.outage`."""
+    async def _alive(self, weights: Weights | None = None) -> list[Member]:
+        """The live servers, of which there is at least one; waits for it up to `limits.outage`.
+
+        With `weights`, it raises when these are what keeps the servers from being live.
+        """
         try:
             async with asyncio.timeout(self._limits.outage):
                 while not (live := [member for member in self._members if member.live]):
                     if self._closed:
                         raise RuntimeError("the fleet is closed")
                     self._raise_fatal()
+                    if weights:
+                        self._raise_refused(weights)
                     self._tell_outage()
                     await self._news.wait()
         except TimeoutError:
@@ -307,17 +312,27 @@ class Fleet:
     async def _deliver(self, weights: Weights) -> tuple[str, ...]:
         """Every live server takes `weights` or is out; returns who took them, at least one."""
         while True:
-            live = await self._alive()
+            live = await self._alive(weights)
             results = await asyncio.gather(*(m.update() for m in live), return_exceptions=True)
             for result in results:
                 if isinstance(result, BaseException) and not isinstance(result, Lost | Refused):
                     raise result
             acks = tuple(m.address for m in self._members if m.live and m.has(weights))
-            if acks:
-                return acks
-            refusals = [r for r in results if isinstance(r, Refused)]
-            if refusals:
-                raise UserError(f"no server took version {weights.version}: {refusals[0]}")
+            if not acks:
+                self._raise_refused(weights)
+                continue
+            for member, result in zip(live, results, strict=True):
+                if isinstance(result, Refused):
+                    member.fail(f"did not take version {weights.version}: {result}")
+            return acks
+
+    def _raise_refused(self, weights: Weights) -> None:
+        for member in self._members:
+            if member.refusal[0] is weights:
+                reason = member.refusal[1]
+                raise UserError(
+                    f"{member.address} did not take version {weights.version}: {reason}"
+                )
 
     async def _probe_all(self) -> None:
         live = [member for member in self._members if member.live]

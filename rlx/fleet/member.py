@@ -89,6 +89,7 @@ class Member:
       load: samples on their way.
       status: its last answer.
       offset_ns: its CLOCK_MONOTONIC minus ours.
+      refusal: the last weights it refused, and why.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Member:
         self.status = pb.StatusReply()
         self.offset_ns = 0
         self.reason = "not connected yet"
+        self.refusal: tuple[Weights | None, str] = None, ""
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._kv = kv
@@ -143,17 +145,22 @@ class Member:
         """Brings it to the wanted weights.
 
         Raises:
-          Refused: it answered that it does not take them. Lost: no answer. Either way it is failed.
+          Refused: it answered that it does not take them (see `refusal`), and serves its old ones.
+          Lost: no answer, or one that leaves open what it serves; it is failed.
         """
         async with self._updating:
+            weights = None
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
                     await self._publish(weights)
                     self._has = weights
             except grpc.aio.AioRpcError as error:
                 reason = wire.describe(error)
-                self.fail(f"did not take version {weights.version} ({reason})")  # type: ignore[union-attr]
-                raise (Refused if error.code() in _REFUSED else Lost)(reason) from error
+                if error.code() in _REFUSED:
+                    self.refusal = weights, reason
+                    raise Refused(reason) from error
+                self.fail(f"did not take the new weights ({reason})")
+                raise Lost(reason) from error
             except asyncio.CancelledError:
                 if _cancelled_by_caller():
                     raise

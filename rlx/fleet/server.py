@@ -46,6 +46,7 @@ class RolloutService(rpc.RolloutServicer):
       weight_roots: directories that a publish by path may name files in.
       stage_dir: where weights that come as chunks are written until they are loaded.
       recompute_kv: what an update does to the KV cache of running requests by default.
+      clock: of the spans, in ns; the engine's.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class RolloutService(rpc.RolloutServicer):
         weight_roots: Sequence[str] = (),
         stage_dir: str = "/dev/shm",
         recompute_kv: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
     ):
+        self._clock = clock
         self._engine = engine
         self._roots = tuple(os.path.realpath(root) for root in weight_roots)
         self._stage_dir = stage_dir
@@ -135,7 +138,7 @@ class RolloutService(rpc.RolloutServicer):
             while self._spans:
                 name, start_ns, end_ns = self._spans.popleft()
                 reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
-        reply.monotonic_ns = time.monotonic_ns()
+        reply.monotonic_ns = self._clock()
         return reply
 
     async def _verified(self, header: pb.PublishHeader) -> str:
@@ -148,7 +151,7 @@ class RolloutService(rpc.RolloutServicer):
                 f"{header.path} is outside the weight roots ({allowed} allowed); start the server "
                 "with --weight-root, or publish by stream",
             )
-        start_ns = time.monotonic_ns()
+        start_ns = self._clock()
         try:
             size = os.stat(path).st_size
             crc = await asyncio.to_thread(checksum, path)
@@ -158,7 +161,7 @@ class RolloutService(rpc.RolloutServicer):
                 f"cannot read {header.path}: {error.strerror}; where trainer and server share no "
                 "file system, publish by stream",
             ) from error
-        self._spans.append(("verify weights", start_ns, time.monotonic_ns()))
+        self._spans.append(("verify weights", start_ns, self._clock()))
         _compare(header, size, crc)
         return path
 
@@ -176,14 +179,14 @@ class RolloutService(rpc.RolloutServicer):
         )
         try:
             async with self._changing:
-                start_ns = time.monotonic_ns()
+                start_ns = self._clock()
                 await self._engine.pause()
                 try:
                     await self._engine.load(path, header.version, recompute)
                 finally:
                     if not self._held:
                         await self._engine.resume()
-                end_ns = time.monotonic_ns()
+                end_ns = self._clock()
         finally:
             _close(file)
         self._spans.append((f"load version {header.version}", start_ns, end_ns))
