@@ -26,9 +26,9 @@ def parse(argv: list[str], **strings: str) -> tuple[ConfigDict, flags.FlagValues
     config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
     if "--help" not in argv and "-h" not in argv:
         _check_file(config_file)
-    values = _flags(strings)
     plain = [a for a in argv if not a.startswith("--config.")]
     overrides = [a for a in argv if a.startswith("--config.")]
+    values = _flags(strings, plain)
     if "--help" in argv or "-h" in argv:
         print(f"usage: python -m rlx.… --config=FILE[:ARG] [--config.KEY=VALUE …]\n{values}")
         raise SystemExit(0)
@@ -42,15 +42,15 @@ def parse(argv: list[str], **strings: str) -> tuple[ConfigDict, flags.FlagValues
             raise UserError(f"{override} has no value; write {override}=VALUE")
         if key not in known:
             raise unknown("config key", key, known)
-    values = _flags(strings)
+    values = _flags(strings, argv)
     _parse(values, argv)
     return values["config"].value, values
 
 
-def _flags(strings: dict[str, str]) -> flags.FlagValues:
+def _flags(strings: dict[str, str], argv: list[str]) -> flags.FlagValues:
     values = flags.FlagValues()
     config_flags.DEFINE_config_file(
-        "config", None, "FILE[:ARG] with get_config()", flag_values=values, lock_config=True
+        "config", None, "FILE[:ARG]", flag_values=values, lock_config=True, sys_argv=argv
     )
     for name, text in strings.items():
         flags.DEFINE_string(name, "", text, flag_values=values)

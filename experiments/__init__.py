@@ -1,0 +1,1 @@
+"""Experiments import rlx and are never imported by it."""

@@ -1,0 +1,48 @@
+"""Steps per second of the whole system beside TRL's synchronous GRPOTrainer, same workload.
+
+    python -m experiments.bench.end_to_end --cores=0,1 [--steps=30] [--rounds=3]      (extra: trl)
+
+8 prompts x 8 samples x 64 new tokens on a random 3.7M-parameter Qwen2, fp32. Both sides get the
+same two cores, one after the other, several rounds in turn. The first quarter of each run's steps
+(compilation, an empty pipeline) is left out on both sides.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from experiments.bench import workload
+from experiments.bench.process import cores_of, median_spread, pinned, rlx_run
+
+
+def main() -> None:
+    """Prints one row a round and the ratio of the medians."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cores", type=cores_of, default=[0, 1])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    a = parser.parse_args()
+    ours, theirs, dropped = [], [], 0
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = workload.make(Path(scratch))
+        config = f"experiments/bench/workload.py:{directory}"
+        for n in range(a.rounds):
+            steps = f"--config.total_steps={a.steps}"
+            records = rlx_run(config, directory / f"run{n}", a.cores, steps)
+            ours += [r["step_seconds"] for r in records[a.steps // 4 :]]
+            dropped += records[-1]["dropped"]
+            trl = ["-m", "experiments.bench.end_to_end_trl", str(directory), str(a.steps // 2)]
+            seconds = json.loads(pinned(trl, a.cores).splitlines()[-1])["seconds"]
+            theirs += seconds[a.steps // 8 :]
+            print(f"round {n}: rlx {median_spread(ours)} s/step, TRL {median_spread(theirs)} s/step")
+    mean = [sum(side) / len(side) for side in (ours, theirs)]
+    print(
+        f"seconds a step, median [quartiles]: rlx {median_spread(ours)}, TRL {median_spread(theirs)}; "
+        f"mean {mean[0]:.3f} and {mean[1]:.3f}; rlx is {mean[1] / mean[0]:.2f} times as fast "
+        f"(means); dropped trajectories: {dropped}"
+    )
+
+
+if __name__ == "__main__":
+    main()

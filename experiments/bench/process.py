@@ -1,0 +1,44 @@
+"""Running one side of a comparison as a process of its own, pinned to given cores."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def pinned(arguments: Sequence[str], cores: Sequence[int], timeout: float = 1800) -> str:
+    """Runs `python ARGUMENTS` with affinity `cores`; returns stdout. Fails loudly with stderr."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        env={**os.environ, "OMP_NUM_THREADS": str(len(cores)), "TQDM_DISABLE": "1"},
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed ({done.returncode}):\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def rlx_run(config: str, workdir: Path, cores: Sequence[int], *overrides: str) -> list[dict]:
+    """One `rlx.main` run; returns the records of its metrics.jsonl."""
+    pinned(["-m", "rlx.main", f"--config={config}", f"--workdir={workdir}", *overrides], cores)
+    with open(workdir / "metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def cores_of(text: str) -> list[int]:
+    """`"0,1"` → [0, 1]."""
+    return [int(part) for part in text.split(",")]
+
+
+def median_spread(values: Sequence[float]) -> str:
+    """Median and the range of the middle half."""
+    if len(values) < 4:
+        return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{statistics.median(values):.3f} [{low:.3f}, {high:.3f}]"

@@ -1,0 +1,53 @@
+"""A wrong command line ends in one line that says got, wanted and remedy."""
+
+import pytest
+
+from rlx import flags
+from rlx.base import UserError
+from rlx.config import check
+
+CONFIG = "--config=configs/gsm8k.py"
+
+
+def parsed(*arguments):
+    config, _ = flags.parse(["rlx.main", *arguments], workdir="directory")
+    check(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--config=FILE", "configs/arithmetic.py"]),
+        (["--config=configs/gsm8.py"], ["no config file configs/gsm8.py", "configs/gsm8k.py"]),
+        ([CONFIG, "--config.samplng.n_samples=3"], ["'samplng.n_samples'", "'sampling.n_samples'"]),
+        ([CONFIG, "--config.sampling.n_sampels=3"], ["'sampling.n_samples'"]),
+        ([CONFIG, "--config.sampling.n_samples=x"], ["n_samples=x"]),
+        ([CONFIG, "--config.sampling.n_samples"], ["no value"]),
+        ([CONFIG, "--config.sampling.n_samples=0"], ["sampling.n_samples=0", "1 or more"]),
+        ([CONFIG, "--config.fleet.engine=vlm"], ["'vlm'", "'vllm'"]),
+        ([CONFIG, "--config.sampling.temperature=0"], ["temperature=0", "above 0"]),
+        ([CONFIG, "--config.train.max_tokens_per_microbatch=100"], ["=100", "1536", "raise it"]),
+        ([CONFIG, "--config.train.minibatches=65"], ["minibatches=65", "batch_prompts=64"]),
+        ([CONFIG, "--workdri=x"], ["workdri", "workdir"]),
+        ([CONFIG, "stray"], ["'stray'"]),
+        ([CONFIG + ":argument"], ["get_config() takes 0"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_with_the_remedy(arguments, words):
+    with pytest.raises(UserError) as error:
+        parsed(*arguments)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_overrides_arrive_with_their_types():
+    config = parsed(
+        CONFIG, "--config.optimizer.learning_rate=1e-3", "--config.sampling.stop=('a', 'b')",
+        "--config.algorithm.clip_low=0.3", "--config.data.shuffle=false",
+    )  # fmt: skip
+    assert config.optimizer.learning_rate == 1e-3
+    assert config.sampling.stop == ("a", "b")
+    assert config.algorithm.clip_low == 0.3
+    assert config.data.shuffle is False
