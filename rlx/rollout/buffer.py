@@ -1,0 +1,205 @@
+"""Which groups form the next batch: live and finished groups as a pure state machine.
+
+Shared by the executor, recovery and the simulator. Together with `staleness.capacity` it
+guarantees, without ever throwing a trajectory away, that no trained token is older than η
+versions, whatever order groups finish in.
+
+Words. Batch k (k = 0, 1, …) is trained on by the policy of version k, so a token of version
+u may be in batch k only if k − u ≤ η. Give every unconsumed group a *deadline*: the last
+batch that may contain it. For a finished group it is u + η with u its oldest token's
+version; for a live one a + η with a the version it was admitted at, since its tokens can
+only be newer. v is the published version, B the prompts of a batch.
+
+Rule. Batch k may be taken only if afterwards, for every j ≥ k,
+
+    #{unconsumed groups with deadline ≤ j} ≤ (j − k)·B                                   (H)
+
+that is, if the remaining batches k+1 … j still have room for everything due by j (Hall's
+condition for unit jobs with deadlines). The B finished groups with the earliest deadlines
+are taken: they leave the smallest left-hand side for every j at once, so if any choice
+satisfies (H) this one does.
+
+Invariant. While batch k is the next one, for every j ≥ k,
+
+    D(j) := #{unconsumed groups with deadline ≤ j} ≤ (j − k + 1)·B.                      (I)
+
+* Empty at k = 0: 0 ≤ (j + 1)·B.
+* Admission at version v makes a group with deadline d = v + η. Capacity leaves
+  accepted + live ≤ (d + 1)·B, of which k·B are consumed, so all unconsumed groups together
+  are ≤ (d + 1 − k)·B. D changes only for j ≥ d, where that is ≤ (j − k + 1)·B.
+* Finishing replaces a + η by u + η ≥ a + η: D can only fall. Rejecting and failing remove a
+  group: D falls. Publishing changes no deadline. A retried prompt is a new admission.
+* Taking batch k: (H) is (I) for k + 1, and at j = k it says that nothing due by k is left.
+
+Bound. By the last point nothing unconsumed is ever overdue, so what batch k takes has
+deadline ≥ k: lag ≤ η. It is checked again, on the tokens, when the batch is taken.
+
+No deadlock. Suppose nothing is live. With B or more finished groups (I) gives
+max(0, D(j) − B) ≤ (j − k)·B, which is (H): the batch is ready. With fewer than B,
+accepted + running < (k + 1)·B, so capacity is positive as soon as v + η ≥ k, at the latest
+when version k is published. While something is live it ends sooner or later. So the
+trainer waits only for generation, for slow groups that are due, or for its own publish.
+
+η = 0. At most B groups are unconsumed, all due at k: a batch is exactly the B accepted
+groups of the prompts admitted first, which is synchronous training in admission order.
+
+Cost: O(log n) a finished group, O(d) a question, with n groups and d ≤ η + 1 + publish lag
+distinct versions among them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rlx.base import Group
+from rlx.rollout import heap
+from rlx.rollout.staleness import Limits, StalenessViolation
+
+Counts = tuple[tuple[int, int], ...]  # (version, groups), ascending versions, groups ≥ 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """The unconsumed groups.
+
+    Attributes:
+      live: live groups counted by the version they were admitted at.
+      finished: finished groups counted by the version of their oldest token.
+      groups: the finished groups, keyed by (oldest version, group_id).
+    """
+
+    live: Counts = ()
+    finished: Counts = ()
+    groups: heap.Heap = None
+
+    @property
+    def num_live(self) -> int:
+        return sum(count for _, count in self.live)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(count for _, count in self.finished)
+
+
+def admit(buffer: Buffer, version: int) -> Buffer:
+    """A prompt starts at published version `version`."""
+    return replace(buffer, live=_add(buffer.live, version, 1))
+
+
+def withdraw(buffer: Buffer, version: int) -> Buffer:
+    """A live prompt admitted at `version` was rejected or failed."""
+    return replace(buffer, live=_add(buffer.live, version, -1))
+
+
+def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
+    """A live prompt admitted at `version` finished as `group` and waits for its batch."""
+    oldest = group.oldest_version
+    if oldest < 0:  # nothing was sampled, so nothing can be stale
+        oldest = version
+    if oldest < version:
+        raise StalenessViolation(
+            f"group {group.group_id} was admitted at version {version}, which every server had "
+            f"acknowledged, and has a token of version {oldest}"
+        )
+    return _put(withdraw(buffer, version), oldest, group)
+
+
+def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
+    """A buffer of checkpointed groups, all finished, and those that no longer fit.
+
+    Nothing is left over unless η or B became smaller since the checkpoint; the caller
+    generates the prompts of the left-over groups, oldest first, again.
+    """
+    left_over: list[Group] = []
+    buffer = Buffer()
+    for group in sorted(groups, key=lambda g: (g.oldest_version, g.group_id), reverse=True):
+        oldest = group.oldest_version if group.oldest_version >= 0 else step
+        candidate = _put(buffer, oldest, group)
+        if _feasible(candidate, 0, step - 1, limits):
+            buffer = candidate
+        else:
+            left_over.append(group)
+    return buffer, left_over[::-1]
+
+
+def ready(buffer: Buffer, step: int, limits: Limits) -> bool:
+    """True when batch `step` can be taken without endangering a later one, rule (H)."""
+    for counts in (buffer.live, buffer.finished):
+        if counts and counts[0][0] + limits.max_staleness < step:
+            raise StalenessViolation(
+                f"a group of version {counts[0][0]} is still unconsumed at step {step} with "
+                f"max_staleness={limits.max_staleness}"
+            )
+    if buffer.num_finished < limits.batch_prompts:
+        return False
+    return _feasible(buffer, limits.batch_prompts, step, limits)
+
+
+def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
+    """Batch `step`: the B finished groups due first, sorted by group_id.
+
+    Raises StalenessViolation when the batch is not ready or a token in it is too old.
+    """
+    if not ready(buffer, step, limits):
+        raise StalenessViolation(f"batch {step} was taken before it was ready")
+    counts, rest, batch = buffer.finished, buffer.groups, []
+    for _ in range(limits.batch_prompts):
+        (version, _), group, rest = heap.pop(rest)
+        counts = _add(counts, version, -1)
+        batch.append(group)
+    for group in batch:
+        _check_lag(group, step, limits)
+    batch.sort(key=lambda g: g.group_id)
+    return replace(buffer, finished=counts, groups=rest), batch
+
+
+def groups(buffer: Buffer) -> list[Group]:
+    """The finished, unconsumed groups by group_id, for a checkpoint."""
+    return sorted(heap.values(buffer.groups), key=lambda g: g.group_id)
+
+
+def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
+    """Whether (H) holds for `step` once the `taken` finished groups due first are gone.
+
+    D only jumps at deadlines and the right-hand side grows with j, so the deadlines suffice.
+    """
+    live, finished = dict(buffer.live), dict(buffer.finished)
+    due_live = due_finished = 0
+    for version in sorted(live.keys() | finished.keys()):
+        due_live += live.get(version, 0)
+        due_finished += finished.get(version, 0)
+        room = (version + limits.max_staleness - step) * limits.batch_prompts
+        if due_live + max(0, due_finished - taken) > max(0, room):
+            return False
+    return True
+
+
+def _check_lag(group: Group, step: int, limits: Limits) -> None:
+    for trajectory in group.trajectories:
+        versions = trajectory.versions[trajectory.versions >= 0]
+        if versions.size == 0:
+            continue
+        oldest, newest = int(versions.min()), int(versions.max())
+        if step - oldest > limits.max_staleness or newest > step:
+            raise StalenessViolation(
+                f"trajectory {trajectory.trajectory_id} has tokens of versions {oldest} to "
+                f"{newest} in batch {step} with max_staleness={limits.max_staleness}"
+            )
+
+
+def _put(buffer: Buffer, oldest: int, group: Group) -> Buffer:
+    return replace(
+        buffer,
+        finished=_add(buffer.finished, oldest, 1),
+        groups=heap.push(buffer.groups, (oldest, group.group_id), group),
+    )
+
+
+def _add(counts: Counts, version: int, change: int) -> Counts:
+    """`counts` with `change` more groups at `version`."""
+    table = dict(counts)
+    count = table.pop(version, 0) + change
+    if count < 0:
+        raise StalenessViolation(f"no group of version {version} to remove")
+    if count:
+        table[version] = count
+    return tuple(sorted(table.items()))

@@ -1,0 +1,49 @@
+"""A persistent min-heap, so that the buffer can be a value and still be fast.
+
+A leftist heap (Crane 1972; Okasaki, Purely Functional Data Structures, §3.1): push and pop
+return a new heap in O(log n) and share the rest with the old one, which stays valid.
+A heap is `None` (empty) or `(rank, key, value, left, right)`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+Heap = tuple[int, Any, Any, Any, Any] | None
+
+
+def push(heap: Heap, key: Any, value: Any) -> Heap:
+    """`heap` with `value` under `key`; keys must be distinct to be ordered."""
+    return _merge((1, key, value, None, None), heap)
+
+
+def pop(heap: Heap) -> tuple[Any, Any, Heap]:
+    """(smallest key, its value, the rest). Raises IndexError when empty."""
+    if heap is None:
+        raise IndexError("pop from an empty heap")
+    _, key, value, left, right = heap
+    return key, value, _merge(left, right)
+
+
+def values(heap: Heap) -> Iterator[Any]:
+    """All values, in no particular order."""
+    stack = [heap]
+    while stack:
+        node = stack.pop()
+        if node is not None:
+            yield node[2]
+            stack += (node[3], node[4])
+
+
+def _merge(a: Heap, b: Heap) -> Heap:
+    """Merges along the right spines, which are at most log2(n + 1) long."""
+    if a is None:
+        return b
+    if b is None:
+        return a
+    if b[1] < a[1]:
+        a, b = b, a
+    _, key, value, left, right = a
+    right = _merge(right, b)
+    if left is None or left[0] < right[0]:
+        left, right = right, left
+    return (right[0] + 1 if right else 1, key, value, left, right)

@@ -1,0 +1,116 @@
+"""How many prompts may be admitted: counters and the capacity formula, nothing else.
+
+A pure state machine, `(state, event) → state`, shared by the executor, recovery and the
+simulator. It knows numbers, not groups; `buffer.py` knows which groups form a batch, and
+its docstring proves that the two together keep every trained token within the bound.
+"""
+
+from dataclasses import dataclass, replace
+
+
+class StalenessViolation(RuntimeError):
+    """The staleness rules were broken: always a bug in rlx, never a user's mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The three numbers that govern admission.
+
+    Attributes:
+      batch_prompts: B ≥ 1, prompts a train batch.
+      max_staleness: η ≥ 0, versions; 0 is synchronous training.
+      concurrency: C, live prompts at most; below 1 counts as 1.
+    """
+
+    batch_prompts: int
+    max_staleness: int
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Where the run stands.
+
+    Attributes:
+      version: v, the newest version that every live server has acknowledged.
+      consumed: batches handed to the trainer so far; v never exceeds it.
+      running: live prompts (admitted, not yet accepted, rejected or failed).
+      accepted: groups accepted since step 0, consumed ones included.
+      rejected, failed: groups filtered out, and attempts that raised.
+      admitted: attempts started.
+    """
+
+    version: int = 0
+    consumed: int = 0
+    running: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    failed: int = 0
+    admitted: int = 0
+
+
+def resume(version: int, buffered: int, limits: Limits) -> Staleness:
+    """The state after a restart at `version`, with `buffered` finished groups restored."""
+    accepted = version * limits.batch_prompts + buffered
+    return Staleness(version=version, consumed=version, accepted=accepted, admitted=accepted)
+
+
+def capacity(state: Staleness, limits: Limits) -> int:
+    """How many prompts may be admitted now.
+
+        min(max(1, C) − running, (η + v + 1)·B − (accepted + running)), at least 0
+
+    Equivalently the N-th prompt (N from 1, counting those accepted or live) may start when
+    ⌊(N − 1)/B⌋ ≤ v + η. Source: AReaL (arXiv:2505.24298), eq. 3, counting accepted groups
+    instead of attempts so that filtering cannot let the lag grow.
+    """
+    concurrency = max(1, limits.concurrency) - state.running
+    horizon = limits.max_staleness + state.version + 1
+    staleness = horizon * limits.batch_prompts - (state.accepted + state.running)
+    return max(0, min(concurrency, staleness))
+
+
+def admit(state: Staleness, limits: Limits) -> Staleness:
+    """A prompt starts at the current version."""
+    if capacity(state, limits) < 1:
+        raise StalenessViolation(f"admitted a prompt without capacity: {state}, {limits}")
+    return replace(state, running=state.running + 1, admitted=state.admitted + 1)
+
+
+def accept(state: Staleness) -> Staleness:
+    """A live prompt finished and its group goes to the buffer."""
+    return replace(_leave(state, "accept"), accepted=state.accepted + 1)
+
+
+def reject(state: Staleness) -> Staleness:
+    """A live prompt finished and is filtered out; its place is free again."""
+    return replace(_leave(state, "reject"), rejected=state.rejected + 1)
+
+
+def fail(state: Staleness) -> Staleness:
+    """A live prompt's attempt raised; its place is free again."""
+    return replace(_leave(state, "fail"), failed=state.failed + 1)
+
+
+def publish(state: Staleness, version: int) -> Staleness:
+    """Every live server has acknowledged `version`."""
+    if not state.version <= version <= state.consumed:
+        raise StalenessViolation(
+            f"published version {version}; it must be between the last one ({state.version}) and "
+            f"the number of batches taken ({state.consumed})"
+        )
+    return replace(state, version=version)
+
+
+def consume(state: Staleness, limits: Limits) -> Staleness:
+    """The trainer takes one batch out of the buffer."""
+    buffered = state.accepted - state.consumed * limits.batch_prompts
+    if buffered < limits.batch_prompts:
+        raise StalenessViolation(f"took a batch with {buffered} groups buffered: {state}")
+    return replace(state, consumed=state.consumed + 1)
+
+
+def _leave(state: Staleness, event: str) -> Staleness:
+    if state.running < 1:
+        raise StalenessViolation(f"{event} without a live prompt: {state}")
+    return replace(state, running=state.running - 1)

@@ -1,0 +1,298 @@
+"""The staleness bound, exactly-once and progress, under hypothesis' worst orders."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlx.base import Group, Trajectory
+from rlx.rollout import buffer as buffers
+from rlx.rollout import staleness
+from rlx.rollout.buffer import Buffer
+from rlx.rollout.staleness import Limits, Staleness, StalenessViolation
+
+
+def make_group(group_id, versions, prompt_length=1):
+    """A group of one trajectory whose sampled tokens carry `versions`."""
+    v = np.array([-1] * prompt_length + list(versions), np.int32)
+    trajectory = Trajectory(
+        tokens=np.zeros(len(v), np.int32),
+        loss_mask=v >= 0,
+        behaviour_logprobs=np.zeros(len(v), np.float32),
+        versions=v,
+        reward=0.0,
+        stop_reason="stop",
+        trajectory_id=f"{group_id}.0",
+    )
+    return Group(group_id, (trajectory,))
+
+
+class Rollout(RuleBasedStateMachine):
+    """A run with everything that can go wrong, against the bound, in any order."""
+
+    @initialize(batch=st.integers(1, 4), eta=st.integers(0, 4), concurrency=st.integers(1, 24))
+    def begin(self, batch, eta, concurrency):
+        self.limits = Limits(batch, eta, concurrency)
+        self.state, self.buffer = Staleness(), Buffer()
+        self.live = {}  # group_id → version at admission
+        self.retry = []
+        self.next_id = 0
+        self.trained, self.rejected = [], set()
+
+    def admit(self):
+        group_id = self.retry.pop(0) if self.retry else self.next_id
+        if group_id == self.next_id:
+            self.next_id += 1
+        self.state = staleness.admit(self.state, self.limits)
+        self.buffer = buffers.admit(self.buffer, self.state.version)
+        self.live[group_id] = self.state.version
+
+    @rule(n=st.integers(1, 12))
+    def admit_some(self, n):
+        for _ in range(min(n, staleness.capacity(self.state, self.limits))):
+            self.admit()
+
+    def leave(self, data):
+        group_id = data.draw(st.sampled_from(sorted(self.live)), "group")
+        return group_id, self.live.pop(group_id)
+
+    def finish(self, group_id, admitted, oldest):
+        newest = max(oldest, self.state.version)
+        group = make_group(group_id, [oldest, newest])
+        self.buffer = buffers.finish(self.buffer, admitted, group)
+        self.state = staleness.accept(self.state)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), lazy=st.booleans())
+    def accept(self, data, lazy):
+        group_id, admitted = self.leave(data)
+        oldest = admitted if lazy else data.draw(st.integers(admitted, self.state.version))
+        self.finish(group_id, admitted, oldest)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fail(self, data):
+        group_id, admitted = self.leave(data)
+        self.buffer = buffers.withdraw(self.buffer, admitted)
+        self.state = staleness.fail(self.state)
+        self.retry = sorted([*self.retry, group_id])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def reject(self, data):
+        group_id, admitted = self.leave(data)
+        self.buffer = buffers.withdraw(self.buffer, admitted)
+        self.state = staleness.reject(self.state)
+        self.rejected.add(group_id)
+
+    def ready(self):
+        return buffers.ready(self.buffer, self.state.consumed, self.limits)
+
+    @precondition(lambda self: self.ready())
+    @rule()
+    def train(self):
+        step = self.state.consumed
+        unconsumed = [g.group_id for g in buffers.groups(self.buffer)] + list(self.live)
+        self.buffer, batch = buffers.take(self.buffer, step, self.limits)
+        self.state = staleness.consume(self.state, self.limits)
+        assert len(batch) == self.limits.batch_prompts
+        for group in batch:
+            assert step - group.oldest_version <= self.limits.max_staleness
+        ids = [g.group_id for g in batch]
+        assert ids == sorted(ids)
+        assert not set(ids) & set(self.trained)
+        if self.limits.max_staleness == 0:
+            assert ids == sorted(unconsumed)
+        self.trained += ids
+
+    @precondition(lambda self: self.state.version < self.state.consumed)
+    @rule(data=st.data())
+    def publish(self, data):
+        version = data.draw(st.integers(self.state.version + 1, self.state.consumed))
+        self.state = staleness.publish(self.state, version)
+
+    @rule(random=st.randoms(use_true_random=False), slow=st.integers(2, 9), steps=st.integers(1, 9))
+    def run_with_stragglers(self, random, slow, steps):
+        """The usual life: full admission, some groups much slower, the publish sometimes late."""
+        for _ in range(steps):
+            for _ in range(staleness.capacity(self.state, self.limits)):
+                self.admit()
+            for group_id in random.sample(sorted(self.live), len(self.live)):
+                if group_id % slow and random.random() < 0.8:
+                    admitted = self.live.pop(group_id)
+                    self.finish(group_id, admitted, random.randint(admitted, self.state.version))
+            if self.ready():
+                self.train()
+            if random.random() < 0.8:
+                self.state = staleness.publish(self.state, self.state.consumed)
+
+    @rule()
+    def resume(self):
+        """Kill and restore: live prompts start again, finished ones are kept."""
+        kept = buffers.groups(self.buffer)
+        step = self.state.consumed
+        self.buffer, left_over = buffers.restore(kept, step, self.limits)
+        assert left_over == []
+        self.state = staleness.resume(step, len(kept), self.limits)
+        self.retry = sorted([*self.retry, *self.live])
+        self.live = {}
+
+    @rule(eta=st.integers(0, 4), batch=st.integers(1, 4))
+    def resume_with_other_limits(self, eta, batch):
+        """A checkpoint may be continued with a smaller η: what no longer fits is generated again.
+
+        A new B starts a new count of batches; only the versions are carried on.
+        """
+        kept, step = buffers.groups(self.buffer), self.state.consumed
+        self.limits = dataclasses.replace(self.limits, max_staleness=eta, batch_prompts=batch)
+        self.buffer, left_over = buffers.restore(kept, step, self.limits)
+        self.state = staleness.resume(step, self.buffer.num_finished, self.limits)
+        self.retry = sorted([*self.retry, *self.live, *(g.group_id for g in left_over)])
+        self.live = {}
+
+    @invariant()
+    def nothing_is_lost(self):
+        if not hasattr(self, "limits"):
+            return
+        finished = [g.group_id for g in buffers.groups(self.buffer)]
+        everything = [*finished, *self.live, *self.retry, *self.trained, *self.rejected]
+        assert sorted(everything) == list(range(self.next_id))
+        assert self.buffer.num_live == self.state.running == len(self.live)
+        assert self.buffer.num_finished == len(finished)
+
+    @invariant()
+    def there_is_room_for_what_is_due(self):
+        """(I) of the module, computed the slow way."""
+        if not hasattr(self, "limits"):
+            return
+        step, eta = self.state.consumed, self.limits.max_staleness
+        due = [v + eta for v in self.live.values()]
+        due += [g.oldest_version + eta for g in buffers.groups(self.buffer)]
+        for j in range(step, max(due, default=step) + 1):
+            room = (j - step + 1) * self.limits.batch_prompts
+            assert sum(d <= j for d in due) <= room
+        assert min(due, default=step) >= step
+
+    def teardown(self):
+        """Progress: from any state, honest servers and a publishing trainer always get on."""
+        if not hasattr(self, "limits"):
+            return
+        for _ in range(3):
+            self.state = staleness.publish(self.state, self.state.consumed)
+            for _ in range(100):
+                if self.ready():
+                    break
+                while staleness.capacity(self.state, self.limits):
+                    self.admit()
+                for group_id in sorted(self.live, reverse=True):
+                    admitted = self.live.pop(group_id)
+                    self.finish(group_id, admitted, admitted)
+            assert self.ready(), "deadlock"
+            self.train()
+
+
+Rollout.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+test_rollout = Rollout.TestCase
+
+
+def fill(limits, n, versions=None):
+    """A buffer with `n` finished groups; versions[i] defaults to 0."""
+    buffer = Buffer()
+    for i in range(n):
+        version = versions[i] if versions else 0
+        buffer = buffers.finish(buffers.admit(buffer, version), version, make_group(i, [version]))
+    return buffer
+
+
+def test_a_batch_waits_for_a_slow_group_only_when_it_is_due():
+    limits = Limits(2, 1, 10)
+    buffer = buffers.admit(Buffer(), 0)  # group 9 is slow: due in batch 1
+    for i, version in enumerate([0, 0, 1, 1]):
+        buffer = buffers.finish(buffers.admit(buffer, version), version, make_group(i, [version]))
+    buffer, batch = buffers.take(buffer, 0, limits)
+    assert [g.group_id for g in batch] == [0, 1]
+    assert not buffers.ready(buffer, 1, limits)
+    buffer = buffers.finish(buffer, 0, make_group(9, [0]))
+    _, batch = buffers.take(buffer, 1, limits)
+    assert [g.group_id for g in batch] == [2, 9]
+
+
+def test_a_batch_waits_when_taking_it_would_leave_too_much_for_the_next():
+    """Two young groups are ready, but three live ones are due by batch 3, which holds two."""
+    limits = Limits(2, 2, 10)
+    buffer = Buffer()
+    for _ in range(3):
+        buffer = buffers.admit(buffer, 1)
+    for i in range(2):
+        buffer = buffers.finish(buffers.admit(buffer, 1), 1, make_group(i, [2]))
+    assert not buffers.ready(buffer, 2, limits)
+    buffer = buffers.finish(buffer, 1, make_group(2, [1]))
+    buffer, batch = buffers.take(buffer, 2, limits)
+    assert [g.group_id for g in batch] == [0, 2]
+
+
+def test_the_oldest_tokens_go_first():
+    limits = Limits(2, 3, 10)
+    _, batch = buffers.take(fill(limits, 4, [1, 0, 1, 0]), 1, limits)
+    assert [g.group_id for g in batch] == [1, 3]
+
+
+def test_a_group_without_sampled_tokens_is_not_stale():
+    limits = Limits(1, 0, 10)
+    buffer = buffers.finish(buffers.admit(Buffer(), 3), 3, make_group(0, []))
+    _, batch = buffers.take(buffer, 3, limits)
+    assert [g.group_id for g in batch] == [0]
+
+
+def test_a_token_older_than_the_admission_is_a_bug():
+    with pytest.raises(StalenessViolation, match="admitted at version 2"):
+        buffers.finish(buffers.admit(Buffer(), 2), 2, make_group(0, [1]))
+
+
+def test_overdue_groups_raise_instead_of_waiting_for_ever():
+    limits = Limits(1, 1, 10)
+    with pytest.raises(StalenessViolation, match="still unconsumed at step 2"):
+        buffers.ready(buffers.admit(Buffer(), 0), 2, limits)
+
+
+def test_tokens_of_the_future_raise():
+    limits = Limits(1, 1, 10)
+    buffer = buffers.finish(buffers.admit(Buffer(), 0), 0, make_group(0, [0, 2]))
+    with pytest.raises(StalenessViolation, match="versions 0 to 2 in batch 1"):
+        buffers.take(buffer, 1, limits)
+
+
+def test_taking_too_early_raises():
+    with pytest.raises(StalenessViolation, match="before it was ready"):
+        buffers.take(fill(Limits(2, 1, 10), 1), 0, Limits(2, 1, 10))
+
+
+def test_events_at_ten_thousand_live_prompts_do_not_scan_them():
+    """60,000 events on 10,000 unconsumed groups; a scan per event would be 6·10⁸ steps."""
+    limits = Limits(100, 99, 10_000)
+    state, buffer = Staleness(), Buffer()
+    group_of = [make_group(i, [0]) for i in range(10_000)]
+    started = time.process_time()
+    for _ in range(10_000):
+        state = staleness.admit(state, limits)
+        buffer = buffers.admit(buffer, state.version)
+    for group in reversed(group_of):
+        state = staleness.accept(state)
+        buffer = buffers.finish(buffer, 0, group)
+        buffers.ready(buffer, 0, limits)
+    seen = []
+    for step in range(100):
+        buffer, batch = buffers.take(buffer, step, limits)
+        state = staleness.consume(state, limits)
+        seen += [g.group_id for g in batch]
+    assert seen == list(range(10_000))
+    assert time.process_time() - started < 20.0
