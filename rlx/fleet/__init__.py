@@ -2,5 +2,6 @@
 
 import os
 
-# gRPC reads it when first imported; it would write a line of its own whenever a server goes.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Read by gRPC when it is first imported. What fails reaches us as an exception and is said once;
+# its own log would say it again on the user's terminal.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

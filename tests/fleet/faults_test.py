@@ -1,0 +1,125 @@
+"""Real server processes that are killed, stopped and restarted while requests run."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from rlx.fleet.client import Fleet
+from rlx.fleet.engine import Sampling
+from rlx.launch.local import LocalServers
+
+PROMPT = [1, 2, 3]
+MOST = 300
+SEEDS = range(6)
+
+
+@pytest.fixture
+def servers(tools, tmp_path, monkeypatch):
+    """Two processes; each step takes 5 ms, so a completion of 300 tokens takes 0.4 s."""
+    monkeypatch.setenv("STEP_SECONDS", "0.005")
+    local = LocalServers(
+        "none",
+        workdir=tmp_path,
+        num_servers=2,
+        weight_roots=[str(tmp_path)],
+        command=(sys.executable, tools.script),
+    )
+    with local:
+        local.wait()
+        yield local
+
+
+async def running_on_both(fleet):
+    while not all(server.running for server in await fleet.status()):
+        await asyncio.sleep(0.01)
+
+
+async def disturbed(tools, tmp_path, servers, disturb):
+    """Completions of several prompts during which `disturb(fleet)` happens."""
+    fleet = Fleet(servers.wait(), limits=tools.limits, publish_dir=str(tmp_path))
+    try:
+        await fleet.connect()
+        await fleet.publish(3, tools.weights(0.5))
+        tasks = [
+            asyncio.create_task(fleet.generate(PROMPT, Sampling(seed=s, max_new_tokens=MOST), 4))
+            for s in SEEDS
+        ]
+        await running_on_both(fleet)
+        await disturb(fleet)
+        return [await task for task in tasks]
+    finally:
+        await fleet.close()
+
+
+def check(done, arithmetic):
+    """No token lost, doubled or made by other weights than the published ones."""
+    for seed, completions in zip(SEEDS, done, strict=True):
+        for index, completion in enumerate(completions):
+            assert completion.tokens.tolist() == arithmetic.completion(seed, index, MOST)
+            assert set(completion.versions.tolist()) == {3}
+            want = -0.5 / (1 + completion.tokens)
+            np.testing.assert_allclose(completion.logprobs, want, rtol=1e-6)
+
+
+def test_killed_server_loses_nothing_and_comes_back_with_the_weights(
+    tools, tmp_path, servers, arithmetic
+):
+    async def kill(fleet):
+        victim = servers.pids[0]
+        os.kill(victim, signal.SIGKILL)
+        while all(server.live for server in await fleet.status()):
+            await asyncio.sleep(0.01)
+        while not all(server.live for server in await fleet.status()):
+            await asyncio.sleep(0.02)
+        assert servers.pids[0] != victim
+        assert [server.version for server in await fleet.status()] == [3, 3]
+        again = [fleet.generate(PROMPT, Sampling(seed=s, max_new_tokens=MOST), 4) for s in SEEDS]
+        check(await asyncio.gather(*again), arithmetic)
+
+    done = tools.run(disturbed(tools, tmp_path, servers, kill))
+    check(done, arithmetic)
+
+
+def test_both_servers_killed(tools, tmp_path, servers, arithmetic):
+    async def kill(fleet):
+        for pid in servers.pids:
+            os.kill(pid, signal.SIGKILL)
+
+    done = tools.run(disturbed(tools, tmp_path, servers, kill))
+    check(done, arithmetic)
+
+
+def test_hung_server_is_treated_as_dead_until_it_answers(tools, tmp_path, servers, arithmetic):
+    async def hang(fleet):
+        os.kill(servers.pids[0], signal.SIGSTOP)
+        while all(server.live for server in await fleet.status()):
+            await asyncio.sleep(0.01)
+        report = await fleet.publish(3, tools.weights(0.5))
+        assert len(report.acks) == 1
+        os.kill(servers.pids[0], signal.SIGCONT)
+        while not all(server.live for server in await fleet.status()):
+            await asyncio.sleep(0.02)
+
+    done = tools.run(disturbed(tools, tmp_path, servers, hang))
+    check(done, arithmetic)
+
+
+def test_hung_server_cannot_hold_up_a_publish(tools, tmp_path, servers):
+    limits = dataclasses.replace(tools.limits, publish=0.5, probe=20.0)
+
+    async def main():
+        fleet = Fleet(servers.wait(), limits=limits, publish_dir=str(tmp_path))
+        await fleet.connect()
+        os.kill(servers.pids[1], signal.SIGSTOP)
+        report = await fleet.publish(1, tools.weights(0.5))
+        assert report.acks == (servers.wait()[0],)
+        assert 0.4 < report.seconds < 5
+        os.kill(servers.pids[1], signal.SIGCONT)
+        await fleet.close()
+
+    tools.run(main())

@@ -1,0 +1,251 @@
+"""Local servers: cores, start, death, restart, and an end with whoever started them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx.base import UserError
+from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
+
+SCRIPT = str(Path(__file__).parent.parent / "fleet" / "arithmetic_engine.py")
+COMMAND = (sys.executable, SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("cores", "servers", "threads", "plan"),
+    [
+        ((0,), 2, 0, CpuPlan((0,), ((0,), (0,)))),
+        ((0, 1), 1, 0, CpuPlan((0,), ((1,),))),
+        ((4, 6), 1, 0, CpuPlan((4,), ((6,),))),
+        ((0, 1), 2, 0, CpuPlan((0,), ((1,), (1,)))),
+        ((0, 1, 2), 1, 0, CpuPlan((0, 1), ((2,),))),
+        ((0, 1, 2, 3), 1, 0, CpuPlan((0, 1), ((2, 3),))),
+        ((0, 1, 2, 3), 1, 1, CpuPlan((0, 1, 2), ((3,),))),
+        ((0, 1, 2, 3), 1, 9, CpuPlan((0,), ((1, 2, 3),))),
+        ((0, 1, 2, 3), 3, 0, CpuPlan((0,), ((1,), (2,), (3,)))),
+        ((0, 1, 2, 3), 2, 2, CpuPlan((0,), ((1, 2), (1, 3)))),
+        ((0, 1, 2), 0, 0, CpuPlan((0, 1, 2), ())),
+    ],
+)
+def test_cpu_plan(cores, servers, threads, plan):
+    assert cpu_plan(cores, servers, threads) == plan
+
+
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=64, unique=True).map(sorted),
+    st.integers(0, 20),
+    st.integers(0, 70),
+)
+def test_cpu_plan_uses_what_there_is(cores, servers, threads):
+    plan = cpu_plan(cores, servers, threads)
+    assert len(plan.servers) == servers
+    everyone = (plan.trainer, *plan.servers)
+    for one in everyone:
+        assert one
+        assert set(one) <= set(cores)
+        assert len(set(one)) == len(one)
+    if len(cores) >= 2:
+        assert all(not set(plan.trainer) & set(one) for one in plan.servers)
+    if len(cores) > servers * max(1, threads):
+        assert sum(map(len, everyone)) == len(cores), "cores of one's own, and none idle"
+
+
+def start(tmp_path, **options):
+    options = {"num_servers": 1, "command": COMMAND, **options}
+    return LocalServers("none", workdir=tmp_path, **options)
+
+
+def ended(pid, seconds=5.0):
+    """Whether the process is gone (or a zombie of someone else's) soon."""
+    try:
+        process = psutil.Process(pid)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            time.sleep(0.01)
+    except psutil.NoSuchProcess:
+        return True
+    return False
+
+
+def test_start_wait_stop(tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    with start(tmp_path, num_servers=2) as local:
+        addresses = local.wait()
+        assert len(set(addresses)) == 2
+        pids = local.pids
+        plan = cpu_plan(cores, 2)
+        for pid, cpus in zip(pids, plan.servers, strict=True):
+            assert tuple(sorted(os.sched_getaffinity(pid))) == cpus
+            assert psutil.Process(pid).environ()["OMP_NUM_THREADS"] == str(len(cpus))
+        for i, address in enumerate(addresses):
+            assert (
+                f'"port": {address.split(":")[1]}'
+                in (tmp_path / f"logs/server-{i}.log").read_text()
+            )
+        assert sorted(os.sched_getaffinity(0)) == cores
+    assert all(ended(pid, 0.1) for pid in pids)
+    assert local.pids == ()
+    local.stop()
+
+
+def test_stop_ends_a_stopped_server(tmp_path):
+    with start(tmp_path) as local:
+        local.wait()
+        (pid,) = local.pids
+        os.kill(pid, signal.SIGSTOP)
+    assert ended(pid, 0.1)
+
+
+def test_stop_while_it_starts(tmp_path):
+    local = start(tmp_path).start()
+    while not local.pids:
+        time.sleep(0.001)
+    (pid,) = local.pids
+    local.stop()
+    assert ended(pid, 0.1)
+    with pytest.raises(UserError, match="stopped before they were ready"):
+        local.wait()
+
+
+def test_server_that_cannot_start_says_why(tmp_path):
+    local = LocalServers("broken", workdir=tmp_path, num_servers=2, command=COMMAND)
+    with local, pytest.raises(UserError, match="status 2 at start: no model in broken"):
+        local.wait()
+    assert local.pids == ()
+
+
+def test_server_that_is_never_ready(tmp_path):
+    sleeper = (sys.executable, "-c", "import time; time.sleep(60)")
+    with start(tmp_path, command=sleeper, ready_timeout=0.3) as local:
+        (pid,) = local.pids or (0,)
+        with pytest.raises(UserError, match=r"not ready within 0\.3 s"):
+            local.wait()
+    assert not pid or ended(pid, 0.1)
+
+
+def test_dead_server_is_started_again_on_its_port(tmp_path):
+    said = []
+    with start(tmp_path, on_message=said.append) as local:
+        (address,) = local.wait()
+        (pid,) = local.pids
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        port = int(address.split(":")[1])
+        while time.monotonic() < deadline and (local.pids in ((), (pid,)) or not listens(port)):
+            time.sleep(0.02)
+        assert listens(port)
+        assert len(local.pids) == 1
+        assert local.pids != (pid,)
+    assert said == [f"rollout server server-0 (port {port}) ended by SIGKILL; starting it again"]
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_restarts_have_an_end(tmp_path):
+    once = tmp_path / "once"
+    code = (
+        f"import os, sys; first = not os.path.exists({str(once)!r}); open({str(once)!r}, 'w')\n"
+        'print(\'{"port": 1, "pid": 1}\' if first else "error: no luck", flush=True); sys.exit(3)'
+    )
+    said = []
+    with start(
+        tmp_path, command=(sys.executable, "-c", code), max_restarts=2, on_message=said.append
+    ) as local:
+        local.wait()
+        deadline = time.monotonic() + 20
+        while len(said) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert [text.endswith("starting it again") for text in said] == [True, True, False]
+    assert said[-1].endswith("after 2 restarts: no luck")
+
+
+PARENT = """
+import sys, time
+from rlx.launch.local import LocalServers
+local = LocalServers("none", workdir=sys.argv[1], num_servers=2, command=sys.argv[2:]).start()
+local.wait()
+print(*local.pids, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_parent_leaves_no_process(tmp_path, number):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), *COMMAND], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        parent.send_signal(number)
+        parent.communicate()
+    assert all(ended(pid) for pid in pids)
+
+
+def test_killed_parent_while_servers_start(tmp_path):
+    """The kernel's signal is armed a while after the fork; an earlier end of the parent is seen."""
+    slow = PARENT.replace("local.wait()\n", "while len(local.pids) < 2: time.sleep(0.001)\n")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", slow, str(tmp_path), *COMMAND], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert len(pids) == 2
+    assert all(ended(pid, 10) for pid in pids)
+
+
+def serve(*flags, **env):
+    return subprocess.run(
+        [*COMMAND, "--model=none", *flags],
+        capture_output=True, text=True, timeout=30, env={**os.environ, **env},
+    )  # fmt: skip
+
+
+def test_port_in_use_is_one_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = serve(f"--port={taken.getsockname()[1]}")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: cannot listen on 127.0.0.1:")
+    assert "in use" in line
+
+
+def test_listening_elsewhere_without_a_token_is_one_line():
+    result = serve("--host=0.0.0.0", RLX_FLEET_TOKEN="")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "no token" in line
+
+
+def test_serve_by_hand_ends_on_sigterm_with_status_0():
+    process = subprocess.Popen(
+        [*COMMAND, "--model=none"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline().startswith('{"port": ')
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
