@@ -38,14 +38,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear map from data to user units."""
+    """A linear map from data to user units; with `clip`, no further than its upper end."""
 
     low: float
     high: float
     start: float
     end: float
+    clip: bool = False
 
     def __call__(self, value: float) -> float:
+        value = min(value, self.high) if self.clip else value
         share = (value - self.low) / ((self.high - self.low) or 1.0)
         return round(self.start + share * (self.end - self.start), 1)
 
@@ -60,6 +62,7 @@ def line_chart(
     size: tuple[int, int] = (360, 190),
     span: tuple[float | None, float | None] = (None, None),
     form: Callable[[float | None], str] = number,
+    robust: bool = False,
 ) -> str:
     """Lines over steps, and over wall time for the page's switch. Empty without a value.
 
@@ -68,15 +71,19 @@ def line_chart(
       size: width and height in user units; text keeps its size at that width.
       span: least and greatest y that must be visible; None leaves it to the values.
       form: how values read in legend and tooltip.
+      robust: a few much larger values (a first step that compiles) are cut at the top edge.
     """
     lines = [line for line in lines if any(v is not None for v in line.values)]
     if not lines:
         return ""
     drawn = [_thin(line, steps, times) for line in lines]
-    low, high = _extent([v for line in drawn for v in line.values if v is not None], span)
+    values = [v for line in drawn for v in line.values if v is not None]
+    low, high = _extent(values, span)
+    if robust:
+        high = min(high, _usual(values))
     y_ticks = ticks(low, high, max(2, size[1] // 50))
     low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
-    y = Scale(low, high, size[1] - _BOTTOM, _TOP)
+    y = Scale(low, high, size[1] - _BOTTOM, _TOP, clip=robust)
     variants = [_plot("step", drawn, [line.steps or [] for line in drawn], y, y_ticks, size)]
     if any(t is not None for line in drawn for t in line.times or []):
         variants.append(
@@ -132,7 +139,8 @@ def stacked_bars(
     size: tuple[int, int] = (548, 220),
     form: Callable[[float | None], str] = duration,
 ) -> str:
-    """A stack of (name, color, values) at every step; neighbours are averaged to save room."""
+    """A stack of (name, color, values) at every step; neighbours are averaged to save room, and
+    a few much higher stacks are cut at the top edge."""
     if not layers or not steps:
         return ""
     width, height = size
@@ -140,8 +148,9 @@ def stacked_bars(
     parts = _parts(len(steps), most)
     means = [[_mean(values[a:b]) or 0.0 for a, b in parts] for _, _, values in layers]
     totals = [sum(column) for column in zip(*means, strict=True)]
-    y_ticks = ticks(0.0, max(totals) or 1.0, 4)
-    y = Scale(0.0, max(max(totals), y_ticks[-1]), height - _BOTTOM, _TOP)
+    top = min(max(totals), _usual(totals)) or 1.0
+    y_ticks = ticks(0.0, top, 4)
+    y = Scale(0.0, max(top, y_ticks[-1]), height - _BOTTOM, _TOP, clip=True)
     slot = (width - _LEFT - _RIGHT) / len(parts)
     gap = min(1.5, slot * 0.2)
     body = [_y_axis(y, y_ticks, width, form)]
@@ -285,9 +294,8 @@ def _plot(
                 for px, py in at_means
                 if py is not None
             )
-    guide = (
-        f'<g class="guide" hidden><line class="cross" y1="{_TOP}" y2="{size[1] - _BOTTOM}"/></g>'
-    )
+    cross = f'<line class="cross" y1="{_TOP}" y2="{size[1] - _BOTTOM}"/>'
+    guide = f'<g class="guide" hidden="hidden">{cross}</g>'
     attributes = f' class="by-{kind}" data-x="{x.low},{x.high},{x.start},{x.end}"'
     return _svg(size, "".join(body) + guide, kind, attributes)
 
@@ -379,12 +387,17 @@ def _last(values: Sequence[float | None]) -> float | None:
     return next((v for v in reversed(values) if v is not None), None)
 
 
+def _usual(values: Sequence[float]) -> float:
+    """A height above which values are so rare and so large that they would flatten the rest."""
+    return 2.5 * sorted(values)[int(0.9 * (len(values) - 1))]
+
+
 def _extent(
     values: Sequence[float], span: tuple[float | None, float | None]
 ) -> tuple[float, float]:
     """Least and greatest y to show, never equal."""
-    low = min([*values, *([span[0]] if span[0] is not None else [])])
-    high = max([*values, *([span[1]] if span[1] is not None else [])])
+    low = min(values) if span[0] is None else min(*values, span[0])
+    high = max(values) if span[1] is None else max(*values, span[1])
     if high - low < 1e-12 * max(abs(high), abs(low), 1e-9):
         margin = abs(high) * 0.1 or 1.0
         low, high = low - margin, high + margin

@@ -5,9 +5,11 @@ is full, so a reader never meets half a record of ours; what a killed process ma
 leave behind (a last line without its end) is skipped by `read_jsonl`.
 """
 
+import contextlib
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,13 +69,14 @@ def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
 def write_atomically(path: str | os.PathLike, data: bytes) -> None:
     """Replaces the file by `data`; readers see the old bytes or the new ones, never a part."""
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_bytes(data)
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink()
         raise _unwritable(path, error) from error
 
 

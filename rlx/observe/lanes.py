@@ -1,5 +1,6 @@
 """The timeline in the report: a few seconds drawn as lanes, and who was busy for how long."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,6 +13,7 @@ from rlx.observe.timeline import process_order
 COLORS = {
     "wait": "c-wait", "idle": "c-wait", "paused": "c-wait", "pause": "c-wait",
     "train": "c1", "train step": "c1", "step": "c-outer", "publish": "c4", "load": "c4",
+    "version": "c4", "verify": "c7",
     "decode": "c3", "generate": "c3", "prefill": "c7", "pack": "c7", "flatten": "c7",
     "reward": "c5", "evaluate": "c6", "evaluation": "c6", "eval": "c6", "checkpoint": "c8",
     "proximal": "c2", "other": "c-other",
@@ -21,9 +23,14 @@ _MAX_ROWS = 6  # of one process; further ones are only counted
 _WAITING = ("wait", "idle", "paused", "pause")
 
 
+def kind(name: str) -> str:
+    """What a span is, without the number of what it worked on: `load version 12` → `load`."""
+    return re.sub(r"( version)?( #?[\d.]+)+$", "", name) or name
+
+
 def color_of(name: str) -> str:
     """The CSS class of a phase or span; of an unknown name, always the same one."""
-    key = name.lower()
+    key = kind(name).lower()
     known = COLORS.get(key) or COLORS.get(key.split()[0] if key.split() else "")
     return known or _SPARE[sum(key.encode()) % len(_SPARE)]
 
@@ -34,7 +41,7 @@ def overview(spans: Sequence[TraceSpan], seconds: float) -> str:
         return ""
     start, end = spans[0].start, max(span.end for span in spans)
     length = min(seconds * 1e6, end - start) or 1.0
-    names = Counter(span.name for span in spans)
+    names = Counter(kind(span.name) for span in spans)
     keys = "".join(
         f'<li><i class="{color_of(name)}"></i>{escape(name)}</li>'
         for name, _ in names.most_common(12)
@@ -59,8 +66,11 @@ def busy_shares(spans: Sequence[TraceSpan]) -> str:
     for server in servers:
         own = [s for s in spans if s.process == server and s.name.lower() not in _WAITING]
         whole = (end - start) or 1.0
-        names = [name for name, _ in Counter(s.name for s in own).most_common()]
-        parts = [(n, color_of(n), covered(s for s in own if s.name == n) / whole) for n in names]
+        kinds: dict[str, list[TraceSpan]] = {}
+        for span in own:
+            kinds.setdefault(kind(span.name), []).append(span)
+        parts = [(n, color_of(n), covered(found) / whole) for n, found in kinds.items()]
+        parts.sort(key=lambda part: -part[2])
         busy = covered(own) / whole
         if sum(share for _, _, share in parts) > busy * 1.02:  # kinds overlap: shares would not add
             parts = [("busy", "c3", busy)]

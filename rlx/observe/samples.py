@@ -64,6 +64,9 @@ def card(sample: Mapping[str, Any], low: float, high: float) -> str:
         facts.append(f"#{sample['trajectory_id']}")
     about = "".join(f"<li>{escape(visible(fact))}</li>" for fact in facts)
     prompt = sample.get("prompt")
+    answer = sample.get("answer")
+    if isinstance(prompt, str) and prompt and answer is not None:
+        prompt = f"{prompt}\n\n(answer: {answer})"
     asked = (
         f'<details class="prompt"><summary>Prompt</summary><pre>{escape(_cut(visible(prompt)))}'
         "</pre></details>"

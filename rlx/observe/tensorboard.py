@@ -51,8 +51,7 @@ class EventFile:
         )
         self._flushed_at = clock()
         if first_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._event(step=first_step, session_log=start)
+            self._event(step=first_step, session_log={"status": "START"})
 
     def add(self, step: int, record: Mapping[str, Any], section: str | None = None) -> None:
         """Scalars of `record` as they are, dicts of counts by number as histograms,

@@ -66,7 +66,9 @@ def _record(step, steps, draw):
     one = int((tokens - zero) * draw.uniform(0.6, 0.85))
     histogram = {0: zero, 1: one, 2: tokens - zero - one}
     histogram = {lag: count for lag, count in histogram.items() if lag < step}
-    total = sum(seconds.values())
+    total = sum(seconds.values()) + 0.006
+    if step == 1:
+        total += 9.0  # starting, compiling
     failed, rejected = step // 23, step // 9
     return {
         "step": step,
@@ -133,7 +135,7 @@ def _rollouts(step, steps, draw, attack):
         yield {"step": step, "group_id": step * 8 + index, "trajectory_id": f"{step * 8 + index}.0",
                "prompt": PROMPT, "completion": completion, "reward": float(right),
                "stop_reason": "stop" if draw.random() < 0.95 else "length",
-               "versions": [old] * cut + [new] * (count - cut),
+               "answer": "83", "versions": [old] * cut + [new] * (count - cut),
                "advantage": draw.gauss(0, 1)}  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def _spans(timeline, clock, record, step, draw):
     for phase in ("wait", "pack", "train", "publish", "log"):
         add("trainer", "main", phase, at, record["seconds"][phase], step=step)
         if phase == "publish":
-            add("publish", "main", "publish", at, record["seconds"][phase], version=step)
+            add("publish", "main", f"version {step}", at, record["seconds"][phase] * 1.6)
         at += record["seconds"][phase]
     add("trainer", "main", "step", clock, record["step_seconds"], step=step)
     for server in ("server 0", "server 1"):
@@ -163,7 +165,7 @@ def _spans(timeline, clock, record, step, draw):
             length = draw.uniform(0.02, 0.05)
             add(server, "engine", draw.choice(["prefill", *["decode"] * 5]), now, length)
             now += length + draw.choice([0.0, 0.0, 0.004])
-        add(server, "engine", "load", at - 0.03, 0.02, version=step)
+        add(server, "engine", f"load version {step}", at - 0.03, 0.02)
     for index in range(6):
         add("rewards", "main", "reward", clock + draw.random() * record["step_seconds"],
             draw.uniform(0.003, 0.06), group=step * 8 + index)  # fmt: skip

@@ -1,0 +1,113 @@
+"""What a run writes is whole, readable, and forgets what a killed predecessor wrote too much."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rlx.base import UserError
+from rlx.observe.jsonl import append_jsonl, jsonable, read_jsonl, truncate_jsonl, write_atomically
+from rlx.observe.metrics import MetricsWriter
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_on_disk_when_write_returns(tmp_path):
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
+        counts = {0: 3, np.int64(1): 4}
+        writer.write({"step": 1, "task_reward": np.float32(0.5), "grad_norm": math.nan,
+                      "staleness_histogram": counts, "entropy": float("inf")})  # fmt: skip
+        assert lines(tmp_path / "run" / "metrics.jsonl") == [
+            {"step": 1, "task_reward": 0.5, "grad_norm": None,
+             "staleness_histogram": {"0": 3, "1": 4}, "entropy": None}
+        ]  # fmt: skip
+        writer.write_eval({"step": 1, "greedy_acc": 0.25})
+        assert lines(tmp_path / "run" / "eval.jsonl") == [{"step": 1, "greedy_acc": 0.25}]
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["python"].startswith("3.")
+    assert environment["packages"]["numpy"] == np.__version__
+
+
+def test_what_json_cannot_say_is_an_error_not_a_guess():
+    assert jsonable((np.arange(2), {"a": [np.bool_(True)]})) == [[0, 1], {"a": [True]}]
+    with pytest.raises(TypeError, match="object"):
+        jsonable({"x": object()})
+
+
+def test_a_restart_forgets_the_steps_after_its_checkpoint(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 7):
+            writer.write({"step": step, "run": "killed"})
+            writer.write_rollouts(step, [{"step": step}])
+        writer.write_eval({"step": 2})
+        writer.write_eval({"step": 6})
+    with MetricsWriter(tmp_path, tensorboard=False, first_step=5) as writer:
+        writer.write({"step": 5, "run": "resumed"})
+    assert [(r["step"], r["run"]) for r in lines(tmp_path / "metrics.jsonl")] == [
+        (1, "killed"), (2, "killed"), (3, "killed"), (4, "killed"), (5, "resumed")
+    ]  # fmt: skip
+    assert [r["step"] for r in lines(tmp_path / "eval.jsonl")] == [2]
+    assert [p.name for p in sorted((tmp_path / "rollouts").iterdir())] == [
+        f"step-00000{step}.jsonl" for step in range(1, 5)
+    ]
+
+
+def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "task_re')
+    append_jsonl(path, {"step": 2})
+    assert [r["step"] for r in read_jsonl(path)] == [1, 2]
+    assert truncate_jsonl(path, 3) == 0
+    assert [r["step"] for r in lines(path)] == [1, 2], "the torn line stayed in the file"
+
+
+def test_text_of_a_model_survives_even_when_it_is_not_unicode(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    append_jsonl(path, {"completion": "线 \ud800 </script>\u2028\n"})
+    assert next(read_jsonl(path)) == {"completion": "线 \ud800 </script>\u2028\n"}
+    assert len(path.read_bytes().splitlines()) == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_record(tmp_path):
+    """A file size limit stands in for the full disk: writes are cut short, then fail."""
+    script = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+from rlx.observe.jsonl import append_jsonl
+from rlx.base import UserError
+for step in range(1, 100):
+    try:
+        append_jsonl({str(tmp_path / "metrics.jsonl")!r}, {{"step": step, "text": "x" * 100}})
+    except UserError as error:
+        print(error)
+        break
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert "cannot write" in done.stdout
+    assert "free some space" in done.stdout
+    written = lines(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in written] == list(range(1, len(written) + 1))
+    assert len(written) == 8, "1000 bytes hold eight records of 124"
+
+
+def test_unwritable_places_name_the_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    for write in (lambda p: append_jsonl(p, {}), lambda p: write_atomically(p, b"")):
+        with pytest.raises(UserError, match=r"file/metrics\.jsonl"):
+            write(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_atomic_writes_leave_no_scratch_file(tmp_path):
+    write_atomically(tmp_path / "a", b"1")
+    write_atomically(tmp_path / "a", b"2")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"2"

@@ -1,0 +1,128 @@
+"""The terminal's two faces, as strings: plain lines, and the panel at several widths."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rlx.observe.progress import Progress
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def record(make_run, tmp_path):
+    """The records of a made-up run: `record(step)`."""
+    from rlx.observe.jsonl import read_jsonl
+
+    records = list(read_jsonl(make_run(tmp_path / "run", steps=20) / "metrics.jsonl"))
+    return lambda step: records[step - 1] | {"queued": 5}
+
+
+def terminal(width=80, **options):
+    options = {"force_terminal": True, "color_system": None, "_environ": {}} | options
+    return Console(file=io.StringIO(), width=width, height=30, legacy_windows=False, **options)
+
+
+def panel(progress, console):
+    """What the panel shows now, as lines."""
+    with console.capture() as capture:
+        console.print(progress._render())
+    return capture.get().splitlines()
+
+
+def test_without_a_terminal_each_step_is_one_line_of_named_values(record):
+    console = Console(file=io.StringIO(), width=80)
+    clock = Clock()
+    with Progress(20, console, clock=clock) as progress:
+        progress.phase("waiting")
+        progress.message("listening on [::1]:80 [bold]")
+        progress.update(record(1) | {"task_reward": 0.25, "step_seconds": 9.0})
+        progress.evaluation({"step": 1, "greedy_acc": 0.5, "num_questions": 200, "version": 1})
+        progress.update(record(2) | {"task_reward": None, "step_seconds": 2.0})
+    message, first, evaluation, second = console.file.getvalue().splitlines()
+    assert message == "listening on [::1]:80 [bold]", "markup in a message was interpreted"
+    assert first.startswith("step 1/20  epoch 0  reward 0.250  staleness 0 (max 0)  tokens ")
+    assert first.endswith("left –"), "one step, the compiling one, says nothing about the rest"
+    assert evaluation.startswith("eval 1/20  greedy_acc 0.500  questions 200  version 1")
+    assert "reward –  held-out 0.500" in second
+    assert second.endswith("left 36 s"), "18 steps of the second step's 2 s"
+    for name in ("generated/s", "trained/s", "seconds", "train ", "failed 0", "dropped 0"):
+        assert name in second
+
+
+def test_the_panel_shows_everything_and_fits(record):
+    console, clock = terminal(), Clock()
+    progress = Progress(20, console, title="arithmetic", clock=clock)
+    for step in range(1, 16):
+        progress.update(record(step))
+    progress.evaluation({"step": 10, "greedy_acc": 0.62})
+    progress.phase("waiting for rollouts")
+    clock.now += 3
+    shown = panel(progress, console)
+    text = "\n".join(shown)
+    for part in ("rlx · arithmetic", "step 15/20", "75%", "epoch 0", "version 15", "elapsed",
+                 "left", "reward", "held-out   0.620", "greedy, step 10", "staleness", "2 max",
+                 "generated", "trained", "wait", "train", "publish", "live", "5 queued",
+                 "128 accepted",
+                 "1 rejected", "0 failed", "0 dropped", "waiting for rollouts 3.00 s",
+                 "█"):  # fmt: skip
+        assert part in text, part
+    assert {len(line) for line in shown} == {80}, "the panel's edges are not straight"
+
+
+@pytest.mark.parametrize("width", [30, 50, 79, 80, 200])
+def test_the_panel_fits_every_width(record, width):
+    console = terminal(width)
+    progress = Progress(20, console, clock=Clock())
+    empty = panel(progress, console)
+    progress.update(record(1))
+    progress.evaluation({"step": 1, "greedy_acc": None})
+    for shown in (empty, panel(progress, console)):
+        assert {len(line) for line in shown} == {min(width, 120)}
+
+
+def test_the_panel_ends_by_saying_how(record):
+    for last, error, word in ((20, None, "finished"), (12, None, "stopped"),
+                              (12, KeyboardInterrupt, "interrupted")):  # fmt: skip
+        console = terminal()
+        try:
+            with Progress(20, console, clock=Clock()) as progress:
+                progress.message("a message above")
+                progress.update(record(last))
+                if error:
+                    raise error
+        except KeyboardInterrupt:
+            pass
+        written = console.file.getvalue()
+        assert word in written
+        assert "a message above" in written
+
+
+def test_the_clock_of_the_rest_runs_between_steps(record):
+    clock = Clock()
+    progress = Progress(10, terminal(), clock=clock)
+    for step in (1, 2):
+        progress.update(record(step) | {"step_seconds": 4.0, "elapsed_seconds": 4.0 * step})
+    clock.now += 3.0
+    assert progress._remaining() == 8 * 4.0 - 3.0
+    assert progress._elapsed() == 11.0
+    clock.now += 1000
+    assert progress._remaining() == 0.0
+
+
+def test_a_terminal_without_unicode_gets_plain_lines(record):
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace")
+    console = Console(file=file, force_terminal=True, width=80, color_system=None, _environ={})
+    with Progress(20, console, clock=Clock()) as progress:
+        progress.update(record(1))
+    file.flush()
+    assert file.buffer.getvalue().startswith(b"step 1/20  epoch 0  reward")

@@ -1,0 +1,213 @@
+"""The page: whole from whole runs, useful from partial ones, harmless whatever a model writes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from rlx.base import UserError
+from rlx.observe.lanes import color_of, covered, overview
+from rlx.observe.report import page, write_report
+from rlx.observe.rundir import TraceSpan, load
+from rlx.observe.samples import card, choose, shaded, visible
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that elements close in order; keeps tags, attributes and scripts."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.stack, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(text)
+        assert not self.stack, self.stack
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        if not self.stack or self.stack[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+@pytest.fixture
+def run(make_run, tmp_path):
+    return make_run(tmp_path / "arithmetic-0", steps=40)
+
+
+def test_a_finished_run_shows_all_it_has(run):
+    path = write_report(run)
+    assert path == run / "report.html"
+    shown = Page(path.read_text())
+    text = " ".join(shown.text)
+    for part in ("arithmetic-0", "finished", "Held-out accuracy", "Task reward", "Trainer waiting",
+                 "Dropped", "limit 2", "Entropy", "Gradient norm", "Importance weights",
+                 "Clipped tokens", "Completion length", "Cut completions", "lag 2",
+                 "Time of a step", "Tokens a second", "Publishing", "server 1", "idle",
+                 "What ran when",
+                 "evaluation",
+                 "\\boxed{83}", "First steps", "With prompts", "optimizer.learning_rate",
+                 "keys differ", "Environment", "packages.numpy"):  # fmt: skip
+        assert part in text, part
+
+
+def test_the_page_asks_for_nothing_and_runs_one_known_script(run):
+    text = write_report(run).read_text()
+    shown = Page(text)
+    loads = [
+        (k, v) for k, v in shown.attributes if k in ("src", "href", "srcset", "data", "action")
+    ]
+    assert all(key == "href" and value.startswith("#") for key, value in loads)
+    assert "url(" not in text
+    assert "@import" not in text
+    policy = next(v for k, v in shown.attributes if k == "content" and v and "default-src" in v)
+    assert policy.startswith("default-src 'none'")
+    assert "script-src 'sha256-" in policy
+    assert not [k for k, _ in shown.attributes if k.startswith("on")]
+
+
+def test_what_a_model_writes_stays_text(make_run, tmp_path):
+    run = make_run(tmp_path / "run", steps=5, attack=True)
+    nasty = "</script><script>alert('name')</script>"
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["path"] = config["seed"] = config["algorithm"]["preset"] = nasty
+    (run / "config.json").write_text(json.dumps(config))
+    row = {"step": 5, "completion": nasty, "reward": 1.0, "prompt": nasty, "stop_reason": nasty,
+           "trajectory_id": nasty, "versions": [4, nasty, 3.0], "answer": nasty,
+           "token_texts": [nasty] * 2}  # fmt: skip
+    (run / "rollouts" / "step-000006.jsonl").write_text(json.dumps(row) + "\n")
+    record = {"step": 6, "seconds": {nasty: 1.0}, "staleness_histogram": {nasty: 1}}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\n")
+    trace = {"traceEvents": [{"ph": "X", "name": nasty, "pid": nasty, "tid": 1, "ts": 1, "dur": 2,
+                              "args": {nasty: nasty}}]}  # fmt: skip
+    (run / "timeline.json").write_text(json.dumps(trace))
+    text = write_report(run).read_text()
+    shown = Page(text)
+    assert "img" not in shown.tags
+    scripts = re.findall(r"<script\b[^>]*>", text)
+    assert set(scripts) == {'<script type="application/json">', "<script>"}
+    assert scripts.count("<script>") == 1
+    joined = "".join(shown.text)
+    assert "<script>document.title='stolen'</script>" in joined
+    assert "⟨BEL⟩⟨U+202E⟩" in joined
+
+
+def test_characters_that_hide_or_reorder_text_are_named():
+    assert visible("a\x1b[31m\u202eb\r\nc\td\x7f\ud800") == (
+        "a⟨ESC⟩[31m⟨U+202E⟩b\nc\td⟨0x7f⟩⟨U+D800⟩"
+    )
+
+
+def test_partial_runs_make_partial_pages(make_run, tmp_path):
+    run = make_run(tmp_path / "run", steps=6, total_steps=100)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "task_rew')
+    (run / "timeline.json").write_text('{"traceEvents": [')
+    text = " ".join(Page(write_report(run).read_text()).text)
+    assert "6 of 100 steps" in text
+    assert "What ran when" not in text
+    for name in ("eval.jsonl", "timeline.json", "environment.json", "config.json"):
+        (run / name).unlink()
+    for file in (run / "rollouts").iterdir():
+        file.unlink()
+    text = " ".join(Page(write_report(run).read_text()).text)
+    assert "Task reward" in text
+    assert "Samples" not in text
+    assert "Held-out accuracy" not in text
+
+
+def test_a_run_without_a_step_yet_has_a_page(tmp_path):
+    (tmp_path / "config.json").write_text('{"total_steps": 5, "seed": 0}')
+    assert "No step is finished yet" in " ".join(Page(write_report(tmp_path).read_text()).text)
+
+
+def test_a_minimal_record_is_enough(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1}\n{"step": "x"}\n[]\n{"step": 2, "task_reward": "?"}\n'
+    )
+    Page(write_report(tmp_path).read_text())
+
+
+def test_other_places_are_refused_in_one_line(tmp_path):
+    with pytest.raises(UserError, match="is not a directory; give the WORKDIR"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"has no metrics.jsonl.*; give the WORKDIR"):
+        write_report(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_the_path_or_one_error_line(run, tmp_path):
+    def report(*arguments):
+        command = [sys.executable, "-m", "rlx.report", *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    done = report(run)
+    assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n")
+    done = report(tmp_path / "nowhere")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_five_hundred_steps_stay_fast_and_small(make_run, tmp_path):
+    run = make_run(tmp_path / "long", steps=500)
+    start = time.monotonic()
+    text = page(load(run))
+    assert time.monotonic() - start < 10, "1 s on a quiet core"
+    assert len(text) < 1_500_000
+
+
+def test_versions_shade_the_tokens_they_made():
+    sample = {"step": 5, "completion": "abcdef", "versions": [-1, 2, 2, 4], "reward": 1.0}
+    html = card(sample, 0.0, 1.0)
+    assert "3 tokens" in html
+    assert "version 2–4" in html
+    html = shaded({**sample, "token_texts": ["ab", "c", "def"]}, [2, 2, 4])
+    assert re.findall(r'class="lag (lag\d)"[^>]*>([^<]*)<', html) == [
+        ("lag2", "abc"),
+        ("lag0", "def"),
+    ]
+    html = shaded(sample, [2, 2, 4])
+    assert re.findall(r'class="lag (lag\d)"[^>]*>([^<]*)<', html) == [
+        ("lag2", "abcd"),
+        ("lag0", "ef"),
+    ]
+
+
+def test_best_and_worst_do_not_overlap():
+    samples = [{"step": i, "completion": str(i), "reward": float(i % 2)} for i in range(8)]
+    chosen = choose([*samples, {"step": 9, "completion": "unrated"}])
+    assert [s["step"] for s in chosen["best"]] == [7, 5, 3, 1]
+    assert [s["step"] for s in chosen["worst"]] == [6, 4, 2, 0]
+    assert chosen["late"][0]["completion"] == "unrated"
+
+
+def test_busy_time_counts_overlaps_once():
+    def span(start, end, name="decode", process="server 0"):
+        return TraceSpan(process, 1, name, start, end, {})
+
+    assert covered([span(0, 10), span(2, 5), span(8, 12), span(20, 21)]) == 13
+    drawn = overview(
+        [span(0, 4e6), *(span(i * 1e3, i * 1e3 + 10, "tick") for i in range(4000))], 2.0
+    )
+    assert drawn.count("<rect") < 2000, "what is too small to see apart is drawn as one"
+    assert color_of("Waiting") == color_of("Waiting")
+    assert color_of("wait") == "c-wait"

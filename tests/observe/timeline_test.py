@@ -1,0 +1,140 @@
+"""The trace is what Perfetto expects: one clock, named tracks, no two boxes on each other."""
+
+import json
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx.observe.timeline import Span, Timeline, assign_lanes, process_order
+
+
+def saved(timeline, path):
+    timeline.save(path)
+    return json.loads(path.read_text())
+
+
+def test_events_have_names_microseconds_and_their_process(tmp_path):
+    now = iter([5_000, 9_500, 20_000, 30_000])
+    timeline = Timeline(clock=lambda: next(now))
+    with timeline.span("trainer", "train", step=3):
+        pass
+    timeline.instant("publish", "published", version=3)
+    timeline.counter("server 0", "slots", running=5)
+    timeline.add("server 0", "engine", "decode", 1_000, 2_000)
+    trace = saved(timeline, tmp_path / "timeline.json")
+    assert trace["otherData"] == {"clock": "CLOCK_MONOTONIC", "discarded_events": 0}
+    events = trace["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [processes[pid] for pid in sorted(processes)] == ["trainer", "server 0", "publish"]
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
+    real = {
+        (
+            e["ph"],
+            processes[e["pid"]],
+            threads[e["pid"], e["tid"]],
+            e["name"],
+            e["ts"],
+            e.get("dur"),
+        )
+        for e in events
+        if e["ph"] != "M"
+    }
+    assert real == {
+        ("X", "trainer", "main", "train", 5.0, 4.5),
+        ("i", "publish", "main", "published", 20.0, None),
+        ("C", "server 0", "main", "slots", 30.0, None),
+        ("X", "server 0", "engine", "decode", 1.0, 1.0),
+    }
+    assert next(e for e in events if e["name"] == "train")["args"] == {"step": 3}
+    assert next(e for e in events if e["name"] == "slots")["args"] == {"running": 5}
+
+
+def test_a_span_is_recorded_when_its_block_raises(tmp_path):
+    timeline = Timeline()
+    try:
+        with timeline.span("trainer", "train"):
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    events = saved(timeline, tmp_path / "t.json")["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["train"]
+
+
+def test_memory_is_bounded_and_the_loss_is_told(tmp_path):
+    timeline = Timeline(capacity=10)
+    for i in range(25):
+        timeline.add("trainer", "main", "step", i * 10, i * 10 + 5, step=i)
+    trace = saved(timeline, tmp_path / "t.json")
+    assert timeline.discarded == trace["otherData"]["discarded_events"] == 15
+    steps = [e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert steps == list(range(15, 25))
+    assert "15 earlier events were discarded" in {e["name"] for e in trace["traceEvents"]}
+
+
+def test_an_empty_timeline_is_a_valid_trace(tmp_path):
+    assert saved(Timeline(), tmp_path / "t.json")["traceEvents"] == []
+
+
+def test_phases_nest_but_requests_lie_side_by_side():
+    spans = [
+        Span("p", "t", "step", 0, 100, {}),
+        Span("p", "t", "wait", 0, 30, {}),
+        Span("p", "t", "train", 30, 100, {}),
+        Span("p", "t", "step", 100, 150, {}),
+    ]
+    assert [lane for _, lane in assign_lanes(spans)] == [0, 0, 0, 0]
+    requests = [Span("p", "t", "generate", *ends, {}) for ends in ((0, 90), (10, 20), (15, 40))]
+    assert [lane for _, lane in assign_lanes(requests)] == [0, 1, 2]
+    late = [Span("p", "t", "generate", *ends, {}) for ends in ((0, 20), (10, 30), (20, 40))]
+    assert [lane for _, lane in assign_lanes(late)] == [0, 1, 0], "a free lane is used again"
+
+
+spans_strategy = st.lists(
+    st.builds(
+        lambda name, start, length: Span("p", "t", name, start, start + length, {}),
+        st.sampled_from("ab"), st.integers(0, 40), st.integers(0, 15),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+@given(spans_strategy)
+def test_on_a_lane_spans_only_follow_or_contain_each_other(spans):
+    placed = assign_lanes(spans)
+    assert sorted(map(id, spans)) == sorted(id(span) for span, _ in placed)
+    for i, (a, lane_a) in enumerate(placed):
+        for b, lane_b in placed[i + 1 :]:
+            if lane_a != lane_b:
+                continue
+            follows = b.start_ns >= a.end_ns or a.start_ns >= b.end_ns
+            inside = a.start_ns <= b.start_ns and b.end_ns <= a.end_ns and a.name != b.name
+            assert follows or inside, (a, b)
+
+
+def test_many_threads_lose_nothing(tmp_path):
+    timeline = Timeline()
+
+    def work(index):
+        for i in range(200):
+            timeline.add("rewards", f"worker {index}", "reward", i, i + 1)
+            if i % 50 == 0:
+                timeline.save(tmp_path / "t.json")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = saved(timeline, tmp_path / "t.json")["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == 800
+    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_processes_have_a_natural_order():
+    names = ["evaluation", "server 10", "other", "server 2", "trainer", "rewards", "publish"]
+    assert sorted(names, key=process_order) == [
+        "trainer", "server 2", "server 10", "rewards", "publish", "evaluation", "other"
+    ]  # fmt: skip
