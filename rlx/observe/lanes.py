@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from html import escape
 
 from rlx.observe.charts import share_bar
@@ -23,6 +24,7 @@ _MAX_ROWS = 6  # of one process; further ones are only counted
 _WAITING = ("wait", "idle", "paused", "pause")
 
 
+@lru_cache(maxsize=10_000)
 def kind(name: str) -> str:
     """What a span is, without the number of what it worked on: `load version 12` → `load`."""
     return re.sub(r"( version)?( #?[\d.]+)+$", "", name) or name

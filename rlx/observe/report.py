@@ -23,6 +23,7 @@ from rlx.observe.lanes import busy_shares, color_of, overview
 from rlx.observe.rundir import Run, finite, load
 from rlx.observe.text import duration, number
 
+_VERSION = re.compile(r"version (\d+)$")  # in the names of publish and load spans
 _WIDE, _HALF = (1096, 320), (532, 220)
 # A small chart: title, what it says, lines of (metric, name, color), least y that must show.
 _SMALL = (
@@ -284,8 +285,9 @@ def _publishing(run: Run) -> list[Line]:
     for name, process, color in (("delivery", "publish", "c4"), ("load", "server", "c3")):
         costs: dict[int, list[float]] = {}
         for span in run.spans:
-            version = re.search(r"version (\d+)$", span.name)
-            if version and span.process.split()[0] == process:
+            if not span.process.startswith(process):
+                continue
+            if version := _VERSION.search(span.name):
                 costs.setdefault(int(version[1]), []).append((span.end - span.start) / 1000)
         versions = sorted(costs)
         values = [sum(costs[v]) / len(costs[v]) for v in versions]

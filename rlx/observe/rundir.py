@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlx.base import UserError
 from rlx.observe.jsonl import read_jsonl
@@ -44,8 +44,7 @@ class Run:
         return default if value is None else value
 
 
-@dataclass(frozen=True, slots=True)
-class TraceSpan:
+class TraceSpan(NamedTuple):
     """One complete event: a box on a lane of a process."""
 
     process: str

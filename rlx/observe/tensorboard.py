@@ -14,16 +14,17 @@ from typing import Any
 
 # The board's sections; a name that is not here goes under `other`.
 SECTIONS = {
+    "run": ("epoch", "global_step", "version", "elapsed_seconds"),
     "reward": ("task_reward", "kl_reward", "final_reward", "advantage"),
     "loss": ("actor_loss", "actor_clip_ratio", "importance_weight", "ppo_approx_kl", "entropy",
              "grad_norm", "behaviour_weight", "behaviour_kl", "learning_rate"),
     "tokens": ("avg_seq_len", "avg_prompt_len", "n_seqs", "n_tokens", "n_valid_tokens",
                "no_eos_ratio", "pad_ratio"),
     "staleness": ("staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
-                  "tokens_per_version", "version"),
+                  "tokens_per_version"),
     "prompts": ("admitted", "accepted", "rejected", "failed", "dropped", "queued", "live"),
-    "speed": ("seconds", "step_seconds", "elapsed_seconds", "generated_tokens_per_second",
-              "consumed_tokens_per_second"),
+    "speed": ("seconds", "step_seconds", "generated_tokens_per_second",
+              "consumed_tokens_per_second", "server_busy_seconds"),
 }  # fmt: skip
 _SECTION = {name: section for section, names in SECTIONS.items() for name in names}
 

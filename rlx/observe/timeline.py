@@ -148,8 +148,9 @@ def _document(events: list[Span | Mark], discarded: int) -> Iterator[bytes]:
     about = {"clock": "CLOCK_MONOTONIC", "discarded_events": discarded}
     yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)},\n'.encode()
     separator = b'"traceEvents": [\n'
+    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     for event in _trace_events(events, discarded):
-        yield separator + json.dumps(event, separators=(",", ":")).encode()
+        yield separator + encode(event).encode()
         separator = b",\n"
     yield (separator if not events else b"") + b"\n]}\n"
 
