@@ -187,7 +187,7 @@ class Progress:
         if step < self._total:
             times += f" · left {duration(self._remaining())}"
         about = [f"epoch {last.get('epoch', 0)}", f"version {last.get('version', 0)}"]
-        if last.get("step_seconds") is not None:
+        if last.get("step_seconds") is not None and self._console.width >= 66:
             about.append(f"{duration(last['step_seconds'])}/step")
         line = Table.grid(expand=True)
         line.add_column(no_wrap=True)
