@@ -29,7 +29,7 @@ ORDER = (
     ("agents",),
     ("launch",),
     ("plan",),
-    ("inputs",),
+    ("inputs", "records"),
     ("loop",),
     ("command", "flags"),
     COMMANDS,
@@ -37,7 +37,7 @@ ORDER = (
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 LIGHT_ROOMS = ("", "base", "config", "observe", "fleet", "rollout", "agents", "launch", "plan")
 LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py")
-ENGINES = ("fleet/engine_jax.py",)  # the one file of a light room that is a JAX program
+ENGINES = ("fleet/engine_jax.py", "fleet/programs.py")  # the JAX program in a light room
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 80
 

@@ -1,0 +1,86 @@
+"""What a run writes of itself: pure functions from groups and counters to JSON-able records."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlx.base import Group, Trajectory
+
+BUSY = ("prefill", "decode")  # server spans in which the engine computes tokens
+
+
+def step_record(
+    step: int,
+    metrics: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    counters: Mapping[str, Any],
+    *,
+    version: int,
+    epoch: int,
+    step_seconds: float,
+    elapsed_seconds: float,
+    generated_tokens: int,
+    server_busy_seconds: float,
+) -> dict[str, Any]:
+    """One line of metrics.jsonl.
+
+    Args:
+      step: train batches done, from 1.
+      metrics: of `update`. seconds: of each phase of this step. counters: of the executor, totals.
+      version: the newest version that every live server has acknowledged.
+      generated_tokens: finished since the last record. server_busy_seconds: mean over servers.
+    """
+    return {
+        "step": step,
+        "global_step": step,
+        "epoch": epoch,
+        "version": version,
+        "step_seconds": step_seconds,
+        "elapsed_seconds": elapsed_seconds,
+        "seconds": dict(seconds),
+        "generated_tokens_per_second": generated_tokens / step_seconds,
+        "consumed_tokens_per_second": metrics["n_valid_tokens"] / step_seconds,
+        "server_busy_seconds": server_busy_seconds,
+        **counters,
+        **metrics,
+    }
+
+
+def transcripts(step: int, groups: Sequence[Group], count: int) -> list[dict[str, Any]]:
+    """`count` trajectories of a batch, evenly from the best reward to the worst."""
+    found = [(group, t) for group in groups for t in group.trajectories]
+    ranked = sorted(found, key=lambda pair: (-pair[1].reward, pair[1].trajectory_id))
+    if count < 1 or not ranked:
+        return []
+    last = len(ranked) - 1
+    chosen = {round(i * last / max(1, count - 1)) for i in range(count)}
+    return [_transcript(step, *ranked[i]) for i in sorted(chosen)]
+
+
+def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
+    sampled = trajectory.versions >= 0
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "trajectory_id": trajectory.trajectory_id,
+        "prompt": trajectory.prompt,
+        "completion": trajectory.completion,
+        "reward": trajectory.reward,
+        "stop_reason": trajectory.stop_reason,
+        "answer": group.row.get("answer"),
+        "versions": trajectory.versions[sampled].tolist(),
+        "logprobs": [round(x, 4) for x in trajectory.behaviour_logprobs[sampled].tolist()],
+    }
+
+
+def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
+    """Mean over servers of the seconds their engines spent on tokens."""
+    each = [
+        sum(end - start for name, start, end in server if name in BUSY) / 1e9 for server in spans
+    ]
+    return sum(each) / max(1, len(each))
+
+
+def eval_record(
+    step: int, version: int, scores: Sequence[Mapping[str, Any]], *, elapsed_seconds: float
+) -> dict[str, Any]:
+    """One line of eval.jsonl from per-question scores with `reward`, `tokens` and `versions`."""
