@@ -1,0 +1,33 @@
+"""Reward functions that misbehave, for the workers of reward_pool_test.py to import."""
+
+import ctypes
+import os
+import signal
+import time
+
+
+def length(prompt, completion, prompt_ids, completion_ids, *, answer, **row):
+    return len(completion) + len(completion_ids) / 10
+
+
+def truth(prompt, completion, prompt_ids, completion_ids, **row):
+    return completion == row["answer"]
+
+
+def echo(prompt, completion, prompt_ids, completion_ids, *, answer, **row):
+    """Behaves as the completion says."""
+    if completion == "loop":
+        while True:
+            pass
+    if completion == "stuck in C":
+        ctypes.PyDLL(None).sleep(1000)  # holds the interpreter lock: no Python handler can run
+    if completion == "slow":
+        time.sleep(0.4)
+    if completion == "raise":
+        raise LookupError("no such thing")
+    if completion == "exit":
+        raise SystemExit(3)
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    returned = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}
+    return returned.get(completion, 1.0)

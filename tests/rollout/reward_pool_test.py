@@ -1,0 +1,163 @@
+"""Real worker processes: what they compute, and how they are killed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlx.rollout.reward_pool import Call, RewardError, RewardPool
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable_by_workers():
+    """Spawned workers inherit sys.path."""
+    sys.path.insert(0, HERE)
+    yield
+    sys.path.remove(HERE)
+
+
+@pytest.fixture(scope="module")
+def echo():
+    pool = RewardPool("reward_functions:echo", workers=1, timeout=1.0)
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def call(completion, answer="x", **row):
+    return Call("p", completion, [1], [2, 3], {"question": "q7", "answer": answer, **row})
+
+
+def compute(pool, *completions):
+    return asyncio.run(pool.rewards([call(c) for c in completions]))
+
+
+def alive(pid):
+    """True while the process exists and is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def test_rewards_in_order_with_their_time(echo):
+    before = time.monotonic_ns()
+    rewards, (span,) = compute(echo, "a", "b", "slow")
+    assert rewards == [1.0, 1.0, 1.0]
+    assert before <= span.start_ns < span.end_ns <= time.monotonic_ns()
+    assert span.end_ns - span.start_ns >= 400_000_000
+    assert span.pid != os.getpid()
+
+
+@pytest.mark.parametrize("how", ["loop", "stuck in C"])
+def test_a_hanging_function_is_killed_and_named(echo, how):
+    _, (span,) = compute(echo, "a")
+    with pytest.raises(RewardError, match=rf"killed after 1 s.*completion 1 \('{how}'\).*q7"):
+        compute(echo, "a", how, "b")
+    wait_until(lambda: not alive(span.pid))
+    assert compute(echo, "a")[0] == [1.0]
+
+
+def test_a_slow_group_within_the_limit_of_each_completion_gets_its_rewards(echo):
+    assert compute(echo, "slow", "slow", "slow", "a")[0] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "completion 1 .*q7.*LookupError: no such thing"),
+        ("exit", "completion 1 .*SystemExit: 3"),
+        ("die", r"died \(exit code -9\)"),
+        ("nan", "completion 1 .*returned nan"),
+        ("inf", "returned inf"),
+        ("none", "returned None"),
+        ("text", "returned '1.0'"),
+    ],
+)
+def test_a_failure_names_function_row_and_reason(echo, how, message):
+    with pytest.raises(RewardError, match=f"(?s)reward_functions:echo.*{message}"):
+        compute(echo, "a", how, "b")
+    assert compute(echo, "a")[0] == [1.0]
+
+
+def test_the_traceback_of_the_worker_is_in_the_error(echo):
+    with pytest.raises(RewardError, match=r'(?s)File ".*reward_functions.py", line \d+, in echo'):
+        compute(echo, "raise")
+
+
+def test_an_idle_worker_that_is_killed_is_replaced(echo):
+    _, (span,) = compute(echo, "a")
+    os.kill(span.pid, signal.SIGKILL)
+    wait_until(lambda: not alive(span.pid))
+
+    def works():
+        try:
+            return compute(echo, "a")[0] == [1.0]
+        except RewardError:
+            return False
+
+    wait_until(works)
+
+
+def test_arguments_and_kinds_of_numbers():
+    row = {"answer": "yes", "prompt": "a column that would clash", "completion_ids": 3}
+    pool = RewardPool("reward_functions:length", timeout=20.0)
+    try:
+        (value,), _ = asyncio.run(pool.rewards([Call("p", "four", [1], [2, 3], row)]))
+        assert value == 4.2
+        pool.name = "reward_functions:truth"
+        calls = [Call("p", c, [], [], {"answer": "yes"}) for c in ("yes", "no")]
+        assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
+        pool.name = "rlx.rollout.rewards:math"
+        calls = [Call("p", c, [], [], {"answer": "1/2"}) for c in (r"\boxed{0.5}", "no")]
+        assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
+    finally:
+        pool.close()
+
+
+PARENT = """
+import asyncio, sys, threading
+from rlx.rollout.reward_pool import Call, RewardPool
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    pool = RewardPool("reward_functions:echo", timeout=1000.0)
+    pool.start()
+    _, (span,) = asyncio.run(pool.rewards([Call("", "a", [], [], {"answer": ""})]))
+    threading.Thread(
+        target=lambda: asyncio.run(pool.rewards([Call("", sys.argv[2], [], [], {"answer": ""})])),
+        daemon=True,
+    ).start()
+    print(span.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("busy_with", ["a", "stuck in C"])
+def test_workers_die_with_a_killed_parent(tmp_path, busy_with):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    command = [sys.executable, str(script), HERE, busy_with]
+    environment = {**os.environ, "PYTHONPATH": str(Path(HERE).parents[1])}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as parent:
+        worker = int(parent.stdout.readline())
+        assert alive(worker)
+        parent.kill()
+    wait_until(lambda: not alive(worker))

@@ -1,0 +1,152 @@
+r"""Reward functions: their signature, GSM8K's own answers, and texts that must not break them."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.base import UserError
+from rlx.rollout import rewards
+
+GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
+
+
+def gsm8k(completion, answer):
+    return rewards.gsm8k("", completion, [], [], answer=answer, question="q")
+
+
+def math(completion, answer):
+    return rewards.math("", completion, [], [], answer=answer, question="q")
+
+
+def arithmetic(completion, answer):
+    return rewards.arithmetic("", completion, [], [], answer=answer, question="q")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("so #### 72", "16 - 3 = 13\n#### 72", 1.0),
+        (r"so \boxed{72.00}", "#### 72", 1.0),
+        ("so 72 dollars.", 72, 1.0),
+        ("so 1,080", "#### 1080", 1.0),
+        ("so $0.75", r"\frac{3}{4}", 1.0),
+        ("so 0.3", 0.3, 1.0),
+        ("so -72", "#### 72", 0.0),
+        ("so 72.01", "#### 72", 0.0),
+        ("no idea", "#### 72", 0.0),
+        ("", "#### 72", 0.0),
+        ("no number", "no number either", 0.0),
+    ],
+)
+def test_gsm8k(completion, answer, reward):
+    assert gsm8k(completion, answer) == reward
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the repository")
+@pytest.mark.parametrize(("split", "count"), [("test", 1319), ("train", 7473)])
+def test_every_answer_of_gsm8k_reads_as_itself_and_in_other_dress(split, count):
+    text = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.rstrip("\n").split("\n")]
+    assert len(rows) == count
+    rewards.check_rows("gsm8k", rows)
+    for row in rows:
+        solution, _, number = row["answer"].rpartition("#### ")
+        plain = number.replace(",", "")
+        assert gsm8k(row["answer"], row["answer"]) == 1.0
+        for text in (f"{solution}\nThe answer is {number}.", rf"\boxed{{{plain}}}", f"{plain}.00"):
+            assert gsm8k(text, row["answer"]) == 1.0, (text, number)
+        assert gsm8k(f"#### {int(plain) + 1}", row["answer"]) == 0.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.one_of(st.text(), st.integers(), st.floats(), st.none()))
+def test_gsm8k_takes_any_text(completion, answer):
+    assert gsm8k(completion, answer) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"so $\frac{2}{4}$", r"\frac{1}{2}", 1.0),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+        (r"\boxed{72}", "16 - 3 = 13\n#### 72", 1.0),
+        (r"\boxed{72}", r"thus $x = \boxed{72}$", 1.0),
+        (r"\boxed{73}", "72", 0.0),
+        ("", "72", 0.0),
+        ("I do not know", "72", 0.0),
+        (r"\boxed{\frac{1}{0}", "72", 0.0),
+    ],
+)
+def test_math(completion, answer, reward):
+    assert math(completion, answer) == reward
+
+
+def test_math_works_outside_the_main_thread_too():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(math(r"\boxed{7}", "7")))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"47+38=85, \boxed{85}", "85", 1.0),
+        (r"\boxed{085}", "85", 1.0),
+        (r"\boxed{-5}", -5, 1.0),
+        (r"\boxed{85.0}", "85", 1.0),
+        (r"\boxed{\frac{170}{2}}", "85", 1.0),
+        (r"\boxed{40+45}", "85", 1.0),
+        (r"\boxed{84}", "85", 0.0),
+        (r"\boxed{}", "85", 0.0),
+        (r"\boxed{--85}", "-85", 0.0),
+        ("85", "85", 0.0),  # the box is asked for
+        (r"\boxed{85", "85", 0.0),
+    ],
+)
+def test_arithmetic(completion, answer, reward):
+    assert arithmetic(completion, answer) == reward
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(-999, 999), st.integers(-999, 999))
+def test_arithmetic_short_cut_agrees_with_math_verify(got, wanted):
+    assert arithmetic(rf"\boxed{{{got}}}", str(wanted)) == math(rf"\boxed{{{got}}}", str(wanted))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(alphabet="\\boxed{}frac12^_$x+-/ #", max_size=30))
+def test_math_and_arithmetic_take_any_text(text):
+    assert math(text, "85") in (0.0, 1.0)
+    assert arithmetic(text, "85") in (0.0, 1.0)
+
+
+def test_resolve():
+    assert rewards.resolve("gsm8k") is rewards.gsm8k
+    assert rewards.resolve("rlx.rollout.rewards:math") is rewards.math
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8", "did you mean 'gsm8k'"),
+        ("no_such_module_here:f", "cannot import 'no_such_module_here'"),
+        ("json:no_function", "no function 'no_function'"),
+    ],
+)
+def test_resolve_names_what_is_wrong(name, message):
+    with pytest.raises(UserError, match=message):
+        rewards.resolve(name)
+
+
+def test_answers_that_can_never_be_matched_are_found_before_the_run():
+    rewards.check_rows("math", [{"answer": "x"}])
+    with pytest.raises(UserError, match="row 2: the answer 'unknown' holds no number"):
+        rewards.check_rows("gsm8k", [{"answer": "#### 1"}, {"answer": "unknown"}])
