@@ -15,7 +15,9 @@ def truth(prompt, completion, prompt_ids, completion_ids, **row):
 
 
 def echo(prompt, completion, prompt_ids, completion_ids, *, answer, **row):
-    """Behaves as the completion says."""
+    """Behaves as the completion says; a `marker` file in the row shows that it has begun."""
+    if "marker" in row:
+        open(row["marker"], "w").close()
     if completion == "loop":
         while True:
             pass

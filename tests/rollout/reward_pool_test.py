@@ -139,10 +139,8 @@ if __name__ == "__main__":
     pool = RewardPool("reward_functions:echo", timeout=1000.0)
     pool.start()
     _, (span,) = asyncio.run(pool.rewards([Call("", "a", [], [], {"answer": ""})]))
-    threading.Thread(
-        target=lambda: asyncio.run(pool.rewards([Call("", sys.argv[2], [], [], {"answer": ""})])),
-        daemon=True,
-    ).start()
+    call = Call("", sys.argv[2], [], [], {"answer": "", "marker": sys.argv[3]})
+    threading.Thread(target=lambda: asyncio.run(pool.rewards([call])), daemon=True).start()
     print(span.pid, flush=True)
     sys.stdin.read()
 """
@@ -152,12 +150,18 @@ if __name__ == "__main__":
 def test_workers_die_with_a_killed_parent(tmp_path, busy_with):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    command = [sys.executable, str(script), HERE, busy_with]
+    marker = tmp_path / "begun"
+    command = [sys.executable, str(script), HERE, busy_with, str(marker)]
     environment = {**os.environ, "PYTHONPATH": str(Path(HERE).parents[1])}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     ) as parent:
         worker = int(parent.stdout.readline())
+        wait_until(marker.exists)
         assert alive(worker)
         parent.kill()
-    wait_until(lambda: not alive(worker))
+    try:
+        wait_until(lambda: not alive(worker))
+    finally:
+        if alive(worker):
+            os.kill(worker, signal.SIGKILL)
