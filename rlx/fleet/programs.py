@@ -1,0 +1,324 @@
+"""The compiled programs of the JAX engine: which shapes exist, and that they agree bit for bit.
+
+    prefill  prompts → slots, 1 or PROMPTS at a time, any length
+    decode   `steps` tokens for the first B slots over the first N cached positions
+    append   what decode made → cache, in place
+    copy     slots → slots, in place
+
+Decode over all slots and positions always exists. Smaller shapes are faster when few slots are
+in use or sequences are short; they are compiled in the background once they would have helped,
+and used only after they gave exactly the bits of the full program on real inputs, so neither
+timing nor the batch ever shows in a completion.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx.fleet.slots import (
+    BUDGET,
+    LENGTH,
+    MAX_STOPS,
+    MINIMUM,
+    TEMPERATURE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+    Inputs,
+)
+from rlx.model import decode, sampling
+from rlx.model.config import ModelConfig
+
+PROMPTS = 4  # prompts of the wider prefill
+TRIALS = 2  # decode calls in which a smaller shape must agree before it is used alone
+_LENGTH_UNIT = 32  # cache lengths are multiples of this
+
+log = logging.getLogger(__name__)
+
+
+class Shape(NamedTuple):
+    """A decode program: the first `slots` slots, the first `length` positions."""
+
+    slots: int
+    length: int
+
+
+class Plan(NamedTuple):
+    """Sizes that follow from the engine's options.
+
+    Attributes:
+      slots: in the cache; at least 2, for XLA multiplies a single row in another order.
+      length: positions in the cache, room for one decode call beyond the last token.
+      chunk: prompt positions computed together. prompt: longest prompt's places.
+      slot_buckets, length_buckets: ascending, the last is all.
+    """
+
+    slots: int
+    length: int
+    chunk: int
+    prompt: int
+    slot_buckets: tuple[int, ...]
+    length_buckets: tuple[int, ...]
+
+
+def make_plan(slots: int, max_model_len: int, steps: int) -> Plan:
+    """The sizes for `slots` sequences of `max_model_len` tokens."""
+    slots = max(slots, 2)
+    chunk = 32 if max_model_len <= 512 else 128
+    prompt = -(-max_model_len // chunk) * chunk
+    length = -(-max(prompt, max_model_len + steps - 1) // _LENGTH_UNIT) * _LENGTH_UNIT
+    slot_buckets = tuple(b for b in (8, 16, 32, 64, 128, 256) if b <= slots * 2 // 3)
+    shorter = (32, 64, 96, 128, 192, 256, 384, 512, 768, *(1024 * k for k in (1, 2, 4, 8, 16)))
+    length_buckets = tuple(n for n in shorter if n <= length * 3 // 4)
+    return Plan(slots, length, chunk, prompt, (*slot_buckets, slots), (*length_buckets, length))
+
+
+class Programs:
+    """Compiles and runs. One thread calls the running methods; compiling has its own.
+
+    Args:
+      config: of the model; plan: sizes; steps: tokens of a decode call; dtype: of the cache.
+    """
+
+    def __init__(self, config: ModelConfig, plan: Plan, steps: int, dtype: Any):
+        self._config, self.plan, self._steps, self._dtype = config, plan, steps, dtype
+        self._compiled: dict[Any, Callable] = {}
+        self._agreed: dict[Shape, int] = {}
+        self._wanted: queue.SimpleQueue = queue.SimpleQueue()
+        self._asked: set[Shape] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._params: decode.ServingParams | None = None
+        self._thread = threading.Thread(target=self._compile_wanted, daemon=True, name="compile")
+
+    def start(self, params: decode.ServingParams) -> None:
+        """Compiles what every run needs; `params` only for their shapes."""
+        self._params = jax.tree.map(_struct, params)
+        common = (
+            self.full,
+            ("append", self.plan.slots),
+            ("prefill", 1),
+            ("prefill", PROMPTS),
+            "copy",
+        )
+        for key in common:
+            self._get(key)
+        self._agreed[self.full] = TRIALS
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the compiling thread; it cannot be interrupted, so waits for what it compiles now."""
+        self._closed = True
+        self._wanted.put(None)
+        self._thread.join()
+
+    @property
+    def full(self) -> Shape:
+        """The shape that covers every slot and position."""
+        return Shape(self.plan.slots, self.plan.length)
+
+    def new_cache(self) -> decode.Cache:
+        """An empty cache."""
+        return decode.init_cache(self._config, self.plan.slots, self.plan.length, self._dtype)
+
+    def prefill(
+        self,
+        params: decode.ServingParams,
+        cache: decode.Cache,
+        prompts: list[list[int]],
+        targets: list[tuple[int, int]],
+    ) -> decode.Cache:
+        """Fills slots with the keys and values of at most PROMPTS prompts.
+
+        Args:
+          prompts: token ids, each at most plan.prompt.
+          targets: (prompt, slot) pairs.
+        """
+        rows = 1 if len(prompts) == 1 else PROMPTS
+        tokens = np.zeros((rows, self.plan.prompt), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        chunks = -(-max(map(len, prompts)) // self.plan.chunk)
+        pairs = self._pairs(targets)
+        run = self._get(("prefill", rows))
+        return run(params, cache, tokens, np.int32(chunks), pairs, np.int32(len(targets)))
+
+    def copy(self, cache: decode.Cache, moves: list[tuple[int, int]]) -> decode.Cache:
+        """Copies whole slots, (source, target) each, in order."""
+        return self._get("copy")(cache, self._pairs(moves), np.int32(len(moves)))
+
+    def scrub(self, cache: decode.Cache) -> decode.Cache:
+        """The cache with non-finite numbers replaced: one of them would outlive its sequence."""
+        return self._get("scrub")(cache)
+
+    def choose(self, used: int, longest: int) -> Shape:
+        """The smallest program for the first `used` slots and `longest` cached tokens.
+
+        Asks for a smaller one to be compiled if that would have been it.
+        """
+        slots = next(b for b in self.plan.slot_buckets if b >= used)
+        length = next(n for n in self.plan.length_buckets if n >= longest)
+        best = Shape(slots, length)
+        if self._usable(best):
+            return best
+        self._ask(best)
+        others = [s for s in tuple(self._compiled) if isinstance(s, Shape) and self._usable(s)]
+        fitting = [s for s in others if s.slots >= used and s.length >= longest]
+        return min(fitting, key=lambda s: s.slots * (s.length + 256))
+
+    def decode(
+        self, params: decode.ServingParams, cache: decode.Cache, shape: Shape, inputs: Inputs
+    ) -> tuple[decode.Block, decode.Cache]:
+        """One decode call; returns the block (numpy) and the cache with its tokens appended.
+
+        Args:
+          inputs: of all slots; the shape takes the first of them.
+        """
+        block, recent = self._decode(params, cache, shape, inputs)
+        if self._agreed.get(shape, 0) < TRIALS:
+            block, recent = self._try(params, cache, shape, inputs, block, recent)
+        slots = recent[0].keys.shape[0]
+        append = self._get(("append", slots))
+        cache = append(cache, recent, inputs.numbers[:slots, LENGTH])
+        return decode.Block(*map(np.asarray, block)), cache
+
+    def _decode(self, params, cache, shape: Shape, inputs: Inputs):
+        return self._get(shape)(params, cache, Inputs(*(array[: shape.slots] for array in inputs)))
+
+    def _try(self, params, cache, shape: Shape, inputs: Inputs, block, recent):
+        """Runs the full program too and counts whether the smaller one gave the same bits."""
+        full_block, full_recent = self._decode(params, cache, self.full, inputs)
+        if _same((block, recent), (full_block, full_recent), shape.slots, np.asarray(block.counts)):
+            self._agreed[shape] = self._agreed.get(shape, 0) + 1
+        else:
+            log.warning("decode shape %s differs from the full one here; it is not used", shape)
+            self._agreed[shape] = -1
+        return full_block, full_recent
+
+    def _usable(self, shape: Shape) -> bool:
+        return shape in self._compiled and self._agreed.get(shape, 0) >= 0
+
+    def _pairs(self, pairs: list[tuple[int, int]]) -> np.ndarray:
+        array = np.zeros((self.plan.slots, 2), np.int32)
+        array[: len(pairs)] = pairs
+        return array
+
+    def _ask(self, key: Shape) -> None:
+        if key not in self._asked:
+            self._asked.add(key)
+            self._wanted.put(key)
+
+    def _compile_wanted(self) -> None:
+        while (key := self._wanted.get()) is not None:
+            if self._closed:
+                return
+            try:
+                self._get(("append", key.slots))
+                self._get(key)
+            except Exception:  # only speed is lost; what runs now keeps running
+                log.exception("cannot compile %s; it is not used", key)
+
+    def _get(self, key: Any) -> Callable:
+        """The compiled program, compiling it now if need be."""
+        found = self._compiled.get(key)
+        if found is None:
+            with self._lock:
+                found = self._compiled.get(key) or self._compile(key)
+                self._compiled[key] = found
+        return found
+
+    def _compile(self, key: Any) -> Callable:
+        slots, steps = self.plan.slots, self._steps
+        cache = jax.eval_shape(self.new_cache)
+        pairs = jax.ShapeDtypeStruct((slots, 2), jnp.int32)
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        if isinstance(key, Shape):
+            program = jax.jit(partial(_decode, self._config, steps, key))
+            return program.lower(self._params, cache, _input_structs(key.slots, steps)).compile()
+        match key:
+            case ("append", rows):
+                config = self._config
+                shape = (rows, config.num_kv_heads, steps, config.head_dim)
+                new = jax.ShapeDtypeStruct(shape, self._dtype)
+                recent = tuple(decode.LayerCache(new, new) for _ in cache)
+                lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+                program, args = decode.append, (cache, recent, lengths)
+                return jax.jit(program, donate_argnums=0).lower(*args).compile()
+            case ("prefill", rows):
+                tokens = jax.ShapeDtypeStruct((rows, self.plan.prompt), jnp.int32)
+                program = partial(_prefill, self._config, self.plan)
+                args = (self._params, cache, tokens, count, pairs, count)
+                return jax.jit(program, donate_argnums=1).lower(*args).compile()
+            case "copy":
+                return jax.jit(_copy, donate_argnums=0).lower(cache, pairs, count).compile()
+            case "scrub":
+                program = partial(jax.tree.map, jnp.nan_to_num)
+                return jax.jit(program, donate_argnums=0).lower(cache).compile()
+        raise KeyError(key)
+
+
+def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs: Inputs):
+    numbers, chances = inputs.numbers, inputs.chances
+    cache = decode.view(cache, shape.slots, shape.length)
+
+    def choose(logits, index):
+        draws = jax.lax.dynamic_index_in_dim(inputs.uniforms, index, 1, keepdims=False)
+        early = (index < numbers[:, MINIMUM])[:, None]
+        banned = jnp.where(early, inputs.stops, -1)
+        restriction = sampling.Restriction(chances[:, TOP_P], numbers[:, TOP_K], banned)
+        return sampling.draw(logits, draws, chances[:, TEMPERATURE], restriction)
+
+    return decode.decode(
+        params, config, cache, numbers[:, TOKEN], numbers[:, LENGTH], numbers[:, BUDGET],
+        inputs.stops, choose, steps,
+    )  # fmt: skip
+
+
+def _prefill(config: ModelConfig, plan: Plan, params, cache, tokens, chunks, pairs, count):
+    prompts = decode.prefill(params, config, tokens, chunks, plan.chunk)
+    return decode.insert(cache, prompts, pairs[:, 0], pairs[:, 1], count)
+
+
+def _copy(cache, pairs, count):
+    return decode.copy(cache, pairs[:, 0], pairs[:, 1], count)
+
+
+def _input_structs(slots: int, steps: int) -> Inputs:
+    return Inputs(
+        jax.ShapeDtypeStruct((slots, 5), jnp.int32),
+        jax.ShapeDtypeStruct((slots, 2), jnp.float32),
+        jax.ShapeDtypeStruct((slots, MAX_STOPS), jnp.int32),
+        jax.ShapeDtypeStruct((slots, steps), jnp.float32),
+    )
+
+
+def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _same(one, other, slots: int, counts: np.ndarray) -> bool:
+    """Whether two results agree bit for bit where the first `slots` slots hold real tokens."""
+    (block, recent), (other_block, other_recent) = one, other
+    if not np.array_equal(counts, np.asarray(other_block.counts)[:slots]):
+        return False
+    real = np.arange(block.tokens.shape[1]) < counts[:, None]
+
+    def agree(a, b, where):
+        a, b = np.asarray(a), np.asarray(b)[:slots]
+        return bool(
+            ((a.view(np.uint8) == b.view(np.uint8)).reshape(*a.shape, -1).all(-1) | ~where).all()
+        )
+
+    pairs = zip(jax.tree.leaves(recent), jax.tree.leaves(other_recent), strict=True)
+    return (
+        agree(block.tokens, other_block.tokens, real)
+        and agree(block.logprobs, other_block.logprobs, real)
+        and all(agree(a, b, real[:, None, :, None]) for a, b in pairs)
+    )

@@ -1,0 +1,70 @@
+"""Ends a completion when its text contains a stop string. No JAX.
+
+Tokens, not text, travel in the fleet, so only requests that have stop strings pay for decoding,
+and only of their tail.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlx.base import UserError
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def load_decode(model: Path) -> Decode:
+    """The decoder of an HF directory's tokenizer; special tokens are kept in the text.
+
+    Raises:
+      UserError: when the directory has no tokenizer.
+    """
+    if (model / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    try:
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{model} has no tokenizer, which stop strings need; add tokenizer.json"
+        ) from error
+    return lambda ids: slow.decode(list(ids), skip_special_tokens=False)
+
+
+class StopStrings:
+    """Watches one completion.
+
+    Args:
+      decode: token ids to text.
+      stop: the strings; none empty.
+      minimum: tokens before which nothing ends.
+    """
+
+    def __init__(self, decode: Decode, stop: Sequence[str], minimum: int = 0):
+        self._decode, self._stop, self._minimum = decode, tuple(stop), minimum
+        # A token is at least a byte of text, so no stop string reaches further back than its own
+        # bytes; the rest is room for a character cut in two and for a leading space.
+        self._reach = max(len(text.encode()) for text in stop) + 8
+        self._tail: list[int] = []
+        self._seen = 0
+        self._found = False
+
+    def __call__(self, new: list[int]) -> int | None:
+        """Takes the next tokens; how many of them belong to the completion if it ends in them."""
+        before, seen = self._tail, self._seen
+        self._tail = (before + new)[-self._reach :]
+        self._seen += len(new)
+        if not self._found and not self._contains(before + new):
+            return None
+        for count in range(1, len(new) + 1):
+            self._found = self._found or self._contains(before + new[:count])
+            if self._found and seen + count >= self._minimum:
+                return count
+        return None
+
+    def _contains(self, ids: Sequence[int]) -> bool:
+        text = self._decode(ids)
+        return any(stop in text for stop in self._stop)

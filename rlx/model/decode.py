@@ -1,0 +1,386 @@
+"""The decoder as an engine runs it: prompts into a KV cache, then a token per slot and step. Pure.
+
+Why not decoder.py's `hidden`: serving wants other layouts. Weights are per layer (a scan would
+copy every layer's slice at every step), fused (q, k, v together; gate and up together) and stored
+[out, in]: XLA's CPU matrix product then adds in one order whatever the number of rows, which is
+what keeps a completion independent of its batch. Keys are stored [head_dim, length] and values
+[length, head_dim]: both of attention's products read the cache in order.
+
+Shapes: S slots, P prompts, T prompt tokens, N cache length, K key/value heads, G query heads per
+key/value head, H head width, R steps of one decode call.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx.model.config import ModelConfig
+from rlx.model.decoder import rope_tables
+from rlx.model.params import Params
+from rlx.model.sampling import row_sum
+
+
+class ServingParams(NamedTuple):
+    """Weights as the engine reads them; every matrix is [out, in].
+
+    Attributes:
+      embed, head: [V, D] (the same array when tied). final_norm: [D].
+      layers: per layer, `input_norm`, `qkv` [(G·K + 2·K)·H, D], `o`, `post_norm`,
+        `gate_up` [2·F, D], `down`, and where the model has them `qkv_bias`, `o_bias`, `q_norm`,
+        `k_norm`.
+    """
+
+    embed: jax.Array
+    layers: tuple[dict[str, jax.Array], ...]
+    final_norm: jax.Array
+    head: jax.Array
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys [S, K, H, N] and values [S, K, N, H]; of a decode call's own tokens, both
+    [S, K, R, H]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+Cache = tuple[LayerCache, ...]
+
+
+def serving_params(params: Params, config: ModelConfig, dtype: Any) -> ServingParams:
+    """Weights in the engine's layout.
+
+    Args:
+      params: the pytree of rlx.model.params (JAX or numpy arrays).
+      dtype: of the result, and of the engine's activations and cache.
+    """
+    stacked = {name: np.asarray(value) for name, value in params["layers"].items()}
+
+    def put(value):
+        return jnp.asarray(np.ascontiguousarray(value, dtype))
+
+    def layer(index):
+        one = {name: value[index] for name, value in stacked.items()}
+        fused = {
+            "qkv": np.concatenate([one["q"].T, one["k"].T, one["v"].T]),
+            "gate_up": np.concatenate([one["gate"].T, one["up"].T]),
+            "o": one["o"].T,
+            "down": one["down"].T,
+        }
+        if config.attention_bias:
+            biases = [one["q_bias"], one["k_bias"], one["v_bias"]]
+            fused["qkv_bias"] = np.concatenate(biases)
+        kept = ("input_norm", "post_norm", "o_bias", "q_norm", "k_norm")
+        fused |= {name: one[name] for name in kept if name in one}
+        return {name: put(value) for name, value in fused.items()}
+
+    embed = put(np.asarray(params["embed"]))
+    return ServingParams(
+        embed=embed,
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=put(np.asarray(params["final_norm"])),
+        head=embed if config.tie_embeddings else put(np.asarray(params["lm_head"])),
+    )
+
+
+def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cache:
+    """An empty cache for `slots` sequences of at most `length` tokens."""
+    keys = (slots, config.num_kv_heads, config.head_dim, length)
+    values = (slots, config.num_kv_heads, length, config.head_dim)
+    return tuple(
+        LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+        for _ in range(config.num_layers)
+    )
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """decoder.rms_norm with a sum that does not depend on the number of rows."""
+    x32 = x.astype(jnp.float32)
+    mean = row_sum(x32 * x32) / x.shape[-1]
+    return (x32 * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * scale
+
+
+def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+    y = jnp.einsum("...d,fd->...f", x, layer[name])
+    bias = layer.get(f"{name}_bias")
+    return y if bias is None else y + bias
+
+
+def _qkv(layer, config: ModelConfig, x, cos, sin):
+    """q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D]; RoPE applied."""
+    fused = _linear(layer, "qkv", _rms_norm(x, layer["input_norm"], config.rms_eps))
+    heads = fused.reshape(*x.shape[:-1], -1, config.head_dim)
+    n, k = config.num_heads, config.num_kv_heads
+    q, k, v = heads[..., :n, :], heads[..., n : n + k, :], heads[..., n + k :, :]
+    if config.qk_norm:
+        q = _rms_norm(q, layer["q_norm"], config.rms_eps)
+        k = _rms_norm(k, layer["k_norm"], config.rms_eps)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """rope.rotate by reversing the halves, which vectorises where joining them does not."""
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    cos, sin = cos[..., None, None, :], sin[..., None, :]
+    signed = jnp.stack([-sin, sin], axis=-2)
+    return (halves * cos + halves[..., ::-1, :] * signed).astype(x.dtype).reshape(x.shape)
+
+
+def _finish_layer(layer, config: ModelConfig, x, mixed):
+    """The residual stream after attention's output projection and the MLP."""
+    x = x + _linear(layer, "o", mixed)
+    gate_up = _linear(layer, "gate_up", _rms_norm(x, layer["post_norm"], config.rms_eps))
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return x + _linear(layer, "down", jax.nn.silu(gate) * up)
+
+
+def prefill(
+    params: ServingParams, config: ModelConfig, tokens: jax.Array, chunks: jax.Array, chunk: int
+) -> Cache:
+    """Keys and values of prompts, `chunk` positions at a time: one program for every length.
+
+    Args:
+      tokens: [P, T] int32, T a multiple of `chunk`; a row may be padded at the end, for attention
+        is causal and what padding leaves in the cache is never read.
+      chunks: scalar int32, how many chunks hold tokens; places after them stay zero.
+
+    Returns:
+      A Cache of P rows and length T.
+    """
+
+    def advance(state):
+        index, cache = state
+        start = index * chunk
+        part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
+        cos, sin = rope_tables(config, jnp.broadcast_to(start + jnp.arange(chunk), part.shape))
+        x = params.embed[part]
+        filled = []
+        for layer, old in zip(params.layers, cache, strict=True):
+            q, k, v = _qkv(layer, config, x, cos, sin)
+            keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+            new = LayerCache(
+                jax.lax.dynamic_update_slice_in_dim(old.keys, keys, start, 3),
+                jax.lax.dynamic_update_slice_in_dim(old.values, values, start, 2),
+            )
+            filled.append(new)
+            if len(filled) < config.num_layers:  # the last layer's output would go unread
+                x = _finish_layer(layer, config, x, _prompt_attention(q, new, start))
+        return index + 1, tuple(filled)
+
+    empty = init_cache(config, *tokens.shape, params.embed.dtype)
+    return jax.lax.while_loop(lambda state: state[0] < chunks, advance, (jnp.int32(0), empty))[1]
+
+
+def _prompt_attention(q: jax.Array, cache: LayerCache, start: jax.Array) -> jax.Array:
+    """[P, C, G·K, H] queries at positions start … over the rows' own cache → [P, C, G·K·H]."""
+    prompts, chunk, heads, width = q.shape
+    kv_heads, length = cache.keys.shape[1], cache.keys.shape[3]
+    q = q.reshape(prompts, chunk, kv_heads, heads // kv_heads, width) * width**-0.5
+    scores = jnp.einsum("pckgh,pkhs->pkgcs", q, cache.keys, preferred_element_type=jnp.float32)
+    seen = jnp.arange(length) <= start + jnp.arange(chunk)[:, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+    weights = (weights / row_sum(weights)).astype(cache.values.dtype)
+    mixed = jnp.einsum("pkgcs,pksh->pckgh", weights, cache.values)
+    return mixed.reshape(prompts, chunk, heads * width)
+
+
+def insert(cache: Cache, prompts: Cache, rows: jax.Array, slots: jax.Array, count) -> Cache:
+    """Copies prompt `rows[i]` into slot `slots[i]`, positions from 0, for i < count.
+
+    Args:
+      cache: N ≥ T. prompts: from `prefill`.
+      rows, slots: [S] int32. count: scalar int32; a group's samples name one row `n` times.
+    """
+
+    def fill(index, cache):
+        def put(old, new):
+            block = jax.lax.dynamic_slice_in_dim(new, rows[index], 1)
+            return jax.lax.dynamic_update_slice(old, block, (slots[index], 0, 0, 0))
+
+        return jax.tree.map(put, cache, prompts)
+
+    return jax.lax.fori_loop(0, count, fill, cache)
+
+
+def copy(cache: Cache, sources: jax.Array, targets: jax.Array, count) -> Cache:
+    """Copies whole slots: `sources[i]` to `targets[i]`, both [S] int32, for i < count."""
+
+    def move(index, cache):
+        def put(array):
+            block = jax.lax.dynamic_slice_in_dim(array, sources[index], 1)
+            return jax.lax.dynamic_update_slice(array, block, (targets[index], 0, 0, 0))
+
+        return jax.tree.map(put, cache)
+
+    return jax.lax.fori_loop(0, count, move, cache)
+
+
+def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
+    """Writes the R tokens of a decode call after the `positions` [S] tokens each slot has.
+
+    Args:
+      recent: keys and values [B, K, R, H] of the first B slots, from `decode`.
+    """
+
+    def write(slot, cache):
+        def put(old, new, axis):
+            block = jax.lax.dynamic_slice_in_dim(new, slot, 1)
+            start = [slot, 0, 0, 0]
+            start[axis] = positions[slot]
+            return jax.lax.dynamic_update_slice(old, block, start)
+
+        return tuple(
+            LayerCache(put(old.keys, new.keys.mT, 3), put(old.values, new.values, 2))
+            for old, new in zip(cache, recent, strict=True)
+        )
+
+    slots = recent[0].keys.shape[0]
+    return jax.lax.fori_loop(0, slots, write, cache)
+
+
+def view(cache: Cache, slots: int, length: int) -> Cache:
+    """The first `slots` slots and `length` positions of a cache."""
+    return tuple(
+        LayerCache(layer.keys[:slots, :, :, :length], layer.values[:slots, :, :length])
+        for layer in cache
+    )
+
+
+def step(
+    params: ServingParams,
+    config: ModelConfig,
+    cache: Cache,
+    recent: Cache,
+    index: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Logits of the next token of every slot.
+
+    Each slot attends to its first `lengths` cached tokens and to the first index + 1 tokens of
+    this call's own `recent` block, where all slots write at one place: no scatter. The two parts
+    are added in the same order at every cache length, so a longer view changes no bit.
+
+    Args:
+      cache: [S, …, N], not changed.
+      recent: keys and values of this call's tokens, R places.
+      index: scalar int32, 0 … R − 1.
+      tokens: [S] int32, the slot's token number `lengths + index`.
+      lengths: [S] int32, cached tokens at the start of the call.
+
+    Returns:
+      logits [S, V] float32, and `recent` with place `index` filled.
+    """
+    cos, sin = rope_tables(config, lengths + index)
+    x = params.embed[tokens]
+    filled = []
+    for layer, cached, new in zip(params.layers, cache, recent, strict=True):
+        q, k, v = _qkv(layer, config, x, cos, sin)
+        new = LayerCache(
+            jax.lax.dynamic_update_slice_in_dim(new.keys, k[:, :, None, :], index, 2),
+            jax.lax.dynamic_update_slice_in_dim(new.values, v[:, :, None, :], index, 2),
+        )
+        filled.append(new)
+        x = _finish_layer(layer, config, x, _cached_attention(q, cached, new, index, lengths))
+    x = _rms_norm(x, params.final_norm, config.rms_eps)
+    logits = jnp.einsum("sd,vd->sv", x, params.head, preferred_element_type=jnp.float32)
+    return logits, tuple(filled)
+
+
+def _cached_attention(q, cached: LayerCache, new: LayerCache, index, lengths) -> jax.Array:
+    """[S, G·K, H] queries over both parts of the cache → [S, G·K·H]."""
+    slots, heads, width = q.shape
+    kv_heads = cached.keys.shape[1]
+    q = q.reshape(slots, kv_heads, heads // kv_heads, width) * width**-0.5
+
+    def scores(layout, keys, seen):
+        raw = jnp.einsum(layout, q, keys, preferred_element_type=jnp.float32)
+        return jnp.where(seen[:, None, None], raw, -jnp.inf)
+
+    in_cache = jnp.arange(cached.keys.shape[3]) < lengths[:, None]
+    old = scores("skgh,skhn->skgn", cached.keys, in_cache)
+    now = scores("skgh,skrh->skgr", new.keys, jnp.arange(new.keys.shape[2])[None] <= index)
+    top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(now, -1, keepdims=True))
+    old, now = jnp.exp(old - top), jnp.exp(now - top)
+    total = row_sum(old) + row_sum(now)
+
+    def mix(weights, values):
+        return jnp.einsum(
+            "skgn,sknh->skgh", weights.astype(values.dtype), values,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    mixed = (mix(old, cached.values) + mix(now, new.values)) / total
+    return mixed.astype(cached.values.dtype).reshape(slots, heads * width)
+
+
+class Block(NamedTuple):
+    """Results of a decode call: [S, R] tokens and logprobs; a row's first `counts` [S] hold."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+
+
+# choose(logits_SV, index) -> (tokens_S, logprobs_S)
+Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def decode(
+    params: ServingParams,
+    config: ModelConfig,
+    cache: Cache,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    budgets: jax.Array,
+    stops: jax.Array,
+    choose: Choose,
+    steps: int,
+) -> tuple[Block, Cache]:
+    """Up to `steps` tokens for every slot; ends early once no slot wants more.
+
+    Args:
+      cache: read only; `append` the second result to it afterwards.
+      tokens: [S] int32, each slot's last token, not yet in the cache.
+      lengths: [S] int32, tokens in the cache.
+      budgets: [S] int32, tokens a slot still wants; 0 for an idle slot.
+      stops: [S, M] int32, tokens that end a slot; −1 for none.
+      choose: draws from the logits of step `index`.
+
+    Returns:
+      Block, and the new keys and values [S, …, steps].
+    """
+    slots = tokens.shape[0]
+    shape = (slots, config.num_kv_heads, steps, config.head_dim)
+    empty = jnp.zeros(shape, cache[0].keys.dtype)
+    recent = tuple(LayerCache(empty, empty) for _ in cache)
+    block = Block(
+        jnp.zeros((slots, steps), jnp.int32),
+        jnp.zeros((slots, steps), jnp.float32),
+        jnp.zeros((slots,), jnp.int32),
+    )
+
+    def wanted(state):
+        index, alive, *_ = state
+        return (index < steps) & jnp.any(alive)
+
+    def advance(state):
+        index, alive, tokens, recent, block = state
+        logits, recent = step(params, config, cache, recent, index, tokens, lengths)
+        drawn, logprobs = choose(logits, index)
+        block = Block(
+            jax.lax.dynamic_update_slice_in_dim(block.tokens, drawn[:, None], index, 1),
+            jax.lax.dynamic_update_slice_in_dim(block.logprobs, logprobs[:, None], index, 1),
+            block.counts + alive,
+        )
+        stopped = jnp.any(drawn[:, None] == stops, axis=-1)
+        alive = alive & ~stopped & (block.counts < budgets)
+        return index + 1, alive, drawn, recent, block
+
+    state = (jnp.int32(0), budgets > 0, tokens, recent, block)
+    *_, recent, block = jax.lax.while_loop(wanted, advance, state)
+    return block, recent

@@ -1,0 +1,181 @@
+"""Drawing one token per row from logits, with one uniform number each. Pure.
+
+The draw is the inverse of the cumulative distribution, found in two levels (the block, then the
+token within it): it needs no sort and no random number per token, and every row's arithmetic is
+its own, so what else is in the batch cannot change it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_LOWEST = jnp.iinfo(jnp.int32).min
+
+
+class Restriction(NamedTuple):
+    """What a row may draw from; behaviour log-probabilities are not affected.
+
+    Attributes:
+      top_p: [S] float32 in (0, 1]; the fewest most probable tokens that reach this mass.
+      top_k: [S] int32; the k most probable tokens, 0 for all. Tokens tied with the last stay.
+      banned: [S, M] int32 token ids that must not be drawn; −1 for none.
+    """
+
+    top_p: jax.Array
+    top_k: jax.Array
+    banned: jax.Array
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sum over the last axis, kept: [..., n] float32 → [..., 1].
+
+    A product with ones, because XLA's CPU reductions add in an order that depends on how many rows
+    there are, and its matrix products (of more than a column) do not.
+    """
+    ones = jnp.ones((16, x.shape[-1]), x.dtype)
+    return jnp.einsum("...n,fn->...f", x, ones, precision=jax.lax.Precision.HIGHEST)[..., :1]
+
+
+def draw(
+    logits: jax.Array,
+    uniforms: jax.Array,
+    temperature: jax.Array,
+    restriction: Restriction,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws a token per row and gives its behaviour log-probability.
+
+        logprob = log softmax(logits / temperature)[token]   over the whole vocabulary
+
+    Args:
+      logits: [S, V] float32.
+      uniforms: [S] float32 in [0, 1).
+      temperature: [S] float32 ≥ 0; 0 takes the most probable token (the first of several) and the
+        log-probability of the untempered distribution.
+      restriction: costs time only in calls where some row restricts its draw.
+
+    Returns:
+      tokens [S] int32, logprobs [S] float32 (nats, ≤ 0).
+    """
+    greedy = temperature <= 0
+    z = _blocked(logits / jnp.where(greedy, 1.0, temperature)[:, None])
+    whole = _Table.of(z)
+    ranked = jnp.any((restriction.top_p < 1) | (restriction.top_k > 0))
+    banned = jnp.any(restriction.banned >= 0)
+    allowed = jax.lax.switch(
+        jnp.where(ranked, 2, jnp.where(banned, 1, 0)),
+        (
+            lambda: whole,
+            lambda: _Table.of(_without(z, restriction.banned)),
+            lambda: _Table.of(_ranked(_without(z, restriction.banned), restriction)),
+        ),
+    )
+    running = jnp.cumsum(allowed.masses, axis=-1)
+    goal = uniforms * row_sum(allowed.masses)[:, 0]
+    wanted = jnp.where(
+        greedy[:, None], allowed.peaks == allowed.top[:, None], running > goal[:, None]
+    )
+    block = _first(wanted, allowed.masses > 0)
+    goal -= _pick(running, block) - _pick(allowed.masses, block)
+    row = jnp.take_along_axis(allowed.z, block[:, None, None], axis=1)[:, 0]
+    chances = jnp.exp(row - allowed.top[:, None])
+    reached = jnp.cumsum(chances, axis=-1) > goal[:, None]
+    wanted = jnp.where(greedy[:, None], row == allowed.top[:, None], reached)
+    place = _first(wanted, chances > 0)
+    logprobs = _pick(row, place) - whole.top - jnp.log(row_sum(whole.masses)[:, 0])
+    tokens = jnp.minimum(block * z.shape[-1] + place, logits.shape[1] - 1)
+    return tokens, logprobs
+
+
+class _Table(NamedTuple):
+    """Tempered logits z [S, blocks, width] with each block's peak and mass relative to the top."""
+
+    z: jax.Array
+    peaks: jax.Array
+    top: jax.Array
+    masses: jax.Array
+
+    @classmethod
+    def of(cls, z: jax.Array) -> "_Table":
+        peaks = jnp.max(z, axis=-1)
+        top = jnp.max(peaks, axis=-1)
+        return cls(z, peaks, top, row_sum(jnp.exp(z - top[:, None, None]))[..., 0])
+
+
+def _blocked(z: jax.Array) -> jax.Array:
+    """[S, V] as [S, blocks, width], about as many blocks as columns; −inf where V ends early."""
+    rows, vocab = z.shape
+    square = 1 << ((vocab - 1).bit_length() + 1) // 2
+    width = square
+    while width > 16 and vocab % width:
+        width //= 2
+    if vocab % width:
+        width = square
+        z = jnp.pad(z, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf)
+    return z.reshape(rows, -1, width)
+
+
+def _first(wanted: jax.Array, possible: jax.Array) -> jax.Array:
+    """Index of each row's first `wanted & possible`, or its last `possible` where rounding left
+    none (0 where nothing is possible, which only non-finite logits bring about)."""
+    size = wanted.shape[-1]
+    index = jnp.arange(size, dtype=jnp.int32)
+    first = jnp.min(jnp.where(wanted & possible, index, size), axis=-1)
+    last = jnp.max(jnp.where(possible, index, 0), axis=-1)
+    return jnp.where(first < size, first, last)
+
+
+def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
+
+
+def _without(z: jax.Array, banned: jax.Array) -> jax.Array:
+    """z with −inf at the banned ids."""
+    ids = jnp.arange(z.shape[1] * z.shape[2], dtype=jnp.int32).reshape(z.shape[1:])
+    hit = jnp.zeros(z.shape, bool)
+    for column in range(banned.shape[1]):
+        hit |= ids == banned[:, column, None, None]
+    return jnp.where(hit, -jnp.inf, z)
+
+
+def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
+    """z with −inf where a row must not draw: top-k first, then top-p of what is left.
+
+    Both thresholds are found by bisection over the ordered bit patterns of the floats: exact,
+    and 32 passes over the row are far cheaper than a sort of it.
+    """
+    blocks = z.shape
+    z = z.reshape(z.shape[0], -1)
+    order = _ordered(z)
+    wanted = jnp.where(restriction.top_k > 0, restriction.top_k, z.shape[1])
+    floor = _bisect(lambda level: jnp.sum(order >= level[:, None], axis=-1) >= wanted, z.shape[0])
+    z = jnp.where(order >= floor[:, None], z, -jnp.inf)
+    chances = jnp.exp(z - jnp.max(z, axis=-1, keepdims=True))
+    goal = restriction.top_p * row_sum(chances)[:, 0]
+
+    def reaches(level):
+        return row_sum(jnp.where(order >= level[:, None], chances, 0.0))[:, 0] >= goal
+
+    floor = jnp.where(restriction.top_p < 1, _bisect(reaches, z.shape[0]), _LOWEST)
+    return jnp.where(order >= floor[:, None], z, -jnp.inf).reshape(blocks)
+
+
+def _ordered(z: jax.Array) -> jax.Array:
+    """int32 with the order of the float32 values."""
+    bits = jax.lax.bitcast_convert_type(z, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _bisect(enough, rows: int) -> jax.Array:
+    """[rows] int32: the highest level for which `enough(level)` holds; it holds for the lowest."""
+
+    def halve(_, bounds):
+        low, high = bounds  # enough(low) holds; the answer is in [low, high]
+        # Overflow-free ceil((low + high) / 2) over the whole int32 range.
+        middle = (low | high) - ((low ^ high) >> 1)
+        good = enough(middle)
+        return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
+
+    low = jnp.full((rows,), _LOWEST, jnp.int32)
+    high = jnp.full((rows,), jnp.iinfo(jnp.int32).max, jnp.int32)
+    return jax.lax.fori_loop(0, 32, halve, (low, high))[0]
