@@ -1,0 +1,56 @@
+"""Fixtures that more than one room's tests use."""
+
+from pathlib import Path
+
+import pytest
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def _save_tokenizer(path: Path) -> int:
+    """Writes a byte-level tokenizer of printable ASCII into `path`; returns its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]  # space and newline, byte-level
+    vocab = {text: index for index, text in enumerate([*SPECIAL, *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+    )
+    fast.save_pretrained(path)
+    return len(vocab)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory) -> Path:
+    """An HF directory: random Qwen2 (2 layers, 64 wide, vocabulary 128) with a tokenizer.
+
+    Weights are larger than at initialisation, so that its distributions are far from uniform.
+    Read only: copy it to change it.
+    """
+    import jax
+
+    from rlx.model import hf, params
+    from rlx.model.config import ModelConfig
+
+    root = tmp_path_factory.mktemp("tiny")
+    tokenizer, model = root / "tokenizer", root / "model"
+    assert _save_tokenizer(tokenizer) <= 128
+    config = ModelConfig(
+        "Qwen2ForCausalLM", vocab_size=128, num_layers=2, model_dim=64, mlp_dim=96, num_heads=4,
+        num_kv_heads=2, head_dim=16, tie_embeddings=True, attention_bias=True, max_position=512,
+        initializer_range=0.1, eos_token_ids=(2,), pad_token_id=0,
+    )  # fmt: skip
+    hf.save(model, config, params.init(config, jax.random.key(0)), source=tokenizer)
+    return model
