@@ -169,7 +169,14 @@ class Fleet:
         """
         async with self._publishing:
             start = time.monotonic()
-            weights = await asyncio.to_thread(stage, version, source, method, self._publish_dir)
+            staging = asyncio.create_task(
+                asyncio.to_thread(stage, version, source, method, self._publish_dir)
+            )
+            try:
+                weights = await asyncio.shield(staging)
+            except asyncio.CancelledError:  # the thread goes on, and its file must not stay
+                staging.add_done_callback(_close_result)
+                raise
             previous, self._weights = self._weights, weights
             try:
                 acks = await self._deliver(weights)
@@ -351,3 +358,8 @@ async def _together(coroutines: list) -> None:
                 group.create_task(coroutine)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+def _close_result(staging: asyncio.Task) -> None:
+    if not staging.cancelled() and not staging.exception():
+        staging.result().close()

@@ -14,10 +14,11 @@ import time
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from rlx.base import UserError
 from rlx.fleet import rollout_pb2 as pb
@@ -27,6 +28,7 @@ from rlx.fleet.engine import Chunk, Engine
 from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
 
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
+_DRAIN_SECONDS = 5.0
 _Code = grpc.StatusCode
 
 
@@ -46,6 +48,7 @@ class RolloutService(rpc.RolloutServicer):
       weight_roots: directories that a publish by path may name files in.
       stage_dir: where weights that come as chunks are written until they are loaded.
       recompute_kv: what an update does to the KV cache of running requests by default.
+      hold_seconds: how long new tokens may wait for company on their way to the client.
       clock: of the spans, in ns; the engine's.
     """
 
@@ -56,8 +59,10 @@ class RolloutService(rpc.RolloutServicer):
         weight_roots: Sequence[str] = (),
         stage_dir: str = "/dev/shm",
         recompute_kv: bool = False,
+        hold_seconds: float = 0.1,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
+        self._hold_seconds = hold_seconds
         self._clock = clock
         self._engine = engine
         self._roots = tuple(os.path.realpath(root) for root in weight_roots)
@@ -75,25 +80,29 @@ class RolloutService(rpc.RolloutServicer):
             await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
         try:
             stream = self._engine.generate(wire.request_from(request))
-            async with aclosing(stream), aclosing(_gathered(stream)) as batches:
+            async with (
+                aclosing(stream),
+                aclosing(_gathered(stream, request.n, self._hold_seconds)) as batches,
+            ):
                 async for batch in batches:
                     await context.write(wire.reply_message(batch))
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
 
     async def Publish(self, request_iterator, context):
-        header, file = None, None
+        file = None
+        requests = aiter(request_iterator)
         try:
-            requests = aiter(request_iterator)
             header = await _header(requests)
             if header.path:
                 path = await self._verified(header)
             else:
-                file = await asyncio.to_thread(self._stage_file, header)
+                file = self._stage_file(header)
                 path = file.path
                 await _receive(header, requests, path)
         except RequestError as error:
             _close(file)
+            await _drain(requests)
             await _refuse(context, error.code, error)
         except BaseException:
             _close(file)
@@ -193,23 +202,37 @@ class RolloutService(rpc.RolloutServicer):
         return end_ns - start_ns
 
 
-async def _gathered(stream: AsyncIterator[Chunk]) -> AsyncGenerator[list[Chunk], None]:
-    """Whatever chunks of `stream` are there, together: a decode step makes one message a group."""
+async def _gathered(
+    stream: AsyncIterator[Chunk], n: int, hold_seconds: float
+) -> AsyncGenerator[list[Chunk], None]:
+    """The chunks of `stream`, several at a time: messages are what a wire costs, not tokens.
+
+    A sample's tokens wait for company up to `hold_seconds`; the last of all `n` samples do not.
+    """
     pending: list[Chunk] = []
-    wake = asyncio.Event()
+    wake, ended = asyncio.Event(), asyncio.Event()
 
     async def pump() -> None:
+        left = n
         try:
             async for chunk in stream:
                 pending.append(chunk)
+                left -= chunk.stop_reason is not None
                 wake.set()
+                if not left:
+                    ended.set()
         finally:
             wake.set()
+            ended.set()
 
     task = asyncio.create_task(pump())
     try:
         while True:
             await wake.wait()
+            if hold_seconds and not ended.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(hold_seconds):
+                        await ended.wait()
             wake.clear()
             if pending:
                 batch = pending.copy()
@@ -263,6 +286,15 @@ async def _receive(header: pb.PublishHeader, requests: AsyncIterator, path: str)
                 message = f"cannot stage the weights: {error.strerror}"
                 raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
     _compare(header, size, crc)
+
+
+async def _drain(requests: AsyncIterator) -> None:
+    """Reads on to the end, for a while: a grpc.aio client that is still writing when the status
+    comes may report INTERNAL instead of it."""
+    with suppress(TimeoutError, DecodeError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            async for _ in requests:
+                pass
 
 
 def _compare(header: pb.PublishHeader, size: int, crc: int) -> None:

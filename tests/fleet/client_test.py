@@ -425,3 +425,22 @@ def test_leftovers_of_a_killed_run_are_swept(tools, tmp_path):
             assert not left.exists()
 
     tools.run(main())
+
+
+def test_cancelled_publish_leaves_no_file(tools, tmp_path):
+    async def main():
+        async with tools.fleet(1, tmp_path) as (fleet, engines, _):
+            tensors = {**tools.weights(0.5), "ballast": np.zeros(2_000_000, np.float32)}
+            for _ in range(5):
+                task = asyncio.create_task(fleet.publish(1, tensors))
+                while not list(tmp_path.iterdir()):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                while list(tmp_path.iterdir()):
+                    await asyncio.sleep(0.005)
+            assert (await fleet.publish(2, tensors)).acks
+            assert engines[0].version == 2
+
+    tools.run(main())

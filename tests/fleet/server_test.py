@@ -256,15 +256,15 @@ def test_update_keeps_requests_and_stamps_each_token(tools, tmp_path, arithmetic
 
     async def main():
         async with tools.server(**options) as (engine, server), tools.stub(server) as stub:
-            engine.step_seconds = 0.002
+            engine.step_seconds = 0.005
             call = stub.Generate(request(n=1, max_new_tokens=400, seed=11), timeout=DEADLINE)
             replies = aiter(call)
-            first = wire.pieces(await anext(replies))[0]
+            first = wire.pieces(await anext(replies))
             data = file_bytes(tmp_path, tools)
             await stub.Publish(iter(parts(data, 1)), timeout=DEADLINE)
             rest = [piece async for reply in replies for piece in wire.pieces(reply)]
             tokens, logprobs, versions = (
-                np.concatenate([piece[k] for piece in (first, *rest)]) for k in (1, 2, 3)
+                np.concatenate([piece[k] for piece in (*first, *rest)]) for k in (1, 2, 3)
             )
             assert tokens.tolist() == arithmetic.completion(11, 0, 400)
             assert sorted(set(versions.tolist())) == [0, 1]

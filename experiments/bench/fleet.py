@@ -1,0 +1,169 @@
+"""What the wire costs: tokens through Fleet and gRPC beside the same engine called in process.
+
+    python -m experiments.bench.fleet                   # both parts
+    python -m experiments.bench.fleet --part=wire       # an engine that answers at once
+    python -m experiments.bench.fleet --part=jax        # the JAX engine, 3.7M-parameter model
+
+Part `wire` says how many tokens a second the wire could carry and how much CPU each end spends
+on a million of them, at the shape of the end-to-end workload (groups of 8, 8 tokens a decode call)
+and paced as a 10k tokens/s engine would pace it. Part `jax` compares tokens/s of one server
+process with those of the same engine in this process, on the same core.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from experiments.bench import workload
+from rlx import serve
+from rlx.fleet.client import Fleet
+from rlx.fleet.engine import Chunk, EngineStatus, Request, Sampling
+from rlx.launch.local import CpuPlan, LocalServers
+
+GROUPS, SAMPLES, NEW_TOKENS = 8, 8, 64  # live at a time: 64 sequences
+PROMPT = np.arange(10, 42, dtype=np.int32)
+
+
+class InstantEngine:
+    """Tokens without a model; `step_seconds` between two decode steps of all that runs."""
+
+    def __init__(self, decode_steps: int, step_seconds: float):
+        self.decode_steps, self.step_seconds = decode_steps, step_seconds
+        self.generated = 0
+
+    async def start(self): ...
+    async def pause(self): ...
+    async def resume(self): ...
+    async def load(self, path, version, recompute_kv=False): ...
+    async def close(self): ...
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(0, 0, 0, 64, 4096, self.generated, False)
+
+    async def generate(self, request: Request):
+        most = request.sampling.max_new_tokens
+        for done in range(0, most, self.decode_steps):
+            await asyncio.sleep(self.step_seconds)
+            count = min(self.decode_steps, most - done)
+            tokens, logprobs = list(range(count)), [-1.25] * count
+            reason = "length" if done + count == most else None
+            self.generated += count * request.n
+            for i in range(request.n):
+                yield Chunk(request.first_index + i, tokens, logprobs, [3] * count, reason)
+
+
+def instant(args) -> InstantEngine:
+    return InstantEngine(args.decode_steps, float(os.environ["STEP_SECONDS"]))
+
+
+ENGINES = {**serve.ENGINES, "instant": instant}
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def through_engine(engine, seed: int) -> int:
+    """One group by calling the engine; returns its tokens."""
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, seed=seed)
+    request = Request(str(seed), PROMPT, sampling, n=SAMPLES)
+    return sum([len(chunk.tokens) async for chunk in engine.generate(request)])
+
+
+async def through_fleet(fleet: Fleet, seed: int) -> int:
+    """The same group by way of the wire."""
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, seed=seed)
+    return sum(len(c.tokens) for c in await fleet.generate(PROMPT, sampling, SAMPLES))
+
+
+async def rate(group, seconds: float) -> tuple[float, float]:
+    """(tokens per second, CPU seconds of this process per million tokens), GROUPS at a time."""
+    for seed in range(GROUPS):  # warm
+        await group(seed)
+    total, seeds = 0, iter(range(1 << 30))
+    start, cpu = time.monotonic(), time.process_time()
+
+    async def keep_busy():
+        nonlocal total
+        while time.monotonic() - start < seconds:
+            made = await group(next(seeds))
+            total += made
+
+    await asyncio.gather(*(keep_busy() for _ in range(GROUPS)))
+    elapsed = time.monotonic() - start
+    return total / elapsed, (time.process_time() - cpu) / total * 1e6
+
+
+async def wire_part(seconds: float, directory: str, cores: list[int]) -> None:
+    print("part wire: 64 sequences, groups of 8, 8 tokens a decode call")
+    print(f"{'':24}{'tokens/s':>10}{'CPU s per M tokens: client':>30}{'server':>8}")
+    for name, step in (("unpaced", 0.0), ("paced to 10k tokens/s", 64 * 8 / 10_000)):
+        engine = InstantEngine(8, step)
+        tokens, cpu = await rate(lambda seed, e=engine: through_engine(e, seed), seconds)
+        print(f"{'in process, ' + name:34}{tokens:10.0f}{cpu:20.2f}")
+        os.environ["STEP_SECONDS"] = str(step)
+        with servers("none", directory, cores, engine="instant", decode_steps=8) as local:
+            fleet = Fleet(await asyncio.to_thread(local.wait))
+            await fleet.connect()
+            before = cpu_seconds(local.pids[0])
+            begun = (await fleet.status())[0].tokens_generated
+            tokens, cpu = await rate(lambda seed, f=fleet: through_fleet(f, seed), seconds)
+            made = (await fleet.status())[0].tokens_generated - begun
+            server = (cpu_seconds(local.pids[0]) - before) / made * 1e6
+            print(f"{'Fleet + gRPC, ' + name:34}{tokens:10.0f}{cpu:20.2f}{server:8.2f}")
+            await fleet.close()
+
+
+async def jax_part(seconds: float, directory: str, cores: list[int]) -> None:
+    model = await asyncio.to_thread(workload.make, Path(directory) / "workload")
+    options = {"slots": 64, "max_model_len": 128, "decode_steps": 8}
+    print("part jax: 3.7M-parameter Qwen2, fp32, 64 slots, one core for the engine")
+    with servers(model / "model", directory, cores, engine="jax", **options) as local:
+        fleet = Fleet(await asyncio.to_thread(local.wait))
+        await fleet.connect()
+        wire, client = await rate(lambda seed: through_fleet(fleet, seed), seconds)
+        await fleet.close()
+    print(f"{'Fleet + gRPC':34}{wire:10.0f} tokens/s, client CPU {client:.2f} s per M tokens")
+    from rlx.fleet.engine_jax import JaxEngine
+
+    engine = JaxEngine(str(model / "model"), seed=0, dtype="float32", **options)
+    await engine.start()
+    direct, _ = await rate(lambda seed: through_engine(engine, seed), seconds)
+    await engine.close()
+    print(f"{'in process':34}{direct:10.0f} tokens/s; through the wire {wire / direct:.1%}")
+
+
+def servers(model, directory: str, cores: list[int], **options) -> LocalServers:
+    """One server of this file's engines on the second core."""
+    plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2] or cores),))
+    command = (sys.executable, "-m", "experiments.bench.fleet", "--serve")
+    return LocalServers(model, workdir=directory, plan=plan, command=command, **options)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        return serve.main(sys.argv[2:], ENGINES)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", default="all", choices=("all", "wire", "jax"))
+    parser.add_argument("--seconds", type=float, default=5.0)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as directory:
+        if args.part in ("all", "wire"):
+            os.sched_setaffinity(0, cores[:1])
+            asyncio.run(wire_part(args.seconds, directory, cores))
+        if args.part in ("all", "jax"):
+            os.sched_setaffinity(0, cores[1:2] or cores)  # the engine's core, client and all
+            asyncio.run(jax_part(args.seconds, directory, cores))
+
+
+if __name__ == "__main__":
+    main()
