@@ -1,0 +1,128 @@
+"""The statistics of one train step, computed when somebody reads them.
+
+Reading a device array waits for the step that makes it. `Metrics` keeps the arrays until the first
+read, so the loop may start step n before it reads the metrics of n − 1.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx.algorithms import losses
+from rlx.base import Group
+from rlx.train.packing import FlatBatch, Plan
+
+
+class Metrics(Mapping[str, Any]):
+    """A read-only dict of metrics; the first read waits for the device, once."""
+
+    def __init__(self, compute: Callable[[], dict[str, Any]]):
+        self._compute: Callable[[], dict[str, Any]] | None = compute
+        self._values: dict[str, Any] = {}
+
+    def _read(self) -> dict[str, Any]:
+        if self._compute is not None:
+            self._values, self._compute = self._compute(), None
+        return self._values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._read()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return f"Metrics({self._values if self._compute is None else 'not read yet'})"
+
+
+def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[Plan]) -> dict:
+    """What is known without the device: sizes and shares.
+
+    avg_seq_len, avg_prompt_len: tokens (a prompt ends where the first sampled token stands).
+    n_seqs, n_prompts, n_tokens (prompts included), n_microbatches: counts. no_eos_ratio: share
+    that ended by length. pad_ratio: share of the computed tokens that is padding. info/*: means of
+    the trajectories' own scalars.
+    """
+    count = flat.num_sequences
+    mask = flat.tokens["loss_mask"][: flat.num_tokens]
+    positions = flat.tokens["positions"][: flat.num_tokens]
+    size_of_token = np.repeat(flat.sizes, flat.sizes)
+    prompt = np.minimum.reduceat(np.where(mask, positions, size_of_token), flat.starts)
+    padded = sum(plan.padded_tokens for plan in plans)
+    return {
+        "n_seqs": count,
+        "n_prompts": flat.num_groups,
+        "n_tokens": flat.num_tokens,
+        "n_microbatches": sum(len(plan.microbatch_rows) for plan in plans),
+        "avg_seq_len": flat.num_tokens / count,
+        "avg_prompt_len": float(prompt.mean()),
+        "no_eos_ratio": float(flat.sequences["truncated"][:count].mean()),
+        "pad_ratio": 1 - flat.num_tokens / padded,
+        "row_length": max(plan.row_length for plan in plans),
+        **_info(groups),
+    }
+
+
+def _info(groups: Sequence[Group]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for key, value in trajectory.info.items():
+                values.setdefault(f"info/{key}", []).append(float(value))
+    return {key: float(np.mean(numbers)) for key, numbers in values.items()}
+
+
+def count_versions(flat: FlatBatch) -> dict[int, int]:
+    """How many trained tokens each policy version made."""
+    trained = flat.tokens["versions"][flat.tokens["loss_mask"]]
+    versions, counts = np.unique(trained, return_counts=True)
+    return dict(zip(versions.tolist(), counts.tolist(), strict=True))
+
+
+def staleness(tokens_per_version: Mapping[int, int], version: int) -> dict[str, Any]:
+    """Lag of the trained tokens behind `version`: min, mean, max, and tokens by lag."""
+    lags = {version - old: count for old, count in tokens_per_version.items()}
+    total = sum(lags.values())
+    return {
+        "staleness_min": min(lags, default=0),
+        "staleness_mean": sum(lag * n for lag, n in lags.items()) / max(total, 1),
+        "staleness_max": max(lags, default=0),
+        "staleness_histogram": {str(lag): lags[lag] for lag in sorted(lags)},
+        "tokens_per_version": {str(v): tokens_per_version[v] for v in sorted(tokens_per_version)},
+    }
+
+
+def device_metrics(
+    minibatches: Sequence[Mapping[str, Any]],
+    denominators: Any,
+    sums: Mapping[str, Any],
+    num_sequences: int,
+    schedule: Callable[[Any], Any],
+) -> dict[str, float]:
+    """Metrics from the sums that the device made.
+
+    task_reward: mean reward as the environment gave it. kl_reward: mean per trained token.
+    final_reward: mean of the shaped reward and the summed KL penalty. grad_norm: mean over the
+    minibatches, before clipping. The rest as `losses.summarise` has it.
+    """
+    minibatches, denominators, sums = jax.device_get((minibatches, denominators, sums))
+    total = {key: float(sum(stats[key] for stats in minibatches)) for key in minibatches[0]}
+    skipped, norms = total.pop("skipped_updates"), total.pop("grad_norm")
+    del total["updates"]
+    metrics = losses.summarise(total, float(np.sum(denominators)))
+    shaped, penalty = float(sums["shaped_reward"]), float(sums["kl_reward"])
+    return {
+        **metrics,
+        "task_reward": float(sums["task_reward"]) / num_sequences,
+        "kl_reward": penalty / max(total["n_valid_tokens"], 1.0),
+        "final_reward": (shaped + penalty) / num_sequences,
+        "n_nonfinite_kl": float(sums["n_nonfinite_kl"]),
+        "grad_norm": norms / len(minibatches),
+        "skipped_updates": skipped,
+        "learning_rate": float(schedule(minibatches[-1]["updates"])),
+    }

@@ -1,0 +1,72 @@
+"""Run by update_test in a process with 8 devices: sharded updates equal those of one device."""
+
+import jax
+import numpy as np
+
+from rlx import config as config_lib
+from rlx.base import Group, Trajectory
+from rlx.model import params as parameters
+from rlx.model import sharding
+from rlx.model.config import ModelConfig
+from rlx.train import update
+
+MODEL = ModelConfig(
+    architecture="Qwen2ForCausalLM", vocab_size=32, num_layers=2, model_dim=16, mlp_dim=32,
+    num_heads=4, num_kv_heads=2, head_dim=4, tie_embeddings=True, attention_bias=True,
+)  # fmt: skip
+
+
+def groups(seed):
+    rng = np.random.default_rng(seed)
+    out = []
+    for g in range(4):
+        trajectories = []
+        for i in range(8):
+            prompt, size = 3 + g, int(rng.integers(5, 25))
+            sampled = np.arange(size + prompt) >= prompt
+            trajectories.append(
+                Trajectory(
+                    rng.integers(1, 32, size + prompt).astype(np.int32), sampled,
+                    np.where(sampled, -3.4, 0).astype(np.float32), np.where(sampled, 0, -1),
+                    float(rng.integers(0, 2)), "stop", f"{g}.{i}",
+                )
+            )  # fmt: skip
+        out.append(Group(g, tuple(trajectories)))
+    return out
+
+
+def run(mesh_text, minibatches, budget):
+    config = config_lib.default()
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
+    config.train.row_buckets, config.train.max_tokens_per_microbatch = (32, 64), budget
+    config.train.minibatches = minibatches
+    if mesh_text:
+        mesh = sharding.make_mesh(mesh_text)
+    else:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    trainer = update.make_update(MODEL, config, mesh=mesh)
+    state = trainer.init(parameters.init(MODEL, jax.random.key(0)))
+    for seed in range(2):
+        state, metrics = trainer.update(state, groups(seed))
+    return trainer, state, metrics
+
+
+def main():
+    for minibatches in (1, 2):
+        _, alone, expected = run("", minibatches, 2048)
+        for mesh, budget in (("data:4,tensor:2", 64), ("data:8", 2048), ("data:2,tensor:4", 128)):
+            trainer, state, metrics = run(mesh, minibatches, budget)
+            q = state.params["layers"]["q"]
+            assert len(q.sharding.device_set) == 8
+            assert not q.sharding.is_fully_replicated
+            for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(state), strict=True):
+                np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+            for name in ("actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward"):
+                np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-3, atol=1e-6)
+            wanted = trainer.abstract_state
+            same = jax.tree.map(lambda x, y: x.sharding == y.sharding, state, wanted)
+            assert all(jax.tree.leaves(same)), same
+
+
+if __name__ == "__main__":
+    main()
