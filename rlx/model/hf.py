@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rlx.base import UserError
+from rlx.config import unknown
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.params import Params, Row
@@ -39,9 +40,13 @@ _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 def resolve(path: str) -> Path:
     """The local directory of an HF directory or hub name (downloaded once when it is a name).
 
+    `rlx:NAME` is a model that comes with the package: `rlx/assets/NAME`.
+
     Raises:
       UserError: when it is neither.
     """
+    if path.startswith("rlx:"):
+        return _packaged(path.removeprefix("rlx:"))
     local = Path(path).expanduser()
     if local.is_dir():
         return local
@@ -57,6 +62,14 @@ def resolve(path: str) -> Path:
             f"model.path={path!r} is neither a directory nor downloadable from the hub "
             f"({type(error).__name__}); check the name and the network"
         ) from error
+
+
+def _packaged(name: str) -> Path:
+    assets = Path(__file__).parents[1] / "assets"
+    if not (assets / name / "config.json").exists():
+        names = [directory.name for directory in assets.iterdir()]
+        raise unknown("packaged model", f"rlx:{name}", [f"rlx:{name}" for name in names])
+    return assets / name
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -133,6 +146,7 @@ def save(
         record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
         (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / WEIGHTS).chmod(0o644)  # safetensors makes it 0600, whatever the umask
         for companion in COMPANIONS if source else ():
             if (Path(source) / companion).exists():
                 shutil.copyfile(Path(source) / companion, fresh / companion)

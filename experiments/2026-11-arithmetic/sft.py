@@ -1,0 +1,193 @@
+"""Makes the model that comes with rlx: supervised training on synthetic demonstrations.
+
+    python experiments/2026-11-arithmetic/sft.py [--out=DIR]
+
+Writes an HF directory (by default the packaged `rlx/assets/arithmetic`). The problems are of the
+training side, the demonstrations of `demonstrations.py`; everything is drawn from `--seed`, so the
+command gives the same weights again on the same machine. Progress is measured on held-out
+problems without decoding: greedy decoding writes the careful solution exactly when each of its
+tokens is the most probable one after those before it.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import demonstrations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tokenizer as tokenizers
+
+import rlx
+from rlx.model import decoder, hf
+from rlx.model import params as parameters
+from rlx.model.config import ModelConfig
+from rlx.rollout import arithmetic
+
+PACKAGED = Path(rlx.__file__).parent / "assets" / "arithmetic"
+ROWS, ROW_LENGTH = 16, 176  # the longest prompt and completion have 171 tokens
+Example = tuple[list[int], int]  # token ids, how many of them are the prompt
+
+
+def model_config(tokenizer) -> ModelConfig:
+    """A Qwen2 of 0.6M parameters."""
+    end_of_text, _, end = tokenizer.convert_tokens_to_ids(list(tokenizers.SPECIAL))
+    return ModelConfig(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=len(tokenizer),
+        num_layers=3,
+        model_dim=128,
+        mlp_dim=384,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        tie_embeddings=True,
+        attention_bias=True,
+        max_position=512,
+        eos_token_ids=(end, end_of_text),
+        pad_token_id=end_of_text,
+    )
+
+
+def encode(tokenizer, question: str, completion: str) -> Example:
+    """The chat of one problem as token ids, with the end token; how many are the prompt."""
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return [*prompt, *tokenizer.encode(completion), tokenizer.eos_token_id], len(prompt)
+
+
+def examples(tokenizer, seed: int) -> Iterator[Example]:
+    """Endless demonstrations of training problems."""
+    rng = random.Random(seed)
+    for row in arithmetic.stream(seed, "train"):
+        yield encode(tokenizer, row["question"], demonstrations.draw(row["question"], rng))
+
+
+def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray] | None:
+    """Packs examples in order into [rows, ROW_LENGTH] arrays; None when there are none left.
+
+    The example that does not fit any more is lost, which costs nothing: the source is endless.
+    """
+    batch = {
+        name: np.zeros((rows, ROW_LENGTH), np.int32)
+        for name in ("tokens", "positions", "segment_ids", "loss_mask")
+    }
+    row = start = segment = 0
+    for ids, prompt in source:
+        if start + len(ids) > ROW_LENGTH:
+            row, start, segment = row + 1, 0, 0
+        if row == rows:
+            break
+        segment += 1
+        place = np.s_[row, start : start + len(ids)]
+        batch["tokens"][place] = ids
+        batch["positions"][place] = np.arange(len(ids))
+        batch["segment_ids"][place] = segment
+        batch["loss_mask"][row, start + prompt : start + len(ids)] = 1
+        start += len(ids)
+    return batch if batch["segment_ids"].any() else None
+
+
+def loss(params, config: ModelConfig, batch) -> jax.Array:
+    """Mean negative log-likelihood of the completions' tokens, nats."""
+    logprobs, _ = decoder.logprobs(params, config, batch, chunk=ROWS * ROW_LENGTH)
+    mask = batch["loss_mask"]
+    return -jnp.sum(logprobs * mask) / jnp.maximum(mask.sum(), 1)
+
+
+def make_step(config: ModelConfig, optimizer: optax.GradientTransformation):
+    """step(params, optimizer state, batch) → (params, optimizer state, loss), jitted."""
+
+    @jax.jit
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, config, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def make_measure(config: ModelConfig, tokenizer, questions: list[str]):
+    """measure(params) → what decoding the questions would do, from one pass over careful solutions.
+
+    `greedy_careful`: share that greedy decoding solves with every step written. `method`: the same
+    if it never gave up. `sampled_careful`: mean probability of the careful solution at T = 1.
+    """
+    chats = [encode(tokenizer, q, arithmetic.careful_solution(q)) for q in questions]
+    batches = [packed(iter([chat]), rows=1) for chat in chats]
+    batch = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+    give_up, carry_on = tokenizer.convert_tokens_to_ids(["~", "="])
+
+    @jax.jit
+    def measure(params):
+        x = decoder.hidden(
+            params, config, batch["tokens"], batch["positions"], batch["segment_ids"]
+        )
+        logits = decoder.unembed(params, config, x)[:, :-1]
+        targets, mask = batch["tokens"][:, 1:], batch["loss_mask"][:, 1:] == 1
+        best = jnp.argmax(logits, -1)
+        method = jnp.argmax(logits.at[..., give_up].set(-jnp.inf), -1)
+        logprobs = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return {
+            "greedy_careful": jnp.mean(jnp.all((best == targets) | ~mask, 1)),
+            "method": jnp.mean(jnp.all((method == targets) | ~mask, 1)),
+            "sampled_careful": jnp.mean(jnp.exp(-jnp.sum(logprobs * mask, 1))),
+            "gives_up": jnp.mean(jnp.any((best == give_up) & (targets == carry_on) & mask, 1)),
+        }
+
+    return measure
+
+
+def export(path: Path, config: ModelConfig, params, tokenizer) -> None:
+    """Writes the HF directory: config, weights in float32, tokenizer, chat template."""
+    hf.save(path, config, params)
+    tokenizer.save_pretrained(path)
+    generation = {"eos_token_id": list(config.eos_token_ids), "pad_token_id": config.pad_token_id}
+    (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    # transformers 4 (vLLM's) knows the same class by this name only.
+    file = path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=PACKAGED)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    args = parser.parse_args()
+
+    tokenizer = tokenizers.build()
+    config = model_config(tokenizer)
+    params = parameters.init(config, jax.random.key(args.seed))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, args.steps // 40, args.steps, args.learning_rate / 50
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+    state = optimizer.init(params)
+    step = make_step(config, optimizer)
+    held_out = [row["question"] for row in arithmetic.problems(0, "held_out", 256)]
+    measure = make_measure(config, tokenizer, held_out)
+
+    source, start = examples(tokenizer, args.seed), time.perf_counter()
+    for number in itertools.count(1):
+        params, state, value = step(params, state, packed(source))
+        if number % 200 == 0 or number == args.steps:
+            shown = {"loss": value, **measure(params)}
+            text = "  ".join(f"{name} {float(number):.3f}" for name, number in shown.items())
+            print(f"step {number}  {time.perf_counter() - start:.0f} s  {text}", flush=True)
+        if number == args.steps:
+            break
+    export(args.out, config, params, tokenizer)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
