@@ -60,7 +60,7 @@ def split_of(question: str) -> str:
 
 
 def steps(question: str) -> list[tuple[int, str, int, int]]:
-    """The chain from left to right as (value, operator, operand, result); 47+38: (47, +, 38, 85)."""
+    """The chain from left to right: (value, operator, operand, result), as (47, +, 38, 85)."""
     value, *rest = re.findall(r"\d+|[+-]", question)
     value, chain = int(value), []
     for operator, operand in zip(rest[::2], map(int, rest[1::2]), strict=True):
