@@ -83,4 +83,21 @@ def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
 def eval_record(
     step: int, version: int, scores: Sequence[Mapping[str, Any]], *, elapsed_seconds: float
 ) -> dict[str, Any]:
-    """One line of eval.jsonl from per-question scores with `reward`, `tokens` and `versions`."""
+    """One line of eval.jsonl.
+
+    Args:
+      step, version: train steps done and the acknowledged version when it began.
+      scores: one mapping a question, of `rlx.rollout.evaluation.score`. A question counts as right
+        when its reward is above one half.
+    """
+    n = len(scores)
+    newest = [score["versions"][1] for score in scores if score["versions"]]
+    return {
+        "step": step,
+        "version": version,
+        "version_end": max(newest, default=version),  # of the newest token: training goes on
+        "greedy_acc": sum(score["reward"] > 0.5 for score in scores) / n,
+        "num_questions": n,
+        "mean_tokens": sum(score["tokens"] for score in scores) / n,
+        "elapsed_seconds": elapsed_seconds,
+    }

@@ -1,0 +1,123 @@
+"""Everything a run reads, checked before anything is written or started."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rlx.base import UserError
+from rlx.fleet.engine import Sampling
+from rlx.model import hf
+from rlx.model.config import ModelConfig
+from rlx.observe.jsonl import write_atomically
+from rlx.rollout import arithmetic, data, rewards
+
+TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the run reads: the model's directory and shape, its tokenizer, the dataset rows."""
+
+    model_dir: str
+    model_config: ModelConfig
+    tokenizer: Any
+    train_rows: list[dict]
+    eval_rows: list[dict]
+
+
+def prepare(config: ConfigDict) -> Inputs:
+    """Reads and checks model, tokenizer and data.
+
+    Raises:
+      UserError: naming the file, line, row or tensor that cannot work.
+    """
+    rewards.resolve(config.reward.name)
+    model_dir = hf.resolve(config.model.path)
+    model_config = hf.load_config(model_dir)
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if longest > model_config.max_position:
+        raise UserError(
+            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
+            f"context of {model_config.max_position} tokens; lower one of them"
+        )
+    train_rows, eval_rows = rows(config)
+    return Inputs(model_dir, model_config, load_tokenizer(model_dir), train_rows, eval_rows)
+
+
+def rows(config: ConfigDict) -> tuple[list[dict], list[dict]]:
+    """Training and held-out rows; generated or read."""
+    n = config.eval.num_questions
+    if config.data.kind == "arithmetic":
+        held_out = arithmetic.problems(0, "held_out", n) if n else []
+        return arithmetic.problems(config.seed, "train", TRAIN_PROBLEMS), held_out
+    if not config.data.train:
+        raise UserError("data.train is empty; give a .jsonl file or a hub name")
+    key = config.data.question_key
+    train = data.load(config.data.train, key)
+    held_out = data.load(config.data.eval, key, split="test")[:n] if config.data.eval else []
+    return train, held_out
+
+
+def load_tokenizer(model_dir: str):
+    """The directory's tokenizer; it must have a chat template."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+
+    if not any((Path(model_dir) / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        raise UserError(f"no tokenizer.json in {model_dir}; copy the model's tokenizer files there")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer in {model_dir} has no chat template; use an instruct model")
+    return tokenizer
+
+
+def training_sampling(config: ConfigDict) -> Sampling:
+    """How rollouts are drawn; each prompt gets its own seed later."""
+    s = config.sampling
+    return Sampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        max_new_tokens=s.max_new_tokens,
+        min_new_tokens=s.min_new_tokens,
+        stop=tuple(s.stop),
+    )
+
+
+def evaluation_sampling(config: ConfigDict) -> Sampling:
+    """Greedy, with the same stops and, unless set otherwise, the same budget."""
+    budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    return Sampling(
+        temperature=0.0, max_new_tokens=budget, stop=tuple(config.sampling.stop), seed=config.seed
+    )
+
+
+def as_json(config: ConfigDict) -> dict:
+    """The config as plain JSON values: what config.json and checkpoints hold."""
+    return json.loads(config.to_json_best_effort())
+
+
+def claim(config: ConfigDict, workdir: Path) -> None:
+    """Makes `workdir` and writes config.json into it.
+
+    Raises:
+      UserError: it holds a run that this one would not continue, or cannot be written.
+    """
+    fresh = config.checkpoint.recover_mode == "off" or not (workdir / "checkpoints").is_dir()
+    if fresh and (workdir / "metrics.jsonl").exists():
+        raise UserError(
+            f"{workdir} holds another run and no checkpoint to continue; give a fresh --workdir"
+        )
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make {workdir}: {error.strerror}; choose another --workdir"
+        ) from error
+    text = json.dumps(as_json(config), indent=2, sort_keys=True)
+    write_atomically(workdir / "config.json", text.encode())

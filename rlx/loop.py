@@ -1,0 +1,399 @@
+"""The run: admit, collect, step, publish, checkpoint, evaluate. It calls; it does not compute.
+
+    executor thread   admit ─▶ generate (gRPC) ─▶ reward ─▶ buffer       publish ─▶ set_version
+                                                     │                      ▲
+    this thread       collect ◀──────────────────────┘ ─▶ update ─▶ to_hf ──┘ ─▶ record, save
+
+`collect` blocks only while no batch is ready. A publish runs beside what follows it, and at most
+one is under way. A cluster runs this same file: a laptop has the same processes, only fewer.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from rlx import records
+from rlx.base import Group
+from rlx.fleet.client import Fleet
+from rlx.fleet.client import Limits as FleetLimits
+from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare, training_sampling
+from rlx.launch.local import LocalServers, cpu_plan
+from rlx.model import hf
+from rlx.model import params as parameters
+from rlx.observe.metrics import MetricsWriter
+from rlx.observe.progress import Progress
+from rlx.observe.report import write_report
+from rlx.observe.timeline import Timeline
+from rlx.rollout.data import Cursor
+from rlx.rollout.executor import Executor
+from rlx.rollout.reward_pool import RewardPool
+from rlx.rollout.staleness import Limits
+from rlx.rollout.workflows import RLVR
+from rlx.train import checkpoint
+from rlx.train.update import make_update
+
+INTERRUPTED = 130
+COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
+
+
+def run(config: ConfigDict, workdir: Path) -> int:
+    """Runs `config` in `workdir`, continuing its last checkpoint if there is one.
+
+    Returns:
+      0 when `total_steps` are done; 130 when a signal ended the run after a finished, saved step.
+
+    Raises:
+      UserError: inputs, servers or storage that cannot work. The failure that exhausted the
+        rollouts' budget is raised as it was, with its traceback.
+    """
+    inputs = prepare(config)
+    claim(config, workdir)
+    with ExitStack() as stack:
+        return _Run(config, workdir, inputs, stack).main()
+
+
+class _Run:
+    """One run's parts, and the few facts that change: state, step, what is under way."""
+
+    def __init__(self, config: ConfigDict, workdir: Path, inputs: Inputs, stack: ExitStack):
+        self.config, self.workdir, self.inputs = config, workdir, inputs
+        self.begun = self.last_record = self.last_save = time.monotonic()
+        self.generated, self.stopping = 0, False
+        self.seconds: dict[str, float] = {}
+        self.evaluations: list[_Evaluation] = []
+        self.publishing: Future | None = None
+        self.timeline = Timeline()
+        stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
+        self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
+        stack.enter_context(_signals(self._stop))
+        servers = self._start_servers(stack)
+        self._start_rewards(stack)
+        self._build_trainer()
+        first = self.step + 1
+        self.writer = stack.enter_context(
+            MetricsWriter(workdir, config.observe.tensorboard, first_step=first)
+        )
+        addresses = servers.wait() if servers else tuple(config.fleet.addresses)
+        self._start_executor(stack, addresses)
+
+    # Setting up.
+
+    def _start_servers(self, stack: ExitStack) -> LocalServers | None:
+        """Begins to start local servers, on cores of their own, while the trainer compiles."""
+        fleet, inputs = self.config.fleet, self.inputs
+        self.model_dir = inputs.model_dir
+        if self.config.model.random_init:
+            self.model_dir = self.workdir / "initial"
+            key = jax.random.key(self.config.seed)
+            weights = parameters.init(inputs.model_config, key, self.config.model.dtype)
+            self._export(self.model_dir, weights)
+        if fleet.addresses:
+            return None
+        plan = cpu_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads)
+        os.sched_setaffinity(0, plan.trainer)
+        longest = self.config.data.max_prompt_tokens + self.config.sampling.max_new_tokens
+        servers = LocalServers(
+            self.model_dir,
+            workdir=self.workdir,
+            plan=plan,
+            weight_roots=(fleet.publish_dir,),
+            on_message=self.progress.message,
+            engine=fleet.engine,
+            slots=fleet.slots,
+            max_model_len=fleet.max_model_len or longest,
+            decode_steps=fleet.decode_steps,
+            dtype=self.config.model.publish_dtype,
+            seed=self.config.seed,
+            kv_on_update=fleet.kv_on_update,
+        )
+        return stack.enter_context(servers)
+
+    def _build_trainer(self) -> None:
+        """The train state: the checkpoint's, or that of the model directory."""
+        self.update = make_update(self.inputs.model_config, self.config)
+        self.restored, self.step, self.earlier = None, 0, 0.0
+        if self.config.checkpoint.recover_mode == "auto":
+            self.restored = checkpoint.restore_latest(
+                self.workdir / "checkpoints", self.update.abstract_state
+            )
+        if self.restored:
+            self.state, host = self.restored.state, self.restored.host
+            self.step, self.earlier = host["step"], host["elapsed_seconds"]
+            self.progress.message(f"continuing after step {self.step}")
+        else:
+            _, weights = hf.load(self.model_dir, self.config.model.dtype)
+            self.state = self.update.init(weights)
+
+    def _start_executor(self, stack: ExitStack, addresses: tuple[str, ...]) -> None:
+        """Connects the fleet, gives it the state's version, and begins to admit prompts."""
+        c = self.config
+        self.fleet = Fleet(
+            addresses,
+            limits=FleetLimits(
+                request=c.rollout.request_timeout_seconds, publish=c.fleet.publish_timeout_seconds
+            ),
+            publish_dir=c.fleet.publish_dir,
+            kv_on_update=c.fleet.kv_on_update,
+            on_message=self.progress.message,
+        )
+        self.executor = Executor(
+            self.workflow,
+            Cursor(self.inputs.train_rows, c.seed, c.data.shuffle),
+            Limits(
+                c.rollout.batch_prompts,
+                c.rollout.max_staleness,
+                c.rollout.max_concurrent_rollouts,
+            ),
+            self.fleet,
+            seed=c.seed,
+            max_failures=c.rollout.max_failures,
+            drop_equal_rewards=c.rollout.drop_equal_rewards,
+            request_timeout=c.rollout.request_timeout_seconds,
+        )
+        self.executor.start()
+        stack.callback(self._stop_executor)
+        self.executor.run(self.fleet.connect())
+        if self.restored:
+            self.executor.restore(self.restored.host["executor"], self.restored.groups)
+            self.executor.run(
+                self.fleet.publish(self.step, self._weights(), self.config.fleet.publish)
+            )
+        self.first_version = self.step
+        self.executor.set_version(self.step)
+
+    def _start_rewards(self, stack: ExitStack) -> None:
+        """Reward workers import beside everything else; the prompts are checked."""
+        c = self.config
+        pool = RewardPool(c.reward.name, c.reward.workers, c.reward.timeout_seconds)
+        stack.callback(pool.close)
+        pool.start()
+        self.workflow = RLVR(
+            self.inputs.tokenizer,
+            training_sampling(c),
+            pool,
+            c.sampling.n_samples,
+            system_prompt=c.data.system_prompt,
+            question_key=c.data.question_key,
+            max_prompt_tokens=c.data.max_prompt_tokens,
+            max_model_len=self.inputs.model_config.max_position,
+        )
+
+    def _stop_executor(self) -> None:
+        with suppress(Exception):
+            self.executor.run(self.fleet.close())
+        self.executor.close()
+
+    # The loop.
+
+    def main(self) -> int:
+        """Steps until the last one or a signal; returns the exit status."""
+        self._evaluate()
+        while self.step < self.config.total_steps and not self.stopping:
+            groups = self._collect()
+            if groups is None:
+                break
+            self._train(groups)
+            if self._save_due():
+                self._save()
+        return self._finish()
+
+    def _collect(self) -> list[Group] | None:
+        """The next batch; None when a signal came while there was none."""
+        with self._phase("wait"):
+            while not self.stopping:
+                groups = self.executor.collect(timeout=COLLECT_SECONDS)
+                if groups is not None:
+                    return groups
+        return None
+
+    def _train(self, groups: list[Group]) -> None:
+        """One batch: update, publish, record."""
+        with self._phase("train", step=self.step + 1):
+            self.state, metrics = self.update.update(self.state, groups)
+            jax.block_until_ready(self.state.step)
+        self.step += 1
+        self._publish()
+        if self._due(self.config.eval.every_steps):
+            self._evaluate()
+        self._record(groups, metrics)
+
+    def _publish(self) -> None:
+        """Hands the new weights to the fleet; waits only for the publish before it."""
+        with self._phase("publish", version=self.step):
+            if self.publishing:
+                self.publishing.result()
+            weights = self._weights()
+        self.publishing = self.executor.submit(self._deliver(self.step, weights))
+
+    def _weights(self) -> dict[str, Any]:
+        """The policy of now as the fleet takes it: HF names, on the host."""
+        dtype = self.config.model.publish_dtype
+        return hf.to_hf(self.state.params, self.inputs.model_config, dtype)
+
+    async def _deliver(self, version: int, weights: dict) -> None:
+        """Publishes `version`; its tokens count once every live server has acknowledged it."""
+        if version == self.first_version + 1 and self.evaluations:
+            # The score "before training" is that of one version: it ends before the second comes.
+            await asyncio.wrap_future(self.evaluations[0].future)
+        with self.timeline.span("publish", f"version {version}"):
+            await self.fleet.publish(version, weights, self.config.fleet.publish)
+        self.executor.set_version(version)
+
+    def _record(self, groups: list[Group], metrics: Mapping[str, Any]) -> None:
+        """Writes and shows the step."""
+        now = time.monotonic()
+        spans = self.executor.run(self.fleet.drain_spans())
+        counters = self.executor.counters()
+        generated = counters.pop("generated_tokens")
+        record = records.step_record(
+            self.step,
+            metrics,
+            self.seconds,
+            counters,
+            version=self.executor.version,
+            epoch=groups[-1].group_id // len(self.inputs.train_rows),
+            step_seconds=now - self.last_record,
+            elapsed_seconds=self.earlier + now - self.begun,
+            generated_tokens=generated - self.generated,
+            server_busy_seconds=records.busy_seconds(spans.values()),
+        )
+        self.last_record, self.generated, self.seconds = now, generated, {}
+        self.writer.write(record)
+        count = self.config.observe.transcripts_per_step
+        self.writer.write_rollouts(self.step, records.transcripts(self.step, groups, count))
+        self.progress.update(record)
+        for index, server in enumerate(spans.values()):
+            for name, start, end in server:
+                self.timeline.add(f"server {index}", "engine", name, start, end)
+        for name, start, end in self.executor.drain_spans():
+            self.timeline.add("rewards", "worker", name, start, end)
+        self._record_evaluations()
+
+    # Held-out evaluation, beside training.
+
+    def _evaluate(self) -> None:
+        """Starts a greedy pass over the held-out rows with the weights of now."""
+        if not self.inputs.eval_rows:
+            return
+        sampling = evaluation_sampling(self.config)
+        future = self.executor.evaluate(self.inputs.eval_rows, sampling)
+        self.evaluations.append(_Evaluation(self.step, self.executor.version, future))
+
+    def _record_evaluations(self, wait: bool = False) -> None:
+        """Writes those that are finished, in order; all of them when `wait`."""
+        while self.evaluations and (wait or self.evaluations[0].future.done()):
+            evaluation = self.evaluations.pop(0)
+            scores = evaluation.future.result()
+            record = records.eval_record(
+                evaluation.step,
+                evaluation.version,
+                scores,
+                elapsed_seconds=self.earlier + time.monotonic() - self.begun,
+            )
+            self.writer.write_eval(record)
+            self.progress.evaluation(record)
+
+    # Saving and ending.
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0 and self.step < self.config.total_steps
+
+    def _save_due(self) -> bool:
+        c = self.config.checkpoint
+        seconds = time.monotonic() - self.last_save
+        return self._due(c.every_steps) or (c.every_seconds > 0 and seconds > c.every_seconds)
+
+    def _save(self) -> None:
+        """A checkpoint of everything, and the exported HF directory."""
+        with self._phase("checkpoint", step=self.step):
+            host, groups = self.executor.state()
+            checkpoint.save(
+                self.workdir / "checkpoints",
+                self.step,
+                self.state,
+                {
+                    "step": self.step,
+                    "elapsed_seconds": self.earlier + time.monotonic() - self.begun,
+                    "executor": host,
+                    "config": as_json(self.config),
+                },
+                groups,
+                keep=self.config.checkpoint.keep,
+            )
+            self._export(self.workdir / "hf", self.state.params)
+        self.last_save = time.monotonic()
+
+    def _export(self, path: Path, weights: parameters.Params) -> None:
+        dtype, source = self.config.model.publish_dtype, self.inputs.model_dir
+        hf.save(path, self.inputs.model_config, weights, dtype, source=source)
+
+    def _finish(self) -> int:
+        """Saves, scores the final weights if the run is complete, and writes the report."""
+        self.executor.stop_admitting()
+        if self.publishing:
+            self.publishing.result()
+        self._save()
+        complete = self.step >= self.config.total_steps
+        if complete and self.step > self.first_version:
+            self.progress.phase("final evaluation")
+            self._evaluate()
+        self._record_evaluations(wait=complete)
+        self.timeline.save(self.workdir / "timeline.json")
+        if self.step:
+            self.progress.message(f"report: {write_report(self.workdir)}")
+        if not complete:
+            again = f"python -m rlx.main with the same --config and --workdir={self.workdir}"
+            self.progress.message(f"stopped after step {self.step}; to go on: {again}")
+        return 0 if complete else INTERRUPTED
+
+    # Small things.
+
+    @contextmanager
+    def _phase(self, name: str, **args) -> Iterator[None]:
+        """Times a phase of this thread for the record, the timeline and the terminal."""
+        self.progress.phase(name)
+        start = time.monotonic()
+        try:
+            with self.timeline.span("trainer", name, **args):
+                yield
+        finally:
+            spent = time.monotonic() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+    def _stop(self) -> None:
+        self.stopping = True
+        self.progress.message("finishing this step, then saving; once more to stop at once")
+
+
+class _Evaluation(NamedTuple):
+    """One under way: the step and acknowledged version at its start, and its scores to come."""
+
+    step: int
+    version: int
+    future: Future
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM calls `stop`, the second ends the run where it stands."""
+
+    def handle(number, frame):
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.default_int_handler)
+        stop()
+
+    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

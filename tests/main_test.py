@@ -1,0 +1,180 @@
+"""The main job as a user runs it: real processes, the packaged model, files on disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [
+    sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
+    "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
+    "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=8",
+    "--config.eval.every_steps=2",
+]  # fmt: skip
+
+
+def start(workdir: Path, *flags: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*COMMAND, f"--workdir={workdir}", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 180) -> tuple[int, str]:
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, out
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition, seconds: float = 120):
+    """The first true value of `condition()`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return value
+
+
+def processes_of(workdir: Path) -> list[int]:
+    """Processes whose command line or environment names `workdir`, or that a run there started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(workdir).encode() in text and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished")
+    status, out = finish(start(workdir, "--config.total_steps=3"))
+    assert status == 0, out
+    return workdir, out
+
+
+def test_a_finished_run_leaves_what_the_readme_says(finished_run):
+    workdir, out = finished_run
+    steps = records(workdir / "metrics.jsonl")
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    wanted = {
+        "step", "version", "task_reward", "kl_reward", "final_reward", "advantage",
+        "importance_weight", "actor_clip_ratio", "actor_loss", "ppo_approx_kl", "entropy",
+        "grad_norm", "behaviour_weight", "behaviour_kl", "avg_seq_len", "avg_prompt_len", "n_seqs",
+        "n_tokens", "n_valid_tokens", "no_eos_ratio", "staleness_min", "staleness_mean",
+        "staleness_max", "staleness_histogram", "tokens_per_version", "seconds", "step_seconds",
+        "generated_tokens_per_second", "consumed_tokens_per_second", "dropped", "epoch",
+        "global_step", "admitted", "accepted", "rejected", "failed",
+    }  # fmt: skip
+    for record in steps:
+        assert wanted <= record.keys(), wanted - record.keys()
+        assert record["dropped"] == 0
+        assert record["staleness_max"] <= 2
+        assert record["n_seqs"] == 16
+    scores = records(workdir / "eval.jsonl")
+    assert [score["step"] for score in scores] == [0, 2, 3]
+    assert scores[0]["version"] == 0
+    assert all(s["num_questions"] == 8 and 0 <= s["greedy_acc"] <= 1 for s in scores)
+    trace = json.loads((workdir / "timeline.json").read_text())
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert {"trainer", "server 0", "rewards", "publish"} <= names
+    assert (workdir / "report.html").stat().st_size > 10_000
+    assert list((workdir / "rollouts").glob("step-*.jsonl"))
+    assert list((workdir / "tensorboard").iterdir())
+    assert "step 3/3" in out
+
+
+def test_the_exported_directory_loads_in_transformers(finished_run):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    workdir, _ = finished_run
+    model = transformers.AutoModelForCausalLM.from_pretrained(workdir / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workdir / "hf")
+    ids = tokenizer("12+34=?", return_tensors="pt").input_ids
+    assert model(ids).logits.isfinite().all()
+
+
+def test_a_finished_run_leaves_no_process(finished_run):
+    workdir, _ = finished_run
+    assert not processes_of(workdir)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    process = start(tmp_path, "--config.total_steps=1000")
+    wait_for(lambda: records(tmp_path / "metrics.jsonl"))
+    os.killpg(process.pid, signal.SIGINT)
+    status, out = finish(process)
+    assert status == 130, out
+    assert "Traceback" not in out
+    done = records(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    assert not processes_of(tmp_path)
+    last = done[-1]["step"]
+    status, out = finish(start(tmp_path, f"--config.total_steps={last + 2}"))
+    assert status == 0, out
+    steps = records(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in steps] == list(range(1, last + 3))
+    assert steps[: len(done)] == done
+    assert steps[-1]["staleness_max"] <= 2
+
+
+def test_killing_the_trainer_leaves_no_process(tmp_path):
+    process = start(tmp_path, "--config.total_steps=1000")
+    try:
+        wait_for(lambda: records(tmp_path / "metrics.jsonl"))
+        assert len(processes_of(tmp_path)) >= 2
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    wait_for(lambda: not processes_of(tmp_path), seconds=20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--config.model.path=nowhere"], ["nowhere", "not a directory"]),
+        (["--config.algorithm.preset=grop"], ["'grop'", "'grpo'"]),
+        (["--config.data.kind=jsonl", "--config.data.train=no.jsonl"], ["no.jsonl"]),
+        (["--config.sampling.max_new_tokens=100000"], ["train.row_buckets"]),
+        (["--config.reward.name=gsm9k"], ["gsm9k", "gsm8k"]),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_writes_nothing(tmp_path, flags, words):
+    workdir = tmp_path / "run"
+    status, out = finish(start(workdir, *flags))
+    assert status == 2
+    lines = [line for line in out.splitlines() if line.strip()]
+    assert len(lines) == 1, out
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+    assert not workdir.exists()
+
+
+def test_a_workdir_that_holds_another_run_is_refused(finished_run):
+    workdir, _ = finished_run
+    before = (workdir / "metrics.jsonl").read_bytes()
+    status, out = finish(start(workdir, "--config.checkpoint.recover_mode=off"))
+    assert status == 2
+    assert "holds another run" in out
+    assert (workdir / "metrics.jsonl").read_bytes() == before
