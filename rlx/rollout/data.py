@@ -1,0 +1,240 @@
+"""Dataset rows from a file or the hub, and the cursor that deals them out.
+
+A row is a dict with a question and an answer; whatever else it holds reaches the reward
+function too. Every mistake in a file is an error that names file and line.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.base import UserError
+
+Row = dict[str, Any]
+
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
+
+
+def load(
+    source: str,
+    question_key: str = "question",
+    answer_key: str = "answer",
+    *,
+    split: str = "train",
+) -> list[Row]:
+    """The rows of a .jsonl file, or of a hub data set.
+
+    Args:
+      source: a path, or `owner/name`, `owner/name:split`, `owner/name:config:split`.
+      split: of a hub data set whose name gives none.
+
+    Raises:
+      UserError: a missing file, a bad line, an unreachable or unknown data set.
+    """
+    hub = _HUB_NAME.fullmatch(source)
+    local = Path(source).exists() or source.endswith((".jsonl", ".json"))
+    if hub and not local and not Path(source).parent.is_dir():
+        return load_hub(source, question_key, answer_key, split=split)
+    return load_jsonl(source, question_key, answer_key)
+
+
+def load_jsonl(
+    path: str | Path, question_key: str = "question", answer_key: str = "answer"
+) -> list[Row]:
+    """The rows of a file with one JSON object a line.
+
+    Raises:
+      UserError: naming the file (and line) that cannot be used.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no file {path}{_nearest(path)}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give a .jsonl file") from None
+    if not content.strip():
+        raise UserError(f"{path} is empty; it needs one JSON object a line")
+    lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
+    return [_row(line, f"{path}:{n}", question_key, answer_key) for n, line in enumerate(lines, 1)]
+
+
+def load_hub(
+    source: str,
+    question_key: str = "question",
+    answer_key: str = "answer",
+    *,
+    split: str = "train",
+) -> list[Row]:
+    """The rows of a Hugging Face data set, by the `datasets` package.
+
+    Raises:
+      UserError: the package is missing, the hub cannot be reached, or there is no such data.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{source} is not a file, and reading it from the hub needs the datasets package; "
+            "pip install 'rlx[hub]', or give the path of a .jsonl file"
+        ) from None
+    name, *options = source.split(":")
+    split = options[-1] if options else split
+    config = options[0] if len(options) == 2 else None
+    try:
+        config = config or _default_config(datasets.get_dataset_config_names(name))
+        found = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the package raises dozens of kinds; each line says why
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(
+            f"cannot load {source} ({name}, config {config or 'default'}, split {split}) from the "
+            f"hub: {reason}; check name and network, or give the path of a .jsonl file"
+        ) from error
+    rows = [dict(row) for row in found]
+    if not rows:
+        raise UserError(f"{source} has no rows; choose another split")
+    for n, row in enumerate(rows, 1):
+        _check_keys(row, f"{source}, row {n}", question_key, answer_key)
+    return rows
+
+
+class Cursor:
+    """Deals rows out for ever, each epoch in a new order that is a function of (seed, epoch).
+
+    Position p, from 0, is row p mod N of epoch ⌊p/N⌋. A prompt's group_id is its position, so
+    a restored run finds the row of any prompt again.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0, shuffle: bool = True):
+        if not rows:
+            raise UserError("the dataset has no rows; it needs at least one")
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self._orders: dict[int, np.ndarray] = {}
+        self._digest: str | None = None
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Rows an epoch."""
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next row belongs to, from 0."""
+        return self.position // len(self._rows)
+
+    def next(self) -> tuple[int, Mapping[str, Any]]:
+        """(position, row), and moves on."""
+        position = self.position
+        self.position += 1
+        return position, self.row(position)
+
+    def row(self, position: int) -> Mapping[str, Any]:
+        """The row at `position` ≥ 0."""
+        epoch, index = divmod(position, len(self._rows))
+        return self._rows[int(self._order(epoch)[index])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; `load_state_dict` continues from it."""
+        return {
+            "position": self.position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "rows": len(self._rows),
+            "digest": self._content(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was.
+
+        Raises:
+          UserError: rows, seed or shuffling are not those of the state.
+        """
+        mine = self.state_dict()
+        for key, what in (
+            ("rows", "number of rows"),
+            ("digest", "dataset's content"),
+            ("seed", "seed"),
+            ("shuffle", "data.shuffle"),
+        ):
+            if mine[key] != state[key]:
+                raise UserError(
+                    f"the {what} changed since the checkpoint ({state[key]} before, {mine[key]} "
+                    "now); change it back, or start in a fresh --workdir"
+                )
+        self.position = int(state["position"])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            if len(self._orders) > 2:  # an epoch's stragglers need the one before, no more
+                self._orders.pop(min(self._orders))
+            n = len(self._rows)
+            rng = np.random.default_rng([self._seed, epoch])
+            self._orders[epoch] = rng.permutation(n) if self._shuffle else np.arange(n)
+        return self._orders[epoch]
+
+    def _content(self) -> str:
+        """A digest of all rows; they are not expected to change under us."""
+        if self._digest is None:
+            digest = hashlib.blake2b(digest_size=8)
+            for row in self._rows:
+                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            self._digest = digest.hexdigest()
+        return self._digest
+
+
+def _row(line: bytes, where: str, question_key: str, answer_key: str) -> Row:
+    if not line.strip():
+        raise UserError(f"{where}: the line is empty; remove it")
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}; one object a line"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+        raise UserError(f"{where}: not a row: {error}; one flat object a line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
+    _check_keys(row, where, question_key, answer_key)
+    return row
+
+
+def _check_keys(row: Row, where: str, question_key: str, answer_key: str) -> None:
+    for key in (question_key, answer_key):
+        if key not in row:
+            keys = ", ".join(map(repr, row)) or "no keys at all"
+            remedy = "set data.question_key" if key == question_key else "rename one"
+            raise UserError(f"{where}: the row has no {key!r}, only {keys}; add it or {remedy}")
+    if not isinstance(row[question_key], str) or not row[question_key].strip():
+        raise UserError(f"{where}: {question_key!r} must be text, got {row[question_key]!r}")
+
+
+def _default_config(names: Sequence[str]) -> str | None:
+    return next(
+        (name for name in ("default", "main") if name in names), names[0] if names else None
+    )
+
+
+def _nearest(path: Path) -> str:
+    """A remedy for a path that does not exist."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; the directory {folder} does not exist either"
+    names = sorted(p.name for p in folder.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=1)
+    files = [name for name in names if name.endswith(".jsonl")]
+    if near:
+        return f"; did you mean {folder / near[0]}?"
+    return f"; {folder} holds {', '.join(files[:5])}" if files else f"; no .jsonl file in {folder}"

@@ -1,0 +1,432 @@
+"""The asynchronous half of a run: a thread that keeps the fleet busy and fills the buffer.
+
+    trainer thread                     executor thread (one asyncio loop)
+
+    set_version(v) ──────────────────▶ admit while capacity > 0
+                                         │  a task a prompt: workflow.run → group
+                                         ├─ accepted ─▶ buffer ──┐
+                                         ├─ rejected: place free, next prompt
+                                         └─ failed: place free, same prompt again; over the
+    collect() ◀── the next batch ────────────────── budget: the error ──┘
+
+What may be admitted and what forms a batch is decided by `staleness.py` and `buffer.py`; this
+file only feeds them events, under one lock. Both threads read and change the state, never while
+waiting for anything else.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import heapq
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rlx.base import Group, UserError
+from rlx.fleet.engine import Sampling
+from rlx.rollout import buffer as buffers
+from rlx.rollout import evaluation, staleness
+from rlx.rollout.data import Cursor
+from rlx.rollout.staleness import Limits, Staleness
+from rlx.rollout.workflows import Generator, Workflow
+
+_ADMIT_AT_ONCE = 64  # tasks started between two looks at the network
+_POLL_SECONDS = 0.5  # how long a waiting trainer is deaf to a dead executor
+_REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
+
+
+class RolloutError(RuntimeError):
+    """More prompts failed than the budget allows; its cause is the last failure."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Ticket:
+    """One attempt at one prompt. `version` is that of its admission."""
+
+    group_id: int
+    attempt: int = 0
+    version: int = -1
+
+
+class Executor:
+    """Admits prompts, runs workflows, and hands out batches of groups.
+
+    Admission begins with the first `set_version`, when the fleet has its first weights.
+
+    Args:
+      workflow: makes a group of a row.
+      cursor: deals out the rows.
+      limits: batch size, staleness bound, concurrency.
+      fleet: given to the workflow; used on the executor's loop only.
+      seed: of the run; a group's seed is a function of it, the group's id and the attempt.
+      max_failures: failed attempts, in this process, before `collect` raises.
+      drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
+      request_timeout: seconds for one attempt, after which it has failed.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        cursor: Cursor,
+        limits: Limits,
+        fleet: Generator,
+        *,
+        seed: int = 0,
+        max_failures: int = 8,
+        drop_equal_rewards: bool = False,
+        request_timeout: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._workflow, self._cursor, self._limits = workflow, cursor, limits
+        self._fleet, self._seed, self._clock = fleet, seed, clock
+        self._max_failures, self._request_timeout = max_failures, request_timeout
+        self._drop_equal_rewards = drop_equal_rewards
+
+        self._changed = threading.Condition()  # guards everything below
+        self._staleness, self._buffer = Staleness(), buffers.Buffer()
+        self._live: dict[int, Ticket] = {}
+        self._retry: list[Ticket] = []  # a heap: prompts to start again, oldest first
+        self._open = self._stopped = False
+        self._error: BaseException | None = None
+        self._failures = self._rejected_in_a_row = self._dropped = 0
+        self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
+        self._idle_since: float | None = None
+
+        self._thread = threading.Thread(target=self._run_loop, name="executor", daemon=True)
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Event | None = None
+        self._tasks: set[asyncio.Task] = set()
+
+    # Life.
+
+    def start(self) -> None:
+        """Starts the thread; coroutines may be submitted from now on."""
+        self._thread.start()
+        self._started.wait()
+
+    def close(self) -> None:
+        """Cancels what is under way and ends the thread. The fleet is the caller's to close."""
+        with self._changed:
+            self._open, self._stopped = False, True
+            self._changed.notify_all()
+        if self._loop and self._end and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join()
+
+    def submit(self, coroutine: Coroutine) -> Future:
+        """Runs `coroutine` on the loop, beside everything else."""
+        if self._loop is None:
+            raise RuntimeError("start the executor before submitting to it")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine) -> Any:
+        """Runs `coroutine` on the loop and waits for its result; not from the loop itself."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("run() would wait for itself on the executor's own thread; await it")
+        return self.submit(coroutine).result()
+
+    # The trainer's side.
+
+    def set_version(self, version: int) -> None:
+        """Every live server has acknowledged `version`. From any thread."""
+        with self._changed:
+            self._staleness = staleness.publish(self._staleness, version)
+            if not self._stopped:
+                self._open = True
+            self._changed.notify_all()
+        if self._loop and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._admit)
+
+    def stop_admitting(self) -> None:
+        """No prompt starts any more; those under way finish. Evaluation goes on."""
+        with self._changed:
+            self._open, self._stopped = False, True
+
+    def collect(self, timeout: float | None = None) -> list[Group] | None:
+        """The next batch: `limits.batch_prompts` groups by group_id; waits until it is there.
+
+        Args:
+          timeout: seconds to wait; None: for ever.
+
+        Returns:
+          None when the time is up.
+
+        Raises:
+          RolloutError: too many failures; the last one, with its traceback, is the cause.
+          UserError: a failure that no retry can mend.
+        """
+        begun = self._clock()
+        with self._changed:
+            try:
+                while not self._ready():
+                    left = _POLL_SECONDS
+                    if timeout is not None:
+                        left = min(left, begun + timeout - self._clock())
+                    if left <= 0:
+                        return None
+                    self._changed.wait(left)
+                step = self._staleness.consumed
+                self._buffer, batch = buffers.take(self._buffer, step, self._limits)
+                self._staleness = staleness.consume(self._staleness, self._limits)
+                return batch
+            finally:
+                self._wait_seconds += self._clock() - begun
+
+    def evaluate(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        concurrency: int = 16,
+        priority: int = 0,
+    ) -> Future:
+        """Starts a held-out evaluation beside training; the future has `evaluation.score`'s list.
+
+        It has its own concurrency and failure budget and does not count as training. A failed
+        evaluation raises from the future.
+        """
+        return self.submit(
+            evaluation.score(
+                self._workflow,
+                self._fleet,
+                rows,
+                sampling,
+                concurrency=concurrency,
+                priority=priority,
+                max_failures=self._max_failures,
+                timeout=self._request_timeout,
+            )
+        )
+
+    @property
+    def version(self) -> int:
+        """The newest version that every live server has acknowledged."""
+        with self._changed:
+            return self._staleness.version
+
+    def counters(self) -> dict[str, float]:
+        """Totals: of the run for events, of this process for tokens and seconds.
+
+        `dropped` counts groups that were accepted and are neither trained on nor buffered.
+        `wait_seconds` is the trainer's, `idle_seconds` the time without any live prompt.
+        """
+        with self._changed:
+            state, buffered = self._staleness, self._buffer.num_finished
+            consumed = state.consumed * self._limits.batch_prompts
+            idle = self._idle_seconds
+            if self._idle_since is not None:
+                idle += self._clock() - self._idle_since
+            return {
+                "admitted": state.admitted,
+                "accepted": state.accepted,
+                "rejected": state.rejected,
+                "failed": state.failed,
+                "dropped": self._dropped + state.accepted - consumed - buffered,
+                "running": state.running,
+                "buffered": buffered,
+                "generated_tokens": self._generated_tokens,
+                "wait_seconds": self._wait_seconds,
+                "idle_seconds": idle,
+            }
+
+    def drain_spans(self) -> list[tuple[str, int, int]]:
+        """(name, start_ns, end_ns) of rewards since the last call, CLOCK_MONOTONIC."""
+        return [("reward", s.start_ns, s.end_ns) for s in self._workflow.drain_spans()]
+
+    # Checkpoints.
+
+    def state(self) -> tuple[dict[str, Any], list[Group]]:
+        """What `restore` needs: JSON-able facts, and the groups not yet trained on.
+
+        Take it when the batch collected last has been trained on. Prompts under way are kept by
+        their ids and start again, with the same seeds.
+        """
+        with self._changed:
+            pending = [(t.group_id, t.attempt) for t in [*self._live.values(), *self._retry]]
+            host = {
+                "step": self._staleness.consumed,
+                "cursor": self._cursor.state_dict(),
+                "pending": [list(pair) for pair in sorted(pending)],
+                "admitted": self._staleness.admitted,
+                "rejected": self._staleness.rejected,
+                "failed": self._staleness.failed,
+                "dropped": self._dropped,
+            }
+            return host, buffers.groups(self._buffer)
+
+    def restore(self, host: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """Continues where `state` was taken; before the first `set_version`.
+
+        Groups that a lowered max_staleness has made too old are generated again (and counted as
+        dropped).
+
+        Raises:
+          UserError: the dataset is another one.
+        """
+        with self._changed:
+            if self._open or self._staleness.admitted:
+                raise RuntimeError("restore comes before the first set_version")
+            step = int(host["step"])
+            self._cursor.load_state_dict(host["cursor"])
+            self._buffer, left_over = buffers.restore(groups, step, self._limits)
+            self._staleness = dataclasses.replace(
+                staleness.resume(step, self._buffer.num_finished, self._limits),
+                **{event: int(host[event]) for event in ("admitted", "rejected", "failed")},
+            )
+            self._dropped = int(host["dropped"]) + len(left_over)
+            self._retry = [Ticket(int(g), int(a)) for g, a in host["pending"]]
+            self._retry += [Ticket(g.group_id) for g in left_over]
+            heapq.heapify(self._retry)
+
+    # The loop's side.
+
+    def _run_loop(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            self._stop(error)
+        finally:
+            self._started.set()
+
+    async def _main(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        await self._end.wait()  # then asyncio.run cancels whatever is left
+
+    def _admit(self) -> None:
+        """Starts as many prompts as the rules allow, with a look at the network in between."""
+        with self._changed:
+            for _ in range(_ADMIT_AT_ONCE):
+                if not self._may_admit():
+                    return
+                ticket = self._next_ticket()
+                self._staleness = staleness.admit(self._staleness, self._limits)
+                self._buffer = buffers.admit(self._buffer, ticket.version)
+                self._live[ticket.group_id] = ticket
+                self._stop_idling()
+                task = asyncio.get_running_loop().create_task(self._attempt(ticket))
+                self._tasks.add(task)  # the loop itself keeps only weak references
+                task.add_done_callback(self._ended)
+        asyncio.get_running_loop().call_soon(self._admit)
+
+    def _may_admit(self) -> bool:
+        if not self._open or self._error is not None:
+            return False
+        return staleness.capacity(self._staleness, self._limits) > 0
+
+    def _next_ticket(self) -> Ticket:
+        version = self._staleness.version
+        if self._retry:
+            return dataclasses.replace(heapq.heappop(self._retry), version=version)
+        return Ticket(self._cursor.next()[0], 0, version)
+
+    async def _attempt(self, ticket: Ticket) -> None:
+        seed = group_seed(self._seed, ticket.group_id, ticket.attempt)
+        row = self._cursor.row(ticket.group_id)
+        try:
+            async with asyncio.timeout(self._request_timeout) as limit:
+                group = await self._workflow.run(
+                    self._fleet, row, group_id=ticket.group_id, seed=seed
+                )
+        except asyncio.CancelledError as error:
+            if self._end is None or self._end.is_set():
+                raise
+            self._fail(ticket, RuntimeError(f"the workflow was cancelled from within: {error}"))
+        except Exception as error:
+            self._fail(ticket, self._too_slow() if limit.expired() else error)
+        else:
+            self._finish(ticket, group)
+        self._admit()
+
+    def _too_slow(self) -> TimeoutError:
+        limit = f"rollout.request_timeout_seconds={self._request_timeout:g}"
+        return TimeoutError(f"it took longer than {limit}")
+
+    def _finish(self, ticket: Ticket, group: Group) -> None:
+        """Accepts or rejects a finished group."""
+        rewards = {trajectory.reward for trajectory in group.trajectories}
+        with self._changed:
+            self._leave(ticket)
+            self._generated_tokens += sum(t.num_trained for t in group.trajectories)
+            if self._drop_equal_rewards and len(rewards) == 1:
+                self._buffer = buffers.withdraw(self._buffer, ticket.version)
+                self._staleness = staleness.reject(self._staleness)
+                self._count_rejection(rewards.pop())
+            else:
+                self._buffer = buffers.finish(self._buffer, ticket.version, group)
+                self._staleness = staleness.accept(self._staleness)
+                self._rejected_in_a_row = 0
+            self._changed.notify_all()
+
+    def _count_rejection(self, reward: float) -> None:
+        self._rejected_in_a_row += 1
+        if self._rejected_in_a_row >= _REJECTIONS * self._limits.batch_prompts:
+            self._stop(
+                UserError(
+                    f"the last {self._rejected_in_a_row} groups were all rejected because their "
+                    f"rewards are equal (the last: all {reward:g}), so no batch fills; choose "
+                    "easier or harder data, or set rollout.drop_equal_rewards=False"
+                )
+            )
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """Queues the prompt again, or ends the run when the budget is spent."""
+        with self._changed:
+            self._leave(ticket)
+            self._buffer = buffers.withdraw(self._buffer, ticket.version)
+            self._staleness = staleness.fail(self._staleness)
+            heapq.heappush(self._retry, Ticket(ticket.group_id, ticket.attempt + 1))
+            self._failures += 1
+            if isinstance(error, UserError):
+                self._stop(error)
+            elif self._failures > self._max_failures:
+                last = RolloutError(
+                    f"{self._failures} rollouts failed, rollout.max_failures="
+                    f"{self._max_failures} are allowed; the last one, group {ticket.group_id}: "
+                    f"{type(error).__name__}: {error}"
+                )
+                last.__cause__ = error
+                self._stop(last)
+
+    def _leave(self, ticket: Ticket) -> None:
+        del self._live[ticket.group_id]
+        if not self._live:
+            self._idle_since = self._clock()
+
+    def _stop_idling(self) -> None:
+        if self._idle_since is not None:
+            self._idle_seconds += self._clock() - self._idle_since
+            self._idle_since = None
+
+    def _ended(self, task: asyncio.Task) -> None:
+        """An exception that got out of an attempt is a bug, and must reach the trainer."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
+            self._stop(task.exception())
+
+    def _stop(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _ready(self) -> bool:
+        """Whether a batch can be taken; raises what ended the run."""
+        if self._error is not None:
+            raise self._error
+        if not self._thread.is_alive():
+            raise RuntimeError("the executor's thread is not running")
+        return buffers.ready(self._buffer, self._staleness.consumed, self._limits)
+
+
+def group_seed(seed: int, group_id: int, attempt: int) -> int:
+    """A sampling seed in [0, 2³¹), a function of the run's seed, the group and the attempt.
+
+    A retry draws anew: a completion that hangs its reward function would hang it again.
+    """
+    digest = hashlib.blake2b(f"{seed} {group_id} {attempt}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

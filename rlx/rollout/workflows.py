@@ -1,0 +1,181 @@
+"""How one dataset row becomes one group of trajectories.
+
+A workflow has `async run(fleet, row, *, group_id, seed, …) -> Group`; it runs on the executor's
+event loop, so everything here is short or awaited.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlx.base import Group, Trajectory, UserError
+from rlx.fleet.engine import Sampling
+from rlx.fleet.sample import Completion
+from rlx.rollout.reward_pool import Call, RewardPool, Span
+
+_MAX_SPANS = 100_000  # kept until drained
+
+
+class Generator(Protocol):
+    """What a workflow needs of the fleet."""
+
+    async def generate(
+        self, prompt_tokens: Any, sampling: Sampling, n: int, *, priority: int = 0
+    ) -> list[Completion]: ...
+
+
+class Workflow(Protocol):
+    """What the executor needs of a workflow."""
+
+    async def run(
+        self,
+        fleet: Generator,
+        row: Mapping[str, Any],
+        *,
+        group_id: int,
+        seed: int,
+        sampling: Sampling | None = None,
+        n: int | None = None,
+        priority: int = 0,
+    ) -> Group: ...
+
+    def drain_spans(self) -> list[Span]: ...
+
+
+class RLVR:
+    """One turn with a verifiable reward: row → chat template → n samples → a reward each."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        sampling: Sampling,
+        reward_pool: RewardPool,
+        n: int,
+        *,
+        system_prompt: str = "",
+        question_key: str = "question",
+        max_prompt_tokens: int = 0,
+        max_model_len: int = 0,
+    ):
+        """Holds what every group shares.
+
+        Args:
+          tokenizer: a transformers tokenizer with a chat template.
+          sampling: of training; each group's seed replaces its own.
+          n: trajectories a group.
+          system_prompt: a first message with this text; none when empty.
+          max_prompt_tokens: limit of the rendered prompt; 0: none.
+          max_model_len: the servers' context, which must also leave room for one token; 0: unknown.
+        """
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._rewards = reward_pool
+        self._n = n
+        self._system_prompt = system_prompt
+        self._question_key = question_key
+        self._limits = {
+            "data.max_prompt_tokens": max_prompt_tokens,
+            "the model's context, less a token to generate": max(0, max_model_len - 1),
+        }
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+
+    def render(self, row: Mapping[str, Any]) -> str:
+        """The prompt's text: system message, question, and the start of the answer's turn."""
+        messages = [{"role": "user", "content": str(row[self._question_key])}]
+        if self._system_prompt:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+
+    def prompt_ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
+        """The prompt's tokens.
+
+        Raises:
+          UserError: they exceed a limit; says so of `name`.
+        """
+        return self._encode(self.render(row), row, name)
+
+    def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
+        """Raises UserError for the first row whose prompt is too long.
+
+        Every token stands for a byte or more, so only long texts are tokenised.
+        """
+        limit = min((limit for limit in self._limits.values() if limit), default=0)
+        for index, row in enumerate(rows):
+            text = self.render(row)
+            if limit and len(text.encode()) + 8 > limit:  # 8: what a tokenizer may put in front
+                self._encode(text, row, f"row {index + 1} of {name}")
+
+    async def run(
+        self,
+        fleet: Generator,
+        row: Mapping[str, Any],
+        *,
+        group_id: int,
+        seed: int,
+        sampling: Sampling | None = None,
+        n: int | None = None,
+        priority: int = 0,
+    ) -> Group:
+        """The group of `row`; `sampling` and `n` replace those of training for evaluation."""
+        text = self.render(row)
+        prompt = self._encode(text, row, f"group {group_id}")
+        drawn = dataclasses.replace(sampling or self._sampling, seed=seed)
+        completions = await fleet.generate(prompt, drawn, n or self._n, priority=priority)
+        ids = [completion.tokens.tolist() for completion in completions]
+        texts = self._tokenizer.batch_decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        calls = [Call(text, t, prompt, i, row) for t, i in zip(texts, ids, strict=True)]
+        rewards, spans = await self._rewards.rewards(calls)
+        self._spans.extend(spans)
+        head = np.array(prompt, np.int32)
+        trajectories = tuple(
+            trajectory(head, completions[i], rewards[i], f"{group_id}.{i}", text, texts[i])
+            for i in range(len(completions))
+        )
+        return Group(group_id, trajectories, row)
+
+    def drain_spans(self) -> list[Span]:
+        """When and where rewards were computed since the last call."""
+        spans = []
+        while self._spans:
+            spans.append(self._spans.popleft())
+        return spans
+
+    def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        for what, limit in self._limits.items():
+            if limit and len(ids) > limit:
+                raise UserError(
+                    f"the prompt of {name} has {len(ids)} tokens, {what} is {limit}; shorten or "
+                    f"remove it, or raise the limit: {str(row[self._question_key])[:60]!r}"
+                )
+        return ids
+
+
+def trajectory(
+    prompt: np.ndarray,
+    completion: Completion,
+    reward: float,
+    trajectory_id: str,
+    prompt_text: str = "",
+    completion_text: str = "",
+) -> Trajectory:
+    """A single turn: `prompt` ([P] int32, not trained), then the completion's sampled tokens."""
+    ahead, sampled = len(prompt), len(completion.tokens)
+    return Trajectory(
+        tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32, copy=False),
+        loss_mask=np.arange(ahead + sampled) >= ahead,
+        behaviour_logprobs=np.concatenate([np.zeros(ahead, np.float32), completion.logprobs]),
+        versions=np.concatenate([np.full(ahead, -1, np.int32), completion.versions]),
+        reward=reward,
+        stop_reason=completion.stop_reason,
+        trajectory_id=trajectory_id,
+        prompt=prompt_text,
+        completion=completion_text,
+    )

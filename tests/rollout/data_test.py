@@ -1,0 +1,244 @@
+"""Files with every kind of mistake, the hub's absence, and the cursor."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.base import UserError
+from rlx.rollout import data
+from rlx.rollout.data import Cursor
+
+GOOD = '{"question": "1+1?", "answer": "2"}'
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to(content, name="train.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return to
+
+
+def test_rows_keep_order_extra_keys_and_any_text(write):
+    rows = [
+        {"question": "a\u2028b\u00e9 \U0001d7db", "answer": "1", "level": 3},
+        {"question": "c", "answer": 2},
+    ]
+    path = write("\n".join(json.dumps(r, ensure_ascii=False) for r in rows) + "\n")
+    assert data.load(str(path)) == rows
+    assert data.load_jsonl(write("\ufeff" + GOOD + "\r\n" + GOOD))[1]["answer"] == "2"
+
+
+def test_other_keys(write):
+    path = write('{"problem": "p", "solution": "s"}\n')
+    assert data.load_jsonl(path, "problem", "solution") == [{"problem": "p", "solution": "s"}]
+
+
+@pytest.mark.parametrize(
+    ("second_line", "message"),
+    [
+        ('{"question": "x", "answer": }', "not JSON: Expecting value at column 29"),
+        ('{"question": "x"', "not JSON"),
+        ("", "the line is empty"),
+        ("   ", "the line is empty"),
+        ("[1, 2]", "must be a JSON object, not list"),
+        ("null", "must be a JSON object, not NoneType"),
+        ('{"answer": "2"}', "has no 'question', only 'answer'; add it or set data.question_key"),
+        ('{"question": "x", "anwser": "2"}', "has no 'answer', only 'question', 'anwser'"),
+        ("{}", "only no keys at all"),
+        ('{"question": 5, "answer": "2"}', "'question' must be text, got 5"),
+        ('{"question": " ", "answer": "2"}', "'question' must be text"),
+        (b'{"question": "\xff", "answer": "2"}', "not UTF-8 at byte 14"),
+        ('{"question": "x", "answer": ' + "9" * 5000 + "}", "not a row: "),
+        ("[" * 100_000, "not a row: "),
+    ],
+)
+def test_a_bad_line_is_named(write, second_line, message):
+    if isinstance(second_line, str):
+        second_line = second_line.encode()
+    path = write(GOOD.encode() + b"\n" + second_line + b"\n" + GOOD.encode() + b"\n")
+    with pytest.raises(UserError) as error:
+        data.load(str(path))
+    text = str(error.value)
+    assert text.startswith(f"{path}:2: ")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("content", ["", "\n", "  \n\n"])
+def test_an_empty_file(write, content):
+    with pytest.raises(UserError, match=r"train.jsonl is empty; it needs one JSON object a line"):
+        data.load(str(write(content)))
+
+
+def test_a_missing_file_suggests_the_nearest(write, tmp_path):
+    write(GOOD)
+    with pytest.raises(UserError, match=r"no file .*trian.jsonl; did you mean .*train.jsonl\?"):
+        data.load(str(tmp_path / "trian.jsonl"))
+    with pytest.raises(UserError, match=r"no file .*; .* holds train.jsonl"):
+        data.load(str(tmp_path / "something-else"))
+    with pytest.raises(UserError, match=r"the directory .*nowhere does not exist either"):
+        data.load(str(tmp_path / "nowhere" / "train.jsonl"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no .jsonl file in"):
+        data.load(str(tmp_path / "empty" / "train.jsonl"))
+
+
+def test_a_directory_is_not_a_file(tmp_path):
+    with pytest.raises(UserError, match="cannot read"):
+        data.load(str(tmp_path))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_rows_or_a_users_mistake(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("any") / "x.jsonl"
+    path.write_bytes(content)
+    try:
+        rows = data.load_jsonl(path)
+    except UserError as error:
+        message = str(error)
+    else:
+        message = f"{path} has {len(rows)} rows" if rows else ""
+    assert str(path) in message
+
+
+# The hub. No machine of ours reaches it, so the package's two functions are stood in for.
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A `datasets` with one set, `openai/gsm8k`, in two configs and two splits."""
+    asked = []
+
+    def load_dataset(name, config, *, split):
+        asked.append((name, config, split))
+        if name != "openai/gsm8k" or split not in ("train", "test"):
+            raise ValueError(f"Unknown split {split!r}.\nLong explanation")
+        return [{"question": f"{config} {split}", "answer": "#### 1"}]
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    module.get_dataset_config_names = lambda name: ["socratic", "main"]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("openai/gsm8k", ("openai/gsm8k", "main", "train")),
+        ("openai/gsm8k:test", ("openai/gsm8k", "main", "test")),
+        ("openai/gsm8k:socratic:test", ("openai/gsm8k", "socratic", "test")),
+    ],
+)
+def test_hub_names(hub, source, asked):
+    (row,) = data.load(source)
+    assert hub == [asked]
+    assert row["question"] == f"{asked[1]} {asked[2]}"
+
+
+def test_hub_split_of_the_caller(hub):
+    data.load("openai/gsm8k", split="test")
+    assert hub == [("openai/gsm8k", "main", "test")]
+
+
+def test_hub_errors_are_one_line(hub):
+    with pytest.raises(UserError, match=r"split tset.*Unknown split 'tset'\.; check name") as e:
+        data.load("openai/gsm8k:main:tset")
+    assert "\n" not in str(e.value)
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'rlx\[hub\]'"):
+        data.load("openai/gsm8k")
+
+
+def test_the_real_package_offline():
+    """In a process of its own: the package reads its environment when imported."""
+    pytest.importorskip("importlib").util.find_spec("datasets") or pytest.skip("no datasets")
+    code = (
+        "from rlx.base import UserError\nfrom rlx.rollout import data\n"
+        "try:\n    data.load('openai/gsm8k')\nexcept UserError as e:\n    print('error:', e)"
+    )
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": "/nonexistent",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("error: cannot load openai/gsm8k"), done.stderr[-2000:]
+    assert "give the path of a .jsonl file" in done.stdout
+
+
+# The cursor.
+
+ROWS = [{"question": str(i), "answer": str(i)} for i in range(10)]
+
+
+def deal(cursor, n):
+    return [cursor.next()[1]["question"] for _ in range(n)]
+
+
+def test_every_epoch_has_every_row_in_its_own_order():
+    epochs = [deal(cursor, 10) for cursor in [Cursor(ROWS, seed=1)] for _ in range(4)]
+    assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert epochs[0] == deal(Cursor(ROWS, seed=1), 10)
+    assert epochs[0] != deal(Cursor(ROWS, seed=2), 10)
+
+
+def test_without_shuffling_rows_come_in_order():
+    cursor = Cursor(ROWS, shuffle=False)
+    assert deal(cursor, 12) == [str(i % 10) for i in range(12)]
+    assert (cursor.position, cursor.epoch, len(cursor)) == (12, 1, 10)
+
+
+def test_the_row_of_any_position_is_found_again():
+    cursor = Cursor(ROWS, seed=4)
+    dealt = [cursor.next() for _ in range(55)]
+    assert [p for p, _ in dealt] == list(range(55))
+    for position in (54, 0, 31, 12, 9, 10):
+        assert cursor.row(position) is dealt[position][1]
+
+
+@given(st.integers(0, 40), st.integers(1, 30))
+def test_state_continues_exactly(before, after):
+    cursor = Cursor(ROWS, seed=9)
+    deal(cursor, before)
+    state = json.loads(json.dumps(cursor.state_dict()))
+    again = Cursor(ROWS, seed=9)
+    again.load_state_dict(state)
+    assert deal(again, after) == deal(cursor, after)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Cursor(ROWS[:9], seed=9), "number of rows changed since the checkpoint"),
+        (Cursor([{**row, "answer": "?"} for row in ROWS], seed=9), "dataset's content changed"),
+        (Cursor(ROWS, seed=8), "the seed changed"),
+        (Cursor(ROWS, seed=9, shuffle=False), "data.shuffle changed"),
+    ],
+)
+def test_state_of_other_data_is_refused(other, message):
+    with pytest.raises(UserError, match=message):
+        other.load_state_dict(Cursor(ROWS, seed=9).state_dict())
+
+
+def test_no_rows():
+    with pytest.raises(UserError, match="no rows"):
+        Cursor([])

@@ -1,0 +1,458 @@
+"""The executor against an in-process fleet: real threads, every order, no sleeping for luck."""
+
+import asyncio
+import threading
+import time
+import traceback
+
+import pytest
+
+from rlx.base import UserError
+from rlx.fleet.engine import Sampling
+from rlx.rollout.data import Cursor
+from rlx.rollout.executor import Executor, RolloutError, group_seed
+from rlx.rollout.staleness import Limits, StalenessViolation
+
+ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(17)]
+SECONDS = 30.0  # no wait in here takes so long unless something is broken
+
+
+def cursor(**kw):
+    return Cursor(ROWS, seed=3, **kw)
+
+
+@pytest.fixture
+def make(fake_fleet, fake_workflow):
+    """Makes executors and closes them."""
+    made = []
+
+    def build(limits, *, fleet=None, workflow=None, **kw):
+        executor = Executor(
+            workflow or fake_workflow(), cursor(), limits, fleet or fake_fleet(), **kw
+        )
+        made.append(executor)
+        executor.start()
+        return executor
+
+    yield build
+    for executor in made:
+        executor.close()
+
+
+def collect(executor):
+    batch = executor.collect(timeout=SECONDS)
+    assert batch is not None, executor.counters()
+    return batch
+
+
+def publish(executor, fleet, version):
+    """Servers have the version first; then it counts."""
+    fleet.version = version
+    executor.set_version(version)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("eta", [0, 1, 3])
+def test_batches_within_the_bound_each_prompt_once(make, fake_fleet, eta):
+    fleet = fake_fleet(turns=40)
+    executor = make(Limits(4, eta, 16), fleet=fleet)
+    publish(executor, fleet, 0)
+    seen = []
+    for step in range(30):
+        batch = collect(executor)
+        assert [g.group_id for g in batch] == sorted(g.group_id for g in batch)
+        for group in batch:
+            assert step - group.oldest_version <= eta
+            assert group.row == executor._cursor.row(group.group_id)
+        seen += [g.group_id for g in batch]
+        if eta == 0:
+            assert seen == list(range(len(seen)))
+        publish(executor, fleet, step + 1)
+    assert len(set(seen)) == 30 * 4
+    counters = executor.counters()
+    assert counters["dropped"] == counters["failed"] == counters["rejected"] == 0
+    assert counters["accepted"] == 30 * 4 + counters["buffered"]
+    assert fleet.most_in_flight <= 16
+
+
+def test_nothing_starts_before_the_first_version(make, fake_fleet):
+    fleet = fake_fleet()
+    executor = make(Limits(2, 1, 8), fleet=fleet)
+    assert executor.collect(timeout=0.05) is None
+    assert fleet.calls == []
+    publish(executor, fleet, 0)
+    collect(executor)
+
+
+def test_admission_stops_at_eta_plus_one_batches(make, fake_fleet):
+    fleet = fake_fleet()
+    executor = make(Limits(4, 2, 1000), fleet=fleet)
+    publish(executor, fleet, 0)
+    wait_for(lambda: executor.counters()["accepted"] == 12)
+    for _ in range(3):
+        collect(executor)
+    assert executor.collect(timeout=0.05) is None  # the publish is missing
+    assert executor.counters()["admitted"] == 12
+    publish(executor, fleet, 3)
+    collect(executor)
+
+
+def test_a_slow_prompt_is_waited_for_when_due_and_not_before(make, fake_fleet, fake_workflow):
+    gate = asyncio.Event()
+
+    class Slow(fake_workflow):
+        async def run(self, fleet, row, *, group_id, **kw):
+            group = await super().run(fleet, row, group_id=group_id, **kw)
+            if group_id == 0:
+                await gate.wait()
+            return group
+
+    fleet = fake_fleet()
+    executor = make(Limits(2, 1, 8), fleet=fleet, workflow=Slow())
+    publish(executor, fleet, 0)
+    assert 0 not in [g.group_id for g in collect(executor)]
+    publish(executor, fleet, 1)
+    wait_for(lambda: executor.counters()["buffered"] >= 3)
+    assert executor.collect(timeout=0.05) is None
+    executor._loop.call_soon_threadsafe(gate.set)
+    assert 0 in [g.group_id for g in collect(executor)]
+
+
+def test_failures_are_retried_with_another_seed(make, fake_fleet, fake_workflow):
+    def misbehave(group_id, attempt):
+        if group_id in (1, 5) and attempt < 2:
+            raise ValueError(f"bad luck {group_id}")
+
+    fleet = fake_fleet()
+    executor = make(
+        Limits(4, 1, 8), fleet=fleet, workflow=fake_workflow(misbehave=misbehave), max_failures=4
+    )
+    publish(executor, fleet, 0)
+    ids = [g.group_id for _ in range(2) for g in collect(executor)]
+    assert sorted(ids) == list(range(8))
+    assert executor.counters()["failed"] == 4
+    seeds = [sampling.seed for _, sampling, _, _ in fleet.calls]
+    assert len(set(seeds)) == len(seeds)
+    assert group_seed(0, 1, 2) in seeds
+
+
+def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workflow):
+    def misbehave(group_id, attempt):
+        raise LookupError("the reward server is gone")
+
+    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave), max_failures=3)
+    executor.set_version(0)
+    with pytest.raises(RolloutError, match=r"4 rollouts failed.*max_failures=3.*gone") as caught:
+        collect(executor)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "in misbehave" in text
+    assert executor.counters()["failed"] >= 4
+    assert executor.counters()["dropped"] == 0
+    with pytest.raises(RolloutError):
+        collect(executor)
+
+
+def test_a_users_mistake_is_not_retried(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        raise UserError("the prompt of row 3 has 2000 tokens")
+
+    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave))
+    executor.set_version(0)
+    with pytest.raises(UserError, match="2000 tokens"):
+        collect(executor)
+
+
+def test_an_attempt_that_takes_too_long_has_failed(make, fake_fleet):
+    fleet = fake_fleet()
+    fleet.hold = True
+    executor = make(Limits(1, 0, 1), fleet=fleet, max_failures=1, request_timeout=0.05)
+    executor.set_version(0)
+    with pytest.raises(RolloutError, match=r"request_timeout_seconds=0.05"):
+        collect(executor)
+    assert fleet.in_flight == 0
+
+
+def test_a_workflow_cancelled_from_within_is_a_failure_not_a_lost_prompt(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        if attempt == 0:
+            raise asyncio.CancelledError
+
+    executor = make(Limits(2, 0, 2), workflow=fake_workflow(misbehave=misbehave))
+    executor.set_version(0)
+    assert [g.group_id for g in collect(executor)] == [0, 1]
+
+
+def test_dynamic_filtering_gives_the_place_to_the_next_prompt(make, fake_fleet, fake_workflow):
+    def misbehave(group_id, attempt):
+        return [1.0, 1.0] if group_id % 3 else [0.0, 1.0]
+
+    fleet = fake_fleet(turns=20)
+    executor = make(
+        Limits(2, 0, 8),
+        fleet=fleet,
+        workflow=fake_workflow(misbehave=misbehave),
+        drop_equal_rewards=True,
+    )
+    publish(executor, fleet, 0)
+    for step in range(5):
+        assert [g.group_id for g in collect(executor)] == [step * 6, step * 6 + 3]
+        publish(executor, fleet, step + 1)
+    counters = executor.counters()
+    assert counters["rejected"] >= 2 * counters["accepted"] - 4
+    assert counters["dropped"] == 0
+
+
+def test_endless_rejection_ends_the_run(make, fake_workflow):
+    executor = make(
+        Limits(2, 0, 8),
+        workflow=fake_workflow(misbehave=lambda group_id, attempt: [0.0, 0.0]),
+        drop_equal_rewards=True,
+    )
+    executor.set_version(0)
+    with pytest.raises(UserError, match=r"last 40 groups were all rejected.*all 0"):
+        collect(executor)
+
+
+def test_a_server_that_stamps_old_versions_is_noticed(make, fake_fleet):
+    fleet = fake_fleet()
+    executor = make(Limits(1, 1, 4), fleet=fleet)
+    publish(executor, fleet, 0)
+    collect(executor)
+    collect(executor)
+    executor.set_version(1)  # the fleet goes on sampling with version 0
+    with pytest.raises(StalenessViolation, match="admitted at version 1"):
+        collect(executor)
+
+
+def test_same_seed_same_groups_whatever_the_timing(make, fake_fleet):
+    def texts(seed, turns, seed_of_run=5):
+        fleet = fake_fleet(seed=seed, turns=turns)
+        executor = make(Limits(4, 0, 16), fleet=fleet, seed=seed_of_run)
+        found = []
+        for step in range(4):
+            publish(executor, fleet, step)
+            batch = collect(executor)
+            found += [t.tokens.tolist() for g in batch for t in g.trajectories]
+        return found
+
+    assert texts(1, 3) == texts(2, 50)
+    assert texts(1, 3) != texts(1, 3, seed_of_run=6)
+
+
+def test_resume_continues_where_it_stopped(make, fake_fleet, fake_workflow):
+    """With η = 0 the resumed run is the one that was never stopped, prompts under way included."""
+
+    def tokens(batch):
+        return [(g.group_id, [t.tokens.tolist() for t in g.trajectories]) for g in batch]
+
+    fleet = fake_fleet()
+    whole = make(Limits(3, 0, 16), fleet=fleet)
+    expected = []
+    for step in range(6):
+        publish(whole, fleet, step)
+        expected.append(tokens(collect(whole)))
+
+    fleet = fake_fleet()
+    first = make(Limits(3, 0, 16), fleet=fleet)
+    for step in range(3):
+        publish(first, fleet, step)
+        assert tokens(collect(first)) == expected[step]
+    fleet.hold = True
+    publish(first, fleet, 3)
+    wait_for(lambda: first.counters()["running"] == 3)
+    host, groups = first.state()
+    assert [pair[0] for pair in host["pending"]] == [9, 10, 11]
+    assert groups == []
+
+    fleet = fake_fleet()
+    second = make(Limits(3, 0, 16), fleet=fleet)
+    second.restore(host, groups)
+    for step in range(3, 6):
+        publish(second, fleet, step)
+        assert tokens(collect(second)) == expected[step]
+    assert second.counters()["accepted"] == 18
+
+
+def test_resume_keeps_finished_groups_and_trains_on_no_prompt_twice(make, fake_fleet):
+    limits = Limits(3, 2, 64)
+    fleet = fake_fleet()
+    executor = make(limits, fleet=fleet)
+    publish(executor, fleet, 0)
+    seen = [g.group_id for g in collect(executor)]
+    wait_for(lambda: executor.counters()["buffered"] == 6)
+    publish(executor, fleet, 1)
+    wait_for(lambda: executor.counters()["buffered"] == 9)
+    host, groups = executor.state()
+    assert len(groups) == 9
+
+    fleet = fake_fleet()
+    fleet.version = 1
+    again = make(limits, fleet=fleet)
+    again.restore(host, groups)
+    for step in range(1, 9):
+        publish(again, fleet, step)
+        batch = collect(again)
+        assert all(step - g.oldest_version <= 2 for g in batch)
+        seen += [g.group_id for g in batch]
+    assert set(seen) >= set(range(12))
+    assert len(set(seen)) == 27
+    assert again.counters()["dropped"] == 0
+
+
+def test_resume_with_a_tighter_bound_generates_again(make, fake_fleet):
+    fleet = fake_fleet()
+    executor = make(Limits(2, 3, 64), fleet=fleet)
+    publish(executor, fleet, 0)
+    seen = [g.group_id for g in collect(executor)]
+    wait_for(lambda: executor.counters()["buffered"] == 6)
+    host, groups = executor.state()
+
+    fleet = fake_fleet()
+    again = make(Limits(2, 0, 64), fleet=fleet)
+    again.restore(host, groups)
+    assert again.counters()["dropped"] == 6
+    for step in range(1, 5):
+        publish(again, fleet, step)
+        seen += [g.group_id for g in collect(again)]
+    assert sorted(seen) == list(range(10))
+
+
+def test_restore_refuses_another_dataset(make):
+    executor = make(Limits(2, 0, 4))
+    host, groups = executor.state()
+    host["cursor"]["digest"] = "0"
+    with pytest.raises(UserError, match="dataset's content changed"):
+        executor.restore(host, groups)
+
+
+def test_stop_admitting_lets_what_runs_finish(make, fake_fleet):
+    fleet = fake_fleet()
+    fleet.hold = True
+    executor = make(Limits(2, 5, 64), fleet=fleet)
+    publish(executor, fleet, 0)
+    wait_for(lambda: executor.counters()["running"] == 12)
+    executor.stop_admitting()
+    fleet.hold = False
+    wait_for(lambda: executor.counters()["buffered"] == 12)
+    collect(executor)
+    publish(executor, fleet, 1)
+    assert executor.collect(timeout=0.05) is not None
+    assert executor.counters()["admitted"] == 12
+
+
+def test_evaluation_beside_training_has_its_own_counters(make, fake_fleet):
+    fleet = fake_fleet(turns=20)
+    executor = make(Limits(4, 1, 8), fleet=fleet)
+    publish(executor, fleet, 0)
+    questions = [{"question": f"e{i}", "answer": str(i)} for i in range(40)]
+    greedy = Sampling(temperature=0.0, max_new_tokens=7)
+    future = executor.evaluate(questions, greedy, concurrency=5, priority=2)
+    for step in range(10):
+        collect(executor)
+        publish(executor, fleet, step + 1)
+    scores = future.result(SECONDS)
+    assert [s["index"] for s in scores] == list(range(40))
+    assert [s["question"] for s in scores] == [q["question"] for q in questions]
+    assert all(s["reward"] in (0.0, 1.0) and s["tokens"] >= 1 for s in scores)
+    assert all(0 <= s["versions"][0] <= s["versions"][1] <= 10 for s in scores)
+    calls = [call for call in fleet.calls if call[3] == 2]
+    assert len(calls) == 40
+    assert all(n == 1 and s.temperature == 0 for _, s, n, _ in calls)
+    counters = executor.counters()
+    assert counters["accepted"] == 40 + counters["buffered"]
+    assert fleet.most_in_flight <= 8 + 5
+
+
+def test_evaluation_goes_on_while_no_prompt_is_admitted_and_after(make, fake_fleet):
+    executor = make(Limits(2, 0, 8))
+    greedy = Sampling(temperature=0.0)
+    assert len(executor.evaluate(ROWS, greedy).result(SECONDS)) == len(ROWS)
+    executor.stop_admitting()
+    assert len(executor.evaluate(ROWS, greedy).result(SECONDS)) == len(ROWS)
+    assert executor.evaluate([], greedy).result(SECONDS) == []
+
+
+def test_evaluation_retries_and_then_raises_from_its_future(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        if attempt < limit:
+            raise OSError(f"question {group_id}")
+
+    limit = 1
+    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave), max_failures=3)
+    future = executor.evaluate(ROWS[:3], Sampling(temperature=0.0))
+    assert len(future.result(SECONDS)) == 3
+    limit = 10**9
+    with pytest.raises(OSError, match="question"):
+        executor.evaluate(ROWS[:3], Sampling(temperature=0.0)).result(SECONDS)
+    assert executor.counters()["failed"] == 0
+
+
+def test_coroutines_run_on_the_loop_and_never_wait_for_themselves(make):
+    executor = make(Limits(2, 0, 8))
+
+    async def where():
+        return threading.current_thread().name
+
+    async def nested():
+        return executor.run(where())
+
+    assert executor.run(where()) == "executor"
+    with pytest.raises(RuntimeError, match="wait for itself"):
+        executor.run(nested())
+
+
+def test_counters_of_time(make, fake_fleet, fake_workflow):
+    now = [0.0]
+    fleet = fake_fleet()
+    executor = Executor(fake_workflow(), cursor(), Limits(2, 0, 8), fleet, clock=lambda: now[0])
+    try:
+        executor.start()
+        publish(executor, fleet, 0)
+        wait_for(lambda: executor.counters()["buffered"] == 2)
+        now[0] = 7.0  # seven seconds without a live prompt
+        assert executor.counters()["idle_seconds"] == 7.0
+        assert executor.counters()["wait_seconds"] == 0.0
+        batch = collect(executor)
+        tokens = sum(t.num_trained for g in batch for t in g.trajectories)
+        assert executor.counters()["generated_tokens"] == tokens
+    finally:
+        executor.close()
+
+
+def test_a_dead_thread_is_not_waited_for(make):
+    executor = make(Limits(2, 0, 8))
+    executor.close()
+    with pytest.raises(RuntimeError, match="not running"):
+        executor.collect(timeout=SECONDS)
+    executor.close()
+
+
+def test_close_cancels_what_is_under_way(make, fake_fleet):
+    fleet = fake_fleet()
+    fleet.hold = True
+    executor = make(Limits(8, 3, 32), fleet=fleet)
+    publish(executor, fleet, 0)
+    wait_for(lambda: fleet.in_flight == 32)
+    executor.close()
+    assert fleet.in_flight == 0
+    assert not executor._thread.is_alive()
+
+
+def test_ten_thousand_live_prompts(make, fake_fleet, fake_workflow):
+    """The rules cost little beside the tasks themselves; generous for a loaded machine."""
+    fleet = fake_fleet(turns=0)
+    fleet.hold = True
+    executor = make(Limits(500, 19, 10_000), fleet=fleet, workflow=fake_workflow(n=1))
+    publish(executor, fleet, 0)
+    wait_for(lambda: executor.counters()["running"] == 10_000)
+    fleet.hold = False
+    started = time.process_time()
+    for _ in range(20):
+        assert len(collect(executor)) == 500
+    assert time.process_time() - started < 20.0
