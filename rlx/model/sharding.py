@@ -49,10 +49,12 @@ def make_mesh(text: str) -> Mesh | None:
     axes = {"data": 1, "tensor": 1} | axes
     if axes["data"] * axes["tensor"] != devices:
         raise UserError(
-            f"train.mesh={text!r} has {axes['data'] * axes['tensor']} places for {devices} devices; "
+            f"train.mesh={text!r} has {axes['data'] * axes['tensor']} places, not {devices}; "
             "make the product equal"
         )
-    return jax.make_mesh(tuple(axes.values()), tuple(axes))
+    # Auto: the compiler places intermediates; explicit axes would want a sharding for every gather.
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
 
 
 def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
