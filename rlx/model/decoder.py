@@ -16,22 +16,16 @@ from rlx.model import rope
 from rlx.model.attention import attention
 from rlx.model.config import ModelConfig
 from rlx.model.cross_entropy import target_logprobs
+from rlx.model.ops import matmul, rms_norm, rotate, swiglu
 from rlx.model.params import Params
 
 # attend(q_BTNH, k_BTKH, v_BTKH) -> (mixed_BTNH, anything the caller wants back)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean x² + eps) · scale over the last axis, statistics in float32; x's dtype."""
-    x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
-
-
 def embed(params: Params, tokens: jax.Array, compute_dtype: Any) -> jax.Array:
     """Token embeddings: [...] int32 → [..., D] compute_dtype."""
-    return params["embed"].astype(compute_dtype)[tokens]
+    return params["embed"][tokens].astype(compute_dtype)
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -41,7 +35,8 @@ def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
     """x @ layer[name] (+ its bias where there is one), in x's dtype."""
-    y = x @ layer[name].astype(x.dtype)
+    weight = layer[name]
+    y = matmul(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[-1])
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -57,12 +52,12 @@ def project_qkv(
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.rms_eps)
         k = rms_norm(k, layer["k_norm"], config.rms_eps)
-    return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def mlp(layer: Params, x: jax.Array) -> jax.Array:
     """SwiGLU: down(silu(gate x) · up x); [..., D] → [..., D]."""
-    return linear(layer, "down", jax.nn.silu(linear(layer, "gate", x)) * linear(layer, "up", x))
+    return linear(layer, "down", swiglu(linear(layer, "gate", x), linear(layer, "up", x)))
 
 
 def layer_block(

@@ -80,18 +80,3 @@ def tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, 
     frequency, scale = frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pair (i, i + d/2) of each head by its angle, in float32.
-
-    Args:
-      x: [..., heads, head_dim]; cos, sin: [..., head_dim / 2], one row for all heads.
-
-    Returns:
-      x's shape and dtype.
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)

@@ -1,0 +1,118 @@
+"""The decoder's small operations with backward passes written for the compiler that runs them.
+
+XLA's own derivatives of these cost more than their matrix products on a CPU: a weight gradient
+gets a transposed copy of its operand (four times the product's time), a sum fused with its
+producer runs scalar, and everything elementwise is kept instead of being made again. Here each
+backward pass says what is kept and in which order the axes are.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+@jax.custom_vjp
+def matmul(x: Array, weight: Array) -> Array:
+    """x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
+
+    Args:
+      x: [N, D]; weight: [D, F], cast to x's dtype.
+    """
+    return x @ weight.astype(x.dtype)
+
+
+def _matmul_forward(x, weight):
+    return matmul(x, weight), (x, weight)
+
+
+def _matmul_backward(kept, grad):
+    x, weight = kept
+    grad_x = jnp.einsum("nf,df->nd", grad, weight.astype(x.dtype))
+    return grad_x, jnp.einsum("nd,nf->df", x, grad, preferred_element_type=weight.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """x / √(mean x² + eps) · scale over the last axis, statistics in float32; x's dtype.
+
+    Args:
+      x: [..., D]; scale: [D].
+    """
+    return _rms_norm_forward(x, scale, eps)[0]
+
+
+def _rms_norm_forward(x, scale, eps):
+    wide = x.astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_norm_backward(eps, kept, grad):
+    x, scale, inverse = kept
+    wide, grad = x.astype(jnp.float32), grad.astype(jnp.float32)
+    scaled = grad * scale.astype(jnp.float32)
+    along = jnp.mean(scaled * wide, axis=-1, keepdims=True)
+    grad_x = inverse * (scaled - wide * (inverse * inverse * along))
+    # The barrier keeps the sum over rows out of the loop that makes its terms.
+    terms = lax.optimization_barrier(grad * wide * inverse)
+    grad_scale = jnp.sum(terms.reshape(-1, x.shape[-1]), axis=0)
+    return grad_x.astype(x.dtype), grad_scale.astype(scale.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+@jax.custom_vjp
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) · up; both of one shape. Keeps its inputs, not the sigmoid."""
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def _swiglu_forward(gate, up):
+    return swiglu(gate, up), (gate, up)
+
+
+def _swiglu_backward(kept, grad):
+    gate, up = kept
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu - silu * sigmoid), grad * silu
+
+
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+@jax.custom_vjp
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotates pair (i, i + d/2) of each head by its angle, in float32 (RoPE, arXiv 2104.09864).
+
+    No gradient reaches the angles.
+
+    Args:
+      x: [..., heads, head_dim]; cos, sin: [..., head_dim / 2] float32, one row for all heads.
+
+    Returns:
+      x's shape and dtype.
+    """
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _rotate_forward(x, cos, sin):
+    return rotate(x, cos, sin), (cos, sin)
+
+
+def _rotate_backward(kept, grad):
+    cos, sin = kept
+    return rotate(grad, cos, -sin), None, None
+
+
+rotate.defvjp(_rotate_forward, _rotate_backward)

@@ -1,0 +1,128 @@
+"""The forward pass and its gradients against transformers, and packed against unpacked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from rlx.model import decoder, hf
+from rlx.model import params as parameters
+
+
+def test_logits_are_those_of_transformers(oracle):
+    model, path = oracle
+    config, params = hf.load(path)
+    # Longer than the original context of the scaled models: scaling has to be right, too.
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 200)).astype(np.int32)
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens)).logits.numpy()
+    positions = jnp.broadcast_to(jnp.arange(200), (2, 200))
+    x = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+    got = decoder.unembed(params, config, x)
+    assert np.abs(got - wanted).max() <= 1e-4
+
+
+def segments_of(batch):
+    """(row, span) of every segment."""
+    segment_ids = np.asarray(batch["segment_ids"])
+    for row in range(segment_ids.shape[0]):
+        for index in range(1, segment_ids[row].max() + 1):
+            where = np.flatnonzero(segment_ids[row] == index)
+            yield row, slice(where[0], where[-1] + 1)
+
+
+def torch_logprobs(model, batch, temperature):
+    """Oracle, one segment at a time: [(row, span, logprobs, entropies)], index 0 left out."""
+    tokens = torch.tensor(np.asarray(batch["tokens"])).long()
+    for row, span in segments_of(batch):
+        segment = tokens[row, span]
+        logits = model(segment[None]).logits[0, :-1] / temperature
+        log_p = torch.log_softmax(logits, -1)
+        yield row, span, log_p.gather(-1, segment[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [7, 32, 1000])
+def test_packed_logprobs_and_entropies(few, rows, chunk):
+    model, path = few
+    config, params = hf.load(path)
+    logprobs, entropies = decoder.logprobs(params, config, rows, temperature=0.7, chunk=chunk)
+    mask = np.zeros(rows["tokens"].shape, bool)
+    for row, span, logprob, entropy in torch_logprobs(model, rows, 0.7):
+        inner = slice(span.start + 1, span.stop)
+        mask[row, inner] = True
+        np.testing.assert_allclose(logprobs[row, inner], logprob.detach(), atol=1e-4)
+        np.testing.assert_allclose(entropies[row, inner], entropy.detach(), atol=1e-4)
+    assert not np.asarray(logprobs)[~mask].any()
+    assert not np.asarray(entropies)[~mask].any()
+
+
+@pytest.mark.parametrize(("chunk", "remat"), [(1000, "none"), (25, "dots"), (25, "full")])
+def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
+    model, path = few
+    config, params = hf.load(path)
+    weights = np.random.default_rng(2).normal(size=(2, *rows["tokens"].shape)).astype(np.float32)
+
+    def loss(params):
+        both = decoder.logprobs(params, config, rows, temperature=0.7, chunk=chunk, remat=remat)
+        return jnp.sum(jnp.stack(both) * weights)
+
+    got = hf.to_hf(jax.jit(jax.grad(loss))(params), config)
+    model.zero_grad()
+    total = 0.0
+    for row, span, logprob, entropy in torch_logprobs(model, rows, 0.7):
+        inner = slice(span.start + 1, span.stop)
+        for part, weight in zip((logprob, entropy), weights, strict=True):
+            total = total + (part * torch.tensor(weight[row, inner])).sum()
+    total.backward()
+    for name, parameter in model.named_parameters():
+        wanted = parameter.grad.numpy()
+        error = np.abs(got[name] - wanted).max() / np.abs(wanted).max()
+        assert error <= 1e-4, f"gradient of {name} off by {error:.1e} of its largest entry"
+
+
+def test_query_blocks_change_nothing(few, monkeypatch):
+    _, path = few
+    config, params = hf.load(path)
+    shape = (2, 50)
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocab_size)
+    segments = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 3]], [23, 17, 10], axis=1))
+    batch = {
+        "tokens": tokens,
+        "positions": jnp.broadcast_to(jnp.arange(50), shape),
+        "segment_ids": segments,
+    }
+
+    def run(params):
+        return jnp.sum(decoder.logprobs(params, config, batch)[0])
+
+    whole = jax.value_and_grad(run)(params)
+    monkeypatch.setattr("rlx.model.attention.QUERY_BLOCK", 8)
+    blocks = jax.value_and_grad(run)(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), whole, blocks)
+
+
+def test_bfloat16_compute_keeps_float32_gradients(few, rows):
+    _, path = few
+    config, params = hf.load(path)
+
+    def loss(params, dtype):
+        return jnp.sum(decoder.logprobs(params, config, rows, compute_dtype=dtype, chunk=25)[0])
+
+    exact, grads = jax.value_and_grad(loss)(params, jnp.float32)
+    rough, rough_grads = jax.value_and_grad(loss)(params, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(rough_grads)} == {jnp.dtype("float32")}
+    assert abs(rough - exact) <= 0.03 * abs(exact)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    apart = jax.tree.map(jnp.subtract, grads, rough_grads)
+    assert jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(apart))) <= 0.15 * norm
+
+
+def test_init_has_the_shapes_of_the_table(few):
+    config = hf.load_config(few[1])
+    params = parameters.init(config, jax.random.key(0))
+    jax.tree.map(
+        lambda p, s: (p.shape == s.shape) or pytest.fail(), params, parameters.shapes(config)
+    )
+    assert sum(p.size for p in jax.tree.leaves(params)) == parameters.count(config)
+    assert params["embed"].std() == pytest.approx(config.initializer_range, rel=0.1)
