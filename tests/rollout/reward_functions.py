@@ -33,3 +33,7 @@ def echo(prompt, completion, prompt_ids, completion_ids, *, answer, **row):
         os.kill(os.getpid(), signal.SIGKILL)
     returned = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}
     return returned.get(completion, 1.0)
+
+
+def digits(prompt, completion, prompt_ids, completion_ids, **row):
+    return float(sum(completion_ids) % 7)
