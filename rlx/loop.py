@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -69,7 +69,7 @@ class _Run:
         self.begun = self.last_record = self.last_save = time.monotonic()
         self.generated, self.stopping = 0, False
         self.seconds: dict[str, float] = {}
-        self.evaluations: list[_Evaluation] = []
+        self.evaluations: list[Future] = []
         self.publishing: Future | None = None
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
@@ -196,7 +196,9 @@ class _Run:
 
     def main(self) -> int:
         """Steps until the last one or a signal; returns the exit status."""
-        self._evaluate()
+        if not self.restored:
+            self._evaluate()
+        self.before_training = self.evaluations[0] if self.evaluations else None
         while self.step < self.config.total_steps and not self.stopping:
             groups = self._collect()
             if groups is None:
@@ -239,11 +241,11 @@ class _Run:
         dtype = self.config.model.publish_dtype
         return hf.to_hf(self.state.params, self.inputs.model_config, dtype)
 
-    async def _deliver(self, version: int, weights: dict) -> None:
+    async def _deliver(self, version: int, weights: dict[str, Any]) -> None:
         """Publishes `version`; its tokens count once every live server has acknowledged it."""
-        if version == self.first_version + 1 and self.evaluations:
-            # The score "before training" is that of one version: it ends before the second comes.
-            await asyncio.wrap_future(self.evaluations[0].future)
+        if self.before_training:
+            # The score before training is that of one version: it ends before the second comes.
+            await asyncio.wrap_future(self.before_training)
         with self.timeline.span("publish", f"version {version}"):
             await self.fleet.publish(version, weights, self.config.fleet.publish)
         self.executor.set_version(version)
@@ -282,23 +284,29 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Starts a greedy pass over the held-out rows with the weights of now."""
-        if not self.inputs.eval_rows:
-            return
-        sampling = evaluation_sampling(self.config)
-        future = self.executor.evaluate(self.inputs.eval_rows, sampling)
-        self.evaluations.append(_Evaluation(self.step, self.executor.version, future))
+        if self.inputs.eval_rows:
+            self.evaluations.append(
+                self.executor.submit(self._score(self.step, self.executor.version))
+            )
+
+    async def _score(self, step: int, version: int) -> dict[str, Any]:
+        """The record of one evaluation; runs on the executor's thread."""
+        began = time.monotonic()
+        with self.timeline.span("evaluation", f"after step {step}", track="held-out"):
+            sampling = evaluation_sampling(self.config)
+            scores = await asyncio.wrap_future(
+                self.executor.evaluate(self.inputs.eval_rows, sampling)
+            )
+        now = time.monotonic()
+        elapsed = self.earlier + now - self.begun
+        return records.eval_record(
+            step, version, scores, seconds=now - began, elapsed_seconds=elapsed
+        )
 
     def _record_evaluations(self, wait: bool = False) -> None:
         """Writes those that are finished, in order; all of them when `wait`."""
-        while self.evaluations and (wait or self.evaluations[0].future.done()):
-            evaluation = self.evaluations.pop(0)
-            scores = evaluation.future.result()
-            record = records.eval_record(
-                evaluation.step,
-                evaluation.version,
-                scores,
-                elapsed_seconds=self.earlier + time.monotonic() - self.begun,
-            )
+        while self.evaluations and (wait or self.evaluations[0].done()):
+            record = self.evaluations.pop(0).result()
             self.writer.write_eval(record)
             self.progress.evaluation(record)
 
@@ -372,14 +380,6 @@ class _Run:
     def _stop(self) -> None:
         self.stopping = True
         self.progress.message("finishing this step, then saving; once more to stop at once")
-
-
-class _Evaluation(NamedTuple):
-    """One under way: the step and acknowledged version at its start, and its scores to come."""
-
-    step: int
-    version: int
-    future: Future
 
 
 @contextmanager

@@ -81,7 +81,12 @@ def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
 
 
 def eval_record(
-    step: int, version: int, scores: Sequence[Mapping[str, Any]], *, elapsed_seconds: float
+    step: int,
+    version: int,
+    scores: Sequence[Mapping[str, Any]],
+    *,
+    seconds: float,
+    elapsed_seconds: float,
 ) -> dict[str, Any]:
     """One line of eval.jsonl.
 
@@ -89,6 +94,7 @@ def eval_record(
       step, version: train steps done and the acknowledged version when it began.
       scores: one mapping a question, of `rlx.rollout.evaluation.score`. A question counts as right
         when its reward is above one half.
+      seconds: the evaluation took. elapsed_seconds: of the run, at its end.
     """
     n = len(scores)
     newest = [score["versions"][1] for score in scores if score["versions"]]
@@ -99,5 +105,6 @@ def eval_record(
         "greedy_acc": sum(score["reward"] > 0.5 for score in scores) / n,
         "num_questions": n,
         "mean_tokens": sum(score["tokens"] for score in scores) / n,
+        "seconds": seconds,
         "elapsed_seconds": elapsed_seconds,
     }
