@@ -27,7 +27,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet.engine import Chunk, EngineStatus, Request
-from rlx.fleet.programs import PROMPTS, Programs, make_plan
+from rlx.fleet.programs import Programs, make_plan
 from rlx.fleet.slots import MAX_STOPS, Live, Slots, Start
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
 from rlx.model import decode, hf
@@ -246,8 +246,7 @@ class JaxEngine:
             raise UserError(str(error)) from error
         self._slots = Slots(plan.slots, self._steps, longest)
         self._programs = Programs(config, plan, self._steps, self._dtype)
-        self._programs.start(self._params)
-        self._cache = self._programs.new_cache()
+        self._cache = self._programs.start(self._params)
 
     def _read(self, path: str) -> decode.ServingParams:
         """The weights of a safetensors file or HF directory, checked whole and in our layout."""
@@ -321,9 +320,10 @@ class JaxEngine:
             if sample and len(sample.tokens) > 1:
                 todo.append((sample.tokens[:-1], slots))
         todo.sort(key=lambda item: len(item[0]))  # rows of a call cost as much as its longest
+        wide = self._programs.prompts
         while todo:
             # Two calls of one prompt are cheaper than a wide one that is half empty.
-            part = todo[: PROMPTS if len(todo) > PROMPTS // 2 else 1]
+            part = todo[: wide if len(todo) > wide // 2 else 1]
             todo = todo[len(part) :]
             rows = [tokens for tokens, _ in part]
             targets = [(row, slot) for row, (_, slots) in enumerate(part) for slot in slots]

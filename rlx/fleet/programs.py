@@ -1,6 +1,6 @@
 """The compiled programs of the JAX engine: which shapes exist, and that they agree bit for bit.
 
-    prefill  prompts → slots, 1 or PROMPTS at a time, any length
+    prefill  prompts of any length → slots, one or PROMPTS at a time
     decode   `steps` tokens for the first B slots over the first N cached positions
     append   what decode made → cache, in place
     copy     slots → slots, in place
@@ -96,25 +96,37 @@ class Programs:
         self._closed = False
         self._lock = threading.Lock()
         self._params: decode.ServingParams | None = None
+        self.prompts = PROMPTS  # how many `prefill` takes at most
         self._thread = threading.Thread(target=self._compile_wanted, daemon=True, name="compile")
 
-    def start(self, params: decode.ServingParams) -> None:
-        """Compiles what every run needs; `params` only for their shapes."""
+    def start(self, params: decode.ServingParams) -> decode.Cache:
+        """Compiles what every run needs; returns an empty cache."""
         self._params = jax.tree.map(_struct, params)
-        common = (
-            self.full,
-            ("append", self.plan.slots),
-            ("prefill", 1),
-            ("prefill", PROMPTS),
-            "copy",
-        )
-        for key in common:
+        for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
+        self._get("copy")
         self._agreed[self.full] = TRIALS
+        cache = self._check_prefill(params, self._new_cache())
         self._thread.start()
+        return cache
+
+    def _check_prefill(self, params, cache: decode.Cache) -> decode.Cache:
+        """Prompts are computed together only if that gives the bits each has alone."""
+        rng = np.random.default_rng(0)
+        size = (PROMPTS, min(self.plan.chunk, self.plan.prompt))
+        prompts = rng.integers(0, self._config.vocab_size, size).tolist()
+        cache = self.prefill(params, cache, prompts, [(0, 0), (PROMPTS - 1, 1)])
+        together = [np.array(x[:2]) for x in jax.tree.leaves(cache)]
+        for slot, prompt in enumerate((prompts[0], prompts[-1])):
+            cache = self.prefill(params, cache, [prompt], [(0, slot)])
+        alone = [np.asarray(x[:2]) for x in jax.tree.leaves(cache)]
+        if any(a.tobytes() != b.tobytes() for a, b in zip(together, alone, strict=True)):
+            log.warning("prompts computed together differ here; each is computed alone")
+            self.prompts = 1
+        return cache
 
     def close(self) -> None:
-        """Ends the compiling thread; it cannot be interrupted, so waits for what it compiles now."""
+        """Ends the compiling thread, after what it is compiling now."""
         self._closed = True
         self._wanted.put(None)
         self._thread.join()
@@ -124,8 +136,7 @@ class Programs:
         """The shape that covers every slot and position."""
         return Shape(self.plan.slots, self.plan.length)
 
-    def new_cache(self) -> decode.Cache:
-        """An empty cache."""
+    def _new_cache(self) -> decode.Cache:
         return decode.init_cache(self._config, self.plan.slots, self.plan.length, self._dtype)
 
     def prefill(
@@ -135,7 +146,7 @@ class Programs:
         prompts: list[list[int]],
         targets: list[tuple[int, int]],
     ) -> decode.Cache:
-        """Fills slots with the keys and values of at most PROMPTS prompts.
+        """Fills slots with the keys and values of at most `self.prompts` prompts.
 
         Args:
           prompts: token ids, each at most plan.prompt.
@@ -236,7 +247,7 @@ class Programs:
 
     def _compile(self, key: Any) -> Callable:
         slots, steps = self.plan.slots, self._steps
-        cache = jax.eval_shape(self.new_cache)
+        cache = jax.eval_shape(self._new_cache)
         pairs = jax.ShapeDtypeStruct((slots, 2), jnp.int32)
         count = jax.ShapeDtypeStruct((), jnp.int32)
         if isinstance(key, Shape):

@@ -104,7 +104,9 @@ def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
-    y = jnp.einsum("...d,fd->...f", x, layer[name])
+    """Always of two matrices: with a third axis XLA's order of adding depends on its size."""
+    y = jnp.einsum("rd,fd->rf", x.reshape(-1, x.shape[-1]), layer[name])
+    y = y.reshape(*x.shape[:-1], -1)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias
 
@@ -178,13 +180,15 @@ def _prompt_attention(q: jax.Array, cache: LayerCache, start: jax.Array) -> jax.
     """[P, C, G·K, H] queries at positions start … over the rows' own cache → [P, C, G·K·H]."""
     prompts, chunk, heads, width = q.shape
     kv_heads, length = cache.keys.shape[1], cache.keys.shape[3]
-    q = q.reshape(prompts, chunk, kv_heads, heads // kv_heads, width) * width**-0.5
-    scores = jnp.einsum("pckgh,pkhs->pkgcs", q, cache.keys, preferred_element_type=jnp.float32)
+    q = q.reshape(prompts, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4) * width**-0.5
+    q = q.reshape(prompts, kv_heads, -1, width)  # one axis of queries: see _linear
+    scores = jnp.einsum("pkqh,pkhs->pkqs", q, cache.keys, preferred_element_type=jnp.float32)
     seen = jnp.arange(length) <= start + jnp.arange(chunk)[:, None]
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(jnp.tile(seen, (heads // kv_heads, 1)), scores, -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
     weights = (weights / row_sum(weights)).astype(cache.values.dtype)
-    mixed = jnp.einsum("pkgcs,pksh->pckgh", weights, cache.values)
+    mixed = jnp.einsum("pkqs,pksh->pkqh", weights, cache.values)
+    mixed = mixed.reshape(prompts, kv_heads, -1, chunk, width).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(prompts, chunk, heads * width)
 
 

@@ -31,10 +31,11 @@ def row_sum(x: jax.Array) -> jax.Array:
     """Sum over the last axis, kept: [..., n] float32 → [..., 1].
 
     A product with ones, because XLA's CPU reductions add in an order that depends on how many rows
-    there are, and its matrix products (of more than a column) do not.
+    there are, and its products of two matrices (both with several rows) do not.
     """
-    ones = jnp.ones((16, x.shape[-1]), x.dtype)
-    return jnp.einsum("...n,fn->...f", x, ones, precision=jax.lax.Precision.HIGHEST)[..., :1]
+    rows, ones = x.reshape(-1, x.shape[-1]), jnp.ones((16, x.shape[-1]), x.dtype)
+    sums = jnp.einsum("rn,fn->rf", rows, ones, precision=jax.lax.Precision.HIGHEST)
+    return sums[:, :1].reshape(*x.shape[:-1], 1)
 
 
 def draw(
