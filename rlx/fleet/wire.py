@@ -159,7 +159,9 @@ def check_host(host: str, token: str | None) -> None:
         )
 
 
-def describe(error: grpc.RpcError) -> str:
+def describe(error: grpc.aio.AioRpcError) -> str:
     """`CODE: details` of a failed call, on one line."""
-    details = " ".join((error.details() or "").split())  # type: ignore[attr-defined]
-    return f"{error.code().name}: {details}" if details else error.code().name  # type: ignore[attr-defined]
+    details = " ".join((error.details() or "").split())
+    if "last error:" in details:  # gRPC's own tale of a connection: its end says it
+        details = details.rpartition(": ")[2]
+    return f"{error.code().name}: {details}" if details else error.code().name

@@ -254,8 +254,7 @@ class _Server:
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
             self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
-            process.wait()
-        code = process.returncode
+        code = process.wait()
         return f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
     def read_port(self) -> int:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
@@ -141,6 +142,25 @@ def test_listening_elsewhere_needs_a_token():
     for token in (None, ""):
         with pytest.raises(UserError, match="token"):
             wire.check_host("0.0.0.0", token)
+
+
+@pytest.mark.parametrize(
+    ("details", "text"),
+    [
+        ("", "UNAVAILABLE"),
+        ("Socket closed", "UNAVAILABLE: Socket closed"),
+        ("two\nlines", "UNAVAILABLE: two lines"),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to "
+            "connect to remote host: Connection refused",
+            "UNAVAILABLE: Connection refused",
+        ),
+    ],
+)
+def test_errors_are_one_short_line(details, text):
+    none = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, details=details)
+    assert wire.describe(error) == text
 
 
 def test_stubs_are_those_of_the_proto(tmp_path):
