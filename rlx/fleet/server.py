@@ -29,6 +29,12 @@ from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
 
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
 _DRAIN_SECONDS = 5.0
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else two servers may share a port, and each sees half of the calls
+    # A burst of admissions waits its turn; beyond these gRPC cancels calls (1000 and 3000).
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
+)
 _Code = grpc.StatusCode
 
 
@@ -360,8 +366,7 @@ class Server:
         self._engine: Engine | None = None
         self._grpc = grpc.aio.server(
             interceptors=(_TokenCheck(token),) if token else (),
-            # Without this two servers may share a port, and each sees half of the calls.
-            options=(*wire.OPTIONS, ("grpc.so_reuseport", 0)),
+            options=(*wire.OPTIONS, *_SERVER_OPTIONS),
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
