@@ -94,7 +94,8 @@ def policy_loss(
 def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
     """Metrics from summed stats: counts as they are, losses over `denominator`, means the rest."""
     tokens = max(stats["n_valid_tokens"], 1.0)
-    divisors = dict.fromkeys(COUNTS, 1.0) | dict.fromkeys(LOSSES, max(denominator, 1.0))
+    divisors: dict[str, float] = dict.fromkeys(COUNTS, 1.0)
+    divisors |= dict.fromkeys(LOSSES, max(denominator, 1.0))
     return {name: value / divisors.get(name, tokens) for name, value in stats.items()}
 
 

@@ -142,7 +142,7 @@ def resolve(config: ConfigDict, max_new_tokens: int) -> Algorithm:
       UserError: for an unknown name, or values that cannot work together.
     """
     if config.preset not in PRESETS:
-        raise unknown("algorithm.preset", config.preset, PRESETS)
+        raise unknown("algorithm.preset", str(config.preset), PRESETS)
     given = {k: config[k] for k in ALGORITHM_OVERRIDES if config.get(k) is not None}
     algorithm = dataclasses.replace(PRESETS[config.preset], **given)
     if not algorithm.decoupled and "proximal" not in given:

@@ -275,6 +275,16 @@ def test_loglinear_anchors_carry_no_gradient():
     np.testing.assert_array_equal(slope, 0.0)
 
 
+@pytest.mark.parametrize("action", ["none", "mask", "truncate"])
+def test_the_behaviour_weight_carries_no_gradient(action):
+    algorithm = variant(weight_action=action, weight_upper=1.5)
+    segments, used = jnp.ones((1, 3), int), jnp.ones((1, 3), bool)
+    slope = jax.grad(lambda x: losses.control_weights(x, used, segments, algorithm)[0].sum())(
+        jnp.array([[-1.0, 0.1, 2.0]])
+    )
+    np.testing.assert_array_equal(slope, 0.0)
+
+
 def test_dual_clip_bounds_only_negative_advantages():
     algorithm = variant(dual_clip=3.0)
     loss, clipped = losses.clipped_surrogate(
