@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx.base import UserError
+from rlx.fleet import compile_cache
 from rlx.fleet.engine import Chunk, EngineStatus, Request
 from rlx.fleet.programs import Programs, make_plan
 from rlx.fleet.slots import MAX_STOPS, Live, Slots, Start
@@ -232,6 +233,9 @@ class JaxEngine:
     # The engine thread's side.
 
     def _prepare(self) -> None:
+        if not jax.config.jax_compilation_cache_dir:
+            for name, value in compile_cache.options().items():
+                jax.config.update(name, value)
         config = self._config = hf.load_config(self._path)
         longest = self._asked_len or min(config.max_position, DEFAULT_MODEL_LEN)
         if not 2 <= longest <= config.max_position:

@@ -1,0 +1,45 @@
+"""Where compiled programs are kept between processes. No JAX here.
+
+A server compiles for seconds and loads the same programs in a fraction of one. The directory is
+one per processor and jaxlib: machine code of a newer processor must not be found by an older one
+that shares the home directory.
+"""
+
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+
+def directory() -> str | None:
+    """The cache directory, made if need be; None where none can be written."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = base / "rlx" / f"xla-{_machine()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(path) if os.access(path, os.W_OK) else None
+
+
+def options() -> dict[str, str | int | float]:
+    """The jax.config values that turn the cache on; empty when the user set one or none works."""
+    path = directory()
+    if path is None or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return {}
+    return {
+        "jax_compilation_cache_dir": path,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+
+
+def _machine() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags = ""
+    text = f"{platform.machine()} {platform.processor()} {flags} {version('jaxlib')}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
