@@ -200,10 +200,11 @@ def test_dynamic_filtering_gives_the_place_to_the_next_prompt(make, fake_fleet, 
         drop_equal_rewards=True,
     )
     publish(executor, fleet, 0)
-    for step in range(5):
+    for step in range(15):
         assert [g.group_id for g in collect(executor)] == [step * 6, step * 6 + 3]
         publish(executor, fleet, step + 1)
     counters = executor.counters()
+    assert counters["rejected"] > 40  # but never 40 in a row
     assert counters["rejected"] >= 2 * counters["accepted"] - 4
     assert counters["dropped"] == 0
 
@@ -342,8 +343,9 @@ def test_stop_admitting_lets_what_runs_finish(make, fake_fleet):
     wait_for(lambda: executor.counters()["buffered"] == 12)
     collect(executor)
     publish(executor, fleet, 1)
-    assert executor.collect(timeout=0.05) is not None
+    executor.run(asyncio.sleep(0))  # whatever the publish set going on the loop has begun
     assert executor.counters()["admitted"] == 12
+    collect(executor)
 
 
 def test_evaluation_beside_training_has_its_own_counters(make, fake_fleet):

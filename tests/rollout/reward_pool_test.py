@@ -24,11 +24,18 @@ def importable_by_workers():
 
 
 @pytest.fixture(scope="module")
-def echo():
+def running_pool():
     pool = RewardPool("reward_functions:echo", workers=1, timeout=1.0)
     pool.start()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def echo(running_pool):
+    """The pool as new: it has not seen a slow group."""
+    running_pool._together = True
+    return running_pool
 
 
 def call(completion, answer="x", **row):
@@ -75,6 +82,8 @@ def test_a_hanging_function_is_killed_and_named(echo, how):
 
 def test_a_slow_group_within_the_limit_of_each_completion_gets_its_rewards(echo):
     assert compute(echo, "slow", "slow", "slow", "a")[0] == [1.0] * 4
+    _, spans = compute(echo, "a", "a")
+    assert len(spans) == 2  # from now on each alone: the group would only run out of time again
 
 
 @pytest.mark.parametrize(

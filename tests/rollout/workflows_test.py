@@ -125,6 +125,6 @@ def test_prompts_over_a_limit_name_the_row_and_both_numbers(tokenizer):
 
 def test_multi_byte_text_is_not_mistaken_for_short(tokenizer):
     """A character may be four tokens of a byte-level tokenizer."""
-    limited = RLVR(tokenizer, Sampling(), None, 1, max_prompt_tokens=50)
+    limited = RLVR(tokenizer, Sampling(), None, 1, max_prompt_tokens=70)
     with pytest.raises(UserError, match="has 83 tokens"):
         limited.check([{"question": "\U0001d7db" * 20, "answer": "1"}])
