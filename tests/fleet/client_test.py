@@ -80,6 +80,7 @@ def test_aborted_samples_are_resubmitted_with_what_they_have(tools, tmp_path, ar
             for request in requests[1:]:
                 assert request.prefix_len == len(request.prompt_tokens) - 3 > 0
                 assert request.sampling.max_new_tokens == 40
+                assert request.n == 1, "samples with tokens have prompts of their own"
                 made = arithmetic.completion(1, request.first_index, 40)[: request.prefix_len]
                 assert request.prompt_tokens.tolist() == PROMPT + made
 
@@ -247,7 +248,8 @@ def test_weights_that_the_only_server_refuses_when_it_joins(tools, tmp_path, ari
     tools.run(main())
 
 
-def test_server_that_fails_to_load_is_out_until_it_has_the_version(tools, tmp_path, arithmetic):
+@pytest.mark.parametrize("error", [OSError("disk on fire"), ValueError("not to my taste")])
+def test_server_without_the_version_is_out_until_it_has_it(tools, tmp_path, arithmetic, error):
     async def main():
         async with tools.fleet(2, tmp_path) as (fleet, engines, servers):
             good, bad = engines
@@ -256,7 +258,7 @@ def test_server_that_fails_to_load_is_out_until_it_has_the_version(tools, tmp_pa
 
             async def fail(path, version, recompute_kv=False):
                 if broken:
-                    raise OSError("disk on fire")
+                    raise error
                 await load(path, version, recompute_kv)
 
             bad.load = fail

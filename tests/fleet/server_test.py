@@ -139,6 +139,9 @@ def test_published_by_stream_or_path(tools, tmp_path):
     tools.run(main())
 
 
+OUT_OF_ORDER = ("chunks exchanged", "middle chunk missing", "chunk repeated")
+
+
 def corruptions(data):
     """name → (requests, code)."""
     good = list(parts(data))
@@ -170,8 +173,9 @@ def test_damaged_stream_never_reaches_the_engine(tools, tmp_path):
             await stub.Publish(iter(parts(file_bytes(tmp_path, tools), 3)), timeout=DEADLINE)
             data = file_bytes(tmp_path, tools, scale=0.125)
             for name, (messages, wanted) in corruptions(data).items():
-                code, _ = await status_of(stub.Publish(iter(messages), timeout=DEADLINE))
+                code, text = await status_of(stub.Publish(iter(messages), timeout=DEADLINE))
                 assert code is wanted, name
+                assert ("chunk at offset" in text) is (name in OUT_OF_ORDER), name
                 assert list(tmp_path.iterdir()) == [], name
                 assert (engine.version, engine.scale) == (3, 0.5), name
                 status = await stub.Status(pb.StatusRequest(), timeout=DEADLINE)

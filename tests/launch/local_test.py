@@ -104,6 +104,20 @@ def test_stop_ends_a_stopped_server(tmp_path):
         local.wait()
         (pid,) = local.pids
         os.kill(pid, signal.SIGSTOP)
+        start_time = time.monotonic()
+    assert ended(pid, 0.1)
+    assert time.monotonic() - start_time < 4, "it was killed for not listening, not ended"
+
+
+def test_stop_kills_a_server_that_does_not_listen(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlx.launch.local._STOP_SECONDS", 0.2)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        'print(\'{"port": 1, "pid": 1}\', flush=True); time.sleep(60)'
+    )
+    with start(tmp_path, command=(sys.executable, "-c", code)) as local:
+        local.wait()
+        (pid,) = local.pids
     assert ended(pid, 0.1)
 
 
