@@ -119,7 +119,13 @@ class _Run:
 
     def _build_trainer(self) -> None:
         """The train state: the checkpoint's, or that of the model directory."""
-        self.update = make_update(self.inputs.model_config, self.config)
+        dtype = self.config.model.dtype
+        self.update = make_update(
+            self.inputs.model_config,
+            self.config,
+            # Of KL terms: the policy the run began with.
+            reference_params=lambda: hf.load(self.model_dir, dtype)[1],
+        )
         self.restored, self.step, self.earlier = None, 0, 0.0
         if self.config.checkpoint.recover_mode == "auto":
             self.restored = checkpoint.restore_latest(
@@ -130,7 +136,7 @@ class _Run:
             self.step, self.earlier = host["step"], host["elapsed_seconds"]
             self.progress.message(f"continuing after step {self.step}")
         else:
-            _, weights = hf.load(self.model_dir, self.config.model.dtype)
+            _, weights = hf.load(self.model_dir, dtype)
             self.state = self.update.init(weights)
 
     def _start_executor(self, stack: ExitStack, addresses: tuple[str, ...]) -> None:

@@ -291,7 +291,7 @@ def test_kl_pulls_towards_the_reference(
         Group(g.group_id, tuple(dataclasses.replace(t, reward=1.0) for t in g.trajectories))
         for g in groups
     ]
-    pulled = update.make_update(model_config, config, reference_params=params)
+    pulled = update.make_update(model_config, config, reference_params=lambda: params)
     _, metrics = run(pulled, params, [groups])
     assert float(metrics["grad_norm"]) < 1e-5
     assert metrics["kl_reward"] == pytest.approx(0.0, abs=1e-9)
