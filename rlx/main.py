@@ -7,6 +7,7 @@ from pathlib import Path
 from rlx import command, flags
 from rlx.base import UserError
 from rlx.config import check
+from rlx.launch.host_memory import keep_freed_memory
 
 
 def fresh_workdir(config_file: str) -> Path:
@@ -24,6 +25,7 @@ def main() -> int:
     workdir = Path(values.workdir or fresh_workdir(values["config"].config_filename))
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a directory")
+    keep_freed_memory()
     from rlx import loop  # JAX only after the command line was found good
 
     return loop.run(config, workdir)

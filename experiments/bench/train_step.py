@@ -1,0 +1,160 @@
+"""The train step beside the same step in PyTorch; on a GPU, its model FLOP utilisation.
+
+    python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15]
+    python -m experiments.bench.train_step --platform=cuda      # 1.5B shape, bf16, utilisation
+
+Forward, backward and AdamW of one GRPO update, fp32. rlx's side is the trainer's own update with
+packing; torch's is a transformers model with the same loss on one padded batch of the same
+sequences, prepared beforehand. `even` sequences need no padding: there only the kernels differ.
+Both sides are processes pinned to the same cores that step in turns; each pair of neighbouring
+steps gives a ratio, and the median and quartiles of those are printed, for wall and CPU time.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+from experiments.bench.process import cores_of, median_spread
+from experiments.bench.train_step_workers import MODELS, make_lengths, train_flops
+
+# bf16 dense FLOP/s of the tensor cores, by a part of the device's name
+PEAKS = {
+    "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12,
+    "A800": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12, "B200": 2250e12,
+}  # fmt: skip
+SEQUENCES = {"tiny": 64, "25m": 32}
+
+
+class Worker:
+    """One side's process."""
+
+    def __init__(self, options: dict, cores: list[int]):
+        threads = str(options["threads"])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.bench.train_step_workers", json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+            env={**os.environ, "OMP_NUM_THREADS": threads} if cores else None,
+        )
+        self.facts = self._read()
+
+    def step(self) -> dict:
+        """Runs one step; seconds."""
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def _read(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"worker died with {self.process.wait()}; its error is above")
+        return json.loads(line)
+
+
+def compare(model: str, lengths: str, threads: int, cores: list[int], steps: int) -> dict:
+    """One row of the table: both sides in turns."""
+    options = {
+        "model": model, "lengths": lengths, "threads": threads, "platform": "cpu",
+        "sequences": SEQUENCES[model], "budget": 8192, "chunk": 8192, "remat": "none",
+        "compute_dtype": "float32", "row_buckets": (96, 128, 192, 256, 384, 512),
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for side in ("jax", "torch"):
+            sides[side] = Worker({**options, "side": side}, cores)
+            stack.callback(sides[side].close)
+        taken = {side: [] for side in sides}
+        for _ in range(steps):
+            for side, worker in sides.items():
+                taken[side].append(worker.step())
+    tokens = int(make_lengths(lengths, options["sequences"]).sum())
+    ratios = {
+        clock: [t[clock] / j[clock] for j, t in zip(taken["jax"], taken["torch"], strict=True)]
+        for clock in ("wall", "cpu")
+    }
+    wall = {side: [s["wall"] for s in rows] for side, rows in taken.items()}
+    return {
+        "model": model,
+        "lengths": lengths,
+        "threads": threads,
+        "tokens": tokens,
+        "rlx_rows": sides["jax"].facts["rows"],
+        "torch_rows": sides["torch"].facts["rows"],
+        "rlx_tokens_per_second": round(tokens / statistics.median(wall["jax"])),
+        "torch_tokens_per_second": round(tokens / statistics.median(wall["torch"])),
+        "wall_ratio": median_spread(ratios["wall"]),
+        "cpu_ratio": median_spread(ratios["cpu"]),
+    }
+
+
+def utilisation(a: argparse.Namespace) -> dict:
+    """Tokens a second and model FLOP utilisation of rlx's step on one accelerator."""
+    model = a.models.split(",")[0]
+    options = {
+        "side": "jax", "model": model, "lengths": a.lengths.split(",")[0], "threads": 0,
+        "platform": a.platform, "sequences": a.sequences, "budget": a.budget, "chunk": a.chunk,
+        "remat": a.remat, "compute_dtype": "bfloat16",
+        "row_buckets": tuple(1024 * 2**n for n in range(6) if 1024 * 2**n <= a.budget),
+    }  # fmt: skip
+    worker = Worker(options, [])
+    seconds = [worker.step()["wall"] for _ in range(a.steps)]
+    worker.close()
+    lengths = make_lengths(options["lengths"], a.sequences)
+    flops, took = train_flops(MODELS[model], lengths), statistics.median(seconds)
+    device = worker.facts["device"]
+    peak = next((flops for name, flops in PEAKS.items() if name in device), None)
+    return {
+        "device": device,
+        "model": model,
+        "rows": worker.facts["rows"],
+        "remat": a.remat,
+        "tokens": int(lengths.sum()),
+        "seconds": median_spread(seconds),
+        "tokens_per_second": round(lengths.sum() / took),
+        "model_flops_per_second": f"{flops / took:.4g}",
+        "utilisation": round(flops / took / peak, 4) if peak else f"unknown peak of {device}",
+    }
+
+
+def main() -> None:
+    """Prints one JSON object a row."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--platform", default="cpu", help="cpu (beside torch) | cuda")
+    parser.add_argument("--models", default="", help="of tiny,25m,0.5b,1.5b")
+    parser.add_argument("--lengths", default="", help="of even,uneven,gsm8k")
+    parser.add_argument("--cores", type=cores_of, default=[0, 1])
+    parser.add_argument("--threads", type=cores_of, default=[1, 2])
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--sequences", type=int, default=400, help="GPU: trajectories a step")
+    parser.add_argument("--budget", type=int, default=32_768, help="GPU: tokens a microbatch")
+    parser.add_argument("--chunk", type=int, default=4096, help="GPU: tokens with logits at once")
+    parser.add_argument("--remat", default="full", help="GPU: none | dots | full")
+    parser.add_argument("--dry-run", action="store_true", help="GPU's code path on a CPU, tiny")
+    a = parser.parse_args()
+    print(f"# python -m experiments.bench.train_step {' '.join(sys.argv[1:])}", flush=True)
+    if a.dry_run:
+        a.platform, a.models, a.sequences, a.budget = "cpu", "tiny", 8, 2048
+    if a.platform != "cpu" or a.dry_run:
+        a.models, a.lengths = a.models or "1.5b", a.lengths or "gsm8k"
+        print(json.dumps(utilisation(a)))
+        return
+    for model in (a.models or "tiny,25m").split(","):
+        for lengths in (a.lengths or "even,uneven").split(","):
+            for threads in a.threads:
+                row = compare(model, lengths, threads, a.cores[:threads], a.steps)
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

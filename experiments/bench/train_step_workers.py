@@ -1,0 +1,207 @@
+"""The two sides of the train-step benchmark, each a process that steps when told.
+
+`python -m experiments.bench.train_step_workers '{"side": "jax", ...}'` writes one JSON line when
+it is ready and one for each line it reads: wall and CPU seconds of a step. Called by train_step.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from rlx.base import Group, Trajectory
+from rlx.config import default
+from rlx.launch.host_memory import keep_freed_memory
+from rlx.model.config import ModelConfig
+
+Step = Callable[[], float]
+
+
+def qwen2(vocab, layers, width, heads, kv_heads, mlp) -> ModelConfig:
+    """A tied Qwen2 of the given shape."""
+    return ModelConfig(
+        "Qwen2ForCausalLM", vocab_size=vocab, num_layers=layers, model_dim=width, mlp_dim=mlp,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width // heads, tie_embeddings=True,
+        attention_bias=True,
+    )  # fmt: skip
+
+
+# vocabulary, layers, width, heads, kv heads, MLP
+MODELS = {
+    "tiny": qwen2(2048, 4, 256, 8, 4, 768),
+    "25m": qwen2(4096, 8, 512, 8, 4, 1408),
+    "0.5b": qwen2(151_936, 24, 896, 14, 2, 4864),
+    "1.5b": qwen2(151_936, 28, 1536, 12, 2, 8960),
+}
+
+
+def make_lengths(kind: str, sequences: int, seed: int = 0) -> np.ndarray:
+    """[S, 2] prompt and completion tokens.
+
+    `even`: 32 + 64 each, nothing to pad. `uneven`: prompts of 20–40, completions log-normal around
+    40 within 16–128. `gsm8k`: 130 and 190 with the spread of that data set, completions ≤ 1024.
+    """
+    rng = np.random.default_rng(seed)
+    if kind == "even":
+        return np.tile([32, 64], (sequences, 1))
+    if kind == "uneven":
+        completions = rng.lognormal(np.log(40), 0.7, sequences).round().clip(16, 128)
+        return np.stack([rng.integers(20, 41, sequences), completions.astype(int)], 1)
+    prompts = rng.lognormal(np.log(130), 0.35, sequences).round().clip(32, 512)
+    completions = rng.lognormal(np.log(190), 0.5, sequences).round().clip(16, 1024)
+    return np.stack([prompts, completions], 1).astype(int)
+
+
+def make_groups(lengths: np.ndarray, vocab: int, samples: int = 8) -> list[Group]:
+    """Groups of random tokens, rewards and behaviour logprobs near those of a random model."""
+    rng = np.random.default_rng(1)
+    groups = []
+    for start in range(0, len(lengths), samples):
+        members = []
+        for index, (prompt, completion) in enumerate(lengths[start : start + samples]):
+            size = prompt + completion
+            mask = np.arange(size) >= prompt
+            members.append(
+                Trajectory(
+                    tokens=rng.integers(0, vocab, size).astype(np.int32),
+                    loss_mask=mask,
+                    behaviour_logprobs=np.where(mask, -np.log(vocab), 0).astype(np.float32),
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    reward=float(rng.random()),
+                    stop_reason="stop",
+                    trajectory_id=f"{start // samples}.{index}",
+                )
+            )
+        groups.append(Group(start // samples, tuple(members)))
+    return groups
+
+
+def make_config(options: dict):
+    """The run's config: GRPO, AdamW, one minibatch; the microbatch holds `budget` tokens."""
+    config = default()
+    config.train.max_tokens_per_microbatch = options["budget"]
+    config.train.row_buckets = tuple(options["row_buckets"])
+    config.model.compute_dtype = options["compute_dtype"]
+    config.model.remat = options["remat"]
+    config.model.logprob_chunk = options["chunk"]
+    config.optimizer.learning_rate = 1e-4
+    return config
+
+
+def jax_side(options: dict) -> tuple[Step, dict]:
+    """The trainer's own update: groups in, packed, one update, on the device."""
+    import jax
+
+    from rlx.model import params
+    from rlx.train import packing
+    from rlx.train.update import attention_cost, make_update
+
+    if options["platform"] != "cpu":
+        jax.config.update("jax_platforms", options["platform"])
+    model = MODELS[options["model"]]
+    config = make_config(options)
+    update = make_update(model, config)
+    state = update.init(jax.jit(lambda key: params.init(model, key))(jax.random.key(0)))
+    groups = make_groups(make_lengths(options["lengths"], options["sequences"]), model.vocab_size)
+    plan = packing.plan(
+        packing.flatten(groups).sizes[: options["sequences"]], options["budget"],
+        options["row_buckets"], attention_cost=attention_cost(model),
+    )  # fmt: skip
+
+    def step() -> float:
+        nonlocal state
+        state, _ = update.update(state, groups)
+        return float(jax.block_until_ready(state.updates))
+
+    device = jax.devices()[0].device_kind
+    rows = f"{sum(plan.microbatch_rows)}x{plan.row_length} in {len(plan.microbatch_rows)}"
+    return step, {"device": device, "rows": rows}
+
+
+def torch_side(options: dict) -> tuple[Step, dict]:
+    """transformers' model, the same loss, one right-padded batch made before the clock starts."""
+    import torch
+
+    from rlx.algorithms import presets
+    from rlx_torch.model import init
+    from rlx_torch.train import make_optimizer, train_step
+
+    torch.set_num_threads(options["threads"])
+    config, shape = make_config(options), MODELS[options["model"]]
+    algorithm = presets.resolve(config.algorithm, config.sampling.max_new_tokens)
+    model = init(shape)
+    optimizer = make_optimizer(model, config.optimizer)
+    lengths = make_lengths(options["lengths"], options["sequences"])
+    batch = padded(make_groups(lengths, shape.vocab_size))
+    batch = {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def step() -> float:
+        stats = train_step(
+            model, optimizer, batch, float(len(lengths)), algorithm,
+            clip_norm=config.optimizer.clip_norm,
+        )  # fmt: skip
+        return stats["grad_norm"]
+
+    rows = "{}x{} in 1".format(*batch["tokens"].shape)
+    return step, {"device": "cpu", "rows": rows}
+
+
+def padded(groups: list[Group]) -> dict[str, np.ndarray]:
+    """One sequence a row, padded on the right; the group's normalised reward as advantage."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    shape = (len(trajectories), max(len(t.tokens) for t in trajectories))
+    batch = {name: np.zeros(shape, np.int64) for name in ("tokens", "positions", "segment_ids")}
+    batch["loss_mask"] = np.zeros(shape, bool)
+    for name in ("behaviour_logprobs", "advantages", "loss_weights"):
+        batch[name] = np.zeros(shape, np.float32)
+    rewards = [np.array([t.reward for t in group.trajectories]) for group in groups]
+    scores = np.concatenate([(r - r.mean()) / (r.std(ddof=1) + 1e-5) for r in rewards])
+    for row, (t, score) in enumerate(zip(trajectories, scores, strict=True)):
+        size = len(t.tokens)
+        batch["tokens"][row, :size] = t.tokens
+        batch["positions"][row, :size] = np.arange(size)
+        batch["segment_ids"][row, :size] = 1
+        batch["loss_mask"][row, :size] = t.loss_mask
+        batch["behaviour_logprobs"][row, :size] = t.behaviour_logprobs
+        batch["advantages"][row, :size] = score * t.loss_mask
+        batch["loss_weights"][row, :size] = t.loss_mask / t.num_trained
+    return batch
+
+
+def train_flops(model: ModelConfig, lengths: np.ndarray) -> float:
+    """Model FLOPs of one forward and backward pass: 6 a weight and token, causal attention.
+
+    The output embedding counts, the input embedding does not; recomputation (remat) does not.
+    """
+    d, heads, kv = model.model_dim, model.num_heads, model.num_kv_heads
+    layer = d * model.head_dim * (2 * heads + 2 * kv) + 3 * d * model.mlp_dim
+    weights = model.num_layers * layer + model.vocab_size * d
+    sizes = lengths.sum(1).astype(float)
+    pairs = (sizes**2).sum() / 2
+    attention = 3 * 4 * model.num_layers * heads * model.head_dim * pairs
+    return 6 * weights * sizes.sum() + attention
+
+
+def main() -> None:
+    """Serves steps over stdin and stdout."""
+    options = json.loads(sys.argv[1])
+    keep_freed_memory()  # both sides: it helps torch as well
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print is not the protocol
+    start = time.perf_counter()
+    step, facts = (jax_side if options["side"] == "jax" else torch_side)(options)
+    for _ in range(2):
+        step()
+    print(json.dumps({**facts, "warm_seconds": time.perf_counter() - start}), file=out, flush=True)
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        check = step()
+        took = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+        print(json.dumps({**took, "check": check}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Memory that a process frees stays with it.
+
+A train step allocates one arena of temporaries, hundreds of megabytes, and frees it at the end.
+By default glibc hands it back to the kernel, which zeroes and maps every page again in the next
+step: a fifth of a small model's step on a CPU.
+"""
+
+import ctypes
+
+# glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc to keep freed memory for the next allocation; call before threads start.
+
+    Returns:
+      False where the C library is not glibc; nothing is changed then.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    # One arena, because the arenas of threads cannot hold such blocks; none of them mapped one by
+    # one; never trimmed.
+    done = [mallopt(_ARENA_MAX, 1), mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, 2**31 - 1)]
+    return all(done)

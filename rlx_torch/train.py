@@ -1,0 +1,57 @@
+"""One optimizer update in torch, as `rlx.train.steps` does it."""
+
+from collections.abc import Mapping
+
+import torch
+from ml_collections import ConfigDict
+
+from rlx.algorithms.presets import Algorithm
+from rlx_torch import losses
+from rlx_torch.model import logprobs
+
+
+def make_optimizer(model: torch.nn.Module, config: ConfigDict) -> torch.optim.Optimizer:
+    """AdamW with `config.optimizer`'s numbers; matrices decay, norms and biases do not."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    betas = (config.b1, config.b2)
+    # fused: one pass over memory a parameter, torch's fastest on CPU and GPU
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True
+    )
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, torch.Tensor],
+    denominator: float,
+    algorithm: Algorithm,
+    *,
+    temperature: float = 1.0,
+    clip_norm: float = 0.0,
+) -> dict[str, float]:
+    """Forward, backward and one update on a minibatch of one microbatch.
+
+    Args:
+      batch: what `logprobs` and `policy_loss` read.
+      denominator: of the minibatch; the summed loss is divided by it.
+      clip_norm: largest global gradient norm; 0 is no limit.
+
+    Returns:
+      The statistics of `policy_loss`, as numbers, and grad_norm before clipping. A gradient norm
+      that is not finite leaves the parameters as they were.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    target, entropy = logprobs(model, batch, temperature=temperature)
+    loss, stats = losses.policy_loss(target, entropy, batch, algorithm)
+    (loss / denominator).backward()
+    limit = clip_norm or float("inf")
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    if torch.isfinite(norm):
+        optimizer.step()
+    return {name: float(value) for name, value in stats.items()} | {"grad_norm": float(norm)}
