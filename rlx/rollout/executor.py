@@ -328,8 +328,9 @@ class Executor:
     async def _attempt(self, ticket: Ticket) -> None:
         seed = group_seed(self._seed, ticket.group_id, ticket.attempt)
         row = self._cursor.row(ticket.group_id)
+        limit = asyncio.timeout(self._request_timeout)
         try:
-            async with asyncio.timeout(self._request_timeout) as limit:
+            async with limit:
                 group = await self._workflow.run(
                     self._fleet, row, group_id=ticket.group_id, seed=seed
                 )

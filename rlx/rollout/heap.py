@@ -46,4 +46,5 @@ def _merge(a: Heap, b: Heap) -> Heap:
     right = _merge(right, b)
     if left is None or left[0] < right[0]:
         left, right = right, left
-    return (right[0] + 1 if right else 1, key, value, left, right)
+    rank = right[0] + 1 if right else 1
+    return rank, key, value, left, right

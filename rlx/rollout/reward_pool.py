@@ -97,13 +97,15 @@ class RewardPool:
                 if len(calls) == 1:
                     raise self._hung(calls[0], 0) from None
         alone = [self._alone(call, index) for index, call in enumerate(calls)]
-        done = await asyncio.gather(*alone, return_exceptions=True)
-        for result in done:
+        values: list[float] = []
+        spans: list[Span] = []
+        for result in await asyncio.gather(*alone, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+            values += result[0]
+            spans += result[1]
         self._together = False
-        values = [value for rewards_, _ in done for value in rewards_]
-        return values, [span for _, spans in done for span in spans]
+        return values, spans
 
     def close(self) -> None:
         """Kills the workers, busy or not."""

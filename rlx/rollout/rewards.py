@@ -14,7 +14,7 @@ from rlx.base import UserError
 from rlx.config import unknown
 from rlx.rollout import numbers
 
-RewardFunction = Callable[..., float]
+RewardFunction = Callable[..., Any]  # a float; the pool checks it
 
 _PARSE_SECONDS = 2  # math-verify's own limits, so that sympy on odd text is a 0, not a failure
 _VERIFY_SECONDS = 2
