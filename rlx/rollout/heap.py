@@ -44,7 +44,11 @@ def _merge(a: Heap, b: Heap) -> Heap:
         a, b = b, a
     _, key, value, left, right = a
     right = _merge(right, b)
-    if left is None or left[0] < right[0]:
+    if _rank(left) < _rank(right):
         left, right = right, left
-    rank = right[0] + 1 if right else 1
-    return rank, key, value, left, right
+    return _rank(right) + 1, key, value, left, right
+
+
+def _rank(heap: Heap) -> int:
+    """How many nodes the right spine has."""
+    return heap[0] if heap else 0
