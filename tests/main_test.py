@@ -25,6 +25,7 @@ def start(workdir: Path, *flags: str) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, "RLX_TEST_RUN": str(workdir)},  # whatever it starts inherits this
     )
 
 
@@ -52,15 +53,15 @@ def wait_for(condition, seconds: float = 120):
 
 
 def processes_of(workdir: Path) -> list[int]:
-    """Processes whose command line or environment names `workdir`, or that a run there started."""
+    """The run in `workdir` and every process that it started, by an inherited variable."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                variables = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if str(workdir).encode() in text and int(entry.name) != os.getpid():
+            if f"RLX_TEST_RUN={workdir}".encode() in variables:
                 found.append(int(entry.name))
     return found
 
