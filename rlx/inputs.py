@@ -14,6 +14,7 @@ from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import write_atomically
 from rlx.rollout import arithmetic, data, rewards
+from rlx.train.update import make_steps
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
 
@@ -44,6 +45,7 @@ def prepare(config: ConfigDict) -> Inputs:
             f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
             f"context of {model_config.max_position} tokens; lower one of them"
         )
+    make_steps(model_config, config)  # names of presets and optimizers
     train_rows, eval_rows = rows(config)
     return Inputs(model_dir, model_config, load_tokenizer(model_dir), train_rows, eval_rows)
 

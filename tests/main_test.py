@@ -158,6 +158,7 @@ def test_killing_the_trainer_leaves_no_process(tmp_path):
         (["--config.data.kind=jsonl", "--config.data.train=no.jsonl"], ["no.jsonl"]),
         (["--config.sampling.max_new_tokens=100000"], ["train.row_buckets"]),
         (["--config.reward.name=gsm9k"], ["gsm9k", "gsm8k"]),
+        (["--config.optimizer.name=adamm"], ["adamm", "adamw"]),
     ],
 )
 def test_bad_input_ends_in_one_line_and_writes_nothing(tmp_path, flags, words):
