@@ -146,57 +146,51 @@ def standardise(
     """
     chex.assert_equal_shape([x, group_ids, valid])
     x = jnp.where(valid, x, 0.0)
+    peers: dict[str, Array | None] = {"batch": None}
+    if "group" in (mean, std):
+        peers["group"] = jnp.unique(group_ids, return_inverse=True, size=x.size)[1]
     out = x
     if mean != "none":
-        centred, n = _centre(x, group_ids, valid, mean)
+        centred, n = _centre(x, peers[mean], valid)
         out = centred
         if leave_one_out:
             out = jnp.where(n > 1, centred * (n / jnp.maximum(n - 1, 1)), x)
     if std != "none":
-        centred, n = _centre(x, group_ids, valid, std)
-        variance = _mean(centred**2, n, group_ids, valid, std) * (n / jnp.maximum(n - 1, 1))
+        centred, n = _centre(x, peers[std], valid)
+        variance = _mean(centred**2, n, peers[std], valid) * (n / jnp.maximum(n - 1, 1))
         sigma = jnp.where(n > 1, jnp.sqrt(variance), 1.0)
         out = out / (sigma + EPS)
     return jnp.where(valid, out, 0.0)
 
 
-def _centre(x: Array, group_ids: Array, valid: Array, level: str) -> tuple[Array, Array]:
-    """x minus its peers' mean, and the number of peers, each [K]."""
-    n = _total(valid.astype(jnp.float32), group_ids, valid, level)
-    x = x - _least(x, group_ids, valid, level)  # exact zeros where all are equal
-    return x - _mean(x, n, group_ids, valid, level), n
+def _centre(x: Array, index: Array | None, valid: Array) -> tuple[Array, Array]:
+    """x minus its peers' mean, and how many they are, [K] each.
+
+    Peers are the valid entries of equal index; all of them when index is None.
+    """
+    n = _total(jnp.ones(x.shape, jnp.float32), index, valid)
+    candidates = jnp.where(valid, x, jnp.inf)
+    if index is None:
+        least = candidates.min()
+    else:
+        least = jax.ops.segment_min(candidates, index, x.size)[index]
+    x = x - jnp.where(valid, least, 0.0)  # exact zeros where all are equal
+    return x - _mean(x, n, index, valid), n
 
 
-def _mean(x: Array, n: Array, group_ids: Array, valid: Array, level: str) -> Array:
+def _mean(x: Array, n: Array, index: Array | None, valid: Array) -> Array:
     """The mean of each entry's n valid peers, [K]; a second pass takes out the first's rounding."""
     n = jnp.maximum(n, 1)
-    first = _total(x, group_ids, valid, level) / n
-    return first + _total(x - first, group_ids, valid, level) / n
+    first = _total(x, index, valid) / n
+    return first + _total(x - first, index, valid) / n
 
 
-def _total(x: Array, group_ids: Array, valid: Array, level: str) -> Array:
+def _total(x: Array, index: Array | None, valid: Array) -> Array:
     """The sum over each entry's valid peers, [K]."""
     x = jnp.where(valid, x, 0.0)
-    if level == "batch":
+    if index is None:
         return jnp.broadcast_to(x.sum(), x.shape)
-    index = _dense(group_ids)
-    return jax.ops.segment_sum(x, index, x.shape[0])[index]
-
-
-def _least(x: Array, group_ids: Array, valid: Array, level: str) -> Array:
-    """The smallest of each entry's valid peers, [K]; 0 where there is none."""
-    x = jnp.where(valid, x, jnp.inf)
-    if level == "batch":
-        least = jnp.broadcast_to(x.min(), x.shape)
-    else:
-        index = _dense(group_ids)
-        least = jax.ops.segment_min(x, index, x.shape[0])[index]
-    return jnp.where(jnp.isfinite(least), least, 0.0)
-
-
-def _dense(group_ids: Array) -> Array:
-    """Ids renumbered from 0, [K] int32."""
-    return jnp.unique(group_ids, return_inverse=True, size=group_ids.shape[0])[1]
+    return jax.ops.segment_sum(x, index, x.size)[index]
 
 
 def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:

@@ -26,19 +26,30 @@ def variant(**fields):
     return dataclasses.replace(GRPO, **fields)
 
 
-@partial(jax.jit, static_argnums=2)
-def loss_and_gradients(rows, group_ids, algorithm):
-    """The whole minibatch in one: (loss, stats), gradients by target and entropy, unsummed."""
-    weights, denominator = losses.loss_weights(
-        rows["loss_mask"], rows["sequence_ids"], group_ids, algorithm
-    )
-    rows = {"loss_weights": weights, **rows}
+# The loss does not know the reduction, nor the weights anything else: each compiles less often.
+plain_loss = jax.jit(losses.policy_loss, static_argnums=3)
+plain_weights = jax.jit(losses.loss_weights, static_argnums=3)
 
+
+def loss_weights(rows, group_ids, algorithm):
+    reduction = variant(reduction=algorithm.reduction, constant_length=algorithm.constant_length)
+    return plain_weights(rows["loss_mask"], rows["sequence_ids"], group_ids, reduction)
+
+
+@partial(jax.jit, static_argnums=2)
+def differentiated(rows, denominator, algorithm):
     def loss(target, entropy):
         total, stats = losses.policy_loss(target, entropy, rows, algorithm)
         return total / denominator, stats
 
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(rows["target"], rows["entropy"])
+
+
+def loss_and_gradients(rows, group_ids, algorithm):
+    """The whole minibatch in one: (loss, stats), and gradients by target and entropy."""
+    weights, denominator = loss_weights(rows, group_ids, algorithm)
+    algorithm = dataclasses.replace(algorithm, reduction="token_mean", constant_length=0)
+    return differentiated({"loss_weights": weights, **rows}, denominator, algorithm)
 
 
 def run(cases, batch, algorithm, *optional, order=None, **extra):
@@ -108,18 +119,13 @@ def test_every_reduction_matches_the_oracle(reduction, cases, oracles):
         batch = cases.random(seed)
         rows, places = cases.packed(batch)
         ids = cases.per_sequence([r.group for r in batch], np.int32, 5000)
-        weights, denominator = jitted_weights(
-            rows["loss_mask"], rows["sequence_ids"], ids, algorithm
-        )
+        weights, denominator = loss_weights(rows, ids, algorithm)
         got = np.concatenate([np.asarray(weights)[p] for p in places]) / float(denominator)
         want = np.concatenate(oracles.token_weights(batch, algorithm))
         np.testing.assert_allclose(got, want, rtol=1e-6)
         agree(cases, oracles, batch, algorithm)
 
     check()
-
-
-jitted_weights = jax.jit(losses.loss_weights, static_argnums=3)
 
 
 @pytest.mark.parametrize("name", ["grpo", "kl_k3", "sequence_sum_truncate", "entropy", "dual"])
@@ -179,19 +185,16 @@ def test_how_sequences_are_packed_does_not_matter(cases, seed, other):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_microbatches_sum_to_the_whole(reduction, cases):
     algorithm = variant(reduction=reduction, constant_length=20)
-    step = jax.jit(losses.policy_loss, static_argnums=3)
 
     @few
     @given(SEEDS)
     def check(seed):
         rows, _ = cases.packed(cases.random(seed, count=12), "proximal_logprobs")
         ids = np.arange(cases.sequences) // 3
-        rows["loss_weights"], _ = jitted_weights(
-            rows["loss_mask"], rows["sequence_ids"], ids, algorithm
-        )
-        whole, stats = step(rows["target"], rows["entropy"], rows, algorithm)
+        rows["loss_weights"], _ = loss_weights(rows, ids, algorithm)
+        whole, stats = plain_loss(rows["target"], rows["entropy"], rows, GRPO)
         parts = [{k: v[i : i + 2] for k, v in rows.items()} for i in range(0, 8, 2)]
-        sums = [step(p["target"], p["entropy"], p, algorithm) for p in parts]
+        sums = [plain_loss(p["target"], p["entropy"], p, GRPO) for p in parts]
         np.testing.assert_allclose(sum(s for s, _ in sums), whole, rtol=1e-5, atol=1e-5)
         for name, value in stats.items():
             total = sum(float(s[name]) for _, s in sums)
