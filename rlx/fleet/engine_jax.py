@@ -50,6 +50,9 @@ class JaxEngine:
         wait for the end of a call.
       dtype: float32 | bfloat16, of weights, activations and cache; logits are float32.
       clock: ns, of the spans in `status`.
+
+    Attributes:
+      model_path: the local HF directory.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class JaxEngine:
                 raise UserError(f"{name}={value} is below 1; set it to 1 or more")
         if dtype not in _DTYPES:
             raise UserError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}")
-        self._path = hf.resolve(model_path)
+        self.model_path = hf.resolve(model_path)
         self._asked_slots, self._asked_len, self._steps = slots, max_model_len, decode_steps
         self._dtype = _DTYPES[dtype]
         self._clock = clock
@@ -155,6 +158,10 @@ class JaxEngine:
             spans=tuple(spans),
         )
 
+    def wait_compiled(self) -> None:
+        """Blocks until nothing is being compiled in the background, for measurements."""
+        self._programs.wait()
+
     async def close(self) -> None:
         """Ends the engine thread after its current decode call; running requests are aborted."""
         if self._thread and self._thread.is_alive():
@@ -225,7 +232,7 @@ class JaxEngine:
     def _text_decoder(self) -> Decode:
         if self._decode_text is None:
             try:
-                self._decode_text = load_decode(self._path)
+                self._decode_text = load_decode(self.model_path)
             except UserError as error:
                 raise ValueError(str(error)) from error
         return self._decode_text
@@ -236,7 +243,7 @@ class JaxEngine:
         if not jax.config.jax_compilation_cache_dir:
             for name, value in compile_cache.options().items():
                 jax.config.update(name, value)
-        config = self._config = hf.load_config(self._path)
+        config = self._config = hf.load_config(self.model_path)
         longest = self._asked_len or min(config.max_position, DEFAULT_MODEL_LEN)
         if not 2 <= longest <= config.max_position:
             raise UserError(
@@ -245,7 +252,7 @@ class JaxEngine:
             )
         plan = make_plan(self._asked_slots, longest, self._steps)
         try:
-            self._params = self._read(str(self._path))
+            self._params = self._read(str(self.model_path))
         except ValueError as error:
             raise UserError(str(error)) from error
         self._slots = Slots(plan.slots, self._steps, longest)
@@ -314,6 +321,7 @@ class JaxEngine:
                 prompts.setdefault(id(s.sample.live), []).append(s)
         self._prefill([[s.slot for s in group] for group in prompts.values()])
         if starts:
+            jax.block_until_ready(self._cache)  # so that the span is the work, not its dispatch
             self._spans.append(("prefill", start, self._clock()))
 
     def _prefill(self, groups: list[list[int]]) -> None:

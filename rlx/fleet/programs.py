@@ -125,6 +125,12 @@ class Programs:
             self.prompts = 1
         return cache
 
+    def wait(self) -> None:
+        """Blocks until everything asked for so far is compiled."""
+        done = threading.Event()
+        self._wanted.put(done)
+        done.wait()
+
     def close(self) -> None:
         """Ends the compiling thread, after what it is compiling now."""
         self._closed = True
@@ -230,6 +236,9 @@ class Programs:
         while (key := self._wanted.get()) is not None:
             if self._closed:
                 return
+            if isinstance(key, threading.Event):
+                key.set()
+                continue
             try:
                 self._get(("append", key.slots))
                 self._get(key)

@@ -111,7 +111,7 @@ def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
     return y if bias is None else y + bias
 
 
-def _qkv(layer, config: ModelConfig, x, cos, sin):
+def _qkv(layer, config: ModelConfig, x, angles):
     """q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D]; RoPE applied."""
     fused = _linear(layer, "qkv", _rms_norm(x, layer["input_norm"], config.rms_eps))
     heads = fused.reshape(*x.shape[:-1], -1, config.head_dim)
@@ -120,15 +120,20 @@ def _qkv(layer, config: ModelConfig, x, cos, sin):
     if config.qk_norm:
         q = _rms_norm(q, layer["q_norm"], config.rms_eps)
         k = _rms_norm(k, layer["k_norm"], config.rms_eps)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    return _rotate(q, angles), _rotate(k, angles), v
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """rope.rotate by reversing the halves, which vectorises where joining them does not."""
+def _angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, ±sin) of positions, [...] int32 → two [..., 2, H/2] float32: factors of both halves."""
+    cos, sin = rope_tables(config, positions)
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+
+
+def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """rope.rotate by exchanging the halves, which vectorises where joining them does not."""
+    cos, sin = (factor[..., None, :, :] for factor in angles)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    cos, sin = cos[..., None, None, :], sin[..., None, :]
-    signed = jnp.stack([-sin, sin], axis=-2)
-    return (halves * cos + halves[..., ::-1, :] * signed).astype(x.dtype).reshape(x.shape)
+    return (halves * cos + halves[..., ::-1, :] * sin).astype(x.dtype).reshape(x.shape)
 
 
 def _finish_layer(layer, config: ModelConfig, x, mixed):
@@ -157,11 +162,11 @@ def prefill(
         index, cache = state
         start = index * chunk
         part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        cos, sin = rope_tables(config, jnp.broadcast_to(start + jnp.arange(chunk), part.shape))
+        angles = _angles(config, jnp.broadcast_to(start + jnp.arange(chunk), part.shape))
         x = params.embed[part]
         filled = []
         for layer, old in zip(params.layers, cache, strict=True):
-            q, k, v = _qkv(layer, config, x, cos, sin)
+            q, k, v = _qkv(layer, config, x, angles)
             keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
             new = LayerCache(
                 jax.lax.dynamic_update_slice_in_dim(old.keys, keys, start, 3),
@@ -262,6 +267,7 @@ def step(
     index: jax.Array,
     tokens: jax.Array,
     lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, Cache]:
     """Logits of the next token of every slot.
 
@@ -275,15 +281,15 @@ def step(
       index: scalar int32, 0 … R − 1.
       tokens: [S] int32, the slot's token number `lengths + index`.
       lengths: [S] int32, cached tokens at the start of the call.
+      angles: of the tokens' positions, two [S, 2, H/2].
 
     Returns:
       logits [S, V] float32, and `recent` with place `index` filled.
     """
-    cos, sin = rope_tables(config, lengths + index)
     x = params.embed[tokens]
     filled = []
     for layer, cached, new in zip(params.layers, cache, recent, strict=True):
-        q, k, v = _qkv(layer, config, x, cos, sin)
+        q, k, v = _qkv(layer, config, x, angles)
         new = LayerCache(
             jax.lax.dynamic_update_slice_in_dim(new.keys, k[:, :, None, :], index, 2),
             jax.lax.dynamic_update_slice_in_dim(new.values, v[:, :, None, :], index, 2),
@@ -368,13 +374,17 @@ def decode(
         jnp.zeros((slots,), jnp.int32),
     )
 
+    # Made before the loop: inside, they would be made again in every layer.
+    angles = _angles(config, lengths + jnp.arange(steps, dtype=jnp.int32)[:, None])
+
     def wanted(state):
         index, alive, *_ = state
         return (index < steps) & jnp.any(alive)
 
     def advance(state):
         index, alive, tokens, recent, block = state
-        logits, recent = step(params, config, cache, recent, index, tokens, lengths)
+        now = tuple(jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in angles)
+        logits, recent = step(params, config, cache, recent, index, tokens, lengths, now)
         drawn, logprobs = choose(logits, index)
         block = Block(
             jax.lax.dynamic_update_slice_in_dim(block.tokens, drawn[:, None], index, 1),
