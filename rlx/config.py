@@ -191,7 +191,7 @@ def check(config: ConfigDict) -> None:
     if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
         raise UserError(
             f"sampling.min_new_tokens={config.sampling.min_new_tokens} is above "
-            f"sampling.max_new_tokens={config.sampling.max_new_tokens}; lower one or raise the other"
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens}; lower the minimum"
         )
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if longest > max(config.train.row_buckets):
@@ -201,8 +201,8 @@ def check(config: ConfigDict) -> None:
         )
     if longest > config.train.max_tokens_per_microbatch:
         raise UserError(
-            f"train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} is below the "
-            f"longest possible trajectory ({longest} tokens); raise it or lower "
+            f"train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} is below "
+            f"the longest possible trajectory ({longest} tokens); raise it or lower "
             "sampling.max_new_tokens or data.max_prompt_tokens"
         )
     if config.train.minibatches > config.rollout.batch_prompts:

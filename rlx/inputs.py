@@ -14,6 +14,8 @@ from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import write_atomically
 from rlx.rollout import arithmetic, data, rewards
+from rlx.rollout.reward_pool import RewardPool
+from rlx.rollout.workflows import RLVR
 from rlx.train.update import make_steps
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
@@ -21,13 +23,15 @@ TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the run reads: the model's directory and shape, its tokenizer, the dataset rows."""
+    """What the run reads: the model's directory and shape, dataset rows, and what turns a row into
+    a group. The reward workers are not started yet."""
 
-    model_dir: str
+    model_dir: Path
     model_config: ModelConfig
-    tokenizer: Any
     train_rows: list[dict]
     eval_rows: list[dict]
+    reward_pool: RewardPool
+    workflow: RLVR
 
 
 def prepare(config: ConfigDict) -> Inputs:
@@ -38,7 +42,7 @@ def prepare(config: ConfigDict) -> Inputs:
     """
     rewards.resolve(config.reward.name)
     model_dir = hf.resolve(config.model.path)
-    model_config = hf.load_config(model_dir)
+    model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if longest > model_config.max_position:
         raise UserError(
@@ -47,7 +51,22 @@ def prepare(config: ConfigDict) -> Inputs:
         )
     make_steps(model_config, config)  # names of presets and optimizers
     train_rows, eval_rows = rows(config)
-    return Inputs(model_dir, model_config, load_tokenizer(model_dir), train_rows, eval_rows)
+    rewards.check_rows(config.reward.name, train_rows)
+    rewards.check_rows(config.reward.name, eval_rows)
+    pool = RewardPool(config.reward.name, config.reward.workers, config.reward.timeout_seconds)
+    workflow = RLVR(
+        load_tokenizer(model_dir),
+        training_sampling(config),
+        pool,
+        config.sampling.n_samples,
+        system_prompt=config.data.system_prompt,
+        question_key=config.data.question_key,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_model_len=model_config.max_position,
+    )
+    workflow.check(train_rows, "data.train")
+    workflow.check(eval_rows, "data.eval")
+    return Inputs(model_dir, model_config, train_rows, eval_rows, pool, workflow)
 
 
 def rows(config: ConfigDict) -> tuple[list[dict], list[dict]]:
@@ -64,13 +83,13 @@ def rows(config: ConfigDict) -> tuple[list[dict], list[dict]]:
     return train, held_out
 
 
-def load_tokenizer(model_dir: str):
+def load_tokenizer(model_dir: Path) -> Any:
     """The directory's tokenizer; it must have a chat template."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 
-    if not any((Path(model_dir) / name).exists() for name in ("tokenizer.json", "vocab.json")):
+    if not any((model_dir / name).exists() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(f"no tokenizer.json in {model_dir}; copy the model's tokenizer files there")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     if not tokenizer.chat_template:

@@ -25,7 +25,7 @@ from rlx import records
 from rlx.base import Group
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
-from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare, training_sampling
+from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare
 from rlx.launch.local import LocalServers, cpu_plan
 from rlx.model import hf
 from rlx.model import params as parameters
@@ -35,9 +35,7 @@ from rlx.observe.report import write_report
 from rlx.observe.timeline import Timeline
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
-from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.staleness import Limits
-from rlx.rollout.workflows import RLVR
 from rlx.train import checkpoint
 from rlx.train.update import make_update
 
@@ -76,7 +74,8 @@ class _Run:
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
         stack.enter_context(_signals(self._stop))
         servers = self._start_servers(stack)
-        self._start_rewards(stack)
+        stack.callback(inputs.reward_pool.close)
+        inputs.reward_pool.start()  # its imports go on beside everything else
         self._build_trainer()
         first = self.step + 1
         self.writer = stack.enter_context(
@@ -152,7 +151,7 @@ class _Run:
             on_message=self.progress.message,
         )
         self.executor = Executor(
-            self.workflow,
+            self.inputs.workflow,
             Cursor(self.inputs.train_rows, c.seed, c.data.shuffle),
             Limits(
                 c.rollout.batch_prompts,
@@ -175,23 +174,6 @@ class _Run:
             )
         self.first_version = self.step
         self.executor.set_version(self.step)
-
-    def _start_rewards(self, stack: ExitStack) -> None:
-        """Reward workers import beside everything else; the prompts are checked."""
-        c = self.config
-        pool = RewardPool(c.reward.name, c.reward.workers, c.reward.timeout_seconds)
-        stack.callback(pool.close)
-        pool.start()
-        self.workflow = RLVR(
-            self.inputs.tokenizer,
-            training_sampling(c),
-            pool,
-            c.sampling.n_samples,
-            system_prompt=c.data.system_prompt,
-            question_key=c.data.question_key,
-            max_prompt_tokens=c.data.max_prompt_tokens,
-            max_model_len=self.inputs.model_config.max_position,
-        )
 
     def _stop_executor(self) -> None:
         with suppress(Exception):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,6 +171,42 @@ def test_bad_input_ends_in_one_line_and_writes_nothing(tmp_path, flags, words):
     assert lines[0].startswith("error: ")
     for word in words:
         assert word in lines[0]
+    assert not workdir.exists()
+
+
+JSONL = ["--config.data.kind=jsonl", "--config.reward.name=gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "words"),
+    [
+        ('{"question": "1+1", "answer": "2"}\n{"question": \n', JSONL, ["rows.jsonl:2"]),
+        ('{"question": "1+1", "answer": "2"}\n\n', JSONL, ["rows.jsonl:2", "empty"]),
+        ("", JSONL, ["rows.jsonl", "empty"]),
+        ('{"question": "1+1"}\n', JSONL, ["rows.jsonl:1", "answer"]),
+        ('{"question": "1+1", "answer": "two"}\n', JSONL, ["row 1", "no number"]),
+        ('{"question": "' + "1+" * 99 + '1", "answer": "1"}\n', JSONL, ["row 1", "tokens", "64"]),
+    ],
+)
+def test_bad_rows_are_named_and_nothing_is_written(tmp_path, text, flags, words):
+    rows, workdir = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text(text)
+    status, out = finish(start(workdir, *flags, f"--config.data.train={rows}"))
+    assert status == 2, out
+    assert len(out.strip().splitlines()) == 1, out
+    for word in words:
+        assert word in out
+    assert not workdir.exists()
+
+
+def test_a_missing_model_file_is_named_and_nothing_is_written(tmp_path):
+    model, workdir = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(Path("rlx/assets/arithmetic"), model)
+    (model / "model.safetensors").unlink()
+    status, out = finish(start(workdir, f"--config.model.path={model}"))
+    assert status == 2, out
+    assert len(out.strip().splitlines()) == 1, out
+    assert "model.safetensors" in out
     assert not workdir.exists()
 
 

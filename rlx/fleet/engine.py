@@ -16,9 +16,9 @@ class Sampling:
     """How completions are drawn.
 
     Attributes:
-      temperature: ≥ 0; 0 is greedy. Behaviour logprobs are those of log softmax(logits / temperature)
-        over the whole vocabulary (top-p and top-k restrict the draw, not the logprob); of the
-        untempered distribution when greedy.
+      temperature: ≥ 0; 0 is greedy. Behaviour logprobs are those of
+        log softmax(logits / temperature) over the whole vocabulary (top-p and top-k restrict the
+        draw, not the logprob); of the untempered distribution when greedy.
       top_p: in (0, 1]. top_k: 0 is off.
       max_new_tokens, min_new_tokens: counted over the whole completion, `prefix_len` included.
       stop: strings that end a completion as soon as its text contains one (kept in the tokens).

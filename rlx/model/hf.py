@@ -94,6 +94,23 @@ def load(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Param
         return config, from_hf(tensors, config, dtype)
 
 
+def check(path: str | Path) -> ModelConfig:
+    """The ModelConfig of an HF directory whose tensors, by their headers alone, all fit it.
+
+    Raises:
+      UserError: naming the file or tensor that is missing, extra or mis-shaped.
+    """
+    config = load_config(path)
+    rows = parameters.table(config)
+    with open_tensors(path) as tensors:
+        _check_names(tensors, config, rows)
+        for row in rows:
+            shape = parameters.shape(config, row)
+            for name, _ in _parts(row, config, np.empty(shape[:1], bool)):
+                _check_shape(name, tensors.shape(name), _hf_shape(row, shape))
+    return config
+
+
 def from_hf(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any = None) -> Params:
     """The pytree of tensors with HF's names.
 
@@ -182,6 +199,10 @@ class LazyTensors(Mapping):
 
     def __init__(self, files: Mapping[str, Any]):
         self._files = dict(files)  # tensor name → open safetensors file
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without reading it."""
+        return tuple(self._files[name].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._files[name].get_tensor(name)
@@ -273,15 +294,22 @@ def _gather(tensors: Mapping[str, Any], config: ModelConfig, row: Row, dtype: An
     out = None
     for index, (name, _) in enumerate(_parts(row, config, np.empty(shape[:1], bool))):
         tensor = np.asarray(tensors[name])
-        wanted = shape[1:] if row.stacked else shape
-        wanted = wanted[::-1] if row.transposed else wanted
-        if tensor.shape != wanted:
-            raise UserError(
-                f"tensor {name!r} has shape {tensor.shape}, wanted {wanted}; it does not fit "
-                "config.json"
-            )
+        _check_shape(name, tensor.shape, _hf_shape(row, shape))
         if out is None:
             out = np.empty(shape, dtype or tensor.dtype)
         target = out[index] if row.stacked else out
         target[...] = tensor.T if row.transposed else tensor
     return out
+
+
+def _hf_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of each HF tensor of a row whose own array has `shape`."""
+    one = shape[1:] if row.stacked else shape
+    return one[::-1] if row.transposed else one
+
+
+def _check_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if got != wanted:
+        raise UserError(
+            f"tensor {name!r} has shape {got}, wanted {wanted}; it does not fit config.json"
+        )

@@ -131,7 +131,7 @@ class _Trainer:
             states, params = self._state_shardings(), self._param_shardings()
             accumulators = (params, self._replicated())
             placed = {"out_shardings": (states, self._replicated())}
-        self.jit_init = jax.jit(s.init, out_shardings=states)
+        self.jit_init = jax.jit(s.init, donate_argnums=0, out_shardings=states)
         self.empty = jax.jit(s.empty, out_shardings=accumulators)
         self.grad_step = jax.jit(s.grad_step, donate_argnums=1, out_shardings=accumulators)
         self.apply_step = jax.jit(s.apply_step, donate_argnums=0, **placed)
