@@ -263,10 +263,11 @@ class JaxEngine:
         """The weights of a safetensors file or HF directory, checked whole and in our layout."""
         try:
             with hf.open_tensors(path) as tensors:
-                params = hf.from_hf(_Finite(tensors), self._config, self._dtype)
+                hf.check_tensors(tensors, self._config)
+                params = decode.serving_params(_Finite(tensors), self._config, self._dtype)
         except UserError as error:
             raise ValueError(str(error)) from error
-        return jax.block_until_ready(decode.serving_params(params, self._config, self._dtype))
+        return jax.block_until_ready(params)
 
     def _run(self) -> None:
         try:

@@ -10,16 +10,16 @@ Shapes: S slots, P prompts, T prompt tokens, N cache length, K key/value heads, 
 key/value head, H head width, R steps of one decode call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.decoder import rope_tables
-from rlx.model.params import Params
 from rlx.model.sampling import row_sum
 
 
@@ -50,39 +50,39 @@ class LayerCache(NamedTuple):
 Cache = tuple[LayerCache, ...]
 
 
-def serving_params(params: Params, config: ModelConfig, dtype: Any) -> ServingParams:
-    """Weights in the engine's layout.
+def serving_params(
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any
+) -> ServingParams:
+    """Weights in the engine's layout, which is HF's but for what is joined.
 
     Args:
-      params: the pytree of rlx.model.params (JAX or numpy arrays).
+      tensors: with HF's names and layouts, already checked against `config`
+        (rlx.model.hf.check_tensors); each is read once, so it may be lazy.
       dtype: of the result, and of the engine's activations and cache.
     """
-    stacked = {name: np.asarray(value) for name, value in params["layers"].items()}
+    names = {row.path[-1]: row.hf for row in parameters.table(config)}
 
-    def put(value):
-        return jnp.asarray(np.ascontiguousarray(value, dtype))
+    def read(name, layer=0):
+        return np.asarray(tensors[names[name].format(layer)])
+
+    def put(*parts):
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return jnp.asarray(np.ascontiguousarray(whole, dtype))
 
     def layer(index):
-        one = {name: value[index] for name, value in stacked.items()}
-        fused = {
-            "qkv": np.concatenate([one["q"].T, one["k"].T, one["v"].T]),
-            "gate_up": np.concatenate([one["gate"].T, one["up"].T]),
-            "o": one["o"].T,
-            "down": one["down"].T,
-        }
+        joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
         if config.attention_bias:
-            biases = [one["q_bias"], one["k_bias"], one["v_bias"]]
-            fused["qkv_bias"] = np.concatenate(biases)
-        kept = ("input_norm", "post_norm", "o_bias", "q_norm", "k_norm")
-        fused |= {name: one[name] for name in kept if name in one}
-        return {name: put(value) for name, value in fused.items()}
+            joined["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
+        alone = ("input_norm", "post_norm", "o", "o_bias", "down", "q_norm", "k_norm")
+        joined |= {name: (name,) for name in alone if name in names}
+        return {key: put(*(read(n, index) for n in parts)) for key, parts in joined.items()}
 
-    embed = put(np.asarray(params["embed"]))
+    embed = put(read("embed"))
     return ServingParams(
         embed=embed,
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=put(np.asarray(params["final_norm"])),
-        head=embed if config.tie_embeddings else put(np.asarray(params["lm_head"])),
+        final_norm=put(read("final_norm")),
+        head=embed if config.tie_embeddings else put(read("lm_head")),
     )
 
 

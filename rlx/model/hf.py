@@ -101,14 +101,19 @@ def check(path: str | Path) -> ModelConfig:
       UserError: naming the file or tensor that is missing, extra or mis-shaped.
     """
     config = load_config(path)
-    rows = parameters.table(config)
     with open_tensors(path) as tensors:
-        _check_names(tensors, config, rows)
-        for row in rows:
-            shape = parameters.shape(config, row)
-            for name, _ in _parts(row, config, np.empty(shape[:1], bool)):
-                _check_shape(name, tensors.shape(name), _hf_shape(row, shape))
+        check_tensors(tensors, config)
     return config
+
+
+def check_tensors(tensors: "LazyTensors", config: ModelConfig) -> None:
+    """Raises UserError naming the first opened tensor that does not fit; reads only headers."""
+    rows = parameters.table(config)
+    _check_names(tensors, config, rows)
+    for row in rows:
+        shape = parameters.shape(config, row)
+        for name, _ in _parts(row, config, np.empty(shape[:1], bool)):
+            _check_shape(name, tensors.shape(name), _hf_shape(row, shape))
 
 
 def from_hf(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any = None) -> Params:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.model import decode, decoder, params
+from rlx.model import decode, decoder, hf, params
 from rlx.model.config import ModelConfig, Rope
 
 SIZES = {
@@ -39,6 +39,11 @@ def random_params(config, seed=0):
     return jax.tree.unflatten(structure, noisy)
 
 
+def serve(config, weights, dtype=jnp.float32):
+    """The engine's layout of the trainer's parameters, by way of HF's."""
+    return decode.serving_params(hf.to_hf(weights, config), config, dtype)
+
+
 def forced(tokens, score=jax.nn.log_softmax):
     """A `choose` that takes the tokens [S, R] given, with their logprobs."""
 
@@ -54,7 +59,7 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
     """Prompts of 1, 9 and 13 tokens (none, one chunk and a bit), then three calls of 4 tokens."""
     config = CONFIGS[name]
     weights = random_params(config)
-    serving = decode.serving_params(weights, config, jnp.float32)
+    serving = serve(config, weights)
     prompt_lengths, total = np.array([1, 9, 13]), 12
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 96, (3, LENGTH)).astype(np.int32)
@@ -91,7 +96,7 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
 
 def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():
     config = CONFIGS["qwen2"]
-    serving = decode.serving_params(random_params(config), config, jnp.float32)
+    serving = serve(config, random_params(config))
     cache = decode.init_cache(config, 4, 8, jnp.float32)
     forced_tokens = jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     calls = []
@@ -114,7 +119,7 @@ def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():
 def crowd():
     """64 slots with random caches of 200 positions, and what one decode call makes of them."""
     config = WIDE
-    serving = decode.serving_params(random_params(config), config, jnp.float32)
+    serving = serve(config, random_params(config))
     rng = np.random.default_rng(0)
     cache = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32),
@@ -170,7 +175,7 @@ def test_a_slot_does_not_depend_on_its_place_or_neighbours(crowd):
 
 
 def test_a_prompt_does_not_depend_on_how_many_there_are_or_on_the_longest():
-    serving = decode.serving_params(random_params(WIDE), WIDE, jnp.float32)
+    serving = serve(WIDE, random_params(WIDE))
     run = jax.jit(partial(decode.prefill, serving, WIDE, chunk=32))
     tokens = np.random.default_rng(0).integers(0, 256, (4, 128)).astype(np.int32)
     wanted, alone = run(tokens, chunks=4), run(tokens[2:3], chunks=2)
@@ -184,7 +189,7 @@ def test_bfloat16_runs_and_stays_near():
     weights = random_params(config)
     tokens = np.arange(16, dtype=np.int32)[None] % 96
     caches = [
-        decode.prefill(decode.serving_params(weights, config, dtype), config, tokens, 2, CHUNK)
+        decode.prefill(serve(config, weights, dtype), config, tokens, 2, CHUNK)
         for dtype in (jnp.float32, jnp.bfloat16)
     ]
     assert caches[1][0].keys.dtype == jnp.bfloat16
