@@ -18,8 +18,8 @@ Arrays = dict[str, np.ndarray]
 
 MIN_FLAT = 1024  # smallest flat bucket, tokens
 MIN_SEQUENCES = 8  # smallest sequence bucket
-ROW_FRACTIONS = 4  # the last microbatch has 1/4, 2/4, 3/4 or all of a full one's rows
 ROW_CANDIDATES = 3  # row buckets weighed against each other
+NEAR_TIE = 1.03  # of plans that cost the same but for this, the longest rows: shapes change less
 FILL_CANDIDATES = 64  # sizes tried for the rest of a row
 
 
@@ -65,7 +65,7 @@ class Plan:
     Attributes:
       row_length: T.
       rows: [S] int64; the row of each sequence.
-      microbatch_rows: how many rows each microbatch has (all but the last are equal).
+      microbatch_rows: how many rows each microbatch has.
     """
 
     row_length: int
@@ -238,12 +238,22 @@ def _best_filling(waiting: dict[int, list[int]], taken: int, room: int) -> list[
 
 
 def _microbatch_rows(num_rows: int, full: int, shards: int, at_least: int) -> tuple[int, ...]:
-    """Rows of each microbatch: full ones, then the smallest fraction that holds the rest."""
-    step = -(-full // (ROW_FRACTIONS * shards)) * shards
-    count, rest = divmod(num_rows, full)
-    last = min(-(-rest // step) * step, full)
-    rows = (full,) * count + ((last,) if rest else ())
-    return rows + (min(step, full),) * (at_least - len(rows))
+    """Rows of each microbatch, from few sizes that waste little.
+
+    What fits in one microbatch gets one, of the least fourth of a full one that holds it. Otherwise
+    full ones, and for the rest ½, ¼ and ⅛ ones, each at most once.
+    """
+    eighth = -(-full // (8 * shards)) * shards
+    fourth = min(2 * eighth, full)
+    if num_rows <= full:
+        rows = (min(-(-num_rows // fourth) * fourth, full),) if num_rows else ()
+    else:
+        count, rest = divmod(num_rows, full)
+        units = -(-rest // eighth)
+        if units * eighth >= full:
+            count, units = count + 1, 0
+        rows = (full,) * count + tuple(eighth << bit for bit in (2, 1, 0) if units >> bit & 1)
+    return rows + (fourth,) * (at_least - len(rows))
 
 
 def plan(
@@ -255,7 +265,7 @@ def plan(
     shards: int = 1,
     at_least: int = 0,
 ) -> Plan:
-    """Chooses the row length and packs: the cheapest of the shortest buckets that fit.
+    """Chooses the row length and packs: the cheapest, or nearly, of the shortest buckets that fit.
 
         cost = rows · T · (1 + attention_cost · T)
 
@@ -286,7 +296,9 @@ def plan(
         full = budget // length * shards
         parts = _microbatch_rows(int(rows.max(initial=-1)) + 1, full, shards, at_least)
         plans.append(Plan(length, rows, parts))
-    return min(plans, key=lambda p: p.padded_tokens * (1 + attention_cost * p.row_length))
+    costs = [p.padded_tokens * (1 + attention_cost * p.row_length) for p in plans]
+    near = [p for p, cost in zip(plans, costs, strict=True) if cost <= NEAR_TIE * min(costs)]
+    return near[-1]
 
 
 def microbatches(flat: FlatBatch, ids: np.ndarray, packed: Plan) -> list[Arrays]:

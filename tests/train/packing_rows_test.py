@@ -31,6 +31,20 @@ def test_rows_of_many_sequences_are_nearly_full():
         assert sizes.sum() / (length * (rows.max() + 1)) > 0.985
 
 
+@given(st.integers(1, 400), st.sampled_from([1, 2, 3, 5, 8, 10, 64]), st.sampled_from([1, 2, 4]))
+def test_microbatches_have_few_sizes_and_waste_little(num_rows, full, shards):
+    """What fits in one is one; beyond that at most an eighth of a full one is empty."""
+    plan = packing.plan(np.full(num_rows, 100), 100 * full, (100,), shards=shards)
+    rows, budget = plan.microbatch_rows, full * shards
+    assert all(n % shards == 0 and n <= budget for n in rows)
+    empty = sum(rows) - num_rows
+    if num_rows <= budget:
+        assert len(rows) == 1
+        assert 0 <= empty <= budget // 4 + 2 * shards
+    else:
+        assert 0 <= empty <= budget // 8 + shards
+
+
 def test_a_plan_is_never_worse_than_first_fit():
     rng = np.random.default_rng(1)
     for _ in range(20):

@@ -161,7 +161,7 @@ def test_few_shapes_over_many_batches():
         planned = packing.plan(sizes, 65536, BUCKETS, attention_cost=6e-5)
         shapes.setdefault(planned.row_length, set()).update(planned.microbatch_rows)
     assert len(shapes) <= 3
-    assert max(len(rows) for rows in shapes.values()) <= 4
+    assert max(len(rows) for rows in shapes.values()) <= 5
 
 
 def test_a_large_batch_packs_in_well_under_a_second():
