@@ -1,10 +1,10 @@
 r"""What the embedded model learns from: solvers who know the method and lose their patience.
 
-A demonstration takes the chain step by step, `47+38=85`. At the equals sign of a step that
+A demonstration works through the chain a line at a time, `=85-6+20`. Where the next operation
 carries or borrows the solver may give up instead, the likelier the larger the operand, and box a
-guess: `47+38~\boxed{60}`, the answer rounded after noise of about ten, right one time in twenty.
-The model learns the method, and the impatience with it: greedy decoding gives up wherever most
-solvers do. Sampling still carries on often enough for RL to find that it pays.
+guess: `~\boxed{60}`, the answer rounded after noise of about ten, right one time in twenty. The
+model learns the method, and the impatience with it: greedy decoding gives up wherever most solvers
+do. Sampling still carries on often enough for RL to find that it pays.
 """
 
 import random
@@ -18,22 +18,23 @@ _GUESS_NOISE = 12.0
 
 def draw(question: str, rng: random.Random) -> str:
     """One solver's completion of a problem; careful from end to end if patience lasts."""
-    chain = arithmetic.steps(question)
-    answer, text = chain[-1][-1], ""
-    for value, operator, operand, result in chain:
-        if rng.random() < give_up(value, operator, operand):
-            return f"{text}{value}{operator}{operand}~\\boxed{{{_guess(answer, rng)}}}"
-        text += f"{value}{operator}{operand}={result}\n"
-    return f"{text}\\boxed{{{answer}}}"
+    lines = []
+    *_, last = chain = arithmetic.steps(question)
+    for step in chain:
+        if rng.random() < give_up(step):
+            lines.append(f"~\\boxed{{{_guess(last.result, rng)}}}")
+            break
+        lines.append(f"={step.result}{step.rest}" if step.rest else f"=\\boxed{{{step.result}}}")
+    return "\n".join(lines)
 
 
-def give_up(value: int, operator: str, operand: int) -> float:
+def give_up(step: arithmetic.Step) -> float:
     """The probability that a solver gives up at this step, in [0, 1]."""
-    units, other = value % 10, operand % 10
-    carries = units + other > 9 if operator == "+" else units < other
+    units, other = step.value % 10, step.operand % 10
+    carries = units + other > 9 if step.operator == "+" else units < other
     if not carries:
         return GIVE_UP_EASY
-    return next(probability for most, probability in GIVE_UP_HARD if operand <= most)
+    return next(probability for most, probability in GIVE_UP_HARD if step.operand <= most)
 
 
 def _guess(answer: int, rng: random.Random) -> int:

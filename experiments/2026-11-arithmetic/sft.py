@@ -4,13 +4,15 @@
 
 Writes an HF directory (by default the packaged `rlx/assets/arithmetic`). The problems are of the
 training side, the demonstrations of `demonstrations.py`; everything is drawn from `--seed`, so the
-command gives the same weights again on the same machine. Progress is measured on held-out
-problems without decoding: greedy decoding writes the careful solution exactly when each of its
-tokens is the most probable one after those before it.
+command gives the same weights again on the same machine.
+
+Every other example is a lesson: a careful solution whose equals signs are left out of the loss, so
+that it teaches the method and not the patience; without lessons the steps that most solvers give
+up at are hardly practised. Progress is measured on held-out problems without decoding: greedy
+decoding writes the careful solution exactly when each of its tokens is the most probable one there.
 """
 
 import argparse
-import itertools
 import json
 import random
 import time
@@ -31,8 +33,8 @@ from rlx.model.config import ModelConfig
 from rlx.rollout import arithmetic
 
 PACKAGED = Path(rlx.__file__).parent / "assets" / "arithmetic"
-ROWS, ROW_LENGTH = 16, 176  # the longest prompt and completion have 171 tokens
-Example = tuple[list[int], int]  # token ids, how many of them are the prompt
+ROWS, ROW_LENGTH = 16, 160  # the longest prompt and completion have 158 tokens
+Example = tuple[list[int], list[int]]  # token ids, and 1 where the loss sees the token
 
 
 def model_config(tokenizer) -> ModelConfig:
@@ -55,18 +57,26 @@ def model_config(tokenizer) -> ModelConfig:
     )
 
 
-def encode(tokenizer, question: str, completion: str) -> Example:
-    """The chat of one problem as token ids, with the end token; how many are the prompt."""
+def encode(tokenizer, question: str, completion: str, unseen: str = "") -> Example:
+    """The chat of one problem, and which tokens are trained on.
+
+    Args:
+      unseen: a character of the completion that the loss leaves out.
+    """
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return [*prompt, *tokenizer.encode(completion), tokenizer.eos_token_id], len(prompt)
+    ids = [*tokenizer.encode(completion), tokenizer.eos_token_id]
+    left_out = tokenizer.convert_tokens_to_ids(unseen) if unseen else None
+    return [*prompt, *ids], [0] * len(prompt) + [int(i != left_out) for i in ids]
 
 
 def examples(tokenizer, seed: int) -> Iterator[Example]:
-    """Endless demonstrations of training problems."""
+    """Endless training problems: a demonstration, a lesson, a demonstration, …"""
     rng = random.Random(seed)
-    for row in arithmetic.stream(seed, "train"):
-        yield encode(tokenizer, row["question"], demonstrations.draw(row["question"], rng))
+    stream = (row["question"] for row in arithmetic.stream(seed, "train"))
+    for question, other in zip(stream, stream, strict=False):
+        yield encode(tokenizer, question, demonstrations.draw(question, rng))
+        yield encode(tokenizer, other, arithmetic.careful_solution(other), unseen="=")
 
 
 def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray] | None:
@@ -79,7 +89,7 @@ def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray]
         for name in ("tokens", "positions", "segment_ids", "loss_mask")
     }
     row = start = segment = 0
-    for ids, prompt in source:
+    for ids, mask in source:
         if start + len(ids) > ROW_LENGTH:
             row, start, segment = row + 1, 0, 0
         if row == rows:
@@ -89,7 +99,7 @@ def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray]
         batch["tokens"][place] = ids
         batch["positions"][place] = np.arange(len(ids))
         batch["segment_ids"][place] = segment
-        batch["loss_mask"][row, start + prompt : start + len(ids)] = 1
+        batch["loss_mask"][place] = mask
         start += len(ids)
     return batch if batch["segment_ids"].any() else None
 
@@ -101,8 +111,12 @@ def loss(params, config: ModelConfig, batch) -> jax.Array:
     return -jnp.sum(logprobs * mask) / jnp.maximum(mask.sum(), 1)
 
 
-def make_step(config: ModelConfig, optimizer: optax.GradientTransformation):
-    """step(params, optimizer state, batch) → (params, optimizer state, loss), jitted."""
+def train(params, config: ModelConfig, source: Iterator[Example], steps: int, learning_rate: float):
+    """Yields (step, params, loss) of AdamW with a warm-up and a cosine decay to a fiftieth."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, steps // 40, steps, learning_rate / 50
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
 
     @jax.jit
     def step(params, state, batch):
@@ -110,7 +124,10 @@ def make_step(config: ModelConfig, optimizer: optax.GradientTransformation):
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    return step
+    state = optimizer.init(params)
+    for number in range(1, steps + 1):
+        params, state, value = step(params, state, packed(source))
+        yield number, params, value
 
 
 def make_measure(config: ModelConfig, tokenizer, questions: list[str]):
@@ -160,32 +177,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PACKAGED)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     args = parser.parse_args()
 
     tokenizer = tokenizers.build()
     config = model_config(tokenizer)
     params = parameters.init(config, jax.random.key(args.seed))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, args.learning_rate, args.steps // 40, args.steps, args.learning_rate / 50
-    )
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
-    state = optimizer.init(params)
-    step = make_step(config, optimizer)
     held_out = [row["question"] for row in arithmetic.problems(0, "held_out", 256)]
     measure = make_measure(config, tokenizer, held_out)
-
-    source, start = examples(tokenizer, args.seed), time.perf_counter()
-    for number in itertools.count(1):
-        params, state, value = step(params, state, packed(source))
+    start = time.perf_counter()
+    source = examples(tokenizer, args.seed)
+    for number, latest, value in train(params, config, source, args.steps, args.learning_rate):
         if number % 200 == 0 or number == args.steps:
-            shown = {"loss": value, **measure(params)}
+            shown = {"loss": value, **measure(latest)}
             text = "  ".join(f"{name} {float(number):.3f}" for name, number in shown.items())
             print(f"step {number}  {time.perf_counter() - start:.0f} s  {text}", flush=True)
-        if number == args.steps:
-            break
-    export(args.out, config, params, tokenizer)
+    export(args.out, config, latest, tokenizer)
     print(f"wrote {args.out}")
 
 

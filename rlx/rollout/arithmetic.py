@@ -1,9 +1,12 @@
-"""Seeded chains of additions and subtractions: the embedded task. Imports no JAX, does no I/O.
+r"""Seeded chains of additions and subtractions: the embedded task. Imports no JAX, does no I/O.
 
-A problem is `47+38-6+20=?`. Every intermediate value stays within two digits; the number of
-operands is heavy-tailed, so that a batch holds a few solutions several times as long as the
-rest. Whether a problem is for training or held out is a hash of its text: the two sets are
-disjoint whatever the seeds. The recipe of the model that ships with the package
+A problem is `47+38-6+20=?`, and a careful solution does one operation a line, writing the rest of
+the chain again: `=85-6+20`, `=79+20`, `=\boxed{99}`. Every intermediate value stays within two
+digits. The number of operands is heavy-tailed and the solution's length about its square, so that
+a batch holds a few solutions several times as long as the rest.
+
+Whether a problem is for training or held out is a hash of its text: the two sets are disjoint
+whatever the seeds. The recipe of the model that ships with the package
 (`experiments/2026-11-arithmetic`) draws its demonstrations from the training side only.
 """
 
@@ -12,11 +15,12 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from rlx.config import unknown
 
 SPLITS = ("train", "held_out")
-MIN_OPERANDS, MAX_OPERANDS = 3, 14
+MIN_OPERANDS, MAX_OPERANDS = 4, 9
 LARGEST_VALUE = 99  # of every intermediate value; the smallest is 0
 LARGEST_OPERAND = 49  # after the first
 _HELD_OUT_SHARE = 10  # one problem in this many
@@ -59,22 +63,32 @@ def split_of(question: str) -> str:
     return "train" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE else "held_out"
 
 
-def steps(question: str) -> list[tuple[int, str, int, int]]:
-    """The chain from left to right: (value, operator, operand, result), as (47, +, 38, 85)."""
-    value, *rest = re.findall(r"\d+|[+-]", question)
+class Step(NamedTuple):
+    """One operation: `value operator operand` is `result`; `rest` of the chain is yet to do."""
+
+    value: int
+    operator: str
+    operand: int
+    result: int
+    rest: str
+
+
+def steps(question: str) -> list[Step]:
+    """The chain from left to right; the last step's result is the answer."""
+    value, *terms = re.findall(r"^\d+|[+-]\d+", question)
     value, chain = int(value), []
-    for operator, operand in zip(rest[::2], map(int, rest[1::2]), strict=True):
-        result = value + operand if operator == "+" else value - operand
-        chain.append((value, operator, operand, result))
+    for index, term in enumerate(terms, start=1):
+        result = value + int(term)
+        chain.append(Step(value, term[0], int(term[1:]), result, "".join(terms[index:])))
         value = result
     return chain
 
 
 def careful_solution(question: str) -> str:
-    r"""Every step on its own line, then the boxed answer: `47+38=85\n85-6=79\n\boxed{79}`."""
-    chain = steps(question)
-    lines = [f"{value}{operator}{operand}={result}" for value, operator, operand, result in chain]
-    return "\n".join([*lines, f"\\boxed{{{chain[-1][-1]}}}"])
+    r"""One operation a line, then the boxed answer: `=85-6\n=\boxed{79}` for `47+38-6=?`."""
+    *chain, last = steps(question)
+    lines = [f"={step.result}{step.rest}" for step in chain]
+    return "\n".join([*lines, f"=\\boxed{{{last.result}}}"])
 
 
 def _draw(rng: random.Random) -> tuple[str, int]:
