@@ -7,6 +7,7 @@ backward pass says what is kept and in which order the axes are.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,19 @@ def _matmul_forward(x, weight):
 def _matmul_backward(kept, grad):
     x, weight = kept
     grad_x = jnp.einsum("nf,df->nd", grad, weight.astype(x.dtype))
-    return grad_x, jnp.einsum("nd,nf->df", x, grad, preferred_element_type=weight.dtype)
+    return grad_x, weight_gradient(x, grad, weight.dtype)
+
+
+def weight_gradient(x: Array, grad: Array, dtype: Any) -> Array:
+    """xᵀ·grad: [N, D] and [N, F] → [D, F] of `dtype`, accumulated in it.
+
+    The narrower operand goes first, with a transpose of the small result where that is grad: on a
+    CPU the other order is up to twice as slow. The barrier keeps XLA from undoing it.
+    """
+    if x.shape[1] <= grad.shape[1]:
+        return jnp.einsum("nd,nf->df", x, grad, preferred_element_type=dtype)
+    swapped = jnp.einsum("nf,nd->fd", grad, x, preferred_element_type=dtype)
+    return lax.optimization_barrier(swapped).T
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -147,6 +147,40 @@ def restore(path: Path, abstract_state: Any) -> Restored:
     return Restored(state, host, read_groups(path / "groups"))
 
 
+def restore_part(path: Path, abstract_part: Any) -> Any:
+    """Some of a checkpoint's state, say `{"params": shapes}`; nothing else of it is read.
+
+    Raises:
+      UserError: the state has no such leaf, or one of another shape.
+    """
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute() / "state"
+    wanted = _named_leaves(abstract_part)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        stored = checkpointer.metadata(path).item_metadata.tree
+        _require_same(path, {name: stored[name] for name in wanted if name in stored}, wanted)
+        arguments = {
+            name: ocp.ArrayRestoreArgs(sharding=_sharding(leaf), dtype=leaf.dtype)
+            for name, leaf in wanted.items()
+        }
+        restore = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+        leaves = checkpointer.restore(path, args=restore)
+    structure = jax.tree_util.tree_structure(abstract_part)
+    return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in wanted])
+
+
+def dtype_of(path: Path, name: str) -> Any:
+    """The dtype of one leaf of a checkpoint's state, say of `"params.embed"`."""
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        stored = checkpointer.metadata(Path(path).absolute() / "state").item_metadata.tree
+    if name not in stored:
+        raise UserError(f"checkpoint {path} has no {name}; it is not one of a train state")
+    return stored[name].dtype
+
+
 def read_host(path: Path) -> dict:
     """The host's part alone, without touching a device."""
     return json.loads((Path(path) / "host.json").read_text())
