@@ -1,0 +1,315 @@
+"""The calls of a rollout server, in front of one engine. Everything that comes in is checked here.
+
+    Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
+    Publish  ─▶ staged and checksummed beside the running engine ─▶ pause ─▶ load ─▶ resume
+
+A bad request is answered with a status and never touches the engine or the other requests.
+"""
+
+import asyncio
+import os
+import secrets
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from rlx.base import UserError
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet import wire
+from rlx.fleet.engine import Chunk, Engine
+from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
+
+MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
+_DRAIN_SECONDS = 5.0
+_Code = grpc.StatusCode
+
+
+class RequestError(Exception):
+    """A request that is answered with a status and a sentence instead of a result."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class RolloutService(rpc.RolloutServicer):
+    """The five calls, on `engine`.
+
+    Args:
+      engine: started.
+      weight_roots: directories that a publish by path may name files in.
+      stage_dir: where weights that come as chunks are written until they are loaded.
+      recompute_kv: what an update does to the KV cache of running requests by default.
+      hold_seconds: how long new tokens may wait for company on their way to the client.
+      clock: of the spans, in ns; the engine's.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        weight_roots: Sequence[str] = (),
+        stage_dir: str = "/dev/shm",
+        recompute_kv: bool = False,
+        hold_seconds: float = 0.1,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ):
+        self._hold_seconds = hold_seconds
+        self._clock = clock
+        self._engine = engine
+        self._roots = tuple(os.path.realpath(root) for root in weight_roots)
+        self._stage_dir = stage_dir
+        self._recompute_kv = recompute_kv
+        self._instance = secrets.token_hex(8)
+        self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
+        self._changing = asyncio.Lock()  # one pause, load or resume at a time
+        self._held = False  # paused by a client, not by a publish
+        self._installs: set[asyncio.Task] = set()
+        sweep(stage_dir)
+
+    async def Generate(self, request, context):
+        if request.instance not in ("", self._instance):  # perhaps without the current weights
+            await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
+        try:
+            stream = self._engine.generate(wire.request_from(request))
+            async with (
+                aclosing(stream),
+                aclosing(_gathered(stream, request.n, self._hold_seconds)) as batches,
+            ):
+                async for batch in batches:
+                    await context.write(wire.reply_message(batch))
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.INVALID_ARGUMENT, error)
+
+    async def Publish(self, request_iterator, context):
+        file = None
+        requests = aiter(request_iterator)
+        try:
+            header = await _header(requests)
+            if header.path:
+                path = await self._verified(header)
+            else:
+                file = self._stage_file(header)
+                path = file.path
+                await _receive(header, requests, path)
+        except RequestError as error:
+            _close(file)
+            await _drain(requests)
+            await _refuse(context, error.code, error)
+        except BaseException:
+            _close(file)
+            raise
+        # From here on it finishes whatever becomes of the call: half an update is none.
+        install = asyncio.create_task(self._install(header, path, file))
+        self._installs.add(install)
+        install.add_done_callback(self._installs.discard)
+        try:
+            paused_ns = await asyncio.shield(install)
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.FAILED_PRECONDITION, error)
+        return pb.PublishReply(version=header.version, paused_ns=paused_ns)
+
+    async def Pause(self, request, context):
+        async with self._changing:
+            await self._engine.pause()
+            self._held = True
+        return pb.PauseReply()
+
+    async def Resume(self, request, context):
+        async with self._changing:
+            await self._engine.resume()
+            self._held = False
+        return pb.ResumeReply()
+
+    async def Status(self, request, context):
+        status = self._engine.status()
+        self._spans.extend(status.spans)
+        reply = pb.StatusReply(
+            version=status.version,
+            running=status.running,
+            queued=status.queued,
+            slots=status.slots,
+            max_model_len=status.max_model_len,
+            tokens_generated=status.tokens_generated,
+            paused=status.paused,
+            instance=self._instance,
+            pid=os.getpid(),
+        )
+        if request.drain_spans:
+            while self._spans:
+                name, start_ns, end_ns = self._spans.popleft()
+                reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
+        reply.monotonic_ns = self._clock()
+        return reply
+
+    async def _verified(self, header: pb.PublishHeader) -> str:
+        """The real path of the named file, once it is known to hold the promised bytes."""
+        path = os.path.realpath(header.path)
+        if not any(os.path.commonpath((path, root)) == root for root in self._roots):
+            allowed = ", ".join(self._roots) or "none is"
+            raise RequestError(
+                _Code.PERMISSION_DENIED,
+                f"{header.path} is outside the weight roots ({allowed} allowed); start the server "
+                "with --weight-root, or publish by stream",
+            )
+        start_ns = self._clock()
+        try:
+            size = os.stat(path).st_size
+            crc = await asyncio.to_thread(checksum, path)
+        except OSError as error:
+            raise RequestError(
+                _Code.NOT_FOUND,
+                f"cannot read {header.path}: {error.strerror}; where trainer and server share no "
+                "file system, publish by stream",
+            ) from error
+        self._spans.append(("verify weights", start_ns, self._clock()))
+        _compare(header, size, crc)
+        return path
+
+    def _stage_file(self, header: pb.PublishHeader) -> WeightFile:
+        try:
+            check_room(self._stage_dir, header.num_bytes)
+            return WeightFile(self._stage_dir)
+        except UserError as error:
+            raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
+
+    async def _install(self, header: pb.PublishHeader, path: str, file: WeightFile | None) -> int:
+        """pause → load → resume; returns how long the engine stood still, in ns."""
+        recompute = (
+            self._recompute_kv if header.kv == pb.SERVER_DEFAULT else header.kv == pb.RECOMPUTE
+        )
+        try:
+            async with self._changing:
+                start_ns = self._clock()
+                await self._engine.pause()
+                try:
+                    await self._engine.load(path, header.version, recompute)
+                finally:
+                    if not self._held:
+                        await self._engine.resume()
+                end_ns = self._clock()
+        finally:
+            _close(file)
+        self._spans.append((f"load version {header.version}", start_ns, end_ns))
+        return end_ns - start_ns
+
+
+async def _gathered(
+    stream: AsyncIterator[Chunk], n: int, hold_seconds: float
+) -> AsyncGenerator[list[Chunk], None]:
+    """The chunks of `stream`, several at a time: messages are what a wire costs, not tokens.
+
+    A sample's tokens wait for company up to `hold_seconds`; the last of all `n` samples do not.
+    """
+    pending: list[Chunk] = []
+    wake, ended = asyncio.Event(), asyncio.Event()
+
+    async def pump() -> None:
+        left = n
+        try:
+            async for chunk in stream:
+                pending.append(chunk)
+                left -= chunk.stop_reason is not None
+                wake.set()
+                if not left:
+                    ended.set()
+        finally:
+            wake.set()
+            ended.set()
+
+    task = asyncio.create_task(pump())
+    try:
+        while True:
+            await wake.wait()
+            if hold_seconds and not ended.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(hold_seconds):
+                        await ended.wait()
+            wake.clear()
+            if pending:
+                batch = pending.copy()
+                pending.clear()
+                yield batch
+            if task.done() and not pending:
+                task.result()  # raises what ended the stream
+                return
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeader:
+    first = await anext(requests, None)
+    if first is None or first.WhichOneof("part") != "header":
+        raise RequestError(_Code.INVALID_ARGUMENT, "a publish begins with its header")
+    header = first.header
+    if header.version < 0:
+        raise RequestError(_Code.INVALID_ARGUMENT, f"version={header.version}; it must be ≥ 0")
+    if "\0" in header.path:
+        raise RequestError(_Code.INVALID_ARGUMENT, "the path holds a NUL character")
+    return header
+
+
+async def _receive(header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+    """Writes the chunks to `path`; they must be all there, in order and unharmed."""
+    size, crc = 0, 0
+
+    def take(data: bytes) -> int:
+        file.write(data)
+        return zlib.crc32(data, crc)
+
+    with open(path, "wb", buffering=0) as file:
+        async for request in requests:
+            if request.WhichOneof("part") != "chunk":
+                raise RequestError(_Code.INVALID_ARGUMENT, "only chunks may follow the header")
+            chunk = request.chunk
+            if chunk.offset != size:
+                raise RequestError(
+                    _Code.DATA_LOSS, f"chunk at offset {chunk.offset} where {size} was expected"
+                )
+            size += len(chunk.data)
+            if size > header.num_bytes:
+                raise RequestError(
+                    _Code.DATA_LOSS, f"more than the {header.num_bytes} bytes announced"
+                )
+            try:
+                crc = await asyncio.to_thread(take, chunk.data)
+            except OSError as error:
+                message = f"cannot stage the weights: {error.strerror}"
+                raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
+    _compare(header, size, crc)
+
+
+async def _drain(requests: AsyncIterator) -> None:
+    """Reads on to the end, for a while: a grpc.aio client that is still writing when the status
+    comes may report INTERNAL instead of it."""
+    with suppress(TimeoutError, DecodeError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            async for _ in requests:
+                pass
+
+
+def _compare(header: pb.PublishHeader, size: int, crc: int) -> None:
+    if size != header.num_bytes:
+        message = f"{size} bytes of weights where {header.num_bytes} were announced"
+        raise RequestError(_Code.DATA_LOSS, message)
+    if crc != header.crc32:
+        message = f"checksum {crc:08x} of the weights where {header.crc32:08x} was announced"
+        raise RequestError(_Code.DATA_LOSS, message)
+
+
+def _close(file: WeightFile | None) -> None:
+    if file:
+        file.close()
+
+
+async def _refuse(context, code: grpc.StatusCode, error: Exception) -> NoReturn:
+    await context.abort(code, " ".join(str(error).split())[:2000])
+    raise AssertionError("abort returned")
