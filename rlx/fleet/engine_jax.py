@@ -357,10 +357,10 @@ class JaxEngine:
         if self._dirty:
             self._cache, self._dirty = self._programs.scrub(self._cache), False
         if recompute:
-            running = [slot for slot, sample in enumerate(self._slots.samples) if sample]
-            self._prefill([[slot] for slot in running])
-            for slot in running:
-                self._slots.samples[slot].prompt_version = version
+            running = [(slot, s) for slot, s in enumerate(self._slots.samples) if s]
+            self._prefill([[slot] for slot, _ in running])
+            for _, sample in running:
+                sample.prompt_version = version
             jax.block_until_ready(self._cache)
         self._spans.append(("swap weights", start, self._clock()))
 

@@ -230,8 +230,7 @@ class Slots:
     def inputs(self) -> Inputs:
         """The arrays of the next decode call, of all slots."""
         draws = uniforms(self._keys, self._positions, self.steps)
-        arrays = (self._numbers, self._chances, self._stops)
-        return Inputs(*(array.copy() for array in arrays), draws)
+        return Inputs(self._numbers.copy(), self._chances.copy(), self._stops.copy(), draws)
 
     def accept(
         self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int

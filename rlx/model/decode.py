@@ -177,7 +177,8 @@ def prefill(
                 x = _finish_layer(layer, config, x, _prompt_attention(q, new, start))
         return index + 1, tuple(filled)
 
-    empty = init_cache(config, *tokens.shape, params.embed.dtype)
+    prompts, length = tokens.shape
+    empty = init_cache(config, prompts, length, params.embed.dtype)
     return jax.lax.while_loop(lambda state: state[0] < chunks, advance, (jnp.int32(0), empty))[1]
 
 

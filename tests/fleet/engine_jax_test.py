@@ -377,10 +377,15 @@ def test_a_sample_that_starts_after_an_update_uses_none_of_the_old_cache(
     prompt, engine = prompt_of(13), changing.engine
 
     async def scenario():
-        task = asyncio.create_task(changing.collect(prompt, n=30, seed=1, max_new_tokens=12))
+        # Several stop tokens, so that samples start one by one beside siblings.
+        options = {"max_new_tokens": 60, "stop_token_ids": (5, 6, 7, 8, 9)}
+        task = asyncio.create_task(changing.collect(prompt, n=60, seed=1, **options))
         while engine.status().tokens_generated < 12:
-            await asyncio.sleep(0.001)
-        await engine.load(path, 1)  # no pause: it happens between two calls
+            await asyncio.sleep(0)
+        await engine.pause()
+        assert engine.status().queued > 20
+        await engine.load(path, 1)
+        await engine.resume()
         return await task
 
     out = changing.do(scenario())
@@ -423,14 +428,15 @@ def test_bad_weights_change_nothing(running, tiny_model_dir, tmp_path, change, n
 def test_finite_weights_that_overflow_do_not_outlive_their_version(changing, tiny_model_dir,
                                                                    tmp_path):  # fmt: skip
     """Infinities in a slot's cache would turn later sequences of that slot into NaN."""
-    wanted = bits(changing.ask(prompt_of(15), n=12, seed=1, max_new_tokens=20))
+    # Of one token: a longer prompt would write over what the slot held.
+    wanted = bits(changing.ask(prompt_of(15, 1), n=12, seed=1, max_new_tokens=20))
     huge = scaled(tiny_model_dir, tmp_path / "huge.safetensors", factor=1e18)
     changing.do(changing.engine.load(huge, 1))
     broken = changing.ask(prompt_of(15, 40), n=12, seed=1, max_new_tokens=20, min_new_tokens=20)
     assert not np.isfinite([s.logprobs for s in broken.values()]).all()
     assert all(0 <= t < 128 for s in broken.values() for t in s.tokens)
     changing.do(changing.engine.load(str(tiny_model_dir), 2))
-    assert bits(changing.ask(prompt_of(15), n=12, seed=1, max_new_tokens=20)) == wanted
+    assert bits(changing.ask(prompt_of(15, 1), n=12, seed=1, max_new_tokens=20)) == wanted
 
 
 def test_status_and_spans(changing):
