@@ -116,15 +116,15 @@ class ModelConfig:
             model_dim=_need(hf, "hidden_size"),
             mlp_dim=_need(hf, "intermediate_size"),
             num_heads=heads,
-            num_kv_heads=hf.get("num_key_value_heads", heads),
-            head_dim=hf.get("head_dim", _need(hf, "hidden_size") // heads),
+            num_kv_heads=_need(hf, "num_key_value_heads", heads),
+            head_dim=_need(hf, "head_dim", _need(hf, "hidden_size") // heads),
             rope=_rope_from_hf(hf),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
             qk_norm=architecture == "Qwen3ForCausalLM",
             attention_bias=bias,
             output_bias=bias and llama_like,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            max_position=hf["max_position_embeddings"],
+            max_position=_need(hf, "max_position_embeddings"),
             initializer_range=float(hf.get("initializer_range", 0.02)),
             eos_token_ids=_ids(hf.get("eos_token_id")),
             bos_token_id=hf.get("bos_token_id"),
@@ -160,10 +160,14 @@ class ModelConfig:
         return hf
 
 
-def _need(hf: Mapping[str, Any], key: str) -> int:
-    if key not in hf:
+def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A size, ≥ 1; `default` where the file is silent, None when it must not be."""
+    value = hf.get(key, default)
+    if value is None:
         raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
-    return hf[key]
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"config.json has {key}={value!r}; it must be a whole number above 0")
+    return value
 
 
 def _architecture(hf: Mapping[str, Any]) -> str:
@@ -201,7 +205,11 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
-    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    given = hf.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"config.json has {key}={given!r}; it must be an object with a rope_type")
+    given = dict(given)
     if "full_attention" in given:  # the per-layer-type form of newer files
         given = dict(given["full_attention"])
     kind = given.pop("rope_type", None) or given.get("type") or "default"

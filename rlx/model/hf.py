@@ -180,6 +180,8 @@ def replaced_directory(path: Path):
     fresh = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError("it is a file")
         fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         yield fresh
         fresh.chmod(0o755)  # mkdtemp's 0700 would hide an exported model from other users
@@ -242,7 +244,10 @@ def _shards(path: Path) -> list[Path]:
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS]
     if (path / INDEX).exists():
-        names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
+        shards = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(shards, dict):
+            raise UserError(f"{path / INDEX} has no weight_map; get it again")
+        names = sorted(set(shards.values()))
         for name in names:
             if not (path / name).exists():
                 raise UserError(f"{path / INDEX} names {name}, which is missing; get it again")
@@ -252,13 +257,18 @@ def _shards(path: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(
             f"{path} is missing; give an HF directory with config.json and safetensors"
         ) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error.reason}); get it again") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{path} holds no JSON object; get it again")
+    return record
 
 
 def _parts(row: Row, config: ModelConfig, value: Any) -> list[tuple[str, Any]]:

@@ -89,3 +89,52 @@ def rows():
             batch["segment_ids"][row, span] = index + 1
             start += length
     return {name: jnp.asarray(array) for name, array in batch.items()}
+
+
+# A smaller one, of which many are made: each kind in each dtype.
+SMALL = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+    "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def _make_small(architecture="Qwen3", tied=False, dtype="float32"):
+    """A random model of transformers; scales and biases, 1 and 0 at first, are random too."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    options = {**SMALL, "tie_word_embeddings": tied}
+    if architecture == "Qwen2":
+        del options["head_dim"]  # its class in transformers has none
+    config = getattr(transformers, f"{architecture}Config")(**options)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def make_small():
+    """make_small(architecture, tied, dtype) → a random model of transformers."""
+    return _make_small
+
+
+@pytest.fixture(scope="session")
+def small_dir(tmp_path_factory):
+    """A small Qwen3 in one file, written by transformers. Read only."""
+    path = tmp_path_factory.mktemp("small") / "model"
+    _make_small().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def sharded_dir(tmp_path_factory):
+    """The same model in several files with an index. Read only."""
+    path = tmp_path_factory.mktemp("small") / "sharded"
+    _make_small().save_pretrained(path, max_shard_size="8KB")
+    return path

@@ -1,0 +1,221 @@
+"""What is read from HF's config.json, what is written back, and what is refused by name."""
+
+import dataclasses
+import re
+
+import pytest
+import transformers
+
+from rlx.base import UserError
+from rlx.model.config import ARCHITECTURES, ModelConfig, Rope
+
+COMMON = {
+    "vocab_size": 97, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+# name → (options as they stand in a file, what they mean; rope_theta is 500 in each)
+ROPES = {
+    "default": ({}, Rope(theta=500.0)),
+    "linear": ({"factor": 2.0}, Rope("linear", 500.0, factor=2.0)),
+    "llama3": (
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+        Rope("llama3", 500.0, 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0),
+    ),
+    "yarn": (
+        {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3,
+         "beta_fast": 8.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.5,
+         "truncate": False},
+        Rope("yarn", 500.0, 4.0, 64, attention_factor=1.3, beta_fast=8.0, beta_slow=2.0,
+             mscale=0.7, mscale_all_dim=0.5, truncate=False),
+    ),
+}  # fmt: skip
+
+
+def hf_dict(architecture="LlamaForCausalLM", **changes):
+    model_type = ARCHITECTURES[architecture]["model_type"]
+    return {**COMMON, "architectures": [architecture], "model_type": model_type, **changes}
+
+
+def spelled(spelling, kind, options):
+    """The keys of a config.json that ask for a RoPE variant, in one of HF's spellings."""
+    if spelling == "rope_parameters":
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **options}}
+    if spelling == "full_attention":
+        parameters = {"rope_type": kind, "rope_theta": 500.0, **options}
+        return {"rope_parameters": {"full_attention": parameters}}
+    if kind == "default":
+        return {"rope_theta": 500.0, "rope_scaling": None}
+    name = "type" if spelling == "rope_scaling type" else "rope_type"
+    return {"rope_theta": 500.0, "rope_scaling": {name: kind, **options}}
+
+
+def test_every_key_of_the_file_is_read():
+    hf = hf_dict(
+        "Qwen3ForCausalLM", head_dim=10, tie_word_embeddings=True, attention_bias=True,
+        initializer_range=0.3, eos_token_id=[5, 7], bos_token_id=1, pad_token_id=2,
+        rope_theta=1e6,
+    )  # fmt: skip
+    assert ModelConfig.from_hf(hf) == ModelConfig(
+        "Qwen3ForCausalLM", vocab_size=97, num_layers=3, model_dim=32, mlp_dim=48, num_heads=4,
+        num_kv_heads=2, head_dim=10, rope=Rope(theta=1e6), tie_embeddings=True, qk_norm=True,
+        attention_bias=True, output_bias=True, rms_eps=1e-5, max_position=256,
+        initializer_range=0.3, eos_token_ids=(5, 7), bos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bias", "output_bias", "qk_norm", "head_dim"),
+    [
+        ("Qwen2ForCausalLM", True, False, False, 8),
+        ("Qwen3ForCausalLM", False, False, True, 128),  # HF's class has 128 whatever the width
+        ("LlamaForCausalLM", False, False, False, 8),
+    ],
+)
+def test_keys_that_may_be_missing(architecture, bias, output_bias, qk_norm, head_dim):
+    config = ModelConfig.from_hf(hf_dict(architecture))
+    assert (config.attention_bias, config.output_bias) == (bias, output_bias)
+    assert (config.qk_norm, config.head_dim) == (qk_norm, head_dim)
+    assert config.rope == Rope(theta=10_000.0)
+    assert (config.tie_embeddings, config.eos_token_ids) == (False, ())
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_null_is_a_missing_key(architecture):
+    nothing = ("head_dim", "rope_scaling", "layer_types", "eos_token_id", "quantization_config")
+    given = hf_dict(architecture, **dict.fromkeys(nothing))
+    assert ModelConfig.from_hf(given) == ModelConfig.from_hf(hf_dict(architecture))
+
+
+def test_as_many_key_heads_as_heads_when_the_file_is_silent():
+    hf = hf_dict()
+    del hf["num_key_value_heads"]
+    assert ModelConfig.from_hf(hf).num_kv_heads == 4
+
+
+def test_the_model_type_serves_where_architectures_is_missing():
+    hf = hf_dict("Qwen3ForCausalLM")
+    del hf["architectures"]
+    assert ModelConfig.from_hf(hf).architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize(
+    "spelling", ["rope_parameters", "full_attention", "rope_scaling", "rope_scaling type"]
+)
+def test_rope_is_read_in_every_spelling(kind, spelling):
+    options, wanted = ROPES[kind]
+    config = ModelConfig.from_hf(hf_dict(**spelled(spelling, kind, options)))
+    assert config.rope == wanted
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_original_context_defaults_to_the_longest(kind):
+    options = {k: v for k, v in ROPES[kind][0].items() if k != "original_max_position_embeddings"}
+    config = ModelConfig.from_hf(hf_dict(**spelled("rope_parameters", kind, options)))
+    assert config.rope.original_max_position_embeddings == 256
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_round_trip_changes_nothing(architecture, kind):
+    config = ModelConfig.from_hf(
+        hf_dict(
+            architecture,
+            head_dim=10,
+            tie_word_embeddings=True,
+            eos_token_id=[5, 7],
+            **spelled("rope_parameters", kind, ROPES[kind][0]),
+        )
+    )
+    hf = config.to_hf()
+    assert ModelConfig.from_hf(hf) == config
+    newer = {k: v for k, v in hf.items() if k not in ("rope_scaling", "rope_theta")}
+    assert ModelConfig.from_hf(newer) == config
+    older = {k: v for k, v in hf.items() if k != "rope_parameters"}
+    assert ModelConfig.from_hf(older) == config
+    biased = dataclasses.replace(config, attention_bias=True, output_bias=True)
+    if architecture != "Qwen2ForCausalLM":
+        assert ModelConfig.from_hf(biased.to_hf()) == biased
+
+
+@pytest.mark.parametrize("eos", [(), (5,), (5, 7)])
+def test_end_tokens_keep_their_number_and_order(eos):
+    config = dataclasses.replace(ModelConfig.from_hf(hf_dict()), eos_token_ids=eos)
+    assert ModelConfig.from_hf(config.to_hf()).eos_token_ids == eos
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_transformers_reads_what_is_written_and_writes_what_is_read(architecture, kind, tmp_path):
+    rope = spelled("rope_parameters", kind, ROPES[kind][0])
+    wanted = ModelConfig.from_hf(hf_dict(architecture, head_dim=10, eos_token_id=5, **rope))
+    hf = wanted.to_hf()
+    theirs = transformers.AutoConfig.for_model(**hf)
+    for key in COMMON | {"head_dim": 10}:
+        assert getattr(theirs, key) == hf[key], key
+    options = {**theirs.rope_parameters}
+    assert {k: options[k] for k in hf["rope_parameters"]} == hf["rope_parameters"]
+    theirs.architectures = [architecture]
+    theirs.save_pretrained(tmp_path)
+    written = theirs.to_dict()
+    assert ModelConfig.from_hf(written) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, ["'MixtralForCausalLM'", "LlamaForCausalLM"]),
+        ({"architectures": [], "model_type": "gpt2"}, ["'gpt2'", "Qwen2ForCausalLM"]),
+        ({"use_sliding_window": True, "sliding_window": 64}, ["use_sliding_window=True"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
+        ({"mlp_bias": True}, ["mlp_bias=True"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout=0.1"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            ["partial_rotary_factor"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            ["'dynamic'", "linear, llama3"],
+        ),
+        ({"rope_scaling": {"type": "longrope"}}, ["'longrope'", "yarn"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["'linear'", "'factor'", "add it"]),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ["'low_freq_factor'"]),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "bogus": 1}},
+            ["'bogus'", "'linear'"],
+        ),
+        ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+        ({"head_dim": 7}, ["head_dim=7", "odd"]),
+        ({"vocab_size": None}, ["'vocab_size'"]),
+        ({"vocab_size": "97"}, ["vocab_size='97'"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads=0"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling='linear'"]),
+        ({"hidden_size": None}, ["'hidden_size'"]),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_that_names_the_key(changes, words):
+    with pytest.raises(UserError) as error:
+        ModelConfig.from_hf(hf_dict(**changes))
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert re.search(re.escape(word), str(error.value)), error.value
+
+
+def test_an_unused_sliding_window_is_no_obstacle():
+    hf = hf_dict(
+        "Qwen2ForCausalLM", use_sliding_window=False, sliding_window=64,
+        layer_types=["full_attention"] * 3,
+    )  # fmt: skip
+    assert ModelConfig.from_hf(hf) == ModelConfig.from_hf(hf_dict("Qwen2ForCausalLM"))
+
+
+def test_qwen2_has_its_biases_whatever_the_file_says():
+    """Its class in transformers does not read the key either."""
+    assert ModelConfig.from_hf(hf_dict("Qwen2ForCausalLM", attention_bias=False)).attention_bias
