@@ -82,7 +82,10 @@ def default() -> ConfigDict:
     c.train = ConfigDict()
     c.train.minibatches = 1  # optimizer updates a batch
     c.train.max_tokens_per_microbatch = 4096
-    c.train.row_buckets = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    c.train.row_buckets = (
+        64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
+        16384, 24576, 32768,
+    )  # fmt: skip
     c.train.mesh = ""  # "" or e.g. "data:4,tensor:2"
 
     c.fleet = ConfigDict()

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from rlx import records
 from rlx.base import Group
+from rlx.fleet import compile_cache
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare
@@ -53,6 +54,8 @@ def run(config: ConfigDict, workdir: Path) -> int:
       UserError: inputs, servers or storage that cannot work. The failure that exhausted the
         rollouts' budget is raised as it was, with its traceback.
     """
+    for name, value in compile_cache.options().items():
+        jax.config.update(name, value)
     inputs = prepare(config)
     claim(config, workdir)
     with ExitStack() as stack:
