@@ -66,7 +66,8 @@ def make_groups(lengths: np.ndarray, vocab: int, samples: int = 8) -> list[Group
             mask = np.arange(size) >= prompt
             members.append(
                 Trajectory(
-                    tokens=rng.integers(0, vocab, size).astype(np.int32),
+                    # from 3: transformers gives a pad token's embedding no gradient
+                    tokens=rng.integers(3, vocab, size).astype(np.int32),
                     loss_mask=mask,
                     behaviour_logprobs=np.where(mask, -np.log(vocab), 0).astype(np.float32),
                     versions=np.where(mask, 0, -1).astype(np.int32),

@@ -18,8 +18,13 @@ def test_logits_are_those_of_transformers(oracle):
     with torch.no_grad():
         wanted = model(torch.tensor(tokens)).logits.numpy()
     positions = jnp.broadcast_to(jnp.arange(200), (2, 200))
-    x = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
-    got = decoder.unembed(params, config, x)
+
+    @jax.jit
+    def logits(params):
+        x = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+        return decoder.unembed(params, config, x)
+
+    got = logits(params)
     assert np.abs(got - wanted).max() <= 1e-4
 
 
@@ -46,7 +51,8 @@ def torch_logprobs(model, batch, temperature):
 def test_packed_logprobs_and_entropies(few, rows, chunk):
     model, path = few
     config, params = hf.load(path)
-    logprobs, entropies = decoder.logprobs(params, config, rows, temperature=0.7, chunk=chunk)
+    run = jax.jit(lambda p: decoder.logprobs(p, config, rows, temperature=0.7, chunk=chunk))
+    logprobs, entropies = run(params)
     mask = np.zeros(rows["tokens"].shape, bool)
     for row, span, logprob, entropy in torch_logprobs(model, rows, 0.7):
         inner = slice(span.start + 1, span.stop)
@@ -81,9 +87,8 @@ def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
         assert error <= 1e-4, f"gradient of {name} off by {error:.1e} of its largest entry"
 
 
-def test_query_blocks_change_nothing(few, monkeypatch):
-    _, path = few
-    config, params = hf.load(path)
+def test_query_blocks_change_nothing(tiny_model_dir, monkeypatch):
+    config, params = hf.load(tiny_model_dir)
     shape = (2, 50)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocab_size)
     segments = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 3]], [23, 17, 10], axis=1))
@@ -96,21 +101,22 @@ def test_query_blocks_change_nothing(few, monkeypatch):
     def run(params):
         return jnp.sum(decoder.logprobs(params, config, batch)[0])
 
-    whole = jax.value_and_grad(run)(params)
+    whole = jax.jit(jax.value_and_grad(run))(params)
     monkeypatch.setattr("rlx.model.attention.QUERY_BLOCK", 8)
-    blocks = jax.value_and_grad(run)(params)
+    jax.clear_caches()
+    blocks = jax.jit(jax.value_and_grad(run))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), whole, blocks)
 
 
-def test_bfloat16_compute_keeps_float32_gradients(few, rows):
-    _, path = few
-    config, params = hf.load(path)
+def test_bfloat16_compute_keeps_float32_gradients(tiny_model_dir, rows):
+    config, params = hf.load(tiny_model_dir)
 
     def loss(params, dtype):
         return jnp.sum(decoder.logprobs(params, config, rows, compute_dtype=dtype, chunk=25)[0])
 
-    exact, grads = jax.value_and_grad(loss)(params, jnp.float32)
-    rough, rough_grads = jax.value_and_grad(loss)(params, jnp.bfloat16)
+    run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    exact, grads = run(params, jnp.float32)
+    rough, rough_grads = run(params, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(rough_grads)} == {jnp.dtype("float32")}
     assert abs(rough - exact) <= 0.03 * abs(exact)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
@@ -121,8 +127,8 @@ def test_bfloat16_compute_keeps_float32_gradients(few, rows):
 def test_init_has_the_shapes_of_the_table(few):
     config = hf.load_config(few[1])
     params = parameters.init(config, jax.random.key(0))
-    jax.tree.map(
-        lambda p, s: (p.shape == s.shape) or pytest.fail(), params, parameters.shapes(config)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(
+        lambda s: s.shape, parameters.shapes(config)
     )
     assert sum(p.size for p in jax.tree.leaves(params)) == parameters.count(config)
     assert params["embed"].std() == pytest.approx(config.initializer_range, rel=0.1)
