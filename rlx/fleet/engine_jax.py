@@ -27,6 +27,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import compile_cache
+from rlx.fleet.checks import check_request
 from rlx.fleet.engine import Chunk, EngineStatus, Request
 from rlx.fleet.programs import Programs, make_plan
 from rlx.fleet.slots import MAX_STOPS, Live, Slots, Start
@@ -193,32 +194,8 @@ class JaxEngine:
 
     def _checked(self, request: Request) -> Live:
         """The request ready for the queue; ValueError with the remedy if it cannot be served."""
-        prompt, sampling = request.prompt_tokens, request.sampling
-        vocab, longest = self._config.vocab_size, self._slots.max_model_len
-        if prompt.ndim != 1 or not prompt.size:
-            raise ValueError(f"prompt_tokens has shape {prompt.shape}; give at least one token")
-        if prompt.min() < 0 or prompt.max() >= vocab:
-            bad = prompt[(prompt < 0) | (prompt >= vocab)][0]
-            raise ValueError(
-                f"token {bad} is out of the vocabulary of {vocab}; use the model's own tokenizer"
-            )
-        if prompt.size >= longest:
-            raise ValueError(
-                f"the prompt has {prompt.size} tokens and max_model_len={longest} leaves no room "
-                "for a completion; shorten the prompt or raise fleet.max_model_len"
-            )
-        if request.n < 1 or not 0 <= request.prefix_len < prompt.size:
-            raise ValueError(
-                f"n={request.n} and prefix_len={request.prefix_len} do not fit a prompt of "
-                f"{prompt.size} tokens; n must be ≥ 1 and the prefix shorter than the prompt"
-            )
-        if not sampling.temperature >= 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise ValueError(
-                f"temperature={sampling.temperature}, top_p={sampling.top_p}, top_k="
-                f"{sampling.top_k}; wanted ≥ 0, in (0, 1], ≥ 0"
-            )
-        if "" in sampling.stop:
-            raise ValueError("a stop string is empty; remove it")
+        check_request(request, self._config.vocab_size, self._slots.max_model_len)
+        sampling = request.sampling
         stops = tuple(dict.fromkeys((*self._config.eos_token_ids, *sampling.stop_token_ids)))
         if len(stops) > MAX_STOPS:
             raise ValueError(
@@ -240,7 +217,7 @@ class JaxEngine:
     # The engine thread's side.
 
     def _prepare(self) -> None:
-        if not jax.config.jax_compilation_cache_dir:
+        if not jax.config.values["jax_compilation_cache_dir"]:
             for name, value in compile_cache.options().items():
                 jax.config.update(name, value)
         config = self._config = hf.load_config(self.model_path)

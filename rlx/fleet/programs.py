@@ -50,6 +50,14 @@ class Shape(NamedTuple):
     length: int
 
 
+class Results(NamedTuple):
+    """rlx.model.decode.Block on the host, of the first slots."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    counts: np.ndarray
+
+
 class Plan(NamedTuple):
     """Sizes that follow from the engine's options.
 
@@ -192,8 +200,8 @@ class Programs:
 
     def decode(
         self, params: decode.ServingParams, cache: decode.Cache, shape: Shape, inputs: Inputs
-    ) -> tuple[decode.Block, decode.Cache]:
-        """One decode call; returns the block (numpy) and the cache with its tokens appended.
+    ) -> tuple[Results, decode.Cache]:
+        """One decode call; returns its results and the cache with its tokens appended.
 
         Args:
           inputs: of all slots; the shape takes the first of them.
@@ -204,7 +212,7 @@ class Programs:
         slots = recent[0].keys.shape[0]
         append = self._get(("append", slots))
         cache = append(cache, recent, inputs.numbers[:slots, LENGTH])
-        return decode.Block(*map(np.asarray, block)), cache
+        return Results(*(np.asarray(array) for array in block)), cache
 
     def _decode(self, params, cache, shape: Shape, inputs: Inputs):
         return self._get(shape)(params, cache, Inputs(*(array[: shape.slots] for array in inputs)))
@@ -261,13 +269,12 @@ class Programs:
         count = jax.ShapeDtypeStruct((), jnp.int32)
         if isinstance(key, Shape):
             program = jax.jit(partial(_decode, self._config, steps, key))
-            return program.lower(self._params, cache, _input_structs(key.slots, steps)).compile()
+            return program.lower(self._params, cache, _idle(key.slots, steps)).compile()
         match key:
             case ("append", rows):
-                config = self._config
-                shape = (rows, config.num_kv_heads, steps, config.head_dim)
-                new = jax.ShapeDtypeStruct(shape, self._dtype)
-                recent = tuple(decode.LayerCache(new, new) for _ in cache)
+                recent = jax.eval_shape(
+                    partial(decode.init_recent, self._config, rows, steps, self._dtype)
+                )
                 lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
                 program, args = decode.append, (cache, recent, lengths)
                 return jax.jit(program, donate_argnums=0).lower(*args).compile()
@@ -284,7 +291,7 @@ class Programs:
         raise KeyError(key)
 
 
-def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs: Inputs):
+def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs: Any):
     numbers, chances = inputs.numbers, inputs.chances
     cache = decode.view(cache, shape.slots, shape.length)
 
@@ -310,12 +317,13 @@ def _copy(cache, pairs, count):
     return decode.copy(cache, pairs[:, 0], pairs[:, 1], count)
 
 
-def _input_structs(slots: int, steps: int) -> Inputs:
+def _idle(slots: int, steps: int) -> Inputs:
+    """The inputs of slots that want nothing: for their shapes."""
     return Inputs(
-        jax.ShapeDtypeStruct((slots, 5), jnp.int32),
-        jax.ShapeDtypeStruct((slots, 2), jnp.float32),
-        jax.ShapeDtypeStruct((slots, MAX_STOPS), jnp.int32),
-        jax.ShapeDtypeStruct((slots, steps), jnp.float32),
+        np.zeros((slots, 5), np.int32),
+        np.ones((slots, 2), np.float32),
+        np.full((slots, MAX_STOPS), -1, np.int32),
+        np.zeros((slots, steps), np.float32),
     )
 
 

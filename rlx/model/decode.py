@@ -96,6 +96,12 @@ def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cach
     )
 
 
+def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cache:
+    """Empty places for the tokens of one decode call."""
+    empty = jnp.zeros((slots, config.num_kv_heads, steps, config.head_dim), dtype)
+    return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
+
+
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """decoder.rms_norm with a sum that does not depend on the number of rows."""
     x32 = x.astype(jnp.float32)
@@ -202,8 +208,7 @@ def insert(cache: Cache, prompts: Cache, rows: jax.Array, slots: jax.Array, coun
     """Copies prompt `rows[i]` into slot `slots[i]`, positions from 0, for i < count.
 
     Args:
-      cache: N ≥ T. prompts: from `prefill`.
-      rows, slots: [S] int32. count: scalar int32; a group's samples name one row `n` times.
+      prompts: from `prefill`, T ≤ N. rows, slots: [S] int32; a group's samples name one row.
     """
 
     def fill(index, cache):
@@ -337,10 +342,6 @@ class Block(NamedTuple):
     counts: jax.Array
 
 
-# choose(logits_SV, index) -> (tokens_S, logprobs_S)
-Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-
-
 def decode(
     params: ServingParams,
     config: ModelConfig,
@@ -349,7 +350,7 @@ def decode(
     lengths: jax.Array,
     budgets: jax.Array,
     stops: jax.Array,
-    choose: Choose,
+    choose: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     steps: int,
 ) -> tuple[Block, Cache]:
     """Up to `steps` tokens for every slot; ends early once no slot wants more.
@@ -360,15 +361,13 @@ def decode(
       lengths: [S] int32, tokens in the cache.
       budgets: [S] int32, tokens a slot still wants; 0 for an idle slot.
       stops: [S, M] int32, tokens that end a slot; −1 for none.
-      choose: draws from the logits of step `index`.
+      choose: (logits [S, V], index) → tokens and logprobs [S], drawn from the logits of a step.
 
     Returns:
       Block, and the new keys and values [S, …, steps].
     """
     slots = tokens.shape[0]
-    shape = (slots, config.num_kv_heads, steps, config.head_dim)
-    empty = jnp.zeros(shape, cache[0].keys.dtype)
-    recent = tuple(LayerCache(empty, empty) for _ in cache)
+    recent = init_recent(config, slots, steps, params.embed.dtype)
     block = Block(
         jnp.zeros((slots, steps), jnp.int32),
         jnp.zeros((slots, steps), jnp.float32),
