@@ -1,8 +1,9 @@
 """`python -m rlx.convert SOURCE TARGET`: orbax checkpoint → HF directory, or back.
 
 The direction follows from SOURCE. A checkpoint is DIR/step_*, or the directory that holds several
-(a run's WORKDIR/checkpoints, or WORKDIR itself: the newest is taken); an HF directory has a
-config.json. From HF, TARGET becomes a directory with one checkpoint that holds the parameters.
+(a run's WORKDIR/checkpoints, or WORKDIR itself): the newest whole one. An HF directory has a
+config.json; from it TARGET becomes a directory with one checkpoint that holds the parameters. To
+train an HF directory, give it to a run as model.path instead. TARGET must not exist.
 """
 
 import argparse
@@ -12,27 +13,15 @@ from rlx import command
 from rlx.base import UserError
 
 
-def find_checkpoint(source: Path) -> Path | None:
-    """The checkpoint that `source` is or holds, the newest of several; None where there is none."""
-    from rlx.train import checkpoint
-
-    if (source / "manifest.json").exists():
-        return source
-    found = checkpoint.checkpoints(source) or checkpoint.checkpoints(source / "checkpoints")
-    return found[-1] if found else None
-
-
 def to_hf(path: Path, target: Path, model: str, dtype: str) -> str:
     """Writes the HF directory of a checkpoint's parameters; returns what was done."""
     from rlx.model import hf, params
     from rlx.model.config import ModelConfig
     from rlx.train import checkpoint
 
-    if problem := checkpoint.verify(path):
-        raise UserError(f"checkpoint {path} is not whole: {problem}; take another")
     host = checkpoint.read_host(path)
     model = model or host.get("config", {}).get("model", {}).get("path", "")
-    directory = hf.resolve(model) if model else None
+    directory = hf.resolve(model, "--model") if model else None
     if "model" in host:
         config = ModelConfig.from_hf(host["model"])
     elif directory:
@@ -52,27 +41,32 @@ def from_hf(source: Path, target: Path, dtype: str) -> str:
 
     config, loaded = hf.load(source, dtype or None)
     host = {"model": config.to_hf(), "config": {"model": {"path": str(source.absolute())}}}
-    return f"{source} -> {checkpoint.save(target, 0, {'params': loaded}, host)} (orbax)"
+    with hf.replaced_directory(target) as fresh:
+        saved = checkpoint.save(fresh, 0, {"params": loaded}, host)
+    return f"{source} -> {target / saved.name} (orbax)"
 
 
 def main() -> None:
     """Converts once and prints what from and to what."""
     parser = argparse.ArgumentParser("rlx.convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", help="checkpoint, HF directory or hub name")
-    parser.add_argument("target", type=Path, help="directory to write; replaced if it exists")
+    parser.add_argument("target", type=Path, help="directory to make")
     parser.add_argument("--model", default="", help="HF directory with the config and tokenizer")
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"))
     a = parser.parse_args()
-    if path := find_checkpoint(Path(a.source)):
+    if a.target.exists():
+        raise UserError(f"{a.target} exists; remove it or give another TARGET")
+    from rlx.model import hf
+    from rlx.train import checkpoint
+
+    if path := checkpoint.find(a.source):
         print(to_hf(path, a.target, a.model, a.dtype), flush=True)
         return
     if Path(a.source).is_dir() and not (Path(a.source) / "config.json").exists():
         raise UserError(
             f"{a.source} holds neither an HF config.json nor a checkpoint step_*; give one of them"
         )
-    from rlx.model import hf
-
-    print(from_hf(hf.resolve(a.source), a.target, a.dtype), flush=True)
+    print(from_hf(hf.resolve(a.source, "SOURCE"), a.target, a.dtype), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """`python -m rlx.convert` in both directions: bit for bit, from a whole train state and back."""
 
+import dataclasses
+import shutil
 import subprocess
 import sys
 
@@ -9,8 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlx import convert
+from rlx.base import UserError
 from rlx.config import default
 from rlx.model import hf
+from rlx.model import params as parameters
 from rlx.train import checkpoint
 from rlx.train.update import make_update
 
@@ -46,35 +50,77 @@ def test_train_state_to_hf_to_orbax_to_hf(workdir, tiny_model_dir, tmp_path):
     assert (tmp_path / "hf" / "tokenizer.json").exists()
 
     convert.from_hf(tmp_path / "hf", tmp_path / "orbax", "")
-    convert.to_hf(convert.find_checkpoint(tmp_path / "orbax"), tmp_path / "again", "", "")
+    convert.to_hf(checkpoint.find(tmp_path / "orbax"), tmp_path / "again", "", "")
     again = (tmp_path / "again" / hf.WEIGHTS).read_bytes()
     assert again == (tmp_path / "hf" / hf.WEIGHTS).read_bytes()
     assert hf.load_config(tmp_path / "again") == hf.load_config(tmp_path / "hf")
 
 
 def test_dtype_is_converted(workdir, tmp_path):
-    convert.to_hf(convert.find_checkpoint(workdir), tmp_path / "hf", "", "bfloat16")
+    convert.to_hf(checkpoint.find(workdir), tmp_path / "hf", "", "bfloat16")
     _, params = hf.load(tmp_path / "hf", None)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
 
 
-def test_mistakes_are_one_line(tmp_path, workdir):
+@pytest.fixture(scope="module")
+def other_model(tiny_model_dir, tmp_path_factory):
+    """A directory of another width."""
+    model = dataclasses.replace(hf.load_config(tiny_model_dir), mlp_dim=32)
+    path = tmp_path_factory.mktemp("other") / "model"
+    hf.save(path, model, parameters.init(model, jax.random.key(0)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "flags", "words"),
+    [
+        ("empty", "out", [], ["empty holds neither"]),
+        ("nowhere/at/all", "out", [], ["SOURCE=", "nowhere/at/all"]),
+        ("workdir", "precious", [], ["precious exists", "another TARGET"]),
+        ("hf", "precious", [], ["precious exists", "another TARGET"]),
+        ("hf", "file/out", [], ["cannot write", "file/out"]),
+        ("workdir", "file/out", [], ["cannot write", "file/out"]),
+        ("workdir", "out", ["--model=nowhere/at/all"], ["--model=", "nowhere/at/all"]),
+        ("workdir", "out", ["--model", "other"], ["params.layers.down", "[2, 96, 64]"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_everything_as_it_was(
+    source, target, flags, words, workdir, other_model, tiny_model_dir, tmp_path, monkeypatch
+):
+    for name in ("empty", "precious"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "precious" / "thesis").write_text("text")
+    (tmp_path / "file").write_text("text")
+    before = sorted(tmp_path.rglob("*"))
+    sources = {"workdir": workdir, "hf": tiny_model_dir}
+    flags = [str(other_model) if flag == "other" else flag for flag in flags]
+    monkeypatch.chdir(tmp_path)
+    argv = ["rlx.convert", str(sources.get(source, source)), target, *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(UserError) as error:
+        convert.main()
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command_ends_a_mistake_without_a_traceback(tmp_path):
     done = run(tmp_path, tmp_path / "out")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
-    assert "neither" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
-def test_damaged_checkpoint_is_refused(workdir, tmp_path):
-    import shutil
-
-    from rlx.base import UserError
-
-    broken = tmp_path / "step_00000007"
-    shutil.copytree(convert.find_checkpoint(workdir), broken)
+def test_a_damaged_checkpoint_is_passed_over_or_refused(workdir, tmp_path, caplog):
+    whole, broken = tmp_path / "step_00000007", tmp_path / "step_00000008"
+    for copy in (whole, broken):
+        shutil.copytree(checkpoint.find(workdir), copy)
     (broken / "host.json").write_text("{}")
-    with pytest.raises(UserError, match=r"host\.json has changed"):
-        convert.to_hf(broken, tmp_path / "out", "", "")
-    assert not (tmp_path / "out").exists()
+    assert checkpoint.find(tmp_path) == whole
+    assert "step_00000008: host.json has changed" in caplog.text
+    with pytest.raises(UserError, match=r"step_00000008 is not whole: host\.json has changed"):
+        checkpoint.find(broken)
+    shutil.rmtree(whole)
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints in .* is whole"):
+        checkpoint.find(tmp_path)

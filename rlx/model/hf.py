@@ -37,10 +37,13 @@ COMPANIONS = (
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
-def resolve(path: str) -> Path:
+def resolve(path: str, what: str = "model.path") -> Path:
     """The local directory of an HF directory or hub name (downloaded once when it is a name).
 
     `rlx:NAME` is a model that comes with the package: `rlx/assets/NAME`.
+
+    Args:
+      what: the option that gave the path, for errors.
 
     Raises:
       UserError: when it is neither.
@@ -51,7 +54,7 @@ def resolve(path: str) -> Path:
     if local.is_dir():
         return local
     if local.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UserError(f"model.path={path!r} is not a directory; give an HF directory or hub name")
+        raise UserError(f"{what}={path!r} is not a directory; give an HF directory or hub name")
     try:
         from huggingface_hub import snapshot_download
 
@@ -59,7 +62,7 @@ def resolve(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub client raises its own, requests' and OS errors
         raise UserError(
-            f"model.path={path!r} is neither a directory nor downloadable from the hub "
+            f"{what}={path!r} is neither a directory nor downloadable from the hub "
             f"({type(error).__name__}); check the name and the network"
         ) from error
 

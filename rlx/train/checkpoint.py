@@ -121,11 +121,16 @@ def restore_latest(directory: str | Path, abstract_state: Any) -> Restored | Non
       UserError: checkpoints exist but none is whole, or the state is of another shape.
     """
     _put_back(Path(directory))
+    path = _newest_whole(directory)
+    return restore(path, abstract_state) if path else None
+
+
+def _newest_whole(directory: str | Path) -> Path | None:
     found = checkpoints(directory)
     for path in reversed(found):
         problem = verify(path)
         if problem is None:
-            return restore(path, abstract_state)
+            return path
         logging.getLogger(__name__).warning("passing over checkpoint %s: %s", path, problem)
     if found:
         raise UserError(
@@ -133,6 +138,23 @@ def restore_latest(directory: str | Path, abstract_state: Any) -> Restored | Non
             "checkpoint.recover_mode=off to start afresh"
         )
     return None
+
+
+def find(source: str | Path) -> Path | None:
+    """The checkpoint that a path is, or the newest whole one of a run; None where there is none.
+
+    Args:
+      source: a checkpoint, a directory of them, or a run's directory with `checkpoints` in it.
+
+    Raises:
+      UserError: the checkpoint, or every one there, is damaged.
+    """
+    source = Path(source)
+    if _NAME.fullmatch(source.absolute().name) and (source / "host.json").exists():
+        if problem := verify(source):
+            raise UserError(f"checkpoint {source} is not whole: {problem}; take another")
+        return source
+    return _newest_whole(source) or _newest_whole(source / "checkpoints")
 
 
 def restore(path: Path, abstract_state: Any) -> Restored:

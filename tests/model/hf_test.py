@@ -1,6 +1,7 @@
 """HF directories in and out: bit for bit, whole or not at all, and readable by transformers."""
 
 import itertools
+import json
 import shutil
 import stat
 from pathlib import Path
@@ -64,6 +65,7 @@ def test_a_round_trip_keeps_every_bit_and_transformers_reads_it(
     assert stored(tmp_path / "ours") == stored(tmp_path / "theirs")
     config_again, params_again = hf.load(tmp_path / "ours", DTYPES[dtype])
     assert config_again == config
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == dtype
     assert same_bits(params_again, params)
 
     back, report = transformers.AutoModelForCausalLM.from_pretrained(
