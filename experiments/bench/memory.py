@@ -1,0 +1,117 @@
+"""Peak memory of a 0.5B-shape train step: chunked cross-entropy beside full logits.
+
+    python -m experiments.bench.memory [--tokens=2048] [--chunk=256] [--remat=full]
+    python -m experiments.bench.memory --run     # also run each and read its peak resident memory
+
+Qwen2.5-0.5B's shape (24 layers, 896 wide, vocabulary 151,936, tied), GRPO loss, AdamW, fp32. Each
+row is a process of its own. `planned` is the compiler's account of the whole step: arguments
+(parameters and two moments, 5.9 GB), results not written over them, and temporaries; `resident`
+is the process's own peak while it runs one step (initialisation included), with --run.
+`naive` is log_softmax over all logits with JAX's own derivative.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from functools import partial
+
+GB = 1e9
+
+
+def naive_logprobs(params, config, batch, *, temperature, remat, compute_dtype, chunk):
+    """decoder.logprobs as one would write it first: every token's logits at once."""
+    import jax
+    import jax.numpy as jnp
+
+    from rlx.model import decoder
+
+    x = decoder.hidden(
+        params, config, batch["tokens"], batch["positions"], batch["segment_ids"],
+        remat=remat, compute_dtype=compute_dtype,
+    )  # fmt: skip
+    log_p = jax.nn.log_softmax(decoder.unembed(params, config, x[:, :-1]) / temperature)
+    picked = jnp.take_along_axis(log_p, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    pad = partial(jnp.pad, pad_width=((0, 0), (1, 0)))
+    return pad(picked), pad(entropy)
+
+
+def worker(options: dict) -> dict:
+    """Compiles the step of one variant, and runs it when asked; bytes."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from experiments.bench.train_step_workers import MODELS
+    from rlx.algorithms import presets
+    from rlx.config import default
+    from rlx.model import decoder, params
+    from rlx.train.steps import Steps
+
+    config, length = default(), options["row"]
+    if options["variant"] == "naive":
+        decoder.logprobs = naive_logprobs
+    model = MODELS[options["model"]]
+    chunk = options["chunk"] if options["variant"] == "chunked" else options["tokens"]
+    algorithm = presets.resolve(config.algorithm, config.sampling.max_new_tokens)
+    steps = Steps(
+        model=model, algorithm=algorithm, optimizer=optax.adamw(1e-6), remat=options["remat"],
+        chunk=chunk, clip_norm=1.0,
+    )  # fmt: skip
+    shape = (options["tokens"] // length, length)
+    batch = {name: np.ones(shape, np.float32) for name in ("advantages", "loss_weights")}
+    batch["behaviour_logprobs"] = np.full(shape, -np.log(model.vocab_size), np.float32)
+    batch["loss_mask"] = np.ones(shape, bool)
+    batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+    for name in ("tokens", "segment_ids", "versions"):
+        batch[name] = np.ones(shape, np.int32)
+
+    def make(key):
+        return steps.init(params.init(model, key))
+
+    key = jax.random.key(0)
+    arguments = (jax.eval_shape(make, key), batch, jnp.float32(shape[0]), jnp.int32(1))
+    compiled = jax.jit(steps.train_step, donate_argnums=0).lower(*arguments).compile()
+    m = compiled.memory_analysis()
+    planned = {
+        "arguments": m.argument_size_in_bytes,
+        "results": m.output_size_in_bytes - m.alias_size_in_bytes,
+        "temporaries": m.temp_size_in_bytes,
+    }
+    out = {"planned": sum(planned.values()), **planned}
+    if options["run"]:
+        state = jax.jit(make)(key)
+        jax.block_until_ready(compiled(state, *arguments[1:]))
+        out["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return out
+
+
+def main() -> None:
+    """Prints a table, one row a variant, GB."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--worker":
+        print(json.dumps(worker(json.loads(sys.argv[2]))))
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="0.5b")
+    parser.add_argument("--tokens", type=int, default=2048, help="a microbatch's")
+    parser.add_argument("--row", type=int, default=512, help="tokens a row")
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--remat", default="full", help="none | dots | full")
+    parser.add_argument("--run", action="store_true")
+    a = parser.parse_args()
+    print(f"# python -m experiments.bench.memory {' '.join(sys.argv[1:])}")
+    columns = ("planned", "arguments", "results", "temporaries", *(["resident"] * a.run))
+    print(f"{'GB':10}" + "".join(f"{name:>13}" for name in columns), flush=True)
+    for variant in ("chunked", "whole", "naive"):
+        options = json.dumps({**vars(a), "variant": variant})
+        command = [sys.executable, "-m", "experiments.bench.memory", "--worker", options]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        row = json.loads(done.stdout.splitlines()[-1])
+        print(f"{variant:10}" + "".join(f"{row[c] / GB:13.2f}" for c in columns), flush=True)
+
+
+if __name__ == "__main__":
+    main()
