@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_WORDS = 8, 8, 64, 12
+PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_WORDS = 8, 8, 64, 10
 VOCAB = 2048
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -84,7 +84,7 @@ def get_config(directory: str):
     c = default()
     c.model.path = f"{directory}/model"
     c.data.train = f"{directory}/prompts.jsonl"
-    c.data.max_prompt_tokens = 64
+    c.data.max_prompt_tokens = 32
     c.reward.name = "experiments.bench.workload:reward"
     c.sampling.n_samples = SAMPLES
     c.sampling.max_new_tokens = c.sampling.min_new_tokens = NEW_TOKENS
@@ -92,6 +92,7 @@ def get_config(directory: str):
     c.rollout.max_staleness = 2
     c.rollout.max_concurrent_rollouts = 2 * PROMPTS
     c.train.max_tokens_per_microbatch = 8192
+    c.train.row_buckets = (96,)
     c.optimizer.learning_rate = 1e-4
     c.fleet.slots = 64
     c.eval.num_questions = 0
