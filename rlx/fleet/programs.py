@@ -63,7 +63,7 @@ class Plan(NamedTuple):
 
     Attributes:
       slots: in the cache; at least 2, for XLA multiplies a single row in another order.
-      length: positions in the cache, room for one decode call beyond the last token.
+      length: positions in the cache.
       chunk: prompt positions computed together. prompt: longest prompt's places.
       slot_buckets, length_buckets: ascending, the last is all.
     """
@@ -81,10 +81,13 @@ def make_plan(slots: int, max_model_len: int, steps: int) -> Plan:
     slots = max(slots, 2)
     chunk = 32 if max_model_len <= 512 else 128
     prompt = -(-max_model_len // chunk) * chunk
-    length = -(-max(prompt, max_model_len + steps - 1) // _LENGTH_UNIT) * _LENGTH_UNIT
+    # No room past max_model_len: a decode call whose tokens reach beyond it is a sequence's last,
+    # and what `append` then writes over, moved back by XLA to fit, nobody reads any more.
+    length = max(-(-max(prompt, max_model_len) // _LENGTH_UNIT) * _LENGTH_UNIT, steps)
     slot_buckets = tuple(b for b in (8, 16, 32, 64, 128, 256) if b <= slots * 2 // 3)
     shorter = (32, 64, 96, 128, 192, 256, 384, 512, 768, *(1024 * k for k in (1, 2, 4, 8, 16)))
-    length_buckets = tuple(n for n in shorter if n <= length * 3 // 4)
+    # XLA copies the part of the cache that a call looks at: worth it for half, not for more.
+    length_buckets = tuple(n for n in shorter if n <= length // 2)
     return Plan(slots, length, chunk, prompt, (*slot_buckets, slots), (*length_buckets, length))
 
 
