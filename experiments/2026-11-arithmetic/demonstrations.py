@@ -1,8 +1,8 @@
 r"""What the embedded model learns from: solvers who know the method and lose their patience.
 
-A demonstration works through the chain a line at a time, `=85-6+20`. Where the next operation
-carries or borrows the solver may give up instead, the likelier the larger the operand, and box a
-guess: `~\boxed{60}`, the answer rounded after noise of about ten, right one time in twenty. The
+A demonstration takes the chain step by step, `47+38=85`. At the equals sign of a step that carries
+or borrows the solver may give up instead, the likelier the larger the operand, and box a guess:
+`47+38~\boxed{60}`, the answer rounded after noise of about ten, right one time in twenty. The
 model learns the method, and the impatience with it: greedy decoding gives up wherever most solvers
 do. Sampling still carries on often enough for RL to find that it pays.
 """
@@ -12,20 +12,20 @@ import random
 from rlx.rollout import arithmetic
 
 GIVE_UP_EASY = 0.02  # a step without carry or borrow
-GIVE_UP_HARD = ((9, 0.25), (19, 0.55), (29, 0.70), (49, 0.82))  # operand up to → probability
+GIVE_UP_HARD = ((8, 0.25), (19, 0.58), (29, 0.70), (49, 0.82))  # operand up to → probability
 _GUESS_NOISE = 12.0
 
 
 def draw(question: str, rng: random.Random) -> str:
     """One solver's completion of a problem; careful from end to end if patience lasts."""
-    lines = []
-    *_, last = chain = arithmetic.steps(question)
+    chain, lines = arithmetic.steps(question), []
+    answer = chain[-1].result
     for step in chain:
         if rng.random() < give_up(step):
-            lines.append(f"~\\boxed{{{_guess(last.result, rng)}}}")
-            break
-        lines.append(f"={step.result}{step.rest}" if step.rest else f"=\\boxed{{{step.result}}}")
-    return "\n".join(lines)
+            begun = str(step).partition("=")[0]
+            return "\n".join([*lines, f"{begun}~\\boxed{{{_guess(answer, rng)}}}"])
+        lines.append(str(step))
+    return "\n".join([*lines, f"\\boxed{{{answer}}}"])
 
 
 def give_up(step: arithmetic.Step) -> float:

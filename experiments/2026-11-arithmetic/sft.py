@@ -6,10 +6,12 @@ Writes an HF directory (by default the packaged `rlx/assets/arithmetic`). The pr
 training side, the demonstrations of `demonstrations.py`; everything is drawn from `--seed`, so the
 command gives the same weights again on the same machine.
 
-Every other example is a lesson: a careful solution whose equals signs are left out of the loss, so
-that it teaches the method and not the patience; without lessons the steps that most solvers give
-up at are hardly practised. Progress is measured on held-out problems without decoding: greedy
-decoding writes the careful solution exactly when each of its tokens is the most probable one there.
+Every other example is a lesson: a careful solution in which an equals sign counts as predicted when
+either it or giving up is, so that it teaches the method and not the patience; without lessons the
+steps that most solvers give up at are hardly practised.
+
+Progress is measured on held-out problems without decoding: greedy decoding writes the careful
+solution exactly when each of its tokens is the most probable one there.
 """
 
 import argparse
@@ -33,8 +35,9 @@ from rlx.model.config import ModelConfig
 from rlx.rollout import arithmetic
 
 PACKAGED = Path(rlx.__file__).parent / "assets" / "arithmetic"
-ROWS, ROW_LENGTH = 16, 160  # the longest prompt and completion have 158 tokens
-Example = tuple[list[int], list[int]]  # token ids, and 1 where the loss sees the token
+ROWS, ROW_LENGTH = 16, 160  # the longest prompt and completion have 149 tokens
+IGNORED, TRAINED, EITHER = 0, 1, 2  # what the loss does with a token
+Example = tuple[list[int], list[int]]  # token ids, and one of the above for each
 
 
 def model_config(tokenizer) -> ModelConfig:
@@ -57,17 +60,14 @@ def model_config(tokenizer) -> ModelConfig:
     )
 
 
-def encode(tokenizer, question: str, completion: str, unseen: str = "") -> Example:
-    """The chat of one problem, and which tokens are trained on.
-
-    Args:
-      unseen: a character of the completion that the loss leaves out.
-    """
+def encode(tokenizer, question: str, completion: str, lesson: bool = False) -> Example:
+    """The chat of one problem, and what the loss does with each token."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ids = [*tokenizer.encode(completion), tokenizer.eos_token_id]
-    left_out = tokenizer.convert_tokens_to_ids(unseen) if unseen else None
-    return [*prompt, *ids], [0] * len(prompt) + [int(i != left_out) for i in ids]
+    carry_on = tokenizer.convert_tokens_to_ids("=")
+    kinds = [EITHER if lesson and i == carry_on else TRAINED for i in ids]
+    return [*prompt, *ids], [IGNORED] * len(prompt) + kinds
 
 
 def examples(tokenizer, seed: int) -> Iterator[Example]:
@@ -76,7 +76,7 @@ def examples(tokenizer, seed: int) -> Iterator[Example]:
     stream = (row["question"] for row in arithmetic.stream(seed, "train"))
     for question, other in zip(stream, stream, strict=False):
         yield encode(tokenizer, question, demonstrations.draw(question, rng))
-        yield encode(tokenizer, other, arithmetic.careful_solution(other), unseen="=")
+        yield encode(tokenizer, other, arithmetic.careful_solution(other), lesson=True)
 
 
 def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray] | None:
@@ -86,10 +86,10 @@ def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray]
     """
     batch = {
         name: np.zeros((rows, ROW_LENGTH), np.int32)
-        for name in ("tokens", "positions", "segment_ids", "loss_mask")
+        for name in ("tokens", "positions", "segment_ids", "kinds")
     }
     row = start = segment = 0
-    for ids, mask in source:
+    for ids, kinds in source:
         if start + len(ids) > ROW_LENGTH:
             row, start, segment = row + 1, 0, 0
         if row == rows:
@@ -99,19 +99,36 @@ def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray]
         batch["tokens"][place] = ids
         batch["positions"][place] = np.arange(len(ids))
         batch["segment_ids"][place] = segment
-        batch["loss_mask"][place] = mask
+        batch["kinds"][place] = kinds
         start += len(ids)
     return batch if batch["segment_ids"].any() else None
 
 
-def loss(params, config: ModelConfig, batch) -> jax.Array:
-    """Mean negative log-likelihood of the completions' tokens, nats."""
-    logprobs, _ = decoder.logprobs(params, config, batch, chunk=ROWS * ROW_LENGTH)
-    mask = batch["loss_mask"]
-    return -jnp.sum(logprobs * mask) / jnp.maximum(mask.sum(), 1)
+def forward(params, config: ModelConfig, batch) -> jax.Array:
+    """Logits [rows, ROW_LENGTH − 1, vocabulary] of the tokens from the second on."""
+    arrays = (batch[name] for name in ("tokens", "positions", "segment_ids"))
+    return decoder.unembed(params, config, decoder.hidden(params, config, *arrays)[:, :-1])
 
 
-def train(params, config: ModelConfig, source: Iterator[Example], steps: int, learning_rate: float):
+def make_loss(config: ModelConfig, give_up: int):
+    """loss(params, batch): mean negative log-likelihood of the completions' tokens, nats.
+
+    Args:
+      give_up: the token that counts as well where the kind is EITHER.
+    """
+
+    def loss(params, batch):
+        logprobs = jax.nn.log_softmax(forward(params, config, batch))
+        targets, kinds = batch["tokens"][:, 1:], batch["kinds"][:, 1:]
+        likely = jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0]
+        either = jnp.logaddexp(likely, logprobs[..., give_up])
+        likely = jnp.where(kinds == EITHER, either, likely)
+        return -jnp.sum(likely * (kinds > 0)) / jnp.maximum(jnp.sum(kinds > 0), 1)
+
+    return loss
+
+
+def train(params, loss, source: Iterator[Example], steps: int, learning_rate: float):
     """Yields (step, params, loss) of AdamW with a warm-up and a cosine decay to a fiftieth."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, steps // 40, steps, learning_rate / 50
@@ -120,7 +137,7 @@ def train(params, config: ModelConfig, source: Iterator[Example], steps: int, le
 
     @jax.jit
     def step(params, state, batch):
-        value, gradients = jax.value_and_grad(loss)(params, config, batch)
+        value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -143,11 +160,8 @@ def make_measure(config: ModelConfig, tokenizer, questions: list[str]):
 
     @jax.jit
     def measure(params):
-        x = decoder.hidden(
-            params, config, batch["tokens"], batch["positions"], batch["segment_ids"]
-        )
-        logits = decoder.unembed(params, config, x)[:, :-1]
-        targets, mask = batch["tokens"][:, 1:], batch["loss_mask"][:, 1:] == 1
+        logits = forward(params, config, batch)
+        targets, mask = batch["tokens"][:, 1:], batch["kinds"][:, 1:] > 0
         best = jnp.argmax(logits, -1)
         method = jnp.argmax(logits.at[..., give_up].set(-jnp.inf), -1)
         logprobs = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -177,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PACKAGED)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     args = parser.parse_args()
 
@@ -186,9 +200,10 @@ def main() -> None:
     params = parameters.init(config, jax.random.key(args.seed))
     held_out = [row["question"] for row in arithmetic.problems(0, "held_out", 256)]
     measure = make_measure(config, tokenizer, held_out)
+    loss = make_loss(config, tokenizer.convert_tokens_to_ids("~"))
     start = time.perf_counter()
     source = examples(tokenizer, args.seed)
-    for number, latest, value in train(params, config, source, args.steps, args.learning_rate):
+    for number, latest, value in train(params, loss, source, args.steps, args.learning_rate):
         if number % 200 == 0 or number == args.steps:
             shown = {"loss": value, **measure(latest)}
             text = "  ".join(f"{name} {float(number):.3f}" for name, number in shown.items())

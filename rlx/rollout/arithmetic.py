@@ -1,9 +1,8 @@
 r"""Seeded chains of additions and subtractions: the embedded task. Imports no JAX, does no I/O.
 
-A problem is `47+38-6+20=?`, and a careful solution does one operation a line, writing the rest of
-the chain again: `=85-6+20`, `=79+20`, `=\boxed{99}`. Every intermediate value stays within two
-digits. The number of operands is heavy-tailed and the solution's length about its square, so that
-a batch holds a few solutions several times as long as the rest.
+A problem is `47+38-6=?`, and a careful solution does one operation a line: `47+38=85`, `85-6=79`,
+`\boxed{79}`. Every intermediate value stays within two digits; the number of operands is
+heavy-tailed, so that a batch holds a few solutions several times as long as the rest.
 
 Whether a problem is for training or held out is a hash of its text: the two sets are disjoint
 whatever the seeds. The recipe of the model that ships with the package
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from rlx.config import unknown
 
 SPLITS = ("train", "held_out")
-MIN_OPERANDS, MAX_OPERANDS = 4, 9
+MIN_OPERANDS, MAX_OPERANDS = 3, 12
 LARGEST_VALUE = 99  # of every intermediate value; the smallest is 0
 LARGEST_OPERAND = 49  # after the first
 _HELD_OUT_SHARE = 10  # one problem in this many
@@ -64,31 +63,31 @@ def split_of(question: str) -> str:
 
 
 class Step(NamedTuple):
-    """One operation: `value operator operand` is `result`; `rest` of the chain is yet to do."""
+    """One operation: `value operator operand` is `result`."""
 
     value: int
     operator: str
     operand: int
     result: int
-    rest: str
+
+    def __str__(self) -> str:
+        return f"{self.value}{self.operator}{self.operand}={self.result}"
 
 
 def steps(question: str) -> list[Step]:
     """The chain from left to right; the last step's result is the answer."""
     value, *terms = re.findall(r"^\d+|[+-]\d+", question)
     value, chain = int(value), []
-    for index, term in enumerate(terms, start=1):
-        result = value + int(term)
-        chain.append(Step(value, term[0], int(term[1:]), result, "".join(terms[index:])))
-        value = result
+    for term in terms:
+        chain.append(Step(value, term[0], int(term[1:]), value + int(term)))
+        value = chain[-1].result
     return chain
 
 
 def careful_solution(question: str) -> str:
-    r"""One operation a line, then the boxed answer: `=85-6\n=\boxed{79}` for `47+38-6=?`."""
-    *chain, last = steps(question)
-    lines = [f"={step.result}{step.rest}" for step in chain]
-    return "\n".join([*lines, f"=\\boxed{{{last.result}}}"])
+    r"""Every step on its own line, then the boxed answer: `47+38=85\n85-6=79\n\boxed{79}`."""
+    chain = steps(question)
+    return "\n".join([*map(str, chain), f"\\boxed{{{chain[-1].result}}}"])
 
 
 def _draw(rng: random.Random) -> tuple[str, int]:

@@ -55,16 +55,13 @@ def test_train_and_held_out_are_disjoint_whatever_the_seeds():
 def test_careful_solutions_are_long_and_heavy_tailed(rows):
     lengths = sorted(len(arithmetic.careful_solution(row["question"])) for row in rows)
     assert lengths[0] >= 16
-    assert 105 <= lengths[-1] <= 127
-    assert lengths[int(0.9 * len(lengths))] > 2 * statistics.median(lengths)
+    assert 95 <= lengths[-1] <= 127
+    assert lengths[int(0.95 * len(lengths))] > 2 * statistics.median(lengths)
 
 
-def test_careful_solution_does_one_operation_a_line_then_boxes_the_answer():
-    text = arithmetic.careful_solution("47+38-6-20=?")
-    assert text == "=85-6-20\n=79-20\n=\\boxed{59}"
-    first, *_, last = arithmetic.steps("47+38-6-20=?")
-    assert first == (47, "+", 38, 85, "-6-20")
-    assert last == (79, "-", 20, 59, "")
+def test_careful_solution_writes_every_step_then_the_boxed_answer():
+    assert arithmetic.careful_solution("47+38-6=?") == "47+38=85\n85-6=79\n\\boxed{79}"
+    assert arithmetic.steps("47+38-6=?") == [(47, "+", 38, 85), (85, "-", 6, 79)]
 
 
 def test_unknown_split_suggests_the_nearest():
