@@ -4,11 +4,12 @@
     python -m experiments.bench.train_step --platform=cuda      # 1.5B shape, bf16, utilisation
 
 Forward, backward and AdamW of one GRPO update, fp32. rlx's side is the trainer's own update with
-packing, in microbatches of 1,536 tokens, which stay in the cache; torch's is a transformers model
-with the same loss on one padded batch of the same sequences, prepared beforehand (microbatches do
-not change its time). `even` sequences need no padding: there only the kernels differ.
-Both sides are processes pinned to the same cores that step in turns; each pair of neighbouring
-steps gives a ratio, and the median and quartiles of those are printed, for wall and CPU time.
+packing, in microbatches of 1,536 tokens a core, which stay in the cache; torch's is a
+transformers model with the same loss on one padded batch of the same sequences, prepared
+beforehand (microbatches do not change its time). `even` sequences need no padding: there only
+the kernels differ. Both sides are processes pinned to the same cores that step in turns; each
+pair of neighbouring steps gives a ratio, and the median and quartiles of those are printed, for
+wall and CPU time.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def compare(model: str, lengths: str, threads: int, cores: list[int], steps: int
     """One row of the table: both sides in turns."""
     options = {
         "model": model, "lengths": lengths, "threads": threads, "platform": "cpu",
-        "sequences": SEQUENCES[model], "budget": 1536, "chunk": 1536, "remat": "none",
+        "sequences": SEQUENCES[model], "budget": 1536 * threads, "chunk": 8192, "remat": "none",
         "compute_dtype": "float32", "row_buckets": (96, 128, 192, 256, 384, 512),
     }  # fmt: skip
     with contextlib.ExitStack() as stack:

@@ -77,7 +77,7 @@ def _mix_backward(kept, grad):
     q, k, v, segment_ids, mixed, normaliser = kept
     wide = grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     along = jnp.sum(wide, axis=-1, keepdims=True)
-    grad_q, grad_k, grad_v = [], 0.0, 0.0
+    grad_q, grad_k, grad_v = [], jnp.float32(0), jnp.float32(0)
     for start, stop in _blocks(q.shape[3]):
         rows = slice(start, stop)
         keys, values = k[:, :, :stop], v[:, :, :stop]

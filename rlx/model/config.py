@@ -24,6 +24,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 class Rope:
     """Rotary position embedding; names are HF's, None where HF's own default applies.
 
+    The numbers that a kind needs are always given for it and at these defaults for the others.
+
     Attributes:
       kind: default | linear | llama3 | yarn.
       theta: base of the geometric series of wavelengths.
@@ -33,10 +35,10 @@ class Rope:
 
     kind: str = "default"
     theta: float = 10_000.0
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
     attention_factor: float | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
@@ -177,7 +179,7 @@ def _architecture(hf: Mapping[str, Any]) -> str:
         raise UserError(
             f"unsupported architecture {names[0]!r}; use one of {', '.join(sorted(ARCHITECTURES))}"
         )
-    return names[0]
+    return str(names[0])
 
 
 def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
@@ -234,10 +236,11 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
 
 def _rope_to_hf(rope: Rope) -> dict[str, Any]:
     """Both spellings: `rope_parameters` for transformers 5, the older keys for older readers."""
-    options = {
-        f.name: getattr(rope, f.name) for f in fields(Rope) if f.name not in ("kind", "theta")
+    needed = _ROPE_REQUIRED[rope.kind]
+    optional = {
+        f.name for f in fields(Rope) if f.default is None and getattr(rope, f.name) is not None
     }
-    options = {key: value for key, value in options.items() if value is not None}
+    options = {name: getattr(rope, name) for name in (*needed, *sorted(optional))}
     both = {
         "rope_parameters": {"rope_type": rope.kind, "rope_theta": rope.theta, **options},
         "rope_theta": rope.theta,

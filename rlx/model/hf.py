@@ -172,9 +172,14 @@ def save(
         (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / WEIGHTS).chmod(0o644)  # safetensors makes it 0600, whatever the umask
-        for companion in COMPANIONS if source else ():
-            if (Path(source) / companion).exists():
-                shutil.copyfile(Path(source) / companion, fresh / companion)
+        if source:
+            _copy_companions(Path(source), fresh)
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for name in COMPANIONS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 @contextlib.contextmanager
@@ -309,7 +314,7 @@ def _check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Ro
 def _gather(tensors: Mapping[str, Any], config: ModelConfig, row: Row, dtype: Any) -> np.ndarray:
     """The row's array, copied out of HF's tensors into the pytree's layout."""
     shape = parameters.shape(config, row)
-    out = None
+    out: Any = None
     for index, (name, _) in enumerate(_parts(row, config, np.empty(shape[:1], bool))):
         tensor = np.asarray(tensors[name])
         _check_shape(name, tensor.shape, _hf_shape(row, shape))

@@ -1,0 +1,32 @@
+"""Freed memory is used again without the kernel mapping it anew."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import ctypes, resource, sys
+from rlx.launch.host_memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+size = 200 << 20
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(size)
+    libc.memset(block, 1, size)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(mode):
+    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, check=True)
+    return int(done.stdout)
+
+
+def test_second_allocation_faults_no_pages():
+    assert faults("default") > 10_000  # else the test shows nothing
+    assert faults("keep") < 100
