@@ -1,11 +1,13 @@
 """GRPO on GSM8K with any Qwen2, Qwen3 or Llama model.
 
 Command:   python -m rlx.main --config=configs/gsm8k.py
-           offline: --config.model.path=DIR --config.data.train=train.jsonl --config.data.eval=test.jsonl
+           offline: --config.model.path=DIR --config.data.train=train.jsonl
+                    --config.data.eval=test.jsonl
 Hardware:  one 80 GB GPU for the trainer and one for the server at 1.5B; with small batches the
            same command runs any small model on CPU.
 Expect:    Qwen2.5-1.5B-Instruct begins near 0.6 greedy accuracy on the test set; published GRPO
-           runs of this size end between 0.70 and 0.77. rlx itself has not been run at this size yet.
+           runs of this size end between 0.70 and 0.77. rlx itself has not been run at this size
+           yet.
 """
 
 from rlx.config import default
@@ -22,9 +24,7 @@ def get_config():
     c.model.remat = "full"
     c.data.train = "openai/gsm8k:main:train"
     c.data.eval = "openai/gsm8k:main:test"
-    c.data.system_prompt = (
-        "Please reason step by step, and put your final answer within \\boxed{}."
-    )
+    c.data.system_prompt = "Please reason step by step, and put your final answer within \\boxed{}."
     c.data.max_prompt_tokens = 512
     c.reward.name = "gsm8k"
     c.sampling.n_samples = 8

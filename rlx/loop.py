@@ -246,7 +246,7 @@ class _Run:
         now = time.monotonic()
         spans = self.executor.run(self.fleet.drain_spans())
         counters = self.executor.counters()
-        generated = counters.pop("generated_tokens")
+        generated = int(counters.pop("generated_tokens"))
         record = records.step_record(
             self.step,
             metrics,

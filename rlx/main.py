@@ -4,6 +4,8 @@ import sys
 import time
 from pathlib import Path
 
+from ml_collections import config_flags
+
 from rlx import command, flags
 from rlx.base import UserError
 from rlx.config import check
@@ -22,7 +24,9 @@ def main() -> int:
     """Parses, checks, and hands over to the loop; returns the exit status."""
     config, values = flags.parse(sys.argv, workdir="directory of the run; default: under runs/")
     check(config)
-    workdir = Path(values.workdir or fresh_workdir(values["config"].config_filename))
+    workdir = Path(
+        values.workdir or fresh_workdir(config_flags.get_config_filename(values["config"]))
+    )
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     keep_freed_memory()

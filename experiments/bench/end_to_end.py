@@ -35,10 +35,13 @@ def main() -> None:
             trl = ["-m", "experiments.bench.end_to_end_trl", str(directory), str(a.steps // 2)]
             seconds = json.loads(pinned(trl, a.cores).splitlines()[-1])["seconds"]
             theirs += seconds[a.steps // 8 :]
-            print(f"round {n}: rlx {median_spread(ours)} s/step, TRL {median_spread(theirs)} s/step")
+            print(
+                f"round {n}: rlx {median_spread(ours)} s/step, TRL {median_spread(theirs)} s/step"
+            )
     mean = [sum(side) / len(side) for side in (ours, theirs)]
     print(
-        f"seconds a step, median [quartiles]: rlx {median_spread(ours)}, TRL {median_spread(theirs)}; "
+        f"seconds a step, median [quartiles]: rlx {median_spread(ours)}, "
+        f"TRL {median_spread(theirs)}; "
         f"mean {mean[0]:.3f} and {mean[1]:.3f}; rlx is {mean[1] / mean[0]:.2f} times as fast "
         f"(means); dropped trajectories: {dropped}"
     )

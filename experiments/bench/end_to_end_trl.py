@@ -3,6 +3,7 @@
 `python -m experiments.bench.end_to_end_trl DIR STEPS` (extra: trl). Called by end_to_end.
 """
 
+import itertools
 import json
 import sys
 import time
@@ -66,7 +67,7 @@ def main(directory: str, steps: int) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    seconds = [b - a for a, b in itertools.pairwise(ends)]
     print(json.dumps({"seconds": seconds, "mean_length": sum(lengths) / len(lengths)}))
 
 

@@ -20,7 +20,9 @@ def pinned(arguments: Sequence[str], cores: Sequence[int], timeout: float = 1800
         env={**os.environ, "OMP_NUM_THREADS": str(len(cores)), "TQDM_DISABLE": "1"},
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed ({done.returncode}):\n{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(arguments)} failed ({done.returncode}):\n{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 

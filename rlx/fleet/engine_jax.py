@@ -355,8 +355,8 @@ class JaxEngine:
 
 def _deliver(results: list[tuple[Live, Chunk]]) -> None:
     """On the event loop: gives every request its chunks of one decode call together."""
-    for _, group in itertools.groupby(sorted(results, key=_identity), key=_identity):
-        group = list(group)
+    for _, chunks in itertools.groupby(sorted(results, key=_identity), key=_identity):
+        group = list(chunks)
         group[0][0].sink.put_nowait([chunk for _, chunk in group])
 
 

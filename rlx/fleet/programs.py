@@ -279,18 +279,18 @@ class Programs:
                     partial(decode.init_recent, self._config, rows, steps, self._dtype)
                 )
                 lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
-                program, args = decode.append, (cache, recent, lengths)
-                return jax.jit(program, donate_argnums=0).lower(*args).compile()
+                append = jax.jit(decode.append, donate_argnums=0)
+                return append.lower(cache, recent, lengths).compile()
             case ("prefill", rows):
                 tokens = jax.ShapeDtypeStruct((rows, self.plan.prompt), jnp.int32)
-                program = partial(_prefill, self._config, self.plan)
+                prefill = jax.jit(partial(_prefill, self._config, self.plan), donate_argnums=1)
                 args = (self._params, cache, tokens, count, pairs, count)
-                return jax.jit(program, donate_argnums=1).lower(*args).compile()
+                return prefill.lower(*args).compile()
             case "copy":
                 return jax.jit(_copy, donate_argnums=0).lower(cache, pairs, count).compile()
             case "scrub":
-                program = partial(jax.tree.map, jnp.nan_to_num)
-                return jax.jit(program, donate_argnums=0).lower(cache).compile()
+                scrub = jax.jit(partial(jax.tree.map, jnp.nan_to_num), donate_argnums=0)
+                return scrub.lower(cache).compile()
         raise KeyError(key)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlx.fleet.engine import Chunk, Request
 
@@ -29,7 +30,7 @@ def sample_key(seed: int, index: int) -> np.uint64:
     return np.uint64(int.from_bytes(digest, "little"))
 
 
-def uniforms(keys: np.ndarray, positions: np.ndarray, steps: int) -> np.ndarray:
+def uniforms(keys: NDArray[np.uint64], positions: np.ndarray, steps: int) -> NDArray[np.float32]:
     """The draws of `steps` positions of each sample: [S, steps] float32 in [0, 1).
 
     SplitMix64 as a counter-based generator: mix(key + (position + 1)·γ). A draw is a function of
@@ -39,7 +40,8 @@ def uniforms(keys: np.ndarray, positions: np.ndarray, steps: int) -> np.ndarray:
     Args:
       keys: [S] uint64; positions: [S] int, position in the completion of the first draw.
     """
-    counters = positions.astype(np.uint64)[:, None] + np.arange(1, steps + 1, dtype=np.uint64)
+    ahead: NDArray[np.uint64] = np.arange(1, steps + 1, dtype=np.uint64)
+    counters: NDArray[np.uint64] = positions.astype(np.uint64)[:, None] + ahead
     z = keys[:, None] + counters * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -6,6 +6,7 @@ and only of their tail.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from rlx.base import UserError
 
@@ -31,7 +32,8 @@ def load_decode(model: Path) -> Decode:
         raise UserError(
             f"{model} has no tokenizer, which stop strings need; add tokenizer.json"
         ) from error
-    return lambda ids: slow.decode(list(ids), skip_special_tokens=False)
+    # a list of texts only for a batch of sequences
+    return lambda ids: cast(str, slow.decode(list(ids), skip_special_tokens=False))
 
 
 class StopStrings:

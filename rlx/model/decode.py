@@ -121,8 +121,8 @@ def _qkv(layer, config: ModelConfig, x, angles):
     """q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D]; RoPE applied."""
     fused = _linear(layer, "qkv", _rms_norm(x, layer["input_norm"], config.rms_eps))
     heads = fused.reshape(*x.shape[:-1], -1, config.head_dim)
-    n, k = config.num_heads, config.num_kv_heads
-    q, k, v = heads[..., :n, :], heads[..., n : n + k, :], heads[..., n + k :, :]
+    n, m = config.num_heads, config.num_kv_heads
+    q, k, v = heads[..., :n, :], heads[..., n : n + m, :], heads[..., n + m :, :]
     if config.qk_norm:
         q = _rms_norm(q, layer["q_norm"], config.rms_eps)
         k = _rms_norm(k, layer["k_norm"], config.rms_eps)

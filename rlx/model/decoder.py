@@ -6,7 +6,7 @@ padding. The blocks are public because the engine's decoding loop (decode.py) is
 same ones: `embed`, `rope_tables`, `layer` (with its own way to attend), `final_norm`, `unembed`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -148,7 +148,7 @@ def hidden(
 def logprobs(
     params: Params,
     config: ModelConfig,
-    batch: dict[str, jax.Array],
+    batch: Mapping[str, jax.Array],
     *,
     temperature: float = 1.0,
     remat: str = "none",

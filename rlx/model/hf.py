@@ -234,7 +234,7 @@ def open_tensors(path: str | Path):
     """The tensors of an HF directory (single file or sharded with an index), or of one file."""
     path = Path(path)
     with contextlib.ExitStack() as stack:
-        files = {}
+        files: dict[str, Any] = {}
         for shard in _shards(path):
             try:
                 opened = stack.enter_context(safe_open(shard, framework="np"))

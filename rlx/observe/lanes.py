@@ -132,7 +132,9 @@ def _rows(spans: Sequence[TraceSpan]) -> tuple[list[tuple[str, list[TraceSpan]]]
             stack.pop()
         rows.setdefault((span.process, span.lane, len(stack)), []).append(span)
         stack.append(span)
-    kept, hidden, count = [], Counter(), Counter()
+    kept: list[tuple[str, list[TraceSpan]]] = []
+    hidden: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     for key in sorted(rows, key=lambda k: (process_order(k[0]), k[1], k[2])):
         count[key[0]] += 1
         if count[key[0]] > _MAX_ROWS:

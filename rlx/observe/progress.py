@@ -13,6 +13,7 @@ from rlx.observe.text import duration, number, shares, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
     from rich.text import Text
 
 PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan",
@@ -44,7 +45,7 @@ class Progress:
         self._evals: list[Mapping[str, Any]] = []
         self._phase = ("starting", clock())
         self._updated = clock()
-        self._live = None
+        self._live: Live | None = None
         unicode = (self._console.encoding or "").lower().startswith("utf")
         self._panel = self._console.is_terminal and unicode and not self._console.is_dumb_terminal
 

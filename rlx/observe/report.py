@@ -250,7 +250,7 @@ def _lag_charts(run: Run) -> list[str]:
 
 def _speed_charts(run: Run, phases: Sequence[str]) -> list[str]:
     steps, times = _axes(run)
-    layers = [(n, color_of(n), []) for n in phases]
+    layers: list[tuple[str, str, list[float]]] = [(n, color_of(n), []) for n in phases]
     for named in map(_phases, run.metrics):
         for name, _, values in layers:
             rest = sum(v for n, v in named.items() if n not in phases) if name == "other" else 0.0

@@ -161,8 +161,8 @@ def _trace_events(events: list[Span | Mark], discarded: int) -> Iterator[dict[st
     tracks: dict[tuple[str, str], list[Span]] = {}
     marks: list[Mark] = []
     for event in events:
-        track = tracks.setdefault((event.process, event.track), [])
-        track.append(event) if isinstance(event, Span) else marks.append(event)
+        own = tracks.setdefault((event.process, event.track), [])
+        own.append(event) if isinstance(event, Span) else marks.append(event)
     for process, pid in pids.items():
         yield _name("process", pid, 0, process)
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0,

@@ -245,6 +245,7 @@ def _microbatch_rows(num_rows: int, full: int, shards: int, at_least: int) -> tu
     """
     eighth = -(-full // (8 * shards)) * shards
     fourth = min(2 * eighth, full)
+    rows: tuple[int, ...]
     if num_rows <= full:
         rows = (min(-(-num_rows // fourth) * fourth, full),) if num_rows else ()
     else:

@@ -171,7 +171,8 @@ class Steps:
         out = advantages_lib.advantages(flat, self.algorithm)
         ids, mask = flat["sequence_ids"], flat["loss_mask"]
         part_of = minibatch_of.at[ids].get(mode="fill", fill_value=-1)
-        weights, denominators = jnp.zeros(mask.shape, jnp.float32), []
+        weights = jnp.zeros(mask.shape, jnp.float32)
+        denominators: list[Array] = []
         for index in range(num_minibatches):
             own, denominator = losses.loss_weights(
                 mask & (part_of == index), ids, flat["group_ids"], self.algorithm
