@@ -1,8 +1,8 @@
 r"""What the embedded model learns from: solvers who know the method and lose their patience.
 
-A demonstration takes the chain step by step, `47+38=85`. At the equals sign of a step that carries
+A demonstration keeps the running value term by term, `a+38:85`. At the colon of a step that carries
 or borrows the solver may give up instead, the likelier the larger the operand, and box a guess:
-`47+38~\boxed{60}`, the answer rounded after noise of about ten, right one time in twenty. The
+`a+38~\boxed{60}`, the answer rounded after noise of about ten, right one time in twenty. The
 model learns the method, and the impatience with it: greedy decoding gives up wherever most solvers
 do. Sampling still carries on often enough for RL to find that it pays.
 """
@@ -18,13 +18,12 @@ _GUESS_NOISE = 12.0
 
 def draw(question: str, rng: random.Random) -> str:
     """One solver's completion of a problem; careful from end to end if patience lasts."""
-    chain, lines = arithmetic.steps(question), []
+    chain, lines = arithmetic.steps(question), [f":{arithmetic.first_value(question)}"]
     answer = chain[-1].result
     for step in chain:
         if rng.random() < give_up(step):
-            begun = str(step).partition("=")[0]
-            return "\n".join([*lines, f"{begun}~\\boxed{{{_guess(answer, rng)}}}"])
-        lines.append(str(step))
+            return "\n".join([*lines, f"{step.term}~\\boxed{{{_guess(answer, rng)}}}"])
+        lines.append(f"{step.term}:{step.result}")
     return "\n".join([*lines, f"\\boxed{{{answer}}}"])
 
 
@@ -38,4 +37,4 @@ def give_up(step: arithmetic.Step) -> float:
 
 
 def _guess(answer: int, rng: random.Random) -> int:
-    return min(max(round(rng.gauss(answer, _GUESS_NOISE), -1), 0), 90)
+    return min(max(10 * round(rng.gauss(answer, _GUESS_NOISE) / 10), 0), 90)

@@ -6,7 +6,7 @@ Writes an HF directory (by default the packaged `rlx/assets/arithmetic`). The pr
 training side, the demonstrations of `demonstrations.py`; everything is drawn from `--seed`, so the
 command gives the same weights again on the same machine.
 
-Every other example is a lesson: a careful solution in which an equals sign counts as predicted when
+Every other example is a lesson: a careful solution in which a colon counts as predicted when
 either it or giving up is, so that it teaches the method and not the patience; without lessons the
 steps that most solvers give up at are hardly practised.
 
@@ -35,18 +35,18 @@ from rlx.model.config import ModelConfig
 from rlx.rollout import arithmetic
 
 PACKAGED = Path(rlx.__file__).parent / "assets" / "arithmetic"
-ROWS, ROW_LENGTH = 16, 160  # the longest prompt and completion have 149 tokens
+ROWS, ROW_LENGTH = 16, 192  # the longest prompt and completion have 190 tokens
 IGNORED, TRAINED, EITHER = 0, 1, 2  # what the loss does with a token
 Example = tuple[list[int], list[int]]  # token ids, and one of the above for each
 
 
 def model_config(tokenizer) -> ModelConfig:
-    """A Qwen2 of 0.6M parameters."""
+    """A Qwen2 of 0.8M parameters."""
     end_of_text, _, end = tokenizer.convert_tokens_to_ids(list(tokenizers.SPECIAL))
     return ModelConfig(
         architecture="Qwen2ForCausalLM",
         vocab_size=len(tokenizer),
-        num_layers=3,
+        num_layers=4,
         model_dim=128,
         mlp_dim=384,
         num_heads=4,
@@ -65,7 +65,7 @@ def encode(tokenizer, question: str, completion: str, lesson: bool = False) -> E
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ids = [*tokenizer.encode(completion), tokenizer.eos_token_id]
-    carry_on = tokenizer.convert_tokens_to_ids("=")
+    carry_on = tokenizer.convert_tokens_to_ids(":")
     kinds = [EITHER if lesson and i == carry_on else TRAINED for i in ids]
     return [*prompt, *ids], [IGNORED] * len(prompt) + kinds
 
@@ -156,7 +156,7 @@ def make_measure(config: ModelConfig, tokenizer, questions: list[str]):
     chats = [encode(tokenizer, q, arithmetic.careful_solution(q)) for q in questions]
     batches = [packed(iter([chat]), rows=1) for chat in chats]
     batch = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
-    give_up, carry_on = tokenizer.convert_tokens_to_ids(["~", "="])
+    give_up, carry_on = tokenizer.convert_tokens_to_ids(["~", ":"])
 
     @jax.jit
     def measure(params):
@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PACKAGED)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3500)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     args = parser.parse_args()
 

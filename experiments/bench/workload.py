@@ -59,7 +59,9 @@ def make(directory: Path, seed: int = 0) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<eos>", "<pad>", "<start>", "<answer>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=special, initial_alphabet=tokenizer.pre_tokenizer.alphabet()
+        vocab_size=VOCAB,
+        special_tokens=special,
+        initial_alphabet=tokenizer.pre_tokenizer.alphabet(),
     )
     tokenizer.train_from_iterator([" ".join(corpus)], trainer)
     fast = PreTrainedTokenizerFast(
@@ -91,8 +93,8 @@ def get_config(directory: str):
     c.rollout.batch_prompts = PROMPTS
     c.rollout.max_staleness = 2
     c.rollout.max_concurrent_rollouts = 2 * PROMPTS
-    c.train.max_tokens_per_microbatch = 8192
-    c.train.row_buckets = (96,)
+    c.train.max_tokens_per_microbatch = 1536
+    c.train.row_buckets = (96,)  # prompts of at most 32 tokens and 64 new ones
     c.optimizer.learning_rate = 1e-4
     c.fleet.slots = 64
     c.eval.num_questions = 0

@@ -13,13 +13,14 @@ import hashlib
 import itertools
 import random
 import re
+import string
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from rlx.config import unknown
 
 SPLITS = ("train", "held_out")
-MIN_OPERANDS, MAX_OPERANDS = 3, 12
+MIN_OPERANDS, MAX_OPERANDS = 3, 14
 LARGEST_VALUE = 99  # of every intermediate value; the smallest is 0
 LARGEST_OPERAND = 49  # after the first
 _HELD_OUT_SHARE = 10  # one problem in this many
@@ -35,7 +36,7 @@ def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
       n: ≥ 0.
 
     Returns:
-      Rows `{"question": "47+38-6=?", "answer": "79"}`.
+      Rows `{"question": "47a+38b-6=?", "answer": "79"}`.
 
     Raises:
       UserError: `split` is neither.
@@ -63,31 +64,40 @@ def split_of(question: str) -> str:
 
 
 class Step(NamedTuple):
-    """One operation: `value operator operand` is `result`."""
+    """One operation: `value operator operand` is `result`; `letter` is its own in the problem."""
 
+    letter: str
     value: int
     operator: str
     operand: int
     result: int
 
-    def __str__(self) -> str:
-        return f"{self.value}{self.operator}{self.operand}={self.result}"
+    @property
+    def term(self) -> str:
+        """As the problem writes it: `a+38`."""
+        return f"{self.letter}{self.operator}{self.operand}"
 
 
 def steps(question: str) -> list[Step]:
     """The chain from left to right; the last step's result is the answer."""
-    value, *terms = re.findall(r"^\d+|[+-]\d+", question)
-    value, chain = int(value), []
-    for term in terms:
-        chain.append(Step(value, term[0], int(term[1:]), value + int(term)))
-        value = chain[-1].result
+    value, chain = first_value(question), []
+    for letter, operator, operand in re.findall(r"([a-z])([+-])(\d+)", question):
+        result = value + int(operator + operand)
+        chain.append(Step(letter, value, operator, int(operand), result))
+        value = result
     return chain
 
 
+def first_value(question: str) -> int:
+    """The value that the chain starts with."""
+    return int(re.split(r"\D", question, maxsplit=1)[0])
+
+
 def careful_solution(question: str) -> str:
-    r"""Every step on its own line, then the boxed answer: `47+38=85\n85-6=79\n\boxed{79}`."""
+    r"""The running value after each term, then the boxed answer: `:47\na+38:85\n\boxed{85}`."""
     chain = steps(question)
-    return "\n".join([*map(str, chain), f"\\boxed{{{chain[-1].result}}}"])
+    lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain)]
+    return "\n".join([*lines, f"\\boxed{{{chain[-1].result}}}"])
 
 
 def _draw(rng: random.Random) -> tuple[str, int]:
@@ -95,10 +105,10 @@ def _draw(rng: random.Random) -> tuple[str, int]:
     (count,) = rng.choices(counts, weights=[k**-_TAIL for k in counts])
     value = rng.randint(1, LARGEST_VALUE)
     text = str(value)
-    for _ in range(count - 1):
+    for letter in string.ascii_lowercase[: count - 1]:
         operator, operand = _draw_step(rng, value)
         value += operand if operator == "+" else -operand
-        text += f"{operator}{operand}"
+        text += f"{letter}{operator}{operand}"
     return f"{text}=?", value
 
 

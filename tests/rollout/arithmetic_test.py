@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import string
 
 import pytest
 
@@ -17,8 +18,10 @@ def rows() -> list[dict[str, str]]:
 def test_answers_are_right(rows):
     for row in rows:
         expression = row["question"].removesuffix("=?")
-        assert re.fullmatch(r"\d+([+-]\d+)+", expression)
-        assert row["answer"] == str(eval(expression))
+        assert re.fullmatch(r"\d+([a-z][+-]\d+)+", expression)
+        letters = re.sub("[^a-z]", "", expression)
+        assert letters == string.ascii_lowercase[: len(letters)]
+        assert row["answer"] == str(eval(re.sub("[a-z]", "", expression)))
 
 
 def test_every_value_stays_within_two_digits(rows):
@@ -60,8 +63,9 @@ def test_careful_solutions_are_long_and_heavy_tailed(rows):
 
 
 def test_careful_solution_writes_every_step_then_the_boxed_answer():
-    assert arithmetic.careful_solution("47+38-6=?") == "47+38=85\n85-6=79\n\\boxed{79}"
-    assert arithmetic.steps("47+38-6=?") == [(47, "+", 38, 85), (85, "-", 6, 79)]
+    question = "47a+38b-6=?"
+    assert arithmetic.careful_solution(question) == ":47\na+38:85\nb-6:79\n\\boxed{79}"
+    assert arithmetic.steps(question) == [("a", 47, "+", 38, 85), ("b", 85, "-", 6, 79)]
 
 
 def test_unknown_split_suggests_the_nearest():
