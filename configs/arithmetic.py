@@ -1,29 +1,31 @@
 """GRPO on chains of additions and subtractions, with the model that comes with rlx.
 
 Command:   python -m rlx.main --config=configs/arithmetic.py
-Hardware:  two CPU cores, no network.
+Hardware:  two CPU cores, no network; about two minutes.
+Expect:    greedy accuracy on 200 held-out problems from about 0.35 to 0.97 or more; completions
+           grow from about 40 to 45 tokens on average as the model stops giving up half-way.
+           The runs behind this: experiments/2026-11-arithmetic.
 """
 
 from rlx.config import default
 
 
-def get_config(arg=None):
+def get_config():
     """The run described above."""
-    del arg
     c = default()
-    c.total_steps = 80
+    c.total_steps = 100
     c.model.path = "rlx:arithmetic"
     c.data.kind = "arithmetic"
     c.data.max_prompt_tokens = 64
     c.reward.name = "arithmetic"
     c.sampling.n_samples = 8
     c.sampling.max_new_tokens = 128
-    c.rollout.batch_prompts = 12
+    c.rollout.batch_prompts = 16
     c.rollout.max_staleness = 2
-    c.rollout.max_concurrent_rollouts = 36
-    c.train.max_tokens_per_microbatch = 1536
+    c.rollout.max_concurrent_rollouts = 48
+    c.train.max_tokens_per_microbatch = 1536  # what a core's cache likes
     c.train.row_buckets = (192,)
-    c.optimizer.learning_rate = 1e-4
+    c.optimizer.learning_rate = 5e-5
     c.optimizer.b2 = 0.99
     c.fleet.slots = 64
     c.eval.every_steps = 10
