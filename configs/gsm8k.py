@@ -3,8 +3,10 @@
 Command:   python -m rlx.main --config=configs/gsm8k.py
            offline: --config.model.path=DIR --config.data.train=train.jsonl
                     --config.data.eval=test.jsonl
-Hardware:  one 80 GB GPU for the trainer and one for the server at 1.5B; with small batches the
-           same command runs any small model on CPU.
+Hardware:  one 80 GB GPU for the trainer at 1.5B, and one for each server started by hand on it
+           (`python -m rlx.serve`, then --config.fleet.addresses="('host:port',)"); servers that
+           the run starts itself use the CPU. With small batches any small model runs on CPU:
+           experiments/2026-11-gsm8k-shape.
 Expect:    Qwen2.5-1.5B-Instruct begins near 0.6 greedy accuracy on the test set; published GRPO
            runs of this size end between 0.70 and 0.77. rlx itself has not been run at this size
            yet.

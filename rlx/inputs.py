@@ -16,6 +16,7 @@ from rlx.observe.jsonl import write_atomically
 from rlx.rollout import arithmetic, data, rewards
 from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR
+from rlx.train import checkpoint
 from rlx.train.update import make_steps
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
@@ -129,7 +130,8 @@ def claim(config: ConfigDict, workdir: Path) -> None:
     Raises:
       UserError: it holds a run that this one would not continue, or cannot be written.
     """
-    fresh = config.checkpoint.recover_mode == "off" or not (workdir / "checkpoints").is_dir()
+    off = config.checkpoint.recover_mode == "off"
+    fresh = off or not checkpoint.checkpoints(workdir / "checkpoints")
     if fresh and (workdir / "metrics.jsonl").exists():
         raise UserError(
             f"{workdir} holds another run and no checkpoint to continue; give a fresh --workdir"

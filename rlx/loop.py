@@ -12,6 +12,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,13 +24,14 @@ from ml_collections import ConfigDict
 
 from rlx import records
 from rlx.base import Group
-from rlx.fleet import compile_cache
+from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare
 from rlx.launch.local import LocalServers, cpu_plan
 from rlx.model import hf
 from rlx.model import params as parameters
+from rlx.observe.jsonl import read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.report import write_report
@@ -68,15 +70,16 @@ class _Run:
     def __init__(self, config: ConfigDict, workdir: Path, inputs: Inputs, stack: ExitStack):
         self.config, self.workdir, self.inputs = config, workdir, inputs
         self.begun = self.last_record = self.last_save = time.monotonic()
-        self.generated, self.stopping = 0, False
+        self.generated, self.stopping, self.whole, self.saved = 0, False, True, -1
         self.seconds: dict[str, float] = {}
-        self.evaluations: list[Future] = []
+        self.evaluations: deque[Future] = deque()
         self.publishing: Future | None = None
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
         stack.enter_context(_signals(self._stop))
-        servers = self._start_servers(stack)
+        cores = sorted(os.sched_getaffinity(0))
+        servers = self._start_servers(stack, cores)
         stack.callback(inputs.reward_pool.close)
         inputs.reward_pool.start()  # its imports go on beside everything else
         self._build_trainer()
@@ -84,14 +87,18 @@ class _Run:
         self.writer = stack.enter_context(
             MetricsWriter(workdir, config.observe.tensorboard, first_step=first)
         )
+        self.evaluated = {record["step"] for record in read_jsonl(workdir / "eval.jsonl")}
         addresses = servers.wait() if servers else tuple(config.fleet.addresses)
         self._start_executor(stack, addresses)
 
     # Setting up.
 
-    def _start_servers(self, stack: ExitStack) -> LocalServers | None:
+    def _start_servers(self, stack: ExitStack, cores: list[int]) -> LocalServers | None:
         """Begins to start local servers, on cores of their own, while the trainer compiles."""
         fleet, inputs = self.config.fleet, self.inputs
+        plan = cpu_plan(cores, 0 if fleet.addresses else fleet.num_servers, fleet.threads)
+        os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
+        stack.callback(os.sched_setaffinity, 0, cores)
         self.model_dir = inputs.model_dir
         if self.config.model.random_init:
             self.model_dir = self.workdir / "initial"
@@ -100,9 +107,8 @@ class _Run:
             self._export(self.model_dir, weights)
         if fleet.addresses:
             return None
-        plan = cpu_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads)
-        os.sched_setaffinity(0, plan.trainer)
-        longest = self.config.data.max_prompt_tokens + self.config.sampling.max_new_tokens
+        budget = max(self.config.sampling.max_new_tokens, self.config.eval.max_new_tokens)
+        longest = self.config.data.max_prompt_tokens + budget
         servers = LocalServers(
             self.model_dir,
             workdir=self.workdir,
@@ -116,6 +122,7 @@ class _Run:
             dtype=self.config.model.publish_dtype,
             seed=self.config.seed,
             kv_on_update=fleet.kv_on_update,
+            stage_dir=fleet.publish_dir,
         )
         return stack.enter_context(servers)
 
@@ -152,6 +159,7 @@ class _Run:
             publish_dir=c.fleet.publish_dir,
             kv_on_update=c.fleet.kv_on_update,
             on_message=self.progress.message,
+            token=os.environ.get(wire.TOKEN_VARIABLE),
         )
         self.executor = Executor(
             self.inputs.workflow,
@@ -172,10 +180,8 @@ class _Run:
         self.executor.run(self.fleet.connect())
         if self.restored:
             self.executor.restore(self.restored.host["executor"], self.restored.groups)
-            self.executor.run(
-                self.fleet.publish(self.step, self._weights(), self.config.fleet.publish)
-            )
-        self.first_version = self.step
+        if self.restored or c.fleet.addresses:  # local servers have just read these very weights
+            self.executor.run(self.fleet.publish(self.step, self._weights(), c.fleet.publish))
         self.executor.set_version(self.step)
 
     def _stop_executor(self) -> None:
@@ -187,22 +193,28 @@ class _Run:
 
     def main(self) -> int:
         """Steps until the last one or a signal; returns the exit status."""
-        if not self.restored:
-            self._evaluate()
-        self.before_training = self.evaluations[0] if self.evaluations else None
-        while self.step < self.config.total_steps and not self.stopping:
-            groups = self._collect()
-            if groups is None:
-                break
-            self._train(groups)
-            if self._save_due():
+        if self.step == 0 or self._due(self.config.eval.every_steps):
+            self._evaluate(self.step)
+        try:
+            while self.step < self.config.total_steps and not self.stopping:
+                groups = self._collect()
+                if groups is None:
+                    break
+                self._train(groups)
+                if self._save_due():
+                    self._save()
+        except Exception:
+            if self.whole and self.step != self.saved:  # what ended the run must not cost its steps
                 self._save()
+            raise
         return self._finish()
 
     def _collect(self) -> list[Group] | None:
         """The next batch; None when a signal came while there was none."""
         with self._phase("wait"):
             while not self.stopping:
+                if self.publishing and self.publishing.done():
+                    self.publishing.result()  # raises what kept the weights from the fleet
                 groups = self.executor.collect(timeout=COLLECT_SECONDS)
                 if groups is not None:
                     return groups
@@ -211,12 +223,11 @@ class _Run:
     def _train(self, groups: list[Group]) -> None:
         """One batch: update, publish, record."""
         with self._phase("train", step=self.step + 1):
+            self.whole = False
             self.state, metrics = self.update.update(self.state, groups)
             jax.block_until_ready(self.state.step)
-        self.step += 1
+            self.step, self.whole = self.step + 1, True
         self._publish()
-        if self._due(self.config.eval.every_steps):
-            self._evaluate()
         self._record(groups, metrics)
 
     def _publish(self) -> None:
@@ -234,12 +245,11 @@ class _Run:
 
     async def _deliver(self, version: int, weights: dict[str, Any]) -> None:
         """Publishes `version`; its tokens count once every live server has acknowledged it."""
-        if self.before_training:
-            # The score before training is that of one version: it ends before the second comes.
-            await asyncio.wrap_future(self.before_training)
         with self.timeline.span("publish", f"version {version}"):
             await self.fleet.publish(version, weights, self.config.fleet.publish)
         self.executor.set_version(version)
+        if self._due(self.config.eval.every_steps, version):
+            self._evaluate(version)
 
     def _record(self, groups: list[Group], metrics: Mapping[str, Any]) -> None:
         """Writes and shows the step."""
@@ -273,12 +283,11 @@ class _Run:
 
     # Held-out evaluation, beside training.
 
-    def _evaluate(self) -> None:
-        """Starts a greedy pass over the held-out rows with the weights of now."""
-        if self.inputs.eval_rows:
-            self.evaluations.append(
-                self.executor.submit(self._score(self.step, self.executor.version))
-            )
+    def _evaluate(self, step: int) -> None:
+        """Starts a greedy pass over the held-out rows, once a step, with the weights just acked."""
+        if self.inputs.eval_rows and step not in self.evaluated:
+            self.evaluated.add(step)
+            self.evaluations.append(self.executor.submit(self._score(step, self.executor.version)))
 
     async def _score(self, step: int, version: int) -> dict[str, Any]:
         """The record of one evaluation; runs on the executor's thread."""
@@ -297,14 +306,15 @@ class _Run:
     def _record_evaluations(self, wait: bool = False) -> None:
         """Writes those that are finished, in order; all of them when `wait`."""
         while self.evaluations and (wait or self.evaluations[0].done()):
-            record = self.evaluations.pop(0).result()
+            record = self.evaluations.popleft().result()
             self.writer.write_eval(record)
             self.progress.evaluation(record)
 
     # Saving and ending.
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0 and self.step < self.config.total_steps
+    def _due(self, every: int, step: int | None = None) -> bool:
+        step = self.step if step is None else step
+        return every > 0 and step % every == 0 and step < self.config.total_steps
 
     def _save_due(self) -> bool:
         c = self.config.checkpoint
@@ -329,6 +339,7 @@ class _Run:
                 keep=self.config.checkpoint.keep,
             )
             self._export(self.workdir / "hf", self.state.params)
+        self.saved = self.step
         self.last_save = time.monotonic()
 
     def _export(self, path: Path, weights: parameters.Params) -> None:
@@ -338,13 +349,13 @@ class _Run:
     def _finish(self) -> int:
         """Saves, scores the final weights if the run is complete, and writes the report."""
         self.executor.stop_admitting()
-        if self.publishing:
-            self.publishing.result()
         self._save()
         complete = self.step >= self.config.total_steps
-        if complete and self.step > self.first_version:
+        if complete:
             self.progress.phase("final evaluation")
-            self._evaluate()
+            if self.publishing:
+                self.publishing.result()
+            self._evaluate(self.step)
         self._record_evaluations(wait=complete)
         self.timeline.save(self.workdir / "timeline.json")
         if self.step:

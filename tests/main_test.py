@@ -95,7 +95,7 @@ def test_a_finished_run_leaves_what_the_readme_says(finished_run):
         assert record["n_seqs"] == 16
     scores = records(workdir / "eval.jsonl")
     assert [score["step"] for score in scores] == [0, 2, 3]
-    assert scores[0]["version"] == 0
+    assert [score["version"] for score in scores] == [0, 2, 3]
     assert all(s["num_questions"] == 8 and 0 <= s["greedy_acc"] <= 1 for s in scores)
     trace = json.loads((workdir / "timeline.json").read_text())
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
@@ -217,3 +217,49 @@ def test_a_workdir_that_holds_another_run_is_refused(finished_run):
     assert status == 2
     assert "holds another run" in out
     assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_servers_started_by_hand_take_streamed_weights(tmp_path):
+    # Their version is ahead of the run's, as after another run: the run's own weights come first.
+    servers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "rlx.serve", "--model=rlx:arithmetic", "--slots=16",
+             "--max-model-len=96", "--port=0"],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        ports = [json.loads(server.stdout.readline())["port"] for server in servers]
+        addresses = f"--config.fleet.addresses={tuple(f'127.0.0.1:{port}' for port in ports)}"
+        for run in ("first", "second"):
+            flags = (addresses, "--config.fleet.publish=stream", "--config.total_steps=2")
+            status, out = finish(start(tmp_path / run, *flags))
+            assert status == 0, out
+            steps = records(tmp_path / run / "metrics.jsonl")
+            assert [step["step"] for step in steps] == [1, 2]
+            assert all(step["dropped"] == 0 and step["staleness_max"] <= 2 for step in steps)
+        assert all(server.poll() is None for server in servers)
+    finally:
+        for server in servers:
+            server.kill()
+            server.communicate()
+
+
+def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_path):
+    room = tmp_path / "room"
+    room.mkdir()
+    process = start(
+        tmp_path / "run", "--config.total_steps=1000", "--config.rollout.max_staleness=0",
+        f"--config.fleet.publish_dir={room}",
+    )  # fmt: skip
+    wait_for(lambda: records(tmp_path / "run" / "metrics.jsonl"))
+    for path in room.iterdir():
+        path.unlink()
+    room.rmdir()
+    status, out = finish(process)
+    assert status == 2, out
+    assert out.strip().splitlines()[-1].startswith("error: ")
+    done = records(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert int(checkpoint.name.removeprefix("step_")) == done
