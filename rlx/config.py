@@ -58,7 +58,7 @@ def default() -> ConfigDict:
     c.rollout.batch_prompts = 8  # B: prompts a train batch
     c.rollout.max_staleness = 2  # η: versions; 0 is synchronous training
     c.rollout.max_concurrent_rollouts = 64  # live prompts
-    c.rollout.max_failures = 8  # failed prompts in a row-less budget before the run stops
+    c.rollout.max_failures = 8  # failed attempts between two batches before the run stops
     c.rollout.drop_equal_rewards = False  # dynamic filtering: reject groups without a signal
     c.rollout.request_timeout_seconds = 600.0
 
