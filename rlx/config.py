@@ -58,7 +58,7 @@ def default() -> ConfigDict:
     c.rollout.batch_prompts = 8  # B: prompts a train batch
     c.rollout.max_staleness = 2  # η: versions; 0 is synchronous training
     c.rollout.max_concurrent_rollouts = 64  # live prompts
-    c.rollout.max_failures = 8  # failed prompts in a row-less budget before the run stops
+    c.rollout.max_failures = 8  # failed attempts between two batches before the run stops
     c.rollout.drop_equal_rewards = False  # dynamic filtering: reject groups without a signal
     c.rollout.request_timeout_seconds = 600.0
 
@@ -167,7 +167,14 @@ def check(config: ConfigDict) -> None:
         raise UserError("model.path is empty; give an HF directory or hub name")
     if config.fleet.engine not in ENGINES:
         raise unknown("fleet.engine", config.fleet.engine, ENGINES)
+    if config.fleet.engine == "vllm":
+        raise UserError(
+            "fleet.engine=vllm: the vLLM engine is not part of this version yet; "
+            "use fleet.engine=jax"
+        )
     _choice(config, "trainer", ("jax", "torch"))
+    if config.trainer != "jax":
+        raise UserError(f"trainer={config.trainer} is not wired into the loop yet; use trainer=jax")
     _choice(config, "model.remat", ("none", "dots", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
     _choice(config, "fleet.kv_on_update", ("keep", "recompute"))
@@ -179,11 +186,22 @@ def check(config: ConfigDict) -> None:
     for key in ("total_steps", "sampling.n_samples", "sampling.max_new_tokens",
                 "rollout.batch_prompts", "rollout.max_concurrent_rollouts", "train.minibatches",
                 "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
-                "model.logprob_chunk", "reward.workers"):  # fmt: skip
+                "model.logprob_chunk", "reward.workers", "checkpoint.keep"):  # fmt: skip
         _at_least(config, key, 1)
     for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
-                "fleet.num_servers", "rollout.max_failures", "eval.num_questions"):  # fmt: skip
+                "fleet.num_servers", "rollout.max_failures", "eval.num_questions",
+                "eval.max_new_tokens", "fleet.threads"):  # fmt: skip
         _at_least(config, key, 0)
+    if config.reward.timeout_seconds <= 0:
+        raise UserError(
+            f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "
+            "is computed in no time"
+        )
+    if config.rollout.drop_equal_rewards and config.sampling.n_samples == 1:
+        raise UserError(
+            "rollout.drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one "
+            "reward is always equal; raise n_samples or set drop_equal_rewards=False"
+        )
     if config.sampling.temperature <= 0:
         raise UserError(
             f"sampling.temperature={config.sampling.temperature} must be above 0: the loss divides "
@@ -207,6 +225,13 @@ def check(config: ConfigDict) -> None:
             f"train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} is below "
             f"the longest possible trajectory ({longest} tokens); raise it or lower "
             "sampling.max_new_tokens or data.max_prompt_tokens"
+        )
+    new_tokens = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
+    if 0 < config.fleet.max_model_len < config.data.max_prompt_tokens + new_tokens:
+        raise UserError(
+            f"fleet.max_model_len={config.fleet.max_model_len} is below the longest prompt and "
+            f"completion ({config.data.max_prompt_tokens + new_tokens} tokens); raise it or set "
+            "it to 0"
         )
     if config.train.minibatches > config.rollout.batch_prompts:
         raise UserError(

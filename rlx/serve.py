@@ -38,7 +38,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--kv-on-update", default="keep", choices=("keep", "recompute"))
-    p.add_argument("--weight-root", action="append", default=[], help="where publishes may point")
+    p.add_argument("--weight-root", action="append", help="of published files; loopback: /dev/shm")
     p.add_argument("--stage-dir", default="/dev/shm", help="for streamed weights")
     p.add_argument("--token", default="", help="bearer token; better in $RLX_FLEET_TOKEN")
     p.add_argument("--parent-pid", type=int, default=0, help="end when this process ends")
@@ -70,7 +70,7 @@ async def _serve(args: argparse.Namespace, engine: Callable) -> None:
         host=args.host,
         port=args.port,
         token=args.token or os.environ.get(wire.TOKEN_VARIABLE),
-        weight_roots=args.weight_root,
+        weight_roots=args.weight_root or (["/dev/shm"] if args.host in wire.LOOPBACK else []),
         stage_dir=args.stage_dir,
         recompute_kv=args.kv_on_update == "recompute",
     )

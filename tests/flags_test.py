@@ -29,6 +29,22 @@ def parsed(*arguments):
         ([CONFIG, "--config.sampling.temperature=0"], ["temperature=0", "above 0"]),
         ([CONFIG, "--config.train.max_tokens_per_microbatch=100"], ["=100", "1536", "raise it"]),
         ([CONFIG, "--config.train.minibatches=65"], ["minibatches=65", "batch_prompts=64"]),
+        ([CONFIG, "--config.fleet.engine=vllm"], ["not part of this version", "engine=jax"]),
+        ([CONFIG, "--config.trainer=torch"], ["trainer=torch", "use trainer=jax"]),
+        ([CONFIG, "--config.trainer=torhc"], ["'torhc'", "'torch'"]),
+        ([CONFIG, "--config.fleet.max_model_len=1535"], ["=1535", "1536", "raise it"]),
+        (
+            [CONFIG, "--config.fleet.max_model_len=1536", "--config.eval.max_new_tokens=1025"],
+            ["=1536", "1537", "set it to 0"],
+        ),
+        (
+            [CONFIG, "--config.rollout.drop_equal_rewards=True", "--config.sampling.n_samples=1"],
+            ["drop_equal_rewards=True", "n_samples=1", "raise n_samples"],
+        ),
+        ([CONFIG, "--config.checkpoint.keep=0"], ["checkpoint.keep=0", "1 or more"]),
+        ([CONFIG, "--config.reward.timeout_seconds=0"], ["timeout_seconds=0", "above 0"]),
+        ([CONFIG, "--config.fleet.threads=-1"], ["fleet.threads=-1", "0 or more"]),
+        ([CONFIG, "--config.eval.max_new_tokens=-1"], ["max_new_tokens=-1", "0 or more"]),
         ([CONFIG, "--workdri=x"], ["workdri", "workdir"]),
         ([CONFIG, "stray"], ["'stray'"]),
         ([CONFIG + ":argument"], ["get_config() takes 0"]),
@@ -40,6 +56,10 @@ def test_a_wrong_command_line_is_one_line_with_the_remedy(arguments, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_context_just_long_enough_is_accepted():
+    assert parsed(CONFIG, "--config.fleet.max_model_len=1536").fleet.max_model_len == 1536
 
 
 def test_overrides_arrive_with_their_types():

@@ -15,7 +15,7 @@ import pytest
 import rlx
 
 PACKAGE = Path(rlx.__file__).parent
-COMMANDS = ("main", "evaluate", "serve", "convert", "compare", "replay", "doctor", "report")
+COMMANDS = ("main", "serve", "convert", "report")
 ORDER = (
     ("",),  # rlx/__init__.py
     ("base",),
@@ -136,7 +136,5 @@ def test_importing_every_light_file_loads_no_heavy_module():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_short(command):
-    path = PACKAGE / f"{command}.py"
-    if path.exists():
-        lines = len(path.read_text().splitlines())
-        assert lines <= COMMAND_LINES, f"rlx/{command}.py has {lines} lines; commands hold no logic"
+    lines = len((PACKAGE / f"{command}.py").read_text().splitlines())
+    assert lines <= COMMAND_LINES, f"rlx/{command}.py has {lines} lines; commands hold no logic"

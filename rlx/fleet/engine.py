@@ -81,8 +81,16 @@ class EngineStatus:
     spans: tuple[tuple[str, int, int], ...] = ()
 
 
+class EngineStopped(RuntimeError):
+    """The engine broke and serves nothing any more; its cause is what broke it."""
+
+
 class Engine(Protocol):
-    """An asyncio-facing engine; every method is called from the server's event loop."""
+    """An asyncio-facing engine; every method is called from the server's event loop.
+
+    Once the engine is broken for good, every method but `close` raises EngineStopped, and so do
+    the streams under way.
+    """
 
     async def start(self) -> None:
         """Loads the model and compiles; raises UserError when it cannot serve."""

@@ -28,7 +28,7 @@ import numpy as np
 from rlx.base import UserError
 from rlx.fleet import compile_cache
 from rlx.fleet.checks import check_request
-from rlx.fleet.engine import Chunk, EngineStatus, Request
+from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request
 from rlx.fleet.programs import Programs, make_plan
 from rlx.fleet.slots import MAX_STOPS, Live, Slots, Start
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
@@ -108,6 +108,7 @@ class JaxEngine:
             text = await asyncio.to_thread(self._text_decoder)
             live.stop_text = lambda: StopStrings(text, sampling.stop, minimum)
         live.sink = asyncio.Queue()
+        self._check_alive()  # a thread that fails after this ends everything in `_live`
         self._live.add(live)
         self._inbox.put(lambda: self._slots.add(live))
         unfinished = set(range(request.first_index, request.first_index + request.n))
@@ -145,6 +146,7 @@ class JaxEngine:
 
     def status(self) -> EngineStatus:
         """See EngineStatus."""
+        self._check_alive()
         spans = []
         while self._spans:
             spans.append(self._spans.popleft())
@@ -165,7 +167,7 @@ class JaxEngine:
 
     async def close(self) -> None:
         """Ends the engine thread after its current decode call; running requests are aborted."""
-        if self._thread and self._thread.is_alive():
+        if self._thread and (self._thread.is_alive() or self._failure):
             self._inbox.put(lambda: setattr(self, "_closing", True))
             await asyncio.to_thread(self._thread.join)
             await asyncio.to_thread(self._programs.close)
@@ -190,7 +192,8 @@ class JaxEngine:
 
     def _check_alive(self) -> None:
         if self._failure:
-            raise RuntimeError("the engine has stopped") from self._failure
+            what = f"{type(self._failure).__name__}: {self._failure}"
+            raise EngineStopped(f"the engine has stopped: {what}") from self._failure
 
     def _checked(self, request: Request) -> Live:
         """The request ready for the queue; ValueError with the remedy if it cannot be served."""

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from rlx.fleet import wire
 from rlx.fleet.engine import Engine
 from rlx.fleet.service import RolloutService
 
+_CHECK_SECONDS = 0.25  # between two looks at the engine
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers may share a port, and each sees half of the calls
     # A burst of admissions waits its turn; beyond these gRPC cancels calls (1000 and 3000).
@@ -63,6 +65,7 @@ class Server:
             raise UserError(f"port={port} is not in [0, 65535]; 0 takes any free one")
         self._make_engine, self._service = engine, service
         self._engine: Engine | None = None
+        self._rollouts: RolloutService | None = None
         self._grpc = grpc.aio.server(
             interceptors=(_TokenCheck(token),) if token else (),
             options=(*wire.OPTIONS, *_SERVER_OPTIONS),
@@ -80,8 +83,14 @@ class Server:
         """Starts the engine, then answers calls."""
         self._engine = self._make_engine()
         await self._engine.start()
-        rpc.add_RolloutServicer_to_server(RolloutService(self._engine, **self._service), self._grpc)
+        self._rollouts = RolloutService(self._engine, **self._service)
+        rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)
         await self._grpc.start()
+
+    def check(self) -> None:
+        """Raises EngineStopped when the engine serves nothing any more."""
+        if self._rollouts:
+            self._rollouts.look()
 
     async def stop(self) -> None:
         """Ends the running calls and the engine."""
@@ -101,11 +110,15 @@ async def serve(
 
     Raises:
       UserError: the port is taken, the host needs a token, or the engine cannot serve.
+      EngineStopped: the engine broke; a server without one must end, to be started again.
     """
     server = Server(engine, **options)
     try:
         await server.start()
         on_ready(server.port)
-        await stop.wait()
+        while not stop.is_set():
+            server.check()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _CHECK_SECONDS)
     finally:
         await server.stop()

@@ -23,7 +23,7 @@ from rlx.base import UserError
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import wire
-from rlx.fleet.engine import Chunk, Engine
+from rlx.fleet.engine import Chunk, Engine, EngineStatus, EngineStopped
 from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
 
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
@@ -74,6 +74,12 @@ class RolloutService(rpc.RolloutServicer):
         self._installs: set[asyncio.Task] = set()
         sweep(stage_dir)
 
+    def look(self) -> EngineStatus:
+        """The engine's status, its spans kept; raises EngineStopped when there is none any more."""
+        status = self._engine.status()
+        self._spans.extend(status.spans)
+        return status
+
     async def Generate(self, request, context):
         if request.instance not in ("", self._instance):  # perhaps without the current weights
             await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
@@ -87,6 +93,8 @@ class RolloutService(rpc.RolloutServicer):
                     await context.write(wire.reply_message(batch))
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
+        except EngineStopped as error:  # for the client the same as a server that is gone
+            await _refuse(context, _Code.UNAVAILABLE, error)
 
     async def Publish(self, request_iterator, context):
         file = None
@@ -129,8 +137,7 @@ class RolloutService(rpc.RolloutServicer):
         return pb.ResumeReply()
 
     async def Status(self, request, context):
-        status = self._engine.status()
-        self._spans.extend(status.spans)
+        status = self.look()
         reply = pb.StatusReply(
             version=status.version,
             running=status.running,

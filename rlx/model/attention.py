@@ -2,8 +2,8 @@
 
 Queries are taken a block at a time, each against the keys up to its end, so half of the T² scores
 are never made and long rows fit. The backward pass makes the scores again from the row's
-log-normaliser (as FlashAttention does, arXiv 2205.14135): nothing of size T² is kept. On NVIDIA
-GPUs half-precision attention is cuDNN's kernel, masked by segment.
+log-normaliser (as FlashAttention does, arXiv 2205.14135), so nothing of size T² is kept. On NVIDIA
+GPUs half-precision attention is cuDNN's kernel instead, and reads a [B, 1, T, T] mask.
 """
 
 import math

@@ -13,8 +13,6 @@ from rlx.base import UserError
 from rlx.observe import environment
 from rlx.observe.jsonl import append_jsonl, encode, jsonable, truncate_jsonl, write_atomically
 
-__all__ = ["MetricsWriter", "append_jsonl"]
-
 
 class MetricsWriter:
     """Appends a run's records to WORKDIR.

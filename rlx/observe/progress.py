@@ -252,10 +252,12 @@ def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> "
 
 
 def _prompts(record: Mapping[str, Any]) -> "Text":
-    """Where the prompts are; live ones are those admitted that have not ended."""
+    """Where the prompts are; live ones, if not counted, were admitted and have not ended."""
     names = ("live", "queued", "accepted", "rejected", "failed", "dropped")
     ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
     live = {"live": record["admitted"] - ended} if record.get("admitted") is not None else {}
+    if record.get("running") is not None:  # a resumed run admits some prompts twice
+        live = {"live": record["running"]}
     return _facts(live | dict(record), *((name, name) for name in names), column=1)
 
 

@@ -1,8 +1,9 @@
 r"""Seeded chains of additions and subtractions: the embedded task. Imports no JAX, does no I/O.
 
-A problem is `47+38-6=?`, and a careful solution does one operation a line: `47+38=85`, `85-6=79`,
-`\boxed{79}`. Every intermediate value stays within two digits; the number of operands is
-heavy-tailed, so that a batch holds a few solutions several times as long as the rest.
+A problem is `47a+38b-6=?`: each term but the first has a letter. A careful solution gives the
+running value after each term, one a line: `:47`, `a+38:85`, `b-6:79`, `\boxed{79}`. Every
+intermediate value stays within two digits; the number of operands is heavy-tailed, so that a
+batch holds a few solutions several times as long as the rest.
 
 Whether a problem is for training or held out is a hash of its text: the two sets are disjoint
 whatever the seeds. The recipe of the model that ships with the package

@@ -61,7 +61,7 @@ class Executor:
       limits: batch size, staleness bound, concurrency.
       fleet: given to the workflow; used on the executor's loop only.
       seed: of the run; a group's seed is a function of it, the group's id and the attempt.
-      max_failures: failed attempts, in this process, before `collect` raises.
+      max_failures: failed attempts between two batches; one more and `collect` raises.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
       request_timeout: seconds for one attempt, after which it has failed.
       clock: seconds, monotonic.
@@ -173,6 +173,7 @@ class Executor:
                 step = self._staleness.consumed
                 self._buffer, batch = buffers.take(self._buffer, step, self._limits)
                 self._staleness = staleness.consume(self._staleness, self._limits)
+                self._failures = 0  # a fleet that fills batches is not broken
                 return batch
             finally:
                 self._wait_seconds += self._clock() - begun

@@ -32,8 +32,7 @@ class FlatBatch:
         padded number of sequences itself marks padding), `versions` int32, `loss_mask` bool,
         `behaviour_logprobs` float32.
       sequences: per-sequence arrays [S_padded]: `rewards` float32, `group_ids` int32 (dense, from 0
-        in order of the groups; padding has the last group's id + 1), `truncated`, `valid` bool,
-        `lengths` int32 (trained tokens).
+        in order of the groups; padding has the last group's id + 1), `truncated`, `valid` bool.
       starts, sizes: [S] int64; where each real sequence begins on F, and its tokens.
       num_groups: how many groups there are.
     """
@@ -154,7 +153,6 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         ),
         "truncated": per_sequence([t.truncated for t in trajectories], bool, False),
         "valid": per_sequence(True, bool, False),
-        "lengths": per_sequence([t.num_trained for t in trajectories], np.int32, 0),
     }
     return FlatBatch(tokens, sequences, starts, sizes, len(groups))
 

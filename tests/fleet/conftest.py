@@ -1,4 +1,4 @@
-"""Servers in this process and helpers; processes that are killed are in faults_test.py."""
+"""Servers in this process and their clients; processes that are killed are in faults_test.py."""
 
 import asyncio
 import importlib.util

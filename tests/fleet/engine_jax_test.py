@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlx.base import UserError
-from rlx.fleet.engine import Request, Sampling
+from rlx.fleet.engine import EngineStopped, Request, Sampling
 from rlx.fleet.engine_jax import JaxEngine
 from rlx.model import decoder, hf
 
@@ -463,6 +463,26 @@ def test_closing_aborts_what_runs(tiny_model_dir):
     assert {s.stop for s in out.values()} <= {"abort", "length"}
     assert any(s.stop == "abort" and s.tokens for s in out.values())
     assert any(s.stop == "abort" and not s.tokens for s in out.values())  # never had a slot
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_engine_serves_nothing_and_says_why(changing):
+    """A failure of the engine's thread ends what waits and refuses what comes later."""
+    engine = changing.engine
+
+    def broken(*args):
+        raise ValueError("device lost")
+
+    engine._programs.decode = broken
+    with pytest.raises(EngineStopped, match="ValueError: device lost"):
+        changing.ask(prompt_of(1), n=20, seed=1, max_new_tokens=5)
+    with pytest.raises(EngineStopped, match="device lost"):
+        changing.do(changing.collect(prompt_of(1), seed=1, max_new_tokens=5), timeout=10)
+    with pytest.raises(EngineStopped):
+        engine.status()
+    for call in (engine.pause(), engine.resume(), engine.load(str(engine.model_path), 1)):
+        with pytest.raises(EngineStopped):
+            changing.do(call, timeout=10)
 
 
 def test_an_engine_that_cannot_serve_says_why(tiny_model_dir, tmp_path):

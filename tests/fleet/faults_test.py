@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -123,3 +124,23 @@ def test_hung_server_cannot_hold_up_a_publish(tools, tmp_path, servers):
         await fleet.close()
 
     tools.run(main())
+
+
+def test_a_server_started_by_hand_takes_weights_by_path(tools):
+    """Trainer and server agree on a directory by default; neither was told one here."""
+
+    async def main():
+        command = (sys.executable, tools.script, "--model=none", f"--parent-pid={os.getpid()}")
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        try:
+            port = json.loads(await process.stdout.readline())["port"]
+            fleet = Fleet([f"127.0.0.1:{port}"], limits=tools.limits)
+            await fleet.connect()
+            report = await fleet.publish(1, tools.weights(0.5), "path")
+            await fleet.close()
+            return report.acks
+        finally:
+            process.terminate()
+            await process.wait()
+
+    assert len(tools.run(main())) == 1

@@ -1,8 +1,10 @@
 """The whole path with a model: `python -m rlx.serve` processes, the JAX engine, real weights."""
 
 import asyncio
+import dataclasses
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -25,6 +27,24 @@ def servers(tiny_model_dir, tmp_path_factory):
     with local:
         local.wait()
         yield local, workdir
+
+
+BREAKS_ONCE = """
+import os, sys
+from rlx import command, serve
+from rlx.fleet.programs import Programs
+
+decode, flag = Programs.decode, os.environ["BREAKS_ONCE"]
+
+def broken(self, *args):
+    if os.path.exists(flag):
+        os.unlink(flag)
+        raise ValueError("device lost")
+    return decode(self, *args)
+
+Programs.decode = broken
+command.run(lambda: serve.main(sys.argv[1:]))
+"""
 
 
 def connected(tools, servers, body):
@@ -111,3 +131,36 @@ def test_weights_of_another_shape_are_refused_by_name(tools, servers, tiny_model
         assert set(completion.versions.tolist()) == {8}
 
     connected(tools, servers, body)
+
+
+def test_a_server_ends_with_its_engine_and_is_started_again(
+    tools, tiny_model_dir, tmp_path, monkeypatch
+):
+    flag, messages = tmp_path / "flag", []
+    monkeypatch.setenv("BREAKS_ONCE", str(flag))
+    flag.touch()
+    local = LocalServers(
+        tiny_model_dir, workdir=tmp_path, weight_roots=[str(tmp_path)], on_message=messages.append,
+        command=(sys.executable, "-c", BREAKS_ONCE), slots=4, max_model_len=128,
+    )  # fmt: skip
+
+    limits = dataclasses.replace(tools.limits, probe=10, outage=60)  # it compiles anew
+
+    async def main():
+        fleet = Fleet(local.wait(), limits=limits, publish_dir=str(tmp_path))
+        try:
+            await fleet.connect()
+            await fleet.publish(1, scaled(tiny_model_dir, 1.0))
+            return (await fleet.generate(PROMPTS[0], Sampling(seed=5, max_new_tokens=8), 1))[0]
+        finally:
+            await fleet.close()
+
+    with local:
+        completion = tools.run(main(), 90)
+    assert not flag.exists(), "the engine never broke"
+    assert len(completion.tokens)
+    assert "ended with status 1; starting it again" in " ".join(messages)
+    assert (
+        "EngineStopped: the engine has stopped: ValueError: device lost"
+        in (tmp_path / "logs" / "server-0.log").read_text()
+    )

@@ -79,6 +79,13 @@ def test_the_panel_shows_everything_and_fits(record):
     assert {len(line) for line in shown} == {80}, "the panel's edges are not straight"
 
 
+def test_running_prompts_are_the_live_ones(record):
+    console = terminal(120)
+    progress = Progress(20, console, clock=Clock())
+    progress.update(record(2) | {"running": 7, "admitted": 1000})
+    assert "7 live" in "\n".join(panel(progress, console))
+
+
 @pytest.mark.parametrize("width", [30, 50, 79, 80, 200])
 def test_the_panel_fits_every_width(record, width):
     console = terminal(width)

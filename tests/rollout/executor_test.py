@@ -158,6 +158,23 @@ def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workf
         collect(executor)
 
 
+def test_a_batch_renews_the_budget(make, fake_fleet, fake_workflow):
+    """A long run meets many failures, a broken one meets them without a batch in between."""
+
+    def misbehave(group_id, attempt):
+        if attempt == 0:
+            raise ConnectionError("a hiccup")
+
+    fleet = fake_fleet()
+    executor = make(
+        Limits(2, 0, 2), fleet=fleet, workflow=fake_workflow(misbehave=misbehave), max_failures=2
+    )
+    for version in range(4):  # two failures each
+        publish(executor, fleet, version)
+        assert len(collect(executor)) == 2
+    assert executor.counters()["failed"] == 8
+
+
 def test_a_users_mistake_is_not_retried(make, fake_workflow):
     def misbehave(group_id, attempt):
         raise UserError("the prompt of row 3 has 2000 tokens")

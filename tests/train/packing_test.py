@@ -102,7 +102,6 @@ def test_flat_arrays():
     assert flat.sequences["valid"].tolist() == [True] * 3 + [False] * 5
     assert flat.tokens["sequence_ids"][:13].tolist() == [0] * 5 + [1] * 2 + [2] * 5 + [8]
     assert flat.tokens["positions"][:12].tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]
-    assert flat.sequences["lengths"][:3].tolist() == [3, 0, 4]
 
 
 def test_unequal_arrays_name_the_trajectory():
