@@ -115,8 +115,14 @@ def shares(lengths: Lengths, batches: int) -> list[dict]:
     return rows
 
 
-def compilations(lengths: Lengths, batches: int, warmup: int) -> tuple[int, int, int]:
-    """XLA compilations of the real update: in warm-up, later, and when all batches come again."""
+def compilations(
+    lengths: Lengths, batches: int, warmup: int, buckets: tuple[int, ...]
+) -> tuple[int, int, int]:
+    """XLA compilations of the real update: in warm-up, later, and when all batches come again.
+
+    Args:
+      buckets: the row lengths to choose from; () for those of the default config.
+    """
     import jax
 
     from rlx.config import default
@@ -134,6 +140,7 @@ def compilations(lengths: Lengths, batches: int, warmup: int) -> tuple[int, int,
     jax.monitoring.register_event_duration_secs_listener(listen)
     config = default()
     config.train.max_tokens_per_microbatch = UPDATE_BUDGET
+    config.train.row_buckets = buckets or config.train.row_buckets
     model = ModelConfig.from_hf(TINY)
     update = make_update(model, config)
     state = update.init(params.init(model, jax.random.key(0), "float32"))
@@ -152,13 +159,16 @@ def main() -> None:
     parser.add_argument("rows", nargs="?", help="jsonl with question and answer; default: the fit")
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--buckets", default="", help="row lengths of the update, e.g. 1024")
     args = parser.parse_args()
     lengths = Lengths(args.rows)
     print(f"{PROMPTS} prompts x {SAMPLES} samples, lengths from {args.rows or 'the GSM8K fit'}")
     print("| model | tokens a microbatch | real tokens | shapes |\n|---|---|---|---|")
     for row in shares(lengths, args.batches):
         print(f"| {row['model']} | {row['budget']} | {row['real']:.1%} | {row['shapes']} |")
-    warm, late, again = compilations(lengths, args.batches, args.warmup)
+    warm, late, again = compilations(
+        lengths, args.batches, args.warmup, tuple(int(n) for n in args.buckets.split(",") if n)
+    )
     print(
         f"compilations: {warm} in the first {args.warmup} updates, {late} in the next "
         f"{args.batches - args.warmup} (shapes not met before), {again} in {args.batches} more of "
