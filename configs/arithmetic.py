@@ -3,7 +3,7 @@
 Command:   python -m rlx.main --config=configs/arithmetic.py
 Hardware:  two CPU cores, no network; about two minutes.
 Expect:    greedy accuracy on 200 held-out problems from about 0.35 to 0.97 or more; completions
-           grow from about 40 to 45 tokens on average as the model stops giving up half-way.
+           grow from about 29 to 40 or 47 tokens on average as the model stops giving up half-way.
            The runs behind this: experiments/2026-11-arithmetic.
 """
 

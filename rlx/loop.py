@@ -83,10 +83,8 @@ class _Run:
         stack.callback(inputs.reward_pool.close)
         inputs.reward_pool.start()  # its imports go on beside everything else
         self._build_trainer()
-        first = self.step + 1
-        self.writer = stack.enter_context(
-            MetricsWriter(workdir, config.observe.tensorboard, first_step=first)
-        )
+        writer = MetricsWriter(workdir, config.observe.tensorboard, first_step=self.step + 1)
+        self.writer = stack.enter_context(writer)
         self.evaluated = {record["step"] for record in read_jsonl(workdir / "eval.jsonl")}
         addresses = servers.wait() if servers else tuple(config.fleet.addresses)
         self._start_executor(stack, addresses)
@@ -185,7 +183,7 @@ class _Run:
         self.executor.set_version(self.step)
 
     def _stop_executor(self) -> None:
-        with suppress(Exception):
+        with suppress(RuntimeError):  # its thread has ended
             self.executor.run(self.fleet.close())
         self.executor.close()
 
