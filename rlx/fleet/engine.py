@@ -110,11 +110,17 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def load(self, path: str, version: int, recompute_kv: bool = False) -> None:
-        """Replaces the weights by a safetensors file with HF names, while paused.
+    async def load(self, path: str, version: int, recompute_kv: bool = False) -> int:
+        """Replaces the weights by a safetensors file with HF names; paused or in full swing.
 
-        Everything is checked (names, shapes, finite) before anything is touched: on ValueError the
-        old weights and version still serve. Tokens decoded afterwards carry `version`.
+        Reading and checking (names, shapes, finite) go on beside decoding; only the exchange
+        happens between two decode steps. On ValueError nothing was touched: the old weights and
+        version still serve. Tokens decoded afterwards carry `version`. The KV cache of running
+        requests is kept, or with `recompute_kv` made again by the new weights; a new request never
+        meets the old weights' keys and values.
+
+        Returns:
+          ns for which no decode step could run.
         """
         ...
 

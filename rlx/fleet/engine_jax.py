@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
 from rlx.model import decode, hf
 
 DEFAULT_MODEL_LEN = 4096  # tokens, where the model's context is longer and nothing was asked
+_T = TypeVar("_T")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -133,16 +134,12 @@ class JaxEngine:
         """Goes on decoding."""
         await self._ask(lambda: setattr(self, "_paused", False))
 
-    async def load(self, path: str, version: int, recompute_kv: bool = False) -> None:
-        """See Engine.load.
-
-        Reading and checking go on beside decoding when it is not paused; only the exchange
-        happens between two decode calls.
-        """
+    async def load(self, path: str, version: int, recompute_kv: bool = False) -> int:
+        """See Engine.load."""
         start = self._clock()
         weights = await asyncio.to_thread(self._read, path)
         self._spans.append(("read weights", start, self._clock()))
-        await self._ask(lambda: self._swap(weights, version, recompute_kv))
+        return await self._ask(lambda: self._swap(weights, version, recompute_kv))
 
     def status(self) -> EngineStatus:
         """See EngineStatus."""
@@ -173,22 +170,22 @@ class JaxEngine:
             await asyncio.to_thread(self._programs.close)
         self._end_all()
 
-    async def _ask(self, action: Callable[[], None]) -> None:
-        """Runs `action` on the engine thread, between decode calls."""
-        done: Future[None] = Future()
+    async def _ask(self, action: Callable[[], _T]) -> _T:
+        """Runs `action` on the engine thread, between decode calls; gives its result."""
+        done: Future[_T] = Future()
 
         def run():
             try:
                 self._check_alive()
-                action()
+                result = action()
             except Exception as error:
                 done.set_exception(error)
             else:
-                done.set_result(None)
+                done.set_result(result)
 
         self._inbox.put(run)
         self._check_alive()
-        await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(done)
 
     def _check_alive(self) -> None:
         if self._failure:
@@ -331,7 +328,7 @@ class JaxEngine:
             if moves:
                 self._cache = self._programs.copy(self._cache, moves)
 
-    def _swap(self, params: decode.ServingParams, version: int, recompute: bool) -> None:
+    def _swap(self, params: decode.ServingParams, version: int, recompute: bool) -> int:
         start = self._clock()
         self._params, self._version = params, version
         if self._dirty:
@@ -342,7 +339,9 @@ class JaxEngine:
             for _, sample in running:
                 sample.prompt_version = version
             jax.block_until_ready(self._cache)
-        self._spans.append(("swap weights", start, self._clock()))
+        end = self._clock()
+        self._spans.append(("swap weights", start, end))
+        return end - start
 
     def _call_loop(self, function: Callable, *args: Any) -> None:
         try:

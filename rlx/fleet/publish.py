@@ -223,6 +223,10 @@ def stage(version: int, source: Any, method: str, directory: str | os.PathLike) 
     try:
         crc = write_weights(source, file.path)
         return Weights(version, file.path, os.path.getsize(file.path), crc, method, file)
+    except OSError as error:  # the directory went away under us
+        refusal = _no_room(error, file.path, 0)
+        file.close()
+        raise refusal from error
     except BaseException:
         file.close()
         raise

@@ -1,7 +1,7 @@
 """The calls of a rollout server, in front of one engine. Everything that comes in is checked here.
 
     Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
-    Publish  ─▶ staged and checksummed beside the running engine ─▶ pause ─▶ load ─▶ resume
+    Publish  ─▶ staged and checksummed beside the running engine ─▶ engine.load
 
 A bad request is answered with a status and never touches the engine or the other requests.
 """
@@ -70,7 +70,6 @@ class RolloutService(rpc.RolloutServicer):
         self._instance = secrets.token_hex(8)
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
-        self._held = False  # paused by a client, not by a publish
         self._installs: set[asyncio.Task] = set()
         sweep(stage_dir)
 
@@ -127,13 +126,11 @@ class RolloutService(rpc.RolloutServicer):
     async def Pause(self, request, context):
         async with self._changing:
             await self._engine.pause()
-            self._held = True
         return pb.PauseReply()
 
     async def Resume(self, request, context):
         async with self._changing:
             await self._engine.resume()
-            self._held = False
         return pb.ResumeReply()
 
     async def Status(self, request, context):
@@ -188,24 +185,18 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
 
     async def _install(self, header: pb.PublishHeader, path: str, file: WeightFile | None) -> int:
-        """pause → load → resume; returns how long the engine stood still, in ns."""
+        """Has the engine take the file; returns how long it stood still, in ns."""
         recompute = (
             self._recompute_kv if header.kv == pb.SERVER_DEFAULT else header.kv == pb.RECOMPUTE
         )
         try:
             async with self._changing:
                 start_ns = self._clock()
-                await self._engine.pause()
-                try:
-                    await self._engine.load(path, header.version, recompute)
-                finally:
-                    if not self._held:
-                        await self._engine.resume()
-                end_ns = self._clock()
+                paused_ns = await self._engine.load(path, header.version, recompute)
+                self._spans.append((f"load version {header.version}", start_ns, self._clock()))
         finally:
             _close(file)
-        self._spans.append((f"load version {header.version}", start_ns, end_ns))
-        return end_ns - start_ns
+        return paused_ns
 
 
 async def _gathered(

@@ -52,6 +52,22 @@ def test_checksum_runs_over_block_borders(tmp_path, monkeypatch):
     assert publish.write_weights(tensors(), tmp_path / "x") == publish.checksum(tmp_path / "x")
 
 
+def test_a_room_that_goes_away_while_weights_are_staged(tmp_path, monkeypatch):
+    room = tmp_path / "room"
+    room.mkdir()
+    write = publish.write_weights
+
+    def write_and_lose(source, path):
+        crc = write(source, path)
+        Path(path).unlink()
+        room.rmdir()
+        return crc
+
+    monkeypatch.setattr(publish, "write_weights", write_and_lose)
+    with pytest.raises(UserError, match=r"cannot write weights to .*fleet\.publish_dir"):
+        publish.stage(1, tensors(), "path", room)
+
+
 def test_checksum_of_nothing(tmp_path):
     (tmp_path / "empty").touch()
     assert publish.checksum(tmp_path / "empty") == 0 == zlib.crc32(b"")
