@@ -167,11 +167,6 @@ def check(config: ConfigDict) -> None:
         raise UserError("model.path is empty; give an HF directory or hub name")
     if config.fleet.engine not in ENGINES:
         raise unknown("fleet.engine", config.fleet.engine, ENGINES)
-    if config.fleet.engine == "vllm":
-        raise UserError(
-            "fleet.engine=vllm: the vLLM engine is not part of this version yet; "
-            "use fleet.engine=jax"
-        )
     _choice(config, "trainer", ("jax", "torch"))
     if config.trainer != "jax":
         raise UserError(f"trainer={config.trainer} is not wired into the loop yet; use trainer=jax")

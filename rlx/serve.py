@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from rlx import command
-from rlx.launch.child import end_with_parent
+from rlx.fleet.child import end_with_parent
 
 
 def _jax(args: argparse.Namespace):
@@ -22,7 +22,14 @@ def _jax(args: argparse.Namespace):
     return JaxEngine(args.model, **{name: getattr(args, name) for name in options})
 
 
-ENGINES: Mapping[str, Callable] = {"jax": _jax}
+def _vllm(args: argparse.Namespace):
+    from rlx.fleet.engine_vllm import VllmEngine
+
+    options = ("seed", "slots", "max_model_len", "dtype")
+    return VllmEngine(args.model, **{name: getattr(args, name) for name in options})
+
+
+ENGINES: Mapping[str, Callable] = {"jax": _jax, "vllm": _vllm}
 
 
 def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser:

