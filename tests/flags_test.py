@@ -29,7 +29,6 @@ def parsed(*arguments):
         ([CONFIG, "--config.sampling.temperature=0"], ["temperature=0", "above 0"]),
         ([CONFIG, "--config.train.max_tokens_per_microbatch=100"], ["=100", "1536", "raise it"]),
         ([CONFIG, "--config.train.minibatches=65"], ["minibatches=65", "batch_prompts=64"]),
-        ([CONFIG, "--config.fleet.engine=vllm"], ["not part of this version", "engine=jax"]),
         ([CONFIG, "--config.trainer=torch"], ["trainer=torch", "use trainer=jax"]),
         ([CONFIG, "--config.trainer=torhc"], ["'torhc'", "'torch'"]),
         ([CONFIG, "--config.fleet.max_model_len=1535"], ["=1535", "1536", "raise it"]),
