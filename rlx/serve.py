@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlx import command
 from rlx.fleet.child import end_with_parent
+from rlx.fleet.engine import KV_POLICIES
 
 
 def _jax(args: argparse.Namespace):
@@ -44,7 +45,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--decode-steps", type=int, default=8, help="tokens a sequence per decode call")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--kv-on-update", default="keep", choices=("keep", "recompute"))
+    p.add_argument("--kv-on-update", default="keep", choices=KV_POLICIES)
     p.add_argument("--weight-root", action="append", help="of published files; loopback: /dev/shm")
     p.add_argument("--stage-dir", default="/dev/shm", help="for streamed weights")
     p.add_argument("--token", default="", help="bearer token; better in $RLX_FLEET_TOKEN")
@@ -79,7 +80,7 @@ async def _serve(args: argparse.Namespace, engine: Callable) -> None:
         token=args.token or os.environ.get(wire.TOKEN_VARIABLE),
         weight_roots=args.weight_root or (["/dev/shm"] if args.host in wire.LOOPBACK else []),
         stage_dir=args.stage_dir,
-        recompute_kv=args.kv_on_update == "recompute",
+        kv=args.kv_on_update,
     )
 
 

@@ -85,8 +85,9 @@ class InstantEngine:
     async def resume(self) -> None: ...
     async def close(self) -> None: ...
 
-    async def load(self, path: str, version: int, recompute_kv: bool = False) -> None:
+    async def load(self, path: str, version: int, kv: str = "keep") -> int:
         self.version = version
+        return 0
 
     async def generate(self, request: Request):
         await self.gate.enter()

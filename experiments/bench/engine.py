@@ -99,10 +99,10 @@ async def rate(engine: JaxEngine, concurrency: int, args: argparse.Namespace) ->
 async def update(engine: JaxEngine, concurrency: int, args: argparse.Namespace) -> None:
     """Prints how long decoding stands still for new weights, by three ways."""
     path = str(engine.model_path / hf.WEIGHTS)
-    for name, paused, recompute in (
-        ("pause, load, resume", True, False),
-        ("pause, load with recomputed cache, resume", True, True),
-        ("load beside decoding", False, False),
+    for name, paused, kv in (
+        ("pause, load, resume", True, "keep"),
+        ("pause, load with recomputed cache, resume", True, "recompute"),
+        ("load beside decoding", False, "keep"),
     ):
         stalls = []
         for version in range(args.rounds):
@@ -111,7 +111,7 @@ async def update(engine: JaxEngine, concurrency: int, args: argparse.Namespace) 
             if paused:
                 await engine.pause()
             start = time.perf_counter()
-            await engine.load(path, version, recompute)
+            await engine.load(path, version, kv)
             if paused:
                 await engine.resume()
                 stalls.append(time.perf_counter() - start)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
-from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import wire
 from rlx.fleet.engine import Sampling
 from rlx.fleet.member import Failed, Limits, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
@@ -28,7 +28,6 @@ __all__ = ["Completion", "Fleet", "Limits", "PublishReport", "ServerStatus"]
 
 MAX_SESSIONS = 1 << 16  # remembered; the longest unused is forgotten
 MAX_ATTEMPTS = 8  # in a row that bring a sample no new token
-_KV = {None: pb.SERVER_DEFAULT, "keep": pb.KEEP, "recompute": pb.RECOMPUTE}
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Fleet:
       token: bearer token of the servers.
       limits: deadlines.
       publish_dir: where weights given as tensors are written once for all servers.
-      kv_on_update: `keep` | `recompute` | None: as each server was started.
+      kv_on_update: one of KV_POLICIES; None: as each server was started.
       on_message: takes one line for the user when a server is lost or none is alive.
     """
 
@@ -98,7 +97,7 @@ class Fleet:
                 changed=self._changed,
                 say=self._say,
                 token=token,
-                kv=_KV[kv_on_update],
+                kv=wire.KV_NUMBERS[kv_on_update],
             )
             for address in addresses
         ]

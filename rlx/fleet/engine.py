@@ -81,6 +81,9 @@ class EngineStatus:
     spans: tuple[tuple[str, int, int], ...] = ()
 
 
+KV_POLICIES = ("keep", "recompute", "abort")  # what an update does to running requests
+
+
 class EngineStopped(RuntimeError):
     """The engine broke and serves nothing any more; its cause is what broke it."""
 
@@ -110,14 +113,17 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def load(self, path: str, version: int, recompute_kv: bool = False) -> int:
+    async def load(self, path: str, version: int, kv: str = "keep") -> int:
         """Replaces the weights by a safetensors file with HF names; paused or in full swing.
 
         Reading and checking (names, shapes, finite) go on beside decoding; only the exchange
         happens between two decode steps. On ValueError nothing was touched: the old weights and
-        version still serve. Tokens decoded afterwards carry `version`. The KV cache of running
-        requests is kept, or with `recompute_kv` made again by the new weights; a new request never
-        meets the old weights' keys and values.
+        version still serve. Tokens decoded afterwards carry `version`. A new request never meets the
+        old weights' keys and values.
+
+        Args:
+          kv: what becomes of running requests: `keep` their cache, `recompute` it with the new
+            weights, or `abort` them, for their clients to send again with the tokens so far.
 
         Returns:
           ns for which no decode step could run.

@@ -134,12 +134,12 @@ class JaxEngine:
         """Goes on decoding."""
         await self._ask(lambda: setattr(self, "_paused", False))
 
-    async def load(self, path: str, version: int, recompute_kv: bool = False) -> int:
+    async def load(self, path: str, version: int, kv: str = "keep") -> int:
         """See Engine.load."""
         start = self._clock()
         weights = await asyncio.to_thread(self._read, path)
         self._spans.append(("read weights", start, self._clock()))
-        return await self._ask(lambda: self._swap(weights, version, recompute_kv))
+        return await self._ask(lambda: self._swap(weights, version, kv))
 
     def status(self) -> EngineStatus:
         """See EngineStatus."""
@@ -328,12 +328,15 @@ class JaxEngine:
             if moves:
                 self._cache = self._programs.copy(self._cache, moves)
 
-    def _swap(self, params: decode.ServingParams, version: int, recompute: bool) -> int:
+    def _swap(self, params: decode.ServingParams, version: int, kv: str) -> int:
         start = self._clock()
         self._params, self._version = params, version
         if self._dirty:
             self._cache, self._dirty = self._programs.scrub(self._cache), False
-        if recompute:
+        if kv == "abort":
+            for live in self._slots.clear():
+                self._call_loop(live.sink.put_nowait, [])
+        elif kv == "recompute":
             running = [(slot, s) for slot, s in enumerate(self._slots.samples) if s]
             self._prefill([[slot] for slot, _ in running])
             for _, sample in running:

@@ -177,7 +177,7 @@ class VllmEngine:
             await self._core(self.llm.engine_core.resume_scheduler_async())
             self._paused = False
 
-    async def load(self, path: str, version: int, recompute_kv: bool = False) -> int:
+    async def load(self, path: str, version: int, kv: str = "keep") -> int:
         """See Engine.load."""
         async with self._changing:
             start = self._clock()
@@ -189,12 +189,14 @@ class VllmEngine:
             stopped = self._clock()
             self._spans.append(("stage weights", start, stopped))
             core = self.llm.engine_core
-            await self._core(core.pause_scheduler_async("keep", clear_cache=recompute_kv))
+            await self._core(core.pause_scheduler_async("keep", clear_cache=kv == "recompute"))
             try:
                 await self._call("rlx_exchange")
                 await self._core(self.llm.update_weight_version(str(version)))
                 self._version = version
-                if not recompute_kv:
+                if kv == "abort":
+                    await self._abort_all()
+                elif kv == "keep":
                     await self._readmit()
             finally:
                 if not self._paused:
@@ -293,6 +295,12 @@ class VllmEngine:
         await self._abort(waiting)
         for sample in waiting:
             await self._admit(sample)
+
+    async def _abort_all(self) -> None:
+        samples = list(self._samples.values())
+        await self._abort(samples)
+        for sample in samples:
+            sample.end("abort")
 
     async def _abort(self, samples: "list[_Sample]") -> None:
         ids = [s.core.request_id for s in samples if self._samples.pop(s.core.request_id, None)]

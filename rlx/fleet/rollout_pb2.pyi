@@ -19,6 +19,7 @@ class KvPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_DEFAULT: _ClassVar[KvPolicy]
     KEEP: _ClassVar[KvPolicy]
     RECOMPUTE: _ClassVar[KvPolicy]
+    ABORT_AND_RESEND: _ClassVar[KvPolicy]
 RUNNING: StopReason
 STOP: StopReason
 LENGTH: StopReason
@@ -26,6 +27,7 @@ ABORT: StopReason
 SERVER_DEFAULT: KvPolicy
 KEEP: KvPolicy
 RECOMPUTE: KvPolicy
+ABORT_AND_RESEND: KvPolicy
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "seed")

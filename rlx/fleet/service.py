@@ -46,7 +46,7 @@ class RolloutService(rpc.RolloutServicer):
       engine: started.
       weight_roots: directories that a publish by path may name files in.
       stage_dir: where weights that come as chunks are written until they are loaded.
-      recompute_kv: what an update does to the KV cache of running requests by default.
+      kv: what an update does to running requests by default, one of KV_POLICIES.
       hold_seconds: how long new tokens may wait for company on their way to the client.
       clock: of the spans, in ns; the engine's.
     """
@@ -57,7 +57,7 @@ class RolloutService(rpc.RolloutServicer):
         *,
         weight_roots: Sequence[str] = (),
         stage_dir: str = "/dev/shm",
-        recompute_kv: bool = False,
+        kv: str = "keep",
         hold_seconds: float = 0.1,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
@@ -66,7 +66,7 @@ class RolloutService(rpc.RolloutServicer):
         self._engine = engine
         self._roots = tuple(os.path.realpath(root) for root in weight_roots)
         self._stage_dir = stage_dir
-        self._recompute_kv = recompute_kv
+        self._kv = kv
         self._instance = secrets.token_hex(8)
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
@@ -186,13 +186,11 @@ class RolloutService(rpc.RolloutServicer):
 
     async def _install(self, header: pb.PublishHeader, path: str, file: WeightFile | None) -> int:
         """Has the engine take the file; returns how long it stood still, in ns."""
-        recompute = (
-            self._recompute_kv if header.kv == pb.SERVER_DEFAULT else header.kv == pb.RECOMPUTE
-        )
+        kv = wire.KV_NAMES.get(header.kv) or self._kv
         try:
             async with self._changing:
                 start_ns = self._clock()
-                paused_ns = await self._engine.load(path, header.version, recompute)
+                paused_ns = await self._engine.load(path, header.version, kv)
                 self._spans.append((f"load version {header.version}", start_ns, self._clock()))
         finally:
             _close(file)

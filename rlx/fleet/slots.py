@@ -172,6 +172,14 @@ class Slots:
             if sample is not None and sample.live is live:
                 self._free(slot)
 
+    def clear(self) -> list[Live]:
+        """Forgets every request, and says which there were."""
+        live = {id(entry): entry for *_, entry in self._queue if not entry.cancelled}
+        live |= {id(sample.live): sample.live for sample in self.samples if sample is not None}
+        for entry in live.values():
+            self.cancel(entry)
+        return list(live.values())
+
     def admit(self, version: int) -> list[Start]:
         """Gives free slots to waiting samples.
 

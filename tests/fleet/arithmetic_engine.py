@@ -65,7 +65,7 @@ class ArithmeticEngine:
     async def resume(self):
         self._go.set()
 
-    async def load(self, path, version, recompute_kv=False):
+    async def load(self, path, version, kv="keep"):
         try:
             tensors = await asyncio.to_thread(load_file, path)
         except SafetensorError as error:
@@ -76,7 +76,7 @@ class ArithmeticEngine:
             raise ValueError("scale is not finite")
         start = self.clock()
         self.scale, self.version = float(tensors["scale"].item()), version
-        self.loads.append((str(path), version, recompute_kv))
+        self.loads.append((str(path), version, kv))
         return self.clock() - start
 
     def status(self):

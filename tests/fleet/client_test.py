@@ -256,10 +256,10 @@ def test_server_without_the_version_is_out_until_it_has_it(tools, tmp_path, arit
             bad.step_seconds = 0.01
             load, broken = bad.load, True
 
-            async def fail(path, version, recompute_kv=False):
+            async def fail(path, version, kv="keep"):
                 if broken:
                     raise error
-                await load(path, version, recompute_kv)
+                await load(path, version, kv)
 
             bad.load = fail
             running = asyncio.gather(

@@ -334,8 +334,8 @@ def scaled(tiny_model_dir, path, change=lambda tensors: None, factor=0.5):
     return str(path)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_weights_change_in_flight(changing, model, tiny_model_dir, tmp_path, recompute):
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_weights_change_in_flight(changing, model, tiny_model_dir, tmp_path, kv):
     """Tokens carry the version that made them; a recomputed cache is that of the new weights."""
     path = scaled(tiny_model_dir, tmp_path / "new.safetensors")
     prompt, engine = prompt_of(12, 40), changing.engine
@@ -348,7 +348,7 @@ def test_weights_change_in_flight(changing, model, tiny_model_dir, tmp_path, rec
             await asyncio.sleep(0.001)
         await engine.pause()
         before = engine.status().tokens_generated
-        await engine.load(path, 5, recompute)
+        await engine.load(path, 5, kv)
         assert engine.status().tokens_generated == before
         assert (engine.status().version, engine.status().running) == (5, 4)
         await engine.resume()
@@ -367,7 +367,7 @@ def test_weights_change_in_flight(changing, model, tiny_model_dir, tmp_path, rec
         )
         error = np.abs(np.array(sample.logprobs) - teacher(new, prompt, sample.tokens))
         error = error[versions == 5].max()
-        assert error < 1e-4 if recompute else error > 1e-3
+        assert error < 1e-4 if kv == "recompute" else error > 1e-3
 
 
 def test_a_sample_that_starts_after_an_update_uses_none_of_the_old_cache(

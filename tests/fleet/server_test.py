@@ -127,7 +127,7 @@ def test_published_by_stream_or_path(tools, tmp_path):
             )  # fmt: skip
             await stub.Publish(iter([pb.PublishRequest(header=header)]), timeout=DEADLINE)
             assert (engine.version, engine.scale) == (8, 0.25)
-            assert [load[1:] for load in engine.loads] == [(7, False), (8, True)]
+            assert [load[1:] for load in engine.loads] == [(7, "keep"), (8, "recompute")]
             status = await stub.Status(pb.StatusRequest(drain_spans=True), timeout=DEADLINE)
             assert status.version == 8
             assert not status.paused
