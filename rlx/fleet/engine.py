@@ -118,8 +118,8 @@ class Engine(Protocol):
 
         Reading and checking (names, shapes, finite) go on beside decoding; only the exchange
         happens between two decode steps. On ValueError nothing was touched: the old weights and
-        version still serve. Tokens decoded afterwards carry `version`. A new request never meets the
-        old weights' keys and values.
+        version still serve. Tokens decoded afterwards carry `version`. A new request never meets
+        the old weights' keys and values.
 
         Args:
           kv: what becomes of running requests: `keep` their cache, `recompute` it with the new

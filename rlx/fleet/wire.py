@@ -25,8 +25,11 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 _STOP_REASONS = {None: pb.RUNNING, "stop": pb.STOP, "length": pb.LENGTH, "abort": pb.ABORT}
 KV_NUMBERS = {
-    None: pb.SERVER_DEFAULT, "keep": pb.KEEP, "recompute": pb.RECOMPUTE, "abort": pb.ABORT_AND_RESEND
-}  # fmt: skip
+    None: pb.SERVER_DEFAULT,
+    "keep": pb.KEEP,
+    "recompute": pb.RECOMPUTE,
+    "abort": pb.ABORT_AND_RESEND,
+}
 KV_NAMES = {number: name for name, number in KV_NUMBERS.items()}
 _STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
 
