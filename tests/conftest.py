@@ -49,8 +49,8 @@ def tiny_model_dir(tmp_path_factory) -> Path:
     tokenizer, model = root / "tokenizer", root / "model"
     assert _save_tokenizer(tokenizer) <= 128
     config = ModelConfig(
-        "Qwen2ForCausalLM", vocab_size=128, num_layers=2, model_dim=64, mlp_dim=96, num_heads=4,
-        num_kv_heads=2, head_dim=16, tie_embeddings=True, attention_bias=True, max_position=512,
+        "Qwen2ForCausalLM", vocab_size=128, num_layers=2, model_dim=64, mlp_dim=96, num_heads=2,
+        num_kv_heads=1, head_dim=32, tie_embeddings=True, attention_bias=True, max_position=512,
         initializer_range=0.1, eos_token_ids=(2,), pad_token_id=0,
     )  # fmt: skip
     hf.save(model, config, params.init(config, jax.random.key(0)), source=tokenizer)

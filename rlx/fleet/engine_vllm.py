@@ -23,9 +23,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from rlx.base import UserError
 from rlx.fleet.checks import check_request
-from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request
+from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request, Sampling
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
 from rlx.model.config import ModelConfig
 from rlx.model.directory import load_config, resolve
@@ -128,7 +130,22 @@ class VllmEngine:
             self.llm.shutdown()
             raise UserError(f"vLLM cannot serve {self.model_path}: {_cause(error)}") from error
         await self.llm.update_weight_version("0")
+        await self._try_out()
         self._watcher = asyncio.create_task(self._watch())
+
+    async def _try_out(self) -> None:
+        """One token, so that what vLLM only finds out when it runs is found out here."""
+        sampling = Sampling(temperature=0.0, max_new_tokens=1)
+        try:
+            async for _ in self.generate(Request("try out", np.zeros(1, np.int32), sampling)):
+                pass
+        except (EngineStopped, ValueError) as error:
+            await self.close()
+            raise UserError(
+                f"vLLM cannot serve {self.model_path}: its first token failed; the lines before "
+                "this one say why"
+            ) from error
+        self._generated = 0
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """See Engine.generate."""
