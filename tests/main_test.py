@@ -263,3 +263,15 @@ def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_pat
     done = records(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert int(checkpoint.name.removeprefix("step_")) == done
+
+
+@pytest.mark.vllm
+def test_two_vllm_servers_train_the_same_model_by_the_same_command(tmp_path):
+    flags = ("--config.fleet.engine=vllm", "--config.fleet.num_servers=2")
+    status, out = finish(start(tmp_path / "run", *flags, "--config.total_steps=4"), timeout=300)
+    assert status == 0, out
+    steps = records(tmp_path / "run" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["dropped"] == 0 and step["staleness_max"] <= 2 for step in steps)
+    assert {step["step"] for step in records(tmp_path / "run" / "eval.jsonl")} == {0, 2, 4}
+    assert not processes_of(tmp_path / "run")
