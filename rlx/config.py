@@ -101,6 +101,14 @@ def default() -> ConfigDict:
     c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
     c.fleet.publish_timeout_seconds = 120.0
 
+    c.gate = ConfigDict()  # the trainer scores tokens of every server and compares logprobs
+    c.gate.enabled = True
+    c.gate.every_steps = 50  # publishes between two checks; 0: before the first step only
+    c.gate.prompts = 4
+    c.gate.max_new_tokens = 32
+    c.gate.max_delta = 0.0  # nats, of one token; 0: by model.publish_dtype and compute_dtype
+    c.gate.mean_delta = 0.0  # nats, on average; 0: likewise
+
     c.checkpoint = ConfigDict()
     c.checkpoint.every_steps = 0  # 0: only at the end and on Ctrl-C
     c.checkpoint.every_seconds = 600.0
@@ -181,11 +189,12 @@ def check(config: ConfigDict) -> None:
     for key in ("total_steps", "sampling.n_samples", "sampling.max_new_tokens",
                 "rollout.batch_prompts", "rollout.max_concurrent_rollouts", "train.minibatches",
                 "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
-                "model.logprob_chunk", "reward.workers", "checkpoint.keep"):  # fmt: skip
+                "model.logprob_chunk", "reward.workers", "checkpoint.keep", "gate.prompts",
+                "gate.max_new_tokens"):  # fmt: skip
         _at_least(config, key, 1)
     for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
                 "fleet.num_servers", "rollout.max_failures", "eval.num_questions",
-                "eval.max_new_tokens", "fleet.threads"):  # fmt: skip
+                "eval.max_new_tokens", "fleet.threads", "gate.every_steps"):  # fmt: skip
         _at_least(config, key, 0)
     if config.reward.timeout_seconds <= 0:
         raise UserError(

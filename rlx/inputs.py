@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
 from rlx.fleet.engine import Sampling
 from rlx.model import hf
 from rlx.model.config import ModelConfig
-from rlx.observe.jsonl import write_atomically
+from rlx.observe.jsonl import read_jsonl, write_atomically
 from rlx.rollout import arithmetic, data, rewards
 from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR
@@ -96,6 +97,35 @@ def load_tokenizer(model_dir: Path) -> Any:
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer in {model_dir} has no chat template; use an instruct model")
     return tokenizer
+
+
+def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
+    """Up to `count` prompts as [T] int32 each, through the chat template.
+
+    Args:
+      path: .jsonl whose rows have `question`, or text with a prompt a line; "": arithmetic.
+    """
+    if not path:
+        rows = arithmetic.problems(0, "held_out", count)
+    elif path.endswith(".jsonl"):
+        rows = list(read_jsonl(Path(path)))[:count]
+    else:
+        try:
+            lines = Path(path).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read prompts from {path}: {error}") from error
+        rows = [{"question": line} for line in lines if line.strip()][:count]
+    if not rows or any("question" not in row for row in rows):
+        raise UserError(f"{path} has no prompts; wanted rows with `question`, or lines of text")
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": str(row["question"])}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for row in rows
+    ]
+    return [np.array(tokenizer(t, add_special_tokens=False)["input_ids"], np.int32) for t in texts]
 
 
 def training_sampling(config: ConfigDict) -> Sampling:

@@ -10,10 +10,9 @@ one is under way. A cluster runs this same file: a laptop has the same processes
 
 import asyncio
 import os
-import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,12 +21,13 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rlx import records
+from rlx import gate, records
 from rlx.base import Group
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare
+from rlx.interrupts import interrupts
 from rlx.launch.local import LocalServers, cpu_plan
 from rlx.model import hf
 from rlx.model import params as parameters
@@ -77,7 +77,7 @@ class _Run:
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
-        stack.enter_context(_signals(self._stop))
+        stack.enter_context(interrupts(self._stop))
         cores = sorted(os.sched_getaffinity(0))
         servers = self._start_servers(stack, cores)
         stack.callback(inputs.reward_pool.close)
@@ -87,6 +87,7 @@ class _Run:
         self.writer = stack.enter_context(writer)
         self.evaluated = {record["step"] for record in read_jsonl(workdir / "eval.jsonl")}
         addresses = servers.wait() if servers else tuple(config.fleet.addresses)
+        self.gate = gate.Gate(self.config, self.inputs, self.model_dir)
         self._start_executor(stack, addresses)
 
     # Setting up.
@@ -191,6 +192,7 @@ class _Run:
 
     def main(self) -> int:
         """Steps until the last one or a signal; returns the exit status."""
+        self._check_engines()
         if self.step == 0 or self._due(self.config.eval.every_steps):
             self._evaluate(self.step)
         try:
@@ -226,6 +228,8 @@ class _Run:
             jax.block_until_ready(self.state.step)
             self.step, self.whole = self.step + 1, True
         self._publish()
+        if self._due(self.config.gate.every_steps):
+            self._check_engines()
         self._record(groups, metrics)
 
     def _publish(self) -> None:
@@ -235,6 +239,23 @@ class _Run:
                 self.publishing.result()
             weights = self._weights()
         self.publishing = self.executor.submit(self._deliver(self.step, weights))
+
+    def _check_engines(self) -> None:
+        """Has every server complete a few prompts and scores its tokens; UserError: not the same.
+
+        The servers serve the state's version: a publish under way is waited for.
+        """
+        if not self.config.gate.enabled:
+            return
+        with self._phase("gate", step=self.step):
+            if self.publishing:
+                self.publishing.result()
+            prompts = self.gate.prompts
+            answers = self.executor.run(self.fleet.probe(prompts, self.gate.sampling))
+            record = self.gate.check(self.state.params, self.step, answers)
+        self.writer.write_gate(record)
+        if self.step == 0 or self.restored:
+            self.progress.message(gate.sentence(record))
 
     def _weights(self) -> dict[str, Any]:
         """The policy of now as the fleet takes it: HF names, on the host."""
@@ -380,20 +401,3 @@ class _Run:
     def _stop(self) -> None:
         self.stopping = True
         self.progress.message("finishing this step, then saving; once more to stop at once")
-
-
-@contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls `stop`, the second ends the run where it stands."""
-
-    def handle(number, frame):
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.default_int_handler)
-        stop()
-
-    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -15,7 +15,7 @@ import pytest
 import rlx
 
 PACKAGE = Path(rlx.__file__).parent
-COMMANDS = ("main", "serve", "convert", "report")
+COMMANDS = ("main", "serve", "convert", "report", "compare")
 ORDER = (
     ("",),  # rlx/__init__.py
     ("base",),
@@ -29,7 +29,8 @@ ORDER = (
     ("agents",),
     ("launch",),
     ("plan",),
-    ("inputs", "records"),
+    ("inputs", "records", "consistency", "interrupts"),
+    ("gate",),
     ("loop",),
     ("command", "flags"),
     COMMANDS,

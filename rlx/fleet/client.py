@@ -23,6 +23,7 @@ from rlx.fleet.engine import Sampling
 from rlx.fleet.member import Failed, Limits, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.sample import Completion, Job, Sample, finished, split
+from rlx.fleet.tls import Tls
 
 __all__ = ["Completion", "Fleet", "Limits", "PublishReport", "ServerStatus"]
 
@@ -61,6 +62,7 @@ class Fleet:
     Args:
       addresses: host:port of each server; they may still be starting, die and come back.
       token: bearer token of the servers.
+      tls: how to know the servers, and what to show them; None: plain, as on loopback.
       limits: deadlines.
       publish_dir: where weights given as tensors are written once for all servers.
       kv_on_update: one of KV_POLICIES; None: as each server was started.
@@ -72,6 +74,7 @@ class Fleet:
         addresses: Sequence[str],
         *,
         token: str | None = None,
+        tls: Tls | None = None,
         limits: Limits | None = None,
         publish_dir: str = "/dev/shm",
         kv_on_update: str | None = None,
@@ -97,6 +100,7 @@ class Fleet:
                 changed=self._changed,
                 say=self._say,
                 token=token,
+                tls=tls,
                 kv=wire.KV_NUMBERS[kv_on_update],
             )
             for address in addresses
@@ -153,6 +157,28 @@ class Fleet:
         samples = [Sample(index) for index in range(n)]
         await self._finish(Job(prompt, sampling, session, priority), samples)
         return [sample.completion() for sample in samples]
+
+    async def probe(
+        self, prompts: Sequence[Any], sampling: Sampling
+    ) -> dict[str, list[Completion]]:
+        """Draws one completion of every prompt from every live server.
+
+        Returns:
+          address → completions, in the prompts' order; without a server that is lost meanwhile.
+        """
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=random.getrandbits(31))
+
+        async def ask(member: Member) -> list[Completion] | None:
+            jobs = [Job(np.asarray(p, np.int32), sampling, None, 0) for p in prompts]
+            try:
+                return await asyncio.gather(*(self._complete(member, job) for job in jobs))
+            except (Lost, Failed):
+                return None
+
+        live = await self._alive()
+        answers = await asyncio.gather(*(ask(member) for member in live))
+        return {m.address: a for m, a in zip(live, answers, strict=True) if a is not None}
 
     async def publish(self, version: int, source: Any, method: str = "path") -> PublishReport:
         """Gives every live server `version`; a server that does not take it is out until it does.
@@ -246,6 +272,13 @@ class Fleet:
                 raise Failed(f"gave up after {idle} attempts without a token: {error}") from error
             if idle:
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2**idle, 2.0))
+
+    async def _complete(self, member: Member, job: Job) -> Completion:
+        """One sample from one server, in as many calls as its updates abort."""
+        sample = Sample(0)
+        while not finished(sample, job, member.status.max_model_len):
+            await self._attempt(member, job, [sample])
+        return sample.completion()
 
     async def _attempt(self, member: Member, job: Job, samples: list[Sample]) -> None:
         """One call; what came before an error stays in the samples."""

@@ -46,6 +46,10 @@ class MetricsWriter:
         """Appends one evaluation: `step`, `version`, `greedy_acc`, `num_questions`, …"""
         self._write("eval.jsonl", record, "eval")
 
+    def write_gate(self, record: Mapping[str, Any]) -> None:
+        """Appends one comparison of engines and trainer: `step`, `max_delta`, `mean_delta`, …"""
+        self._write("gate.jsonl", record, "gate")
+
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the transcripts sampled at `step`, a trajectory a line, replacing any before."""
         lines = b"".join(encode(row) for row in rows)
@@ -72,7 +76,7 @@ class MetricsWriter:
 def forget(workdir: str | os.PathLike, first_step: int) -> None:
     """Removes what WORKDIR's records say of `first_step` and later steps."""
     workdir = Path(workdir)
-    for name in ("metrics.jsonl", "eval.jsonl"):
+    for name in ("metrics.jsonl", "eval.jsonl", "gate.jsonl"):
         truncate_jsonl(workdir / name, first_step)
     for path in sorted((workdir / "rollouts").glob("step-*.jsonl")):
         number = path.stem.removeprefix("step-")
