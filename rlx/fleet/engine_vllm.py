@@ -125,7 +125,7 @@ class VllmEngine:
         self.llm._run_output_handler()
         self._tasks = await self.llm.get_supported_tasks()
         try:
-            await self._call("rlx_setup", _weight_files(self.model_path), os.getpid())
+            await self._call("rlx_setup", _weight_files(self.model_path))
         except Exception as error:
             self.llm.shutdown()
             raise UserError(f"vLLM cannot serve {self.model_path}: {_cause(error)}") from error

@@ -7,6 +7,7 @@ live in packed copies; it takes a file that lacks a tensor; and one that breaks 
 the engine without weights. Here nothing is touched before everything is read, checked and packed.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -47,13 +48,13 @@ class RolloutWorker:
     device: torch.device
     model_runner: Any
 
-    def rlx_setup(self, path: str, parent_pid: int) -> None:
-        """Ties this process to the server's and learns which tensors an update must have.
+    def rlx_setup(self, path: str) -> None:
+        """Has this process end with its parent, and learns which tensors an update must have.
 
         Args:
           path: safetensors files of the weights being served.
         """
-        end_with_parent(parent_pid)
+        end_with_parent(os.getppid())
         self._spec = {name: tuple(t.shape) for name, t in read(path).items()}
         self._staged: Callable[[], None] | None = None
         self._staging: threading.Thread | None = None
