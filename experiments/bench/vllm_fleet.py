@@ -1,0 +1,195 @@
+"""What the fleet costs on vLLM: tokens/s through workflow and gRPC beside LLM.generate.
+
+    python -m experiments.bench.vllm_fleet                        # tiny, 64 and 128 sequences
+    python -m experiments.bench.vllm_fleet --model=0.5b --slots=64 --groups=8 --most=96
+    python -m experiments.bench.vllm_fleet --dry                  # a minute; figures mean nothing
+
+Both make the same requests: the same prompts, numbers of new tokens (uniform in [least, most], EOS
+suppressed by the minimum), temperature 1, sampled logprobs, and seeds if any. rlx: the RLVR
+workflow without its reward → Fleet → gRPC → `rlx.serve --engine=vllm`. Rival: vLLM's own offline
+`LLM.generate`, all requests in one call, with the same engine settings. Engines, with everything
+of vLLM or the server, are on the second of `--cores`, rlx's client, where a trainer would be, on the
+first. They take turns; the share is the median over rounds of a round's two rates.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from experiments.bench import process, vllm_workers
+from rlx.fleet.client import Fleet
+from rlx.fleet.engine import Sampling
+from rlx.fleet.sample import Job, Sample
+from rlx.inputs import load_tokenizer
+from rlx.launch.local import CpuPlan, LocalServers
+from rlx.model.directory import load_config
+from rlx.rollout import arithmetic
+from rlx.rollout.workflows import RLVR
+
+TARGET = 0.95
+SEED_STEP = 1 << 10
+
+
+class NoReward:
+    """In the place of the reward pool: nothing is computed."""
+
+    async def rewards(self, calls):
+        return [0.0] * len(calls), []
+
+
+class Unseeded(Fleet):
+    """A Fleet whose requests have no seed, which the real one always gives them."""
+
+    async def generate(self, prompt_tokens, sampling, n, *, session=None, priority=0):
+        sampling = dataclasses.replace(sampling, seed=None)
+        samples = [Sample(index) for index in range(n)]
+        await self._finish(
+            Job(np.asarray(prompt_tokens, np.int32), sampling, session, priority), samples
+        )
+        return [sample.completion() for sample in samples]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One round: rows with their number of new tokens and seed, the same for both sides."""
+
+    rows: list[dict]
+    lengths: list[int]
+    seeds: list[int]
+
+
+def work_of(round_: int, args: argparse.Namespace, slots: int) -> Work:
+    groups = args.groups * slots // args.samples
+    rng = np.random.default_rng(round_)
+    return Work(
+        arithmetic.problems(round_, "train", groups),
+        rng.integers(args.least, args.most + 1, groups).tolist(),
+        [SEED_STEP * (round_ * groups + k + 1) for k in range(groups)],
+    )
+
+
+async def through_fleet(fleet: Fleet, workflow: RLVR, work: Work, samples: int) -> float:
+    """Tokens/s of one round."""
+    start = time.perf_counter()
+
+    async def group(k: int) -> int:
+        n = work.lengths[k]
+        done = await workflow.run(
+            fleet, work.rows[k], group_id=k, seed=work.seeds[k], n=samples,
+            sampling=Sampling(max_new_tokens=n, min_new_tokens=n),
+        )  # fmt: skip
+        return sum(int(t.loss_mask.sum()) for t in done.trajectories)
+
+    tokens = sum(await asyncio.gather(*(group(k) for k in range(len(work.rows)))))
+    assert tokens == samples * sum(work.lengths)
+    return tokens / (time.perf_counter() - start)
+
+
+def offline(
+    rival: vllm_workers.Rival, workflow: RLVR, work: Work, samples: int, seeded: bool
+) -> float:
+    """Tokens/s of the same requests, one by one in one call."""
+    requests = [
+        [workflow.prompt_ids(row), n, seed + k if seeded else None]
+        for row, n, seed in zip(work.rows, work.lengths, work.seeds, strict=True)
+        for k in range(samples)
+    ]
+    tokens, seconds = rival.ask(requests)
+    assert tokens == samples * sum(work.lengths)
+    return tokens / seconds
+
+
+async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: Path) -> None:
+    """Prints one row of the table."""
+    options = {"slots": slots, "max_model_len": args.max_model_len, "dtype": args.dtype}
+    plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2]),))
+    config = load_config(model)
+    log = scratch / "rival.log"
+    workflow = RLVR(load_tokenizer(model), Sampling(), NoReward(), args.samples)  # type: ignore[arg-type]
+    stop = list(config.eos_token_ids)
+    with (
+        LocalServers(model, workdir=scratch, plan=plan, engine="vllm", **options) as local,
+        vllm_workers.Rival("offline", model, cores[1], log, stop=stop, **options) as rival,
+    ):
+        rival.ask()
+        fleet = (Fleet if seeded else Unseeded)(await asyncio.to_thread(local.wait))
+        await fleet.connect()
+        rates: list[tuple[float, float]] = []
+        for round_ in range(-1, args.rounds):
+            work = work_of(max(round_, 0) if round_ >= 0 else 10_000, args, slots)
+            pair = {}
+            for side in ("fleet", "offline")[:: 1 if round_ % 2 else -1]:
+                if side == "fleet":
+                    pair[side] = await through_fleet(fleet, workflow, work, args.samples)
+                else:
+                    pair[side] = await asyncio.to_thread(
+                        offline, rival, workflow, work, args.samples, seeded
+                    )
+            if round_ >= 0:  # the first one warms up
+                rates.append((pair["fleet"], pair["offline"]))
+        await fleet.close()
+    report(rates, slots, seeded)
+
+
+def report(rates: list[tuple[float, float]], slots: int, seeded: bool) -> None:
+    ours, theirs = zip(*rates, strict=True)
+    shares = [a / b for a, b in rates]
+    print(
+        f"| {slots} | {'yes' if seeded else 'no'} | {spread(ours)} | {spread(theirs)} | "
+        f"{process.median_spread(shares)} | {TARGET} |",
+        flush=True,
+    )
+
+
+def spread(values) -> str:
+    """Median and range, whole numbers."""
+    return f"{statistics.median(values):.0f} [{min(values):.0f}, {max(values):.0f}]"
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(allow_abbrev=False)
+    p.add_argument("--model", default="tiny", choices=vllm_workers.MODELS)
+    p.add_argument("--cores", default="0,1", help="client, engines")
+    p.add_argument("--slots", default="64,128", help="sequences decoded together")
+    p.add_argument("--seeds", default="yes,no", help="whether each request has one")
+    p.add_argument("--samples", type=int, default=8, help="of a group, sharing the prompt")
+    p.add_argument("--groups", type=int, default=3, help="times slots: samples of a round")
+    p.add_argument("--least", type=int, default=64, help="new tokens")
+    p.add_argument("--most", type=int, default=256, help="new tokens")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--dtype", default="")
+    p.add_argument("--scratch", default="", help="where the large model is kept")
+    p.add_argument("--dry", action="store_true", help="as small as it gets")
+    args = p.parse_args()
+    if args.dry:
+        args.slots, args.rounds, args.groups, args.least, args.most = "8", 1, 1, 4, 8
+    args.dtype = args.dtype or ("float32" if args.model == "tiny" else "bfloat16")
+    args.max_model_len = args.most + 64
+    cores = process.cores_of(args.cores)
+    os.sched_setaffinity(0, cores[:1])
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(args.scratch or directory)
+        with vllm_workers.model_dir(args.model, scratch) as model:
+            print(
+                f"{args.model}, {args.dtype}, groups of {args.samples}, {args.least} to {args.most} "
+                f"new tokens, {args.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n\n"
+                "| sequences | seeds | rlx, tokens/s | LLM.generate | share | target |\n"
+                "|---|---|---|---|---|---|",
+                flush=True,
+            )
+            for slots in map(int, args.slots.split(",")):
+                for seeds in args.seeds.split(","):
+                    coroutine = compare(model, slots, seeds == "yes", args, cores, Path(directory))
+                    asyncio.run(coroutine)
+    print(f"\nload average at the end {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
