@@ -8,8 +8,8 @@ Both make the same requests: the same prompts, numbers of new tokens (uniform in
 suppressed by the minimum), temperature 1, sampled logprobs, and seeds if any. rlx: the RLVR
 workflow without its reward → Fleet → gRPC → `rlx.serve --engine=vllm`. Rival: vLLM's own offline
 `LLM.generate`, all requests in one call, with the same engine settings. Engines, with everything
-of vLLM or the server, are on the second of `--cores`, rlx's client, where a trainer would be, on the
-first. They take turns; the share is the median over rounds of a round's two rates.
+of vLLM or the server, are on the second of `--cores`; rlx's client, where a trainer would be, is on
+the first. They take turns; the share is the median over rounds of the quotient of a round.
 """
 
 import argparse
@@ -178,8 +178,8 @@ def main() -> None:
         scratch = Path(args.scratch or directory)
         with vllm_workers.model_dir(args.model, scratch) as model:
             print(
-                f"{args.model}, {args.dtype}, groups of {args.samples}, {args.least} to {args.most} "
-                f"new tokens, {args.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n\n"
+                f"{args.model}, {args.dtype}, groups of {args.samples}, {args.least} to "
+                f"{args.most} new tokens, {args.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n\n"
                 "| sequences | seeds | rlx, tokens/s | LLM.generate | share | target |\n"
                 "|---|---|---|---|---|---|",
                 flush=True,

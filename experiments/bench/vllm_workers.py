@@ -91,7 +91,8 @@ class Rival:
 
     def ask(self, work: Any = None) -> Any:
         """Its answer to `work`; to nothing: that it is ready."""
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         if work is not None:
             self._process.stdin.write(json.dumps(work) + "\n")
             self._process.stdin.flush()
