@@ -100,6 +100,10 @@ def default() -> ConfigDict:
     c.fleet.publish_dir = "/dev/shm"
     c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
     c.fleet.publish_timeout_seconds = 120.0
+    c.fleet.tls = ConfigDict()  # PEM files, for fleet.addresses beyond this machine
+    c.fleet.tls.ca = ""  # who signs the servers' certificates; empty: no TLS
+    c.fleet.tls.cert = ""  # what we show to servers that ask for it, and its key
+    c.fleet.tls.key = ""
 
     c.gate = ConfigDict()  # the trainer scores tokens of every server and compares logprobs
     c.gate.enabled = True
@@ -241,6 +245,11 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"train.minibatches={config.train.minibatches} exceeds rollout.batch_prompts="
             f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"
+        )
+    if config.fleet.tls.ca and not config.fleet.addresses:
+        raise UserError(
+            f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses: local servers listen on "
+            "loopback alone and need no TLS; give addresses or leave fleet.tls empty"
         )
     if not config.fleet.addresses and config.fleet.num_servers < 1:
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")

@@ -21,11 +21,13 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rlx import gate, records
+from rlx import records
 from rlx.base import Group
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
+from rlx.fleet.tls import client_tls
+from rlx.gate import Gate, sentence
 from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare
 from rlx.interrupts import interrupts
 from rlx.launch.local import LocalServers, cpu_plan
@@ -87,7 +89,8 @@ class _Run:
         self.writer = stack.enter_context(writer)
         self.evaluated = {record["step"] for record in read_jsonl(workdir / "eval.jsonl")}
         addresses = servers.wait() if servers else tuple(config.fleet.addresses)
-        self.gate = gate.Gate(self.config, self.inputs, self.model_dir)
+        earlier = {"the run's first weights": self.model_dir, "the last checkpoint": workdir / "hf"}
+        self.gate = Gate(self.config, self.inputs, earlier)
         self._start_executor(stack, addresses)
 
     # Setting up.
@@ -159,6 +162,7 @@ class _Run:
             kv_on_update=c.fleet.kv_on_update,
             on_message=self.progress.message,
             token=os.environ.get(wire.TOKEN_VARIABLE),
+            tls=client_tls(**c.fleet.tls),
         )
         self.executor = Executor(
             self.inputs.workflow,

@@ -22,6 +22,7 @@ import numpy as np
 
 from experiments.bench import workload
 from rlx import serve
+from rlx.fleet import options as server_options
 from rlx.fleet.client import Fleet
 from rlx.fleet.engine import Chunk, EngineStatus, Request, Sampling
 from rlx.launch.local import CpuPlan, LocalServers
@@ -64,7 +65,7 @@ def instant(args) -> InstantEngine:
     return InstantEngine(args.decode_steps, float(os.environ["STEP_SECONDS"]))
 
 
-ENGINES = {**serve.ENGINES, "instant": instant}
+ENGINES = {**server_options.ENGINES, "instant": instant}
 
 
 def cpu_seconds(pid: int) -> float:

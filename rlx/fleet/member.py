@@ -18,6 +18,7 @@ import grpc
 from rlx.base import UserError
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.engine import Request
 from rlx.fleet.publish import Weights, chunks
@@ -101,8 +102,10 @@ class Member:
         changed: Callable[[], None],
         say: Callable[[str], None],
         token: str | None = None,
+        tls: transport.Tls | None = None,
         kv: int = pb.SERVER_DEFAULT,
     ):
+        transport.check_address(address, token, tls)
         self.address = address
         self.live = False
         self.fatal: UserError | None = None
@@ -113,7 +116,7 @@ class Member:
         self.refusal: tuple[Weights | None, str] = None, ""
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._kv = kv
+        self._kv, self._tls = kv, tls
         self._has: Weights | None = None
         self._updating = asyncio.Lock()
         self._rtt_ns = float("inf")
@@ -240,7 +243,7 @@ class Member:
     async def _live_once(self) -> bool:
         """From connecting to losing it; returns whether it was live in between."""
         was_live = False
-        channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        channel = transport.channel(self.address, self._tls, _CHANNEL_OPTIONS)
         self._stub = rpc.RolloutStub(channel)
         try:
             await self.probe()
@@ -255,6 +258,8 @@ class Member:
                 self.reason = f"hung, no answer to Status for {self._limits.probe:g} s"
             if error.code() is _Code.UNAUTHENTICATED:
                 self.fatal = self._wrong_token()
+            if error.code() is _Code.UNAVAILABLE:
+                self.fatal = await transport.why_refused(self.address, self._tls)
         except (Lost, Refused) as error:
             self.reason = str(error)
         except asyncio.CancelledError:  # by fail(), which has given the reason; or we are closed

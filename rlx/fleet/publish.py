@@ -36,7 +36,8 @@ _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 
 def checksum(path: str | os.PathLike) -> int:
     """CRC-32 of a file's bytes, in [0, 2³²). It guards against accidents, not against attackers."""
-    with open(path, "rb") as file:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # nor waits for a pipe
+    with open(descriptor, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return 0
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:

@@ -1,4 +1,4 @@
-"""A listening rollout server: a port, a token if there is one, and the service behind them."""
+"""A listening rollout server: a port, a token and TLS if asked, and the service behind them."""
 
 import asyncio
 import hmac
@@ -10,6 +10,7 @@ import grpc
 
 from rlx.base import UserError
 from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.engine import Engine
 from rlx.fleet.service import RolloutService
@@ -48,6 +49,7 @@ class Server:
     Args:
       engine: builds the engine; called in `start`, when the port is ours.
       host, port, token: where it listens (port 0: any), and what callers must know.
+      tls: certificate and key, and the CA of the callers' certificates when they must have one.
       service: see RolloutService.
     """
 
@@ -58,11 +60,13 @@ class Server:
         port: int = 0,
         host: str = "127.0.0.1",
         token: str | None = None,
+        tls: transport.Tls | None = None,
         **service: Any,
     ):
-        wire.check_host(host, token)
+        transport.check_host(host, token, tls)
         if not 0 <= port < 1 << 16:
             raise UserError(f"port={port} is not in [0, 65535]; 0 takes any free one")
+        credentials = transport.server_credentials(tls) if tls else None
         self._make_engine, self._service = engine, service
         self._engine: Engine | None = None
         self._rollouts: RolloutService | None = None
@@ -72,7 +76,10 @@ class Server:
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port = self._grpc.add_insecure_port(address)
+            if credentials:
+                self.port = self._grpc.add_secure_port(address, credentials)
+            else:
+                self.port = self._grpc.add_insecure_port(address)
         except RuntimeError:
             raise UserError(
                 f"cannot listen on {address}: the port is in use or not ours; choose another, or "
@@ -109,7 +116,8 @@ async def serve(
     """Serves until `stop` is set; calls `on_ready(port)` once calls are answered.
 
     Raises:
-      UserError: the port is taken, the host needs a token, or the engine cannot serve.
+      UserError: the port is taken, the host needs a token and TLS, a certificate or the engine
+        cannot work.
       EngineStopped: the engine broke; a server without one must end, to be started again.
     """
     server = Server(engine, **options)

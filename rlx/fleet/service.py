@@ -7,8 +7,10 @@ A bad request is answered with a status and never touches the engine or the othe
 """
 
 import asyncio
+import errno
 import os
 import secrets
+import stat
 import time
 import zlib
 from collections import deque
@@ -27,6 +29,9 @@ from rlx.fleet.engine import Chunk, Engine, EngineStatus, EngineStopped
 from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
 
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
+STALL_SECONDS = 30.0  # between two messages of a publish
+PUBLISH_SECONDS = 3600.0  # of a whole publish, however steadily it drips
+MAX_PATH = 4096  # bytes of a published path
 _DRAIN_SECONDS = 5.0
 _Code = grpc.StatusCode
 
@@ -47,6 +52,7 @@ class RolloutService(rpc.RolloutServicer):
       weight_roots: directories that a publish by path may name files in.
       stage_dir: where weights that come as chunks are written until they are loaded.
       kv: what an update does to running requests by default, one of KV_POLICIES.
+      stall_seconds: how long a publish may send nothing.
       hold_seconds: how long new tokens may wait for company on their way to the client.
       clock: of the spans, in ns; the engine's.
     """
@@ -58,10 +64,11 @@ class RolloutService(rpc.RolloutServicer):
         weight_roots: Sequence[str] = (),
         stage_dir: str = "/dev/shm",
         kv: str = "keep",
+        stall_seconds: float = STALL_SECONDS,
         hold_seconds: float = 0.1,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
-        self._hold_seconds = hold_seconds
+        self._hold_seconds, self._stall_seconds = hold_seconds, stall_seconds
         self._clock = clock
         self._engine = engine
         self._roots = tuple(os.path.realpath(root) for root in weight_roots)
@@ -97,7 +104,7 @@ class RolloutService(rpc.RolloutServicer):
 
     async def Publish(self, request_iterator, context):
         file = None
-        requests = aiter(request_iterator)
+        requests = _timely(aiter(request_iterator), self._stall_seconds)
         try:
             header = await _header(requests)
             if header.path:
@@ -165,7 +172,10 @@ class RolloutService(rpc.RolloutServicer):
             )
         start_ns = self._clock()
         try:
-            size = os.stat(path).st_size
+            found = os.stat(path)
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            size = found.st_size
             crc = await asyncio.to_thread(checksum, path)
         except OSError as error:
             raise RequestError(
@@ -241,6 +251,26 @@ async def _gathered(
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def _timely(
+    requests: AsyncIterator[pb.PublishRequest], stall_seconds: float
+) -> AsyncIterator[pb.PublishRequest]:
+    """`requests`, for as long as they keep coming and do not come for ever."""
+    end = time.monotonic() + PUBLISH_SECONDS
+    while True:
+        seconds = min(stall_seconds, end - time.monotonic())
+        try:
+            async with asyncio.timeout(seconds):
+                request = await anext(requests, None)
+        except TimeoutError:
+            message = f"nothing came for {seconds:g} s"
+            if seconds < stall_seconds:
+                message = f"it took more than {PUBLISH_SECONDS:g} s"
+            raise RequestError(_Code.DEADLINE_EXCEEDED, f"publish given up: {message}") from None
+        if request is None:
+            return
+        yield request
+
+
 async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeader:
     first = await anext(requests, None)
     if first is None or first.WhichOneof("part") != "header":
@@ -248,6 +278,8 @@ async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeade
     header = first.header
     if header.version < 0:
         raise RequestError(_Code.INVALID_ARGUMENT, f"version={header.version}; it must be ≥ 0")
+    if len(header.path.encode()) > MAX_PATH:
+        raise RequestError(_Code.INVALID_ARGUMENT, f"the path is longer than {MAX_PATH} bytes")
     if "\0" in header.path:
         raise RequestError(_Code.INVALID_ARGUMENT, "the path holds a NUL character")
     return header
@@ -270,6 +302,8 @@ async def _receive(header: pb.PublishHeader, requests: AsyncIterator, path: str)
                 raise RequestError(
                     _Code.DATA_LOSS, f"chunk at offset {chunk.offset} where {size} was expected"
                 )
+            if not chunk.data:
+                raise RequestError(_Code.INVALID_ARGUMENT, "a chunk is empty")
             size += len(chunk.data)
             if size > header.num_bytes:
                 raise RequestError(

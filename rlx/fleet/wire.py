@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import grpc
 import numpy as np
 
-from rlx.base import UserError
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.engine import Chunk, Request, Sampling
 
@@ -15,7 +14,6 @@ PUBLISH_CHUNK_BYTES = 2 << 20
 MAX_SAMPLES = 4096  # of one request
 MAX_STOPS = 256  # stop strings, and stop tokens, of one request
 TOKEN_VARIABLE = "RLX_FLEET_TOKEN"  # bearer token, where a command line would show it to others
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -155,15 +153,6 @@ def pieces(reply: pb.GenerateReply) -> list[Piece]:
         result.append((index, tokens[part], logprobs[part], versions[part], _STOP_NAMES[reason]))
         start += count
     return result
-
-
-def check_host(host: str, token: str | None) -> None:
-    """Refuses to listen where others can connect, unless they must know a token."""
-    if host not in LOOPBACK and not token:
-        raise UserError(
-            f"host={host} listens beyond this machine and no token is set; use 127.0.0.1, or give "
-            f"one in {TOKEN_VARIABLE} to the server and the trainer"
-        )
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:

@@ -1,0 +1,148 @@
+"""Who may talk to whom: real certificates, real handshakes, and errors that say what to do."""
+
+import datetime
+import os
+
+import pytest
+import trustme
+
+from rlx.base import UserError
+from rlx.fleet import tls
+from rlx.fleet.client import Fleet
+from rlx.fleet.engine import Sampling
+from rlx.fleet.server import Server
+from rlx.fleet.tls import Tls
+
+PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+
+
+def write(authority, path, *names, **options):
+    """A certificate for `names` and its key, as two PEM files."""
+    made = authority.issue_cert(*names, **options)
+    path.with_suffix(".crt").write_bytes(b"".join(c.bytes() for c in made.cert_chain_pems))
+    path.with_suffix(".key").write_bytes(made.private_key_pem.bytes())
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory):
+    """Gives Tls(cert, key, ca) by the names of files made once: ours, theirs, old, elsewhere."""
+    room = tmp_path_factory.mktemp("pem")
+    ours, theirs = trustme.CA(), trustme.CA()
+    ours.cert_pem.write_to_path(room / "ours.pem")
+    theirs.cert_pem.write_to_path(room / "theirs.pem")
+    write(ours, room / "ours", "127.0.0.1")
+    write(theirs, room / "theirs", "127.0.0.1")
+    write(ours, room / "elsewhere", "example.org")
+    ended = PAST + datetime.timedelta(days=9)
+    write(ours, room / "old", "127.0.0.1", not_before=PAST, not_after=ended)
+    (room / "junk.pem").write_text("no certificate")
+
+    def files(cert="", ca="", key=""):
+        pair = (room / f"{cert}.crt", room / f"{key or cert}.key") if cert else ("", "")
+        return Tls(*map(str, pair), str(room / f"{ca}.pem") if ca else "")
+
+    return files
+
+
+async def talk(tools, server_tls, client_tls, token=None):
+    """One completion by a fleet of one server."""
+    async with tools.server(tls=server_tls, token="sesame") as (_, server):
+        fleet = Fleet(
+            [f"127.0.0.1:{server.port}"], token=token or "sesame", tls=client_tls,
+            limits=tools.limits,
+        )  # fmt: skip
+        try:
+            await fleet.connect()
+            return await fleet.generate([1, 2], Sampling(seed=3, max_new_tokens=9), 1)
+        finally:
+            await fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "client"),
+    [(("ours",), ("", "ours")), (("ours", "ours"), ("ours", "ours")), (None, None)],
+    ids=["one-sided", "mutual", "plain"],
+)
+def test_tokens_come_over_tls(tools, arithmetic, pem, server, client):
+    one, other = (pem(*names) if names else None for names in (server, client))
+    done = tools.run(talk(tools, one, other))
+    assert done[0].tokens.tolist() == arithmetic.completion(3, 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "words"),
+    [
+        (("ours",), ("", "theirs"), "do not trust.*fleet.tls.ca"),
+        (("ours", "ours"), ("", "ours"), "asks for a client certificate; set fleet.tls.cert"),
+        (("ours", "ours"), ("theirs", "ours"), "refuses our client certificate"),
+        (("elsewhere",), ("", "ours"), "another host.*127.0.0.1"),
+        (("ours",), None, "speaks TLS and we do not; set fleet.tls.ca"),
+        (("ours", "ours"), None, "speaks TLS and we do not"),
+        (None, ("", "ours"), "does not speak TLS"),
+    ],
+    ids=[
+        "wrong CA", "no client certificate", "wrong client certificate", "wrong host",
+        "plain client", "plain client of a mutual server", "plain server",
+    ],
+)  # fmt: skip
+def test_a_refused_handshake_is_explained_at_once(tools, pem, server, client, words):
+    one, other = (pem(*names) if names else None for names in (server, client))
+    with pytest.raises(UserError, match=words) as caught:
+        tools.run(talk(tools, one, other), seconds=tools.limits.connect / 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_token_is_asked_for_inside_tls(tools, pem):
+    with pytest.raises(UserError, match="bearer token"):
+        tools.run(talk(tools, pem("ours"), pem("", "ours"), token="open"))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("none",), "cannot read .*none.crt: No such file"),
+        (("ours", "", "theirs"), "is not that of the certificate"),
+        (("old",), "certificate has expired"),
+        (("ours", "none"), "cannot read .*none.pem"),
+        (("ours", "junk"), "holds no certificate"),
+    ],
+    ids=["missing", "mismatched", "expired", "missing CA", "junk CA"],
+)
+def test_files_that_cannot_work_are_found_on_both_sides(pem, names, words):
+    with pytest.raises(UserError, match=words):
+        Server(lambda: None, tls=pem(*names))
+    cert, ca, key = (*names, "", "")[:3]
+    with pytest.raises(UserError, match=words):
+        tls.channel("127.0.0.1:1", pem(cert, ca or "ours", key), ())
+
+
+def test_half_a_pair_is_refused():
+    assert tls.server_tls("", "", "") is tls.client_tls("", "", "") is None
+    for arguments in (("c", "", ""), ("", "k", ""), ("", "", "a")):
+        with pytest.raises(UserError, match="needs a certificate and its key"):
+            tls.server_tls(*arguments)
+    for arguments in (("", "c", "k"), ("a", "c", ""), ("a", "", "k")):
+        with pytest.raises(UserError, match="come together"):
+            tls.client_tls(*arguments)
+
+
+def test_beyond_loopback_there_are_both_a_token_and_tls(pem):
+    for host in ("127.0.0.1", "127.0.0.2", "localhost", "::1"):
+        tls.check_host(host, None, None)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "node7", ""):
+        tls.check_host(host, "sesame", pem("ours"))
+        for token, files in (("sesame", None), (None, pem("ours")), ("", None)):
+            with pytest.raises(UserError, match="beyond this machine"):
+                tls.check_host(host, token, files)
+    with pytest.raises(UserError, match="token"):
+        Server(lambda: None, host="0.0.0.0")
+
+
+def test_a_token_leaves_this_machine_only_inside_tls(pem):
+    for address in ("node7:80", "10.0.0.1:80", "[2001:db8::1]:80", "ipv4:127.0.0.1:1,10.0.0.1:1"):
+        with pytest.raises(UserError, match="in clear"):
+            Fleet([address], token="sesame")
+        tls.check_address(address, None, None)
+        tls.check_address(address, "sesame", pem("", "ours"))
+    for address in ("localhost:80", "[::1]:80", f"127.0.0.1:{os.getpid()}"):
+        tls.check_address(address, "sesame", None)
