@@ -179,7 +179,8 @@ def main() -> None:
         with vllm_workers.model_dir(args.model, scratch) as model:
             print(
                 f"{args.model}, {args.dtype}, groups of {args.samples}, {args.least} to "
-                f"{args.most} new tokens, {args.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n\n"
+                f"{args.most} new tokens, {args.rounds} rounds; "
+                f"load average {os.getloadavg()[0]:.1f}\n\n"
                 "| sequences | seeds | rlx, tokens/s | LLM.generate | share | target |\n"
                 "|---|---|---|---|---|---|",
                 flush=True,

@@ -82,11 +82,11 @@ class Rival:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         self._log = open(log, "ab")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.bench.vllm_workers", program, f"--model={model}",
+            ["taskset", "-c", str(core), sys.executable, "-m", "experiments.bench.vllm_workers",
+             program, f"--model={model}",
              f"--parent-pid={os.getpid()}", *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**os.environ, **ENVIRONMENT},
-            preexec_fn=lambda: os.sched_setaffinity(0, [core]),
         )  # fmt: skip
 
     def ask(self, work: Any = None) -> Any:
