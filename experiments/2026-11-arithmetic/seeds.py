@@ -3,6 +3,8 @@
     python experiments/2026-11-arithmetic/seeds.py run OUT --cores=0,1 --seeds=0,1,2,3,4
     python experiments/2026-11-arithmetic/seeds.py table OUT      # prints it, writes curve.png
 
+Further flags go to the run: `--config.fleet.engine=vllm`.
+
 `run` leaves each run's directory in OUT and skips seeds that are there already, so a machine with
 four cores can do two halves at once. Seconds count from the start of the process: with imports,
 compilation and evaluations.
@@ -20,7 +22,7 @@ HERE = Path(__file__).parent
 SOLVED = 0.90
 
 
-def run(out: Path, cores: list[int], seeds: list[int]) -> None:
+def run(out: Path, cores: list[int], seeds: list[int], flags: list[str]) -> None:
     """Runs each seed as a user would, pinned to `cores`."""
     for seed in seeds:
         workdir = out / f"seed-{seed}"
@@ -30,7 +32,7 @@ def run(out: Path, cores: list[int], seeds: list[int]) -> None:
         subprocess.run(
             [
                 sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
-                f"--workdir={workdir}", f"--config.seed={seed}",
+                f"--workdir={workdir}", f"--config.seed={seed}", *flags,
             ],
             check=True,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
@@ -43,7 +45,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def table(out: Path) -> None:
+def table(out: Path, picture: Path) -> None:
     """Prints the table in markdown and draws held-out accuracy and reward of every seed."""
     import matplotlib
 
@@ -76,7 +78,7 @@ def table(out: Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(HERE / "curve.png", dpi=130)
+    figure.savefig(picture, dpi=130)
 
 
 def main() -> None:
@@ -86,11 +88,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--cores", default="0,1")
     parser.add_argument("--seeds", default="0,1,2,3,4")
-    a = parser.parse_args()
+    parser.add_argument("--picture", type=Path, default=HERE / "curve.png")
+    a, flags = parser.parse_known_args()
     if a.what == "run":
-        run(a.out, [int(c) for c in a.cores.split(",")], [int(s) for s in a.seeds.split(",")])
+        run(
+            a.out, [int(c) for c in a.cores.split(",")], [int(s) for s in a.seeds.split(",")], flags
+        )
     else:
-        table(a.out)
+        table(a.out, a.picture)
 
 
 if __name__ == "__main__":
