@@ -45,6 +45,8 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--tls-cert", default="", help="PEM file, of this server")
     p.add_argument("--tls-key", default="", help="PEM file, of --tls-cert")
     p.add_argument("--tls-client-ca", default="", help="callers need a certificate signed by it")
+    p.add_argument("--metrics-port", type=int, default=0, help="of Prometheus; 0: none")
+    p.add_argument("--metrics-host", default="127.0.0.1", help="others need --tls-client-ca")
     p.add_argument("--weight-root", action="append", help="of published files; loopback: /dev/shm")
     p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="for streamed weights")
     p.add_argument("--parent-pid", type=int, default=0, help="end when this process ends")
@@ -59,6 +61,8 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         "port": args.port,
         "token": args.token or os.environ.get(wire.TOKEN_VARIABLE),
         "tls": tls.server_tls(args.tls_cert, args.tls_key, args.tls_client_ca),
+        "metrics_host": args.metrics_host,
+        "metrics_port": args.metrics_port,
         "weight_roots": args.weight_root or ([_SHARED_MEMORY] if local else []),
         "stage_dir": args.stage_dir,
         "kv": args.kv_on_update,

@@ -5,13 +5,14 @@ import hmac
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 import grpc
 
 from rlx.base import UserError
+from rlx.fleet import metrics, wire
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
-from rlx.fleet import wire
 from rlx.fleet.engine import Engine
 from rlx.fleet.service import RolloutService
 
@@ -50,6 +51,7 @@ class Server:
       engine: builds the engine; called in `start`, when the port is ours.
       host, port, token: where it listens (port 0: any), and what callers must know.
       tls: certificate and key, and the CA of the callers' certificates when they must have one.
+      metrics_host, metrics_port: where Prometheus finds it; port 0: nowhere.
       service: see RolloutService.
     """
 
@@ -61,17 +63,24 @@ class Server:
         host: str = "127.0.0.1",
         token: str | None = None,
         tls: transport.Tls | None = None,
+        metrics_host: str = "127.0.0.1",
+        metrics_port: int = 0,
         **service: Any,
     ):
         transport.check_host(host, token, tls)
         if not 0 <= port < 1 << 16:
             raise UserError(f"port={port} is not in [0, 65535]; 0 takes any free one")
         credentials = transport.server_credentials(tls) if tls else None
+        self.meters = metrics.Meters()
+        self._listener: WSGIServer | None = None
         self._make_engine, self._service = engine, service
         self._engine: Engine | None = None
         self._rollouts: RolloutService | None = None
         self._grpc = grpc.aio.server(
-            interceptors=(_TokenCheck(token),) if token else (),
+            interceptors=(
+                metrics.CallMeter(self.meters),
+                *((_TokenCheck(token),) if token else ()),
+            ),
             options=(*wire.OPTIONS, *_SERVER_OPTIONS),
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -85,12 +94,15 @@ class Server:
                 f"cannot listen on {address}: the port is in use or not ours; choose another, or "
                 "port 0 for any"
             ) from None
+        if metrics_port:
+            self._listener = metrics.listen(self.meters, metrics_host, metrics_port, tls)
 
     async def start(self) -> None:
         """Starts the engine, then answers calls."""
         self._engine = self._make_engine()
         await self._engine.start()
-        self._rollouts = RolloutService(self._engine, **self._service)
+        self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
+        self.meters.watch(self._rollouts.look)
         rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)
         await self._grpc.start()
 
@@ -102,6 +114,11 @@ class Server:
     async def stop(self) -> None:
         """Ends the running calls and the engine."""
         await self._grpc.stop(None)
+        if self._listener:
+            await asyncio.to_thread(self._listener.shutdown)
+            self._listener.server_close()
+        if self._rollouts:
+            self._rollouts.close()
         if self._engine:
             await self._engine.close()
 

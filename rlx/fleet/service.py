@@ -1,7 +1,8 @@
 """The calls of a rollout server, in front of one engine. Everything that comes in is checked here.
 
     Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
-    Publish  ─▶ staged and checksummed beside the running engine ─▶ engine.load
+    Publish  ─▶ staged (a delta: applied to the kept file) and checksummed beside the running
+                engine ─▶ engine.load
 
 A bad request is answered with a status and never touches the engine or the other requests.
 """
@@ -16,16 +17,18 @@ import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from rlx.base import UserError
+from rlx.fleet import delta, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet import wire
 from rlx.fleet.engine import Chunk, Engine, EngineStatus, EngineStopped
+from rlx.fleet.metrics import Meters
 from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
 
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
@@ -44,6 +47,16 @@ class RequestError(Exception):
         self.code = code
 
 
+@dataclass(frozen=True)
+class _Base:
+    """The served version's file, kept for the delta to come."""
+
+    version: int
+    num_bytes: int
+    crc32: int
+    file: WeightFile
+
+
 class RolloutService(rpc.RolloutServicer):
     """The five calls, on `engine`.
 
@@ -55,6 +68,7 @@ class RolloutService(rpc.RolloutServicer):
       stall_seconds: how long a publish may send nothing.
       hold_seconds: how long new tokens may wait for company on their way to the client.
       clock: of the spans, in ns; the engine's.
+      meters: take note of latencies, bytes and stalls.
     """
 
     def __init__(
@@ -67,7 +81,9 @@ class RolloutService(rpc.RolloutServicer):
         stall_seconds: float = STALL_SECONDS,
         hold_seconds: float = 0.1,
         clock: Callable[[], int] = time.monotonic_ns,
+        meters: Meters | None = None,
     ):
+        self._meters = meters or Meters()
         self._hold_seconds, self._stall_seconds = hold_seconds, stall_seconds
         self._clock = clock
         self._engine = engine
@@ -78,7 +94,14 @@ class RolloutService(rpc.RolloutServicer):
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
+        self._base: _Base | None = None
+        self._closed = False
         sweep(stage_dir)
+
+    def close(self) -> None:
+        """Removes the kept file."""
+        self._closed = True
+        self._keep(None)
 
     def look(self) -> EngineStatus:
         """The engine's status, its spans kept; raises EngineStopped when there is none any more."""
@@ -89,6 +112,7 @@ class RolloutService(rpc.RolloutServicer):
     async def Generate(self, request, context):
         if request.instance not in ("", self._instance):  # perhaps without the current weights
             await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
+        begun, first = time.monotonic(), True
         try:
             stream = self._engine.generate(wire.request_from(request))
             async with (
@@ -97,6 +121,9 @@ class RolloutService(rpc.RolloutServicer):
             ):
                 async for batch in batches:
                     await context.write(wire.reply_message(batch))
+                    if first:
+                        self._meters.first_token.observe(time.monotonic() - begun)
+                        first = False
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
         except EngineStopped as error:  # for the client the same as a server that is gone
@@ -110,9 +137,12 @@ class RolloutService(rpc.RolloutServicer):
             if header.path:
                 path = await self._verified(header)
             else:
-                file = self._stage_file(header)
+                file = self._stage_file(header.num_bytes)
                 path = file.path
-                await _receive(header, requests, path)
+                if header.HasField("delta"):
+                    await self._apply(header, requests, path)
+                else:
+                    await _receive(header, requests, path)
         except RequestError as error:
             _close(file)
             await _drain(requests)
@@ -128,6 +158,9 @@ class RolloutService(rpc.RolloutServicer):
             paused_ns = await asyncio.shield(install)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.FAILED_PRECONDITION, error)
+        sent = header.delta if header.HasField("delta") else header
+        way = "path" if header.path else "stream" if sent is header else "delta"
+        self._meters.publish_bytes.labels(way).inc(sent.num_bytes)
         return pb.PublishReply(version=header.version, paused_ns=paused_ns)
 
     async def Pause(self, request, context):
@@ -187,9 +220,35 @@ class RolloutService(rpc.RolloutServicer):
         _compare(header, size, crc)
         return path
 
-    def _stage_file(self, header: pb.PublishHeader) -> WeightFile:
+    async def _apply(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+        """Makes the announced file of the kept one and the delta that follows."""
+        base, sent = self._base, header.delta
+        wanted = sent.base_version, header.num_bytes, sent.base_crc32
+        if not base or (base.version, base.num_bytes, base.crc32) != wanted:
+            message = f"no version {sent.base_version} with those bytes here to apply a delta to"
+            raise RequestError(_Code.ABORTED, message)
+        file = self._stage_file(sent.num_bytes)
         try:
-            check_room(self._stage_dir, header.num_bytes)
+            await _receive(sent, requests, file.path)
+            start_ns = self._clock()
+            crc = await asyncio.to_thread(delta.apply, base.file.path, file.path, path)
+        except (ValueError, OSError) as error:
+            raise RequestError(_Code.ABORTED, f"cannot apply the delta: {error}") from error
+        finally:
+            file.close()
+        self._spans.append(("apply delta", start_ns, self._clock()))
+        if crc != header.crc32:
+            message = f"the delta makes a file with checksum {crc:08x}, not {header.crc32:08x}"
+            raise RequestError(_Code.ABORTED, message)
+
+    def _keep(self, base: _Base | None) -> None:
+        """Makes `base` the kept file instead of the one before."""
+        before, self._base = self._base, base
+        _close(before.file if before else None)
+
+    def _stage_file(self, num_bytes: int) -> WeightFile:
+        try:
+            check_room(self._stage_dir, num_bytes)
             return WeightFile(self._stage_dir)
         except UserError as error:
             raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
@@ -197,13 +256,22 @@ class RolloutService(rpc.RolloutServicer):
     async def _install(self, header: pb.PublishHeader, path: str, file: WeightFile | None) -> int:
         """Has the engine take the file; returns how long it stood still, in ns."""
         kv = wire.KV_NAMES.get(header.kv) or self._kv
+        kept = False
         try:
             async with self._changing:
                 start_ns = self._clock()
                 paused_ns = await self._engine.load(path, header.version, kv)
+                self._meters.stall.observe(paused_ns / 1e9)
                 self._spans.append((f"load version {header.version}", start_ns, self._clock()))
+                kept = file is not None and header.keep and not self._closed
+                self._keep(
+                    _Base(header.version, header.num_bytes, header.crc32, file)
+                    if file and kept
+                    else None
+                )
         finally:
-            _close(file)
+            if not kept:
+                _close(file)
         return paused_ns
 
 
@@ -285,12 +353,16 @@ async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeade
     return header
 
 
-async def _receive(header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+async def _receive(
+    header: pb.PublishHeader | pb.PublishDelta, requests: AsyncIterator, path: str
+) -> None:
     """Writes the chunks to `path`; they must be all there, in order and unharmed."""
     size, crc = 0, 0
 
     def take(data: bytes) -> int:
-        file.write(data)
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]  # a disk that is nearly full takes a part
         return zlib.crc32(data, crc)
 
     with open(path, "wb", buffering=0) as file:
@@ -326,7 +398,7 @@ async def _drain(requests: AsyncIterator) -> None:
                 pass
 
 
-def _compare(header: pb.PublishHeader, size: int, crc: int) -> None:
+def _compare(header: pb.PublishHeader | pb.PublishDelta, size: int, crc: int) -> None:
     if size != header.num_bytes:
         message = f"{size} bytes of weights where {header.num_bytes} were announced"
         raise RequestError(_Code.DATA_LOSS, message)
