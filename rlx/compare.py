@@ -6,7 +6,6 @@ with rlx's decoder and, where torch is installed, with transformers. Exit status
 
 import argparse
 import asyncio
-import dataclasses
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from rlx.fleet.engine import Sampling
 from rlx.launch.local import LocalServers
 
 
-def main() -> int:
-    """Prints a table; returns 0 when every pair agrees."""
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
     p = argparse.ArgumentParser("rlx.compare", description=__doc__, allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory or hub name")
     p.add_argument("--engine", default="vllm", choices=("jax", "vllm"))
@@ -29,36 +28,40 @@ def main() -> int:
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--max-delta", type=float, default=0.0, help="nats; 0: by --dtype")
-    a = p.parse_args()
-    from rlx import consistency
-    from rlx.inputs import load_tokenizer, read_prompts
+    p.add_argument("--top-k", type=int, default=0, help="0: off")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="engine's")
+    p.add_argument("--trainer-dtype", default="float32", choices=("float32", "bfloat16"),
+                   help="of rlx and transformers")  # fmt: skip
+    p.add_argument("--max-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
+    p.add_argument("--mean-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
+    return p
+
+
+def main() -> int:
+    """Prints a table; returns 0 when every pair agrees."""
+    a = parser().parse_args()
+    from rlx import consistency, inputs, pairs
     from rlx.model import hf
 
     directory = hf.resolve(a.model, "--model")
-    tokenizer = load_tokenizer(directory)
-    prompts = read_prompts(a.prompts, tokenizer, a.count)
-    sampling = Sampling(
-        temperature=a.temperature, top_p=a.top_p, max_new_tokens=a.max_new_tokens, seed=0
-    )
+    prompts = inputs.read_prompts(a.prompts, inputs.load_tokenizer(directory), a.count)
+    sampling = Sampling(a.temperature, a.top_p, a.top_k, a.max_new_tokens, seed=0)
     if a.address:
         completions = asyncio.run(_ask((a.address,), prompts, sampling))
     else:
-        longest = max(map(len, prompts)) + a.max_new_tokens + 1
+        longest = max(map(len, prompts)) + a.max_new_tokens
+        options = {"engine": a.engine, "dtype": a.dtype, "max_model_len": longest, "slots": 16}
         with (
             tempfile.TemporaryDirectory() as workdir,
-            LocalServers(
-                directory, workdir=workdir, engine=a.engine, dtype=a.dtype, max_model_len=longest
-            ) as servers,
+            LocalServers(directory, workdir=workdir, **options) as servers,
         ):
             completions = asyncio.run(_ask(servers.wait(), prompts, sampling))
-    tolerance = consistency.EXACT if a.dtype == "float32" else consistency.ROUNDED
-    if a.max_delta:
-        tolerance = dataclasses.replace(tolerance, max=a.max_delta, mean=a.max_delta)
-    table, ok = consistency.table(directory, a.dtype, prompts, completions, sampling, tolerance)
-    print(table, flush=True)
-    return 0 if ok else 1
+    exact = a.dtype == a.trainer_dtype == "float32"
+    tolerance = consistency.tolerance(exact, a.max_delta, a.mean_delta)
+    case = pairs.case_of(directory, prompts, completions, sampling, tolerance, a.trainer_dtype)
+    found = pairs.reports(case, directory)
+    print(pairs.table(case, found, a.dtype), flush=True)
+    return 0 if all(report.ok for report in found.values()) else 1
 
 
 async def _ask(addresses: Sequence[str], prompts, sampling: Sampling):

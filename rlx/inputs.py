@@ -156,6 +156,22 @@ def evaluation_sampling(config: ConfigDict) -> Sampling:
     )
 
 
+def server_options(config: ConfigDict) -> dict[str, Any]:
+    """Flags of rlx.serve, by name, for the local servers of a run."""
+    fleet = config.fleet
+    budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
+    return {
+        "engine": fleet.engine,
+        "slots": fleet.slots,
+        "max_model_len": fleet.max_model_len or config.data.max_prompt_tokens + budget,
+        "decode_steps": fleet.decode_steps,
+        "dtype": config.model.publish_dtype,
+        "seed": config.seed,
+        "kv_on_update": fleet.kv_on_update,
+        "stage_dir": fleet.publish_dir,
+    }
+
+
 def as_json(config: ConfigDict) -> dict:
     """The config as plain JSON values: what config.json and checkpoints hold."""
     return json.loads(config.to_json_best_effort())

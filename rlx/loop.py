@@ -28,7 +28,7 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.tls import client_tls
 from rlx.gate import Gate, sentence
-from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare
+from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare, server_options
 from rlx.interrupts import interrupts
 from rlx.launch.local import LocalServers, cpu_plan
 from rlx.model import hf
@@ -109,22 +109,13 @@ class _Run:
             self._export(self.model_dir, weights)
         if fleet.addresses:
             return None
-        budget = max(self.config.sampling.max_new_tokens, self.config.eval.max_new_tokens)
-        longest = self.config.data.max_prompt_tokens + budget
         servers = LocalServers(
             self.model_dir,
             workdir=self.workdir,
             plan=plan,
             weight_roots=(fleet.publish_dir,),
             on_message=self.progress.message,
-            engine=fleet.engine,
-            slots=fleet.slots,
-            max_model_len=fleet.max_model_len or longest,
-            decode_steps=fleet.decode_steps,
-            dtype=self.config.model.publish_dtype,
-            seed=self.config.seed,
-            kv_on_update=fleet.kv_on_update,
-            stage_dir=fleet.publish_dir,
+            **server_options(self.config),
         )
         return stack.enter_context(servers)
 
@@ -196,11 +187,13 @@ class _Run:
 
     def main(self) -> int:
         """Steps until the last one or a signal; returns the exit status."""
-        self._check_engines()
+        self.saved = self.step  # what is not trained on cannot be lost
+        self._ask_servers()
         if self.step == 0 or self._due(self.config.eval.every_steps):
             self._evaluate(self.step)
         try:
             while self.step < self.config.total_steps and not self.stopping:
+                self._pass_gate()
                 groups = self._collect()
                 if groups is None:
                     break
@@ -232,8 +225,6 @@ class _Run:
             jax.block_until_ready(self.state.step)
             self.step, self.whole = self.step + 1, True
         self._publish()
-        if self._due(self.config.gate.every_steps):
-            self._check_engines()
         self._record(groups, metrics)
 
     def _publish(self) -> None:
@@ -243,23 +234,25 @@ class _Run:
                 self.publishing.result()
             weights = self._weights()
         self.publishing = self.executor.submit(self._deliver(self.step, weights))
+        if self._due(self.config.gate.every_steps):
+            self._ask_servers()
 
-    def _check_engines(self) -> None:
-        """Has every server complete a few prompts and scores its tokens; UserError: not the same.
+    def _ask_servers(self) -> None:
+        """Begins a check of the servers' tokens, which the next update waits for."""
+        if self.config.gate.enabled:
+            self.gate.ask(self.executor, self.fleet, self.step, self.publishing)
 
-        The servers serve the state's version: a publish under way is waited for.
-        """
-        if not self.config.gate.enabled:
+    def _pass_gate(self) -> None:
+        """Ends a check under way; raises UserError when servers and trainer disagree."""
+        if not self.gate.asked:
             return
-        with self._phase("gate", step=self.step):
-            if self.publishing:
-                self.publishing.result()
-            prompts = self.gate.prompts
-            answers = self.executor.run(self.fleet.probe(prompts, self.gate.sampling))
-            record = self.gate.check(self.state.params, self.step, answers)
-        self.writer.write_gate(record)
-        if self.step == 0 or self.restored:
-            self.progress.message(gate.sentence(record))
+        with self._phase("gate", version=self.step):
+            verdict = self.gate.verdict(self.state.params, lambda: self.stopping)
+        if verdict:
+            self.writer.write_gate(verdict.record)
+            if verdict.error:
+                raise verdict.error
+            self.progress.message(sentence(verdict.record))
 
     def _weights(self) -> dict[str, Any]:
         """The policy of now as the fleet takes it: HF names, on the host."""

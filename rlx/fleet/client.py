@@ -159,26 +159,25 @@ class Fleet:
         return [sample.completion() for sample in samples]
 
     async def probe(
-        self, prompts: Sequence[Any], sampling: Sampling
+        self, prompts: Sequence[Any], sampling: Sampling, *, priority: int = 0
     ) -> dict[str, list[Completion]]:
         """Draws one completion of every prompt from every live server.
 
         Returns:
-          address → completions, in the prompts' order; without a server that is lost meanwhile.
+          address → completions, in the prompts' order; at least one server. One that is lost
+          meanwhile is left out.
+
+        Raises:
+          UserError, ValueError, Failed: as `generate`.
         """
         if sampling.seed is None:
             sampling = replace(sampling, seed=random.getrandbits(31))
-
-        async def ask(member: Member) -> list[Completion] | None:
-            jobs = [Job(np.asarray(p, np.int32), sampling, None, 0) for p in prompts]
-            try:
-                return await asyncio.gather(*(self._complete(member, job) for job in jobs))
-            except (Lost, Failed):
-                return None
-
-        live = await self._alive()
-        answers = await asyncio.gather(*(ask(member) for member in live))
-        return {m.address: a for m, a in zip(live, answers, strict=True) if a is not None}
+        jobs = [Job(np.asarray(p, np.int32), sampling, None, priority) for p in prompts]
+        while True:
+            live = await self._alive()
+            found = await asyncio.gather(*(self._answers(member, jobs) for member in live))
+            if any(found):
+                return {m.address: a for m, a in zip(live, found, strict=True) if a}
 
     async def publish(self, version: int, source: Any, method: str = "path") -> PublishReport:
         """Gives every live server `version`; a server that does not take it is out until it does.
@@ -273,12 +272,24 @@ class Fleet:
             if idle:
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2**idle, 2.0))
 
-    async def _complete(self, member: Member, job: Job) -> Completion:
-        """One sample from one server, in as many calls as its updates abort."""
-        sample = Sample(0)
-        while not finished(sample, job, member.status.max_model_len):
+    async def _answers(self, member: Member, jobs: list[Job]) -> list[Completion] | None:
+        """One completion of each job by this very server; None when it is lost."""
+        samples = [Sample(0) for _ in jobs]
+        try:
+            await _together(
+                [self._stay(member, job, s) for job, s in zip(jobs, samples, strict=True)]
+            )
+        except Lost:
+            return None
+        return [sample.completion() for sample in samples]
+
+    async def _stay(self, member: Member, job: Job, sample: Sample) -> None:
+        """Finishes `sample` on one server, in as many calls as its updates abort."""
+        for _ in range(MAX_ATTEMPTS):
             await self._attempt(member, job, [sample])
-        return sample.completion()
+            if finished(sample, job, member.status.max_model_len):
+                return
+        raise Failed(f"{member.address} keeps aborting the request")
 
     async def _attempt(self, member: Member, job: Job, samples: list[Sample]) -> None:
         """One call; what came before an error stays in the samples."""

@@ -1,0 +1,245 @@
+"""Why engine and trainer disagree: known mistakes are made on purpose, to see which one fits.
+
+    Case ─▶ every cause's guesses: the same tokens scored as if … ─▶ closest to the engine's numbers
+
+To add a cause, write a function from a Case to its guesses and give it a row in CAUSES.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx import consistency
+from rlx.consistency import Report, Sample, Scorer, Tolerance, compare
+from rlx.model import decoder
+from rlx.model.config import Rope
+from rlx.model.params import Params
+
+CLEARLY = 4.0  # how many times closer a guess must come that does not fit exactly
+NOISE = 3.0  # the largest ratio between a deviation and the rounding noise that explains it
+ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
+FIT_TOKENS = 64  # the search for a temperature looks at so many
+
+Scores = list[np.ndarray]  # [T] a sample
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Tokens of an engine, and how the trainer scores them.
+
+    Attributes:
+      scorer, params: how, and with which weights.
+      top_p, top_k: the tokens were drawn with.
+      earlier: name → a function that gives weights the engine may still have.
+      version: tokens of others are left out; None: all count.
+    """
+
+    scorer: Scorer
+    params: Params
+    samples: Sequence[Sample]
+    tolerance: Tolerance
+    top_p: float = 1.0
+    top_k: int = 0
+    earlier: Mapping[str, Callable[[], Params]] = dataclasses.field(default_factory=dict)
+    version: int | None = None
+
+    def score(self, params: Params | None = None, **changes) -> Scores:
+        """The samples' log-probabilities under other weights, or by a scorer with `changes`."""
+        scorer = dataclasses.replace(self.scorer, **changes)
+        return scorer.logprobs(self.params if params is None else params, self.samples)
+
+    def compare(self, scores: Scores) -> Report:
+        """The engine's log-probabilities against `scores`."""
+        done = [sample.completion for sample in self.samples]
+        return compare(
+            [each.logprobs for each in done], scores, self.tolerance,
+            tokens=[each.tokens for each in done], counted=self.counted,
+        )  # fmt: skip
+
+    @property
+    def counted(self) -> list[np.ndarray] | None:
+        """Which tokens are compared, [T] bool a sample; None: all."""
+        if self.version is None:
+            return None
+        return [sample.completion.versions == self.version for sample in self.samples]
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """[N], of all completions."""
+        return np.concatenate([sample.completion.tokens for sample in self.samples])
+
+    @cached_property
+    def logits(self) -> np.ndarray:
+        """[N, V], what all completions' tokens were drawn from, by the trainer."""
+        return self.scorer.logits(self.params, self.samples)
+
+    def split(self, flat: np.ndarray) -> Scores:
+        """[N] → [T] a sample."""
+        ends = np.cumsum([len(sample.completion.tokens) for sample in self.samples])
+        return np.split(flat, ends[:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """One way to be wrong: in words, and what the tokens would score.
+
+    `noise` is [T] a sample where the mistake cannot be repeated digit for digit: what it does to
+    our own scores, of which the engine's deviation need only have the size.
+    """
+
+    words: str
+    scores: Scores
+    noise: Scores | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A guess that explains the deviation; `report` is the engine against it, which is within the
+    tolerance when `exact`, and otherwise clearly better than before."""
+
+    cause: str
+    words: str
+    remedy: str
+    exact: bool
+    report: Report
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.words}"
+
+
+def _temperature(case: Case) -> Iterator[Guess]:
+    wanted = case.scorer.temperature
+    for found in dict.fromkeys((1.0, _fitted_temperature(case))):
+        if found != wanted:
+            words = f"the engine's logprobs are of {found:.3g}, the trainer's of {wanted:g}"
+            yield Guess(words, case.split(consistency.tempered(case.logits, case.tokens, found)))
+
+
+def _fitted_temperature(case: Case) -> float:
+    """The temperature in [0.1, 10] whose logprobs come closest to the engine's: a grid, refined."""
+    part = np.unique(np.linspace(0, len(case.tokens) - 1, FIT_TOKENS).astype(int))
+    logits, tokens = case.logits[part], case.tokens[part]
+    engine = np.concatenate([sample.completion.logprobs for sample in case.samples])[part]
+    use = np.isfinite(engine)
+
+    def distance(log_temperature: float) -> float:
+        scores = consistency.tempered(logits, tokens, float(np.exp(log_temperature)))
+        return float(np.abs(scores - engine)[use].sum())
+
+    low, high = np.log(0.1), np.log(10.0)
+    for _ in range(10):  # each leaves a quarter of the range
+        grid = np.linspace(low, high, 9)
+        best = grid[int(np.argmin([distance(point) for point in grid]))]
+        low, high = best - (high - low) / 8, best + (high - low) / 8
+    return float(np.exp(best))
+
+
+def _renormalised(case: Case) -> Iterator[Guess]:
+    if case.top_p < 1 or case.top_k:
+        scores = consistency.restricted(
+            case.logits, case.tokens, case.scorer.temperature, case.top_p, case.top_k
+        )
+        words = f"the engine's logprobs are those after top_p={case.top_p:g}, top_k={case.top_k}"
+        yield Guess(words, case.split(scores))
+
+
+def _rope(case: Case) -> Iterator[Guess]:
+    model, own = case.scorer.model, case.scorer.model.rope
+    ropes = {f"base {base:g}": dataclasses.replace(own, theta=base) for base in ROPE_BASES}
+    ropes[f"no {own.kind} scaling"] = Rope(theta=own.theta)
+    for name, rope in ropes.items():
+        if rope != own:
+            scores = case.score(model=dataclasses.replace(model, rope=rope))
+            yield Guess(f"the engine has {name}, the trainer {own.theta:g} ({own.kind})", scores)
+
+
+def _head(case: Case) -> Iterator[Guess]:
+    """The new body with an output head or a token embedding that is not its own."""
+    new, model = case.params, case.scorer.model
+    untied = dataclasses.replace(model, tie_embeddings=False)
+    own = decoder.head(new, model)
+    if not model.tie_embeddings:
+        words = "the engine's head is its token embedding, though they are two matrices"
+        yield Guess(words, case.score({**new, "lm_head": new["embed"]}, model=untied))
+    for name, load in case.earlier.items():
+        old = load()
+        head = {**new, "lm_head": decoder.head(old, model)}
+        yield Guess(f"the engine's head is still that of {name}", case.score(head, model=untied))
+        embedding = {**new, "embed": old["embed"], "lm_head": own}
+        words = f"the engine's token embedding is still that of {name}"
+        yield Guess(words, case.score(embedding, model=untied))
+
+
+def _stale(case: Case) -> Iterator[Guess]:
+    for name, load in case.earlier.items():
+        yield Guess(f"the engine still has {name}", case.score(load()))
+
+
+def _dtype(case: Case) -> Iterator[Guess]:
+    ours, compute = case.score(), case.scorer.compute_dtype
+    for dtype in ("bfloat16", "float16"):
+        rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), case.params)
+        yield Guess(f"the engine's weights are rounded to {dtype}", case.score(rounded))
+        if jnp.dtype(compute).itemsize > 2:
+            scores = case.score(rounded, compute_dtype=dtype)
+            noise = [a - b for a, b in zip(scores, ours, strict=True)]
+            yield Guess(f"the engine computes in {dtype}, the trainer in {compute}", scores, noise)
+
+
+# cause → (its guesses, what to do about it)
+CAUSES: dict[str, tuple[Callable[[Case], Iterator[Guess]], str]] = {
+    "temperature": (
+        _temperature, "the engine must return log softmax(logits / sampling.temperature)"
+    ),
+    "top-p": (_renormalised, "the engine must return logprobs from before top-p and top-k"),
+    "RoPE base": (_rope, "give servers and trainer the same config.json"),
+    "tied embeddings": (_head, "an update does not reach the whole model: restart the servers"),
+    "stale weights": (_stale, "an update did not reach the engine: restart the servers"),
+    "dtype": (_dtype, "serve in model.publish_dtype, or raise gate.max_delta and gate.mean_delta"),
+}  # fmt: skip
+
+
+def diagnose(case: Case, observed: Report) -> list[Finding]:
+    """The causes that explain `observed`, best first, at most two; empty when none is known.
+
+    Those that bring the deviation within the tolerance come before rounding whose noise is as
+    large as the deviation, and that before whatever comes CLEARLY times closer.
+    """
+    found: list[tuple[int, Finding]] = []
+    for cause, (guesses, remedy) in CAUSES.items():
+        for guess in guesses(case):
+            report = case.compare(guess.scores)
+            rank = _rank(case, guess, report, observed)
+            if rank is not None:
+                found.append((rank, Finding(cause, guess.words, remedy, rank < 2, report)))
+    found.sort(key=lambda pair: (pair[0], pair[1].report.mean))
+    best = [finding for rank, finding in found if rank == found[0][0]]
+    return [each for each in best if each.report.mean <= 2 * best[0].report.mean][:2]
+
+
+def advice(findings: Sequence[Finding]) -> str:
+    """The likely cause and its remedy, in words."""
+    if not findings:
+        return "no known cause fits; python -m rlx.compare looks closer"
+    kind = "likely cause" if findings[0].exact else "closest cause, which does not explain all"
+    return f"{kind}: {' or '.join(map(str, findings))}; {findings[0].remedy}"
+
+
+def _rank(case: Case, guess: Guess, report: Report, observed: Report) -> int | None:
+    """0: it fits; 1: noise of the right size; 2: clearly closer; None: it explains nothing."""
+    if report.ok:
+        return 0
+    if report.non_finite > observed.non_finite:  # tokens the mistake could not have drawn
+        return None
+    if guess.noise is not None and not observed.non_finite:
+        nothing = [np.zeros(len(each)) for each in guess.noise]
+        noise = compare(guess.noise, nothing, case.tolerance, counted=case.counted)
+        ratio = observed.mean / noise.mean if noise.mean else 0.0
+        if 1 / NOISE <= ratio <= NOISE and observed.max <= NOISE * noise.max:
+            return 1
+    return 2 if CLEARLY * report.mean <= observed.mean else None
