@@ -183,13 +183,14 @@ class Executor:
         rows: Sequence[Mapping[str, Any]],
         sampling: Sampling,
         *,
-        concurrency: int = 16,
-        priority: int = 0,
+        concurrency: int = 64,
+        priority: int = 1,
     ) -> Future:
         """Starts a held-out evaluation beside training; the future has `evaluation.score`'s list.
 
-        It has its own concurrency and failure budget and does not count as training. A failed
-        evaluation raises from the future.
+        It goes before training's requests, so that few of its answers come from newer weights than
+        it began with. It has its own concurrency and failure budget and does not count as
+        training. A failed evaluation raises from the future.
         """
         return self.submit(
             evaluation.score(
