@@ -96,7 +96,7 @@ def default() -> ConfigDict:
     c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
     c.fleet.kv_on_update = "keep"  # keep | recompute | abort (and send again)
-    c.fleet.publish = "path"  # path | stream
+    c.fleet.publish = "path"  # path | stream | delta (a stream of what changed)
     c.fleet.publish_dir = "/dev/shm"
     c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
     c.fleet.publish_timeout_seconds = 120.0
@@ -185,7 +185,7 @@ def check(config: ConfigDict) -> None:
     _choice(config, "model.remat", ("none", "dots", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
     _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
-    _choice(config, "fleet.publish", ("path", "stream"))
+    _choice(config, "fleet.publish", ("path", "stream", "delta"))
     _choice(config, "checkpoint.recover_mode", ("auto", "off"))
     _choice(config, "optimizer.schedule", ("constant", "linear", "cosine"))
     for key in ("model.dtype", "model.compute_dtype", "model.publish_dtype"):

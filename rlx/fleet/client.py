@@ -20,7 +20,7 @@ import numpy as np
 from rlx.base import UserError
 from rlx.fleet import wire
 from rlx.fleet.engine import Sampling
-from rlx.fleet.member import Failed, Limits, Lost, Member, Refused
+from rlx.fleet.member import Delivery, Failed, Limits, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.sample import Completion, Job, Sample, finished, split
 from rlx.fleet.tls import Tls
@@ -33,11 +33,29 @@ MAX_ATTEMPTS = 8  # in a row that bring a sample no new token
 
 @dataclass(frozen=True)
 class PublishReport:
-    """Who has the version now, what was written once, how long until all had it."""
+    """Who has the version now, how each got it, how long until all had it.
+
+    Attributes:
+      acks: addresses of the servers that took it.
+      deliveries: how, in the order of `acks`.
+      num_bytes: of the whole file, written once.
+      seconds: from the arrays to the last acknowledgement.
+    """
 
     acks: tuple[str, ...]
+    deliveries: tuple[Delivery, ...]
     num_bytes: int
     seconds: float
+
+    @property
+    def sent_bytes(self) -> int:
+        """That went over the wire, to all servers; none by path."""
+        return sum(delivery.sent_bytes for delivery in self.deliveries)
+
+    @property
+    def stall_seconds(self) -> float:
+        """The longest that one of them decoded no token."""
+        return max((delivery.paused_ns for delivery in self.deliveries), default=0) / 1e9
 
 
 @dataclass(frozen=True)
@@ -186,7 +204,9 @@ class Fleet:
           version: stamped on the tokens of these weights.
           source: HF name → array, or the path of a safetensors file or HF directory (which must
             stay there until the next publish: a returning server gets it before anything else).
-          method: `path` for servers that see this file system, else `stream`.
+          method: `path` for servers that see this file system, else `stream`; `delta`: as
+            `stream`, but a server that has the version before gets only what changed. For that,
+            both versions must be given as arrays, and each server keeps one file in memory.
 
         Raises:
           UserError: no server took it (the message has the first reason), or none was alive.
@@ -194,7 +214,9 @@ class Fleet:
         async with self._publishing:
             start = time.monotonic()
             staging = asyncio.create_task(
-                asyncio.to_thread(stage, version, source, method, self._publish_dir)
+                asyncio.to_thread(
+                    stage, version, source, method, self._publish_dir, self._widespread()
+                )
             )
             try:
                 weights = await asyncio.shield(staging)
@@ -210,7 +232,13 @@ class Fleet:
                 raise
             if previous:
                 previous.close()
-            return PublishReport(acks, weights.num_bytes, time.monotonic() - start)
+            took = tuple(m for m in self._members if m.address in acks and m.delivery)
+            return PublishReport(
+                acks=tuple(m.address for m in took),
+                deliveries=tuple(m.delivery for m in took if m.delivery),
+                num_bytes=weights.num_bytes,
+                seconds=time.monotonic() - start,
+            )
 
     async def status(self) -> list[ServerStatus]:
         """The servers as of now; a live one is asked."""
@@ -375,6 +403,11 @@ class Fleet:
                 if isinstance(result, Refused):
                     member.fail(f"did not take version {weights.version}: {result}")
             return acks
+
+    def _widespread(self) -> Weights | None:
+        """The weights of now, if any server could take a delta to them."""
+        weights = self._weights
+        return weights if weights and any(m.has(weights) for m in self._members) else None
 
     def _raise_refused(self, weights: Weights) -> None:
         for member in self._members:

@@ -42,7 +42,7 @@ def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | No
 
     Args:
       base, new: safetensors files with the same header: names, dtypes, shapes, order.
-      out: overwritten in place.
+      out: an existing file, overwritten in place, so a lock on it stays.
       limit: bytes that the delta may have.
 
     Returns:
@@ -60,7 +60,8 @@ def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | No
         head = _HEAD.pack(_MAGIC, _FORMAT, BLOCK, size, len(segments))
         parts = [head, *(_SEGMENT.pack(*segment) for segment in segments)]
         num_bytes = crc = 0
-        with open(out, "wb", buffering=1 << 20) as file:
+        with open(out, "r+b", buffering=1 << 20) as file:
+            file.truncate(0)
             for data in _chain(parts, _blocks(old, now, segments)):
                 num_bytes += len(data)
                 if num_bytes > limit:
@@ -76,7 +77,7 @@ def apply(base: Path, delta: Path, out: Path) -> int:
     Whether it is the right one, only the CRC-32 tells: a delta fits every base of its size.
 
     Args:
-      out: overwritten in place, so a lock on it stays.
+      out: an existing file, overwritten in place.
 
     Returns:
       CRC-32 of the result.
@@ -91,8 +92,9 @@ def apply(base: Path, delta: Path, out: Path) -> int:
         with (
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             memoryview(data) as view,
-            open(out, "wb", buffering=0) as new,
+            open(out, "r+b", buffering=0) as new,
         ):
+            new.truncate(0)
             crc = 0
             for part in _applied(_Reader(view), old, size):
                 crc = zlib.crc32(part, crc)

@@ -21,7 +21,7 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.engine import Request
-from rlx.fleet.publish import Weights, chunks
+from rlx.fleet.publish import Delta, Weights, chunks
 
 _Code = grpc.StatusCode
 _BAD_REQUEST = (_Code.INVALID_ARGUMENT, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED)
@@ -63,6 +63,21 @@ class Limits:
     backoff: float = 2.0
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """How a server got its weights.
+
+    Attributes:
+      method: what it took in the end: path | stream | delta.
+      sent_bytes: that went to it as chunks, in all attempts.
+      paused_ns: no token was decoded there.
+    """
+
+    method: str
+    sent_bytes: int
+    paused_ns: int
+
+
 class Lost(Exception):
     """The server died, hung or restarted during the call."""
 
@@ -91,6 +106,7 @@ class Member:
       status: its last answer.
       offset_ns: its CLOCK_MONOTONIC minus ours.
       refusal: the last weights it refused, and why.
+      delivery: how it got the last weights it took.
     """
 
     def __init__(
@@ -114,6 +130,8 @@ class Member:
         self.offset_ns = 0
         self.reason = "not connected yet"
         self.refusal: tuple[Weights | None, str] = None, ""
+        self.delivery: Delivery | None = None
+        self._sent = 0
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._kv, self._tls = kv, tls
@@ -152,15 +170,16 @@ class Member:
           Lost: no answer, or one that leaves open what it serves; it is failed.
         """
         async with self._updating:
-            weights = None
+            weights = had = None
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
-                    await self._publish(weights)
+                    had, self._has = self._has, None  # until it says so, who knows
+                    self.delivery = await self._publish(weights, had)
                     self._has = weights
             except grpc.aio.AioRpcError as error:
                 reason = wire.describe(error)
                 if error.code() in _REFUSED:
-                    self.refusal = weights, reason
+                    self._has, self.refusal = had, (weights, reason)
                     raise Refused(reason) from error
                 self.fail(f"did not take the new weights ({reason})")
                 raise Lost(reason) from error
@@ -281,39 +300,60 @@ class Member:
             await asyncio.sleep(self._limits.probe_every)
             await self.probe()
 
-    async def _publish(self, weights: Weights) -> None:
-        """One Publish call; bytes damaged on the way are sent once more."""
-        for attempt in range(2):
+    async def _publish(self, weights: Weights, had: Weights | None) -> Delivery:
+        """A Publish call; bytes damaged on the way are sent once more.
+
+        A server that had the delta's base gets the delta, and the file if it cannot apply it.
+        """
+        delta = weights.delta if weights.delta and weights.delta.fits(had) else None
+        self._sent, again = 0, False
+        while True:
             try:
-                await self._stub.Publish(
-                    _parts(weights, self._kv),
+                reply = await self._stub.Publish(
+                    self._parts(weights, delta),
                     timeout=self._limits.publish,
                     metadata=self._metadata,
                 )
-                return
             except grpc.aio.AioRpcError as error:
-                if attempt or error.code() is not _Code.DATA_LOSS:
+                if delta and error.code() is _Code.ABORTED:
+                    delta = None
+                elif not again and error.code() is _Code.DATA_LOSS:
+                    again = True
+                else:
                     raise
+            else:
+                whole = "path" if weights.method == "path" else "stream"
+                return Delivery("delta" if delta else whole, self._sent, reply.paused_ns)
+
+    async def _parts(
+        self, weights: Weights, delta: Delta | None
+    ) -> AsyncIterator[pb.PublishRequest]:
+        """The messages of one Publish call."""
+        by_path = weights.method == "path"
+        header = pb.PublishHeader(
+            version=weights.version,
+            path=weights.path if by_path else "",
+            num_bytes=weights.num_bytes,
+            crc32=weights.crc32,
+            kv=self._kv,  # type: ignore[arg-type]
+            keep=weights.method == "delta",
+        )
+        if delta:
+            header.delta.base_version, header.delta.base_crc32 = (
+                delta.base_version,
+                delta.base_crc32,
+            )
+            header.delta.num_bytes, header.delta.crc32 = delta.num_bytes, delta.crc32
+        yield pb.PublishRequest(header=header)
+        if by_path:
+            return
+        parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
+        while part := await asyncio.to_thread(next, parts, None):
+            self._sent += len(part[1])
+            yield pb.PublishRequest(chunk=pb.PublishChunk(offset=part[0], data=part[1]))
 
 
 def _cancelled_by_caller() -> bool:
     """Whether the running task itself was cancelled, and not a call that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-async def _parts(weights: Weights, kv: int) -> AsyncIterator[pb.PublishRequest]:
-    by_path = weights.method == "path"
-    header = pb.PublishHeader(
-        version=weights.version,
-        path=weights.path if by_path else "",
-        num_bytes=weights.num_bytes,
-        crc32=weights.crc32,
-        kv=kv,  # type: ignore[arg-type]
-    )
-    yield pb.PublishRequest(header=header)
-    if by_path:
-        return
-    parts = chunks(weights.path, wire.PUBLISH_CHUNK_BYTES)
-    while part := await asyncio.to_thread(next, parts, None):
-        yield pb.PublishRequest(chunk=pb.PublishChunk(offset=part[0], data=part[1]))

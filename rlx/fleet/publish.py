@@ -14,13 +14,14 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from rlx.base import UserError
+from rlx.fleet import delta
 
 _DTYPES = {
     "float64": "F64",
@@ -31,6 +32,8 @@ _DTYPES = {
     "int32": "I32",
 }
 _BLOCK = 8 << 20  # bytes hashed or written at a time
+METHODS = ("path", "stream", "delta")
+DELTA_SHARE = 0.8  # of the whole file; a larger delta is not worth its making
 _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 
 
@@ -187,6 +190,25 @@ def sweep(directory: str | os.PathLike) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class Delta:
+    """What makes a version's file of that of another one, for the servers that have it."""
+
+    base_version: int
+    base_crc32: int
+    path: str
+    num_bytes: int
+    crc32: int
+    owned: WeightFile
+
+    def fits(self, base: "Weights | None") -> bool:
+        """Whether `base` is the file it was made from."""
+        return base is not None and (base.version, base.crc32) == (
+            self.base_version,
+            self.base_crc32,
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Weights:
     """One version's file, ready for every server that asks. `close` removes it if it is ours."""
 
@@ -194,25 +216,66 @@ class Weights:
     path: str
     num_bytes: int
     crc32: int
-    method: str  # path | stream
+    method: str  # one of METHODS
     owned: WeightFile | None = None
+    delta: Delta | None = None
 
     def close(self) -> None:
         if self.owned:
             self.owned.close()
+        if self.delta:
+            self.delta.owned.close()
 
 
-def stage(version: int, source: Any, method: str, directory: str | os.PathLike) -> Weights:
-    """Brings `source` into one file.
+def stage(
+    version: int,
+    source: Any,
+    method: str,
+    directory: str | os.PathLike,
+    base: Weights | None = None,
+) -> Weights:
+    """Brings `source` into one file and, if asked, makes its delta to the version before.
 
     Args:
       version: policy version of the weights, ≥ 0.
       source: HF name → array, written to a file of ours in `directory`; or the path of a
         safetensors file (or of an HF directory with one `model.safetensors`), used where it is.
-      method: `path`, when the servers see the same file system, or `stream`.
+      method: `path`, when the servers see the same file system, `stream`, or `delta`: as `stream`,
+        and for the servers that have `base` only what changed.
+      base: an earlier version. No delta is made when it is not a file of ours, which alone is sure
+        to be unchanged, or holds other tensors, or differs too much.
     """
-    if method not in ("path", "stream"):
-        raise UserError(f"publish method {method!r} is unknown; use 'path' or 'stream'")
+    if method not in METHODS:
+        raise UserError(f"publish method {method!r} is unknown; use one of {', '.join(METHODS)}")
+    weights = _staged(version, source, method, directory)
+    if method != "delta" or not (base and base.owned and weights.owned):
+        return weights
+    try:
+        return replace(weights, delta=_delta(base, weights, directory))
+    except BaseException:
+        weights.close()
+        raise
+
+
+def _delta(base: Weights, weights: Weights, directory: str | os.PathLike) -> Delta | None:
+    """The delta, unless the whole file serves as well or better."""
+    try:
+        file = WeightFile(directory)
+    except UserError:
+        return None
+    made = None
+    try:
+        limit = int(DELTA_SHARE * weights.num_bytes)
+        made = delta.encode(base.path, weights.path, file.path, limit)
+    except (ValueError, OSError):  # other tensors, or no room
+        return None
+    finally:
+        if made is None:
+            file.close()
+    return made and Delta(base.version, base.crc32, file.path, *made, file)
+
+
+def _staged(version: int, source: Any, method: str, directory: str | os.PathLike) -> Weights:
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         path = path / "model.safetensors" if path.is_dir() else path

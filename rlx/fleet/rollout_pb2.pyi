@@ -86,18 +86,34 @@ class GenerateReply(_message.Message):
     def __init__(self, index: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., stop_reason: _Optional[_Iterable[_Union[StopReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PublishHeader(_message.Message):
-    __slots__ = ("version", "path", "num_bytes", "crc32", "kv")
+    __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CRC32_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     version: int
     path: str
     num_bytes: int
     crc32: int
     kv: KvPolicy
-    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ...) -> None: ...
+    keep: bool
+    delta: PublishDelta
+    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ..., keep: _Optional[bool] = ..., delta: _Optional[_Union[PublishDelta, _Mapping]] = ...) -> None: ...
+
+class PublishDelta(_message.Message):
+    __slots__ = ("base_version", "base_crc32", "num_bytes", "crc32")
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_CRC32_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    base_version: int
+    base_crc32: int
+    num_bytes: int
+    crc32: int
+    def __init__(self, base_version: _Optional[int] = ..., base_crc32: _Optional[int] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class PublishChunk(_message.Message):
     __slots__ = ("offset", "data")

@@ -72,7 +72,8 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request_iterator, context):
-        """A header, then (without a path) the bytes of one safetensors file in order.
+        """A header, then (without a path) the bytes of one safetensors file, or of a delta, in order.
+        ABORTED: the delta cannot be applied here, send the file; nothing has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

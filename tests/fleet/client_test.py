@@ -259,7 +259,7 @@ def test_server_without_the_version_is_out_until_it_has_it(tools, tmp_path, arit
             async def fail(path, version, kv="keep"):
                 if broken:
                     raise error
-                await load(path, version, kv)
+                return await load(path, version, kv)
 
             bad.load = fail
             running = asyncio.gather(
