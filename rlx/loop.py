@@ -74,6 +74,7 @@ class _Run:
         self.begun = self.last_record = self.last_save = time.monotonic()
         self.generated, self.stopping, self.whole, self.saved = 0, False, True, -1
         self.seconds: dict[str, float] = {}
+        self.published: dict[str, float] = {}
         self.evaluations: deque[Future] = deque()
         self.publishing: Future | None = None
         self.timeline = Timeline()
@@ -262,7 +263,8 @@ class _Run:
     async def _deliver(self, version: int, weights: dict[str, Any]) -> None:
         """Publishes `version`; its tokens count once every live server has acknowledged it."""
         with self.timeline.span("publish", f"version {version}"):
-            await self.fleet.publish(version, weights, self.config.fleet.publish)
+            report = await self.fleet.publish(version, weights, self.config.fleet.publish)
+        self.published = records.publish_record(report)
         self.executor.set_version(version)
         if self._due(self.config.eval.every_steps, version):
             self._evaluate(version)
@@ -277,7 +279,7 @@ class _Run:
             self.step,
             metrics,
             self.seconds,
-            counters,
+            {**counters, **self.published},
             version=self.executor.version,
             epoch=groups[-1].group_id // len(self.inputs.train_rows),
             step_seconds=now - self.last_record,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlx.base import Group, Trajectory
+from rlx.fleet.client import PublishReport
 
 BUSY = ("prefill", "decode")  # server spans in which the engine computes tokens
 
@@ -25,7 +26,8 @@ def step_record(
 
     Args:
       step: train batches done, from 1.
-      metrics: of `update`. seconds: of each phase of this step. counters: of the executor, totals.
+      metrics: of `update`. seconds: of each phase of this step. counters: of the executor, totals,
+        and `publish_record` of the last publish that is over.
       version: the newest version that every live server has acknowledged.
       generated_tokens: finished since the last record. server_busy_seconds: mean over servers.
     """
@@ -42,6 +44,16 @@ def step_record(
         "server_busy_seconds": server_busy_seconds,
         **counters,
         **metrics,
+    }
+
+
+def publish_record(report: PublishReport) -> dict[str, float]:
+    """What a publish cost: bytes over the wire to all servers (by path none), seconds from the
+    arrays to the last acknowledgement, and the longest that a server decoded no token."""
+    return {
+        "publish_bytes": report.sent_bytes,
+        "publish_seconds": report.seconds,
+        "publish_stall_seconds": report.stall_seconds,
     }
 
 
