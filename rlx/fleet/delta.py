@@ -12,7 +12,6 @@ bytes. Streams are Huffman-coded where that makes them smaller. All numbers are 
 """
 
 import json
-import mmap
 import os
 import struct
 import zlib
@@ -85,21 +84,17 @@ def apply(base: Path, delta: Path, out: Path) -> int:
     Raises:
       ValueError: `delta` is damaged, or `base` has another size than it is for.
     """
-    with open(base, "rb", buffering=0) as old, open(delta, "rb") as file:
-        size = os.fstat(old.fileno()).st_size
-        if not os.fstat(file.fileno()).st_size:
-            raise ValueError("the delta is empty")
-        with (
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-            memoryview(data) as view,
-            open(out, "r+b", buffering=0) as new,
-        ):
-            new.truncate(0)
-            crc = 0
-            for part in _applied(_Reader(view), old, size):
-                crc = zlib.crc32(part, crc)
-                _write(new, part)
-            return crc
+    with (
+        open(base, "rb", buffering=0) as old,
+        open(delta, "rb") as file,
+        open(out, "r+b", buffering=0) as new,
+    ):
+        new.truncate(0)
+        crc = 0
+        for part in _applied(_Reader(file), old, os.fstat(old.fileno()).st_size):
+            crc = zlib.crc32(part, crc)
+            _write(new, part)
+        return crc
 
 
 # The files.
@@ -225,14 +220,17 @@ def _deflated(data: memoryview, strategy: int) -> bytes:
 class _Reader:
     """The delta's bytes in order; none that are not there, none twice."""
 
-    def __init__(self, data: memoryview):
-        self._data = data
+    def __init__(self, file: BinaryIO):
+        self._file, self._left = file, os.fstat(file.fileno()).st_size
 
-    def take(self, count: int) -> memoryview:
-        if count > len(self._data):
-            raise ValueError(f"the delta ends {count - len(self._data)} bytes too early")
-        part, self._data = self._data[:count], self._data[count:]
-        return part
+    def take(self, count: int) -> bytes:
+        if count > self._left:
+            raise ValueError(f"the delta ends {count - self._left} bytes too early")
+        self._left -= count
+        data = self._file.read(count)
+        if len(data) != count:
+            raise ValueError("the delta is shorter than it was")
+        return data
 
     def unpack(self, fields: struct.Struct) -> tuple:
         return fields.unpack(self.take(fields.size))
@@ -240,7 +238,7 @@ class _Reader:
     def stream(self, count: int) -> np.ndarray:
         """[count] uint8; never inflates to more."""
         packed, stored = self.unpack(_STREAM)
-        data: memoryview | bytes = self.take(stored)
+        data = self.take(stored)
         if packed == 1:
             inflate = zlib.decompressobj(-15)
             try:
@@ -254,8 +252,8 @@ class _Reader:
         return np.frombuffer(data, np.uint8)
 
     def end(self) -> None:
-        if self._data:
-            raise ValueError(f"{len(self._data)} bytes follow the delta")
+        if self._left:
+            raise ValueError(f"{self._left} bytes follow the delta")
 
 
 def _applied(delta: _Reader, old: BinaryIO, size: int) -> Iterator[memoryview]:
