@@ -175,6 +175,8 @@ class JaxEngine:
         done: Future[_T] = Future()
 
         def run():
+            if not done.set_running_or_notify_cancel():  # whoever asked has left
+                return
             try:
                 self._check_alive()
                 result = action()
