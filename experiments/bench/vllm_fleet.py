@@ -9,7 +9,9 @@ suppressed by the minimum), temperature 1, sampled logprobs, and seeds if any. r
 workflow without its reward → Fleet → gRPC → `rlx.serve --engine=vllm`. Rival: vLLM's own offline
 `LLM.generate`, all requests in one call, with the same engine settings. Engines, with everything
 of vLLM or the server, are on the second of `--cores`; rlx's client, where a trainer would be, is on
-the first. They take turns; the share is the median over rounds of the quotient of a round.
+the first. They take turns; the share is the median over rounds of the quotient of a round. CPU: ms
+of the engines' core (server and EngineCore, or LLM and EngineCore) per 1,000 tokens; other work on
+the machine moves it less than it moves tokens/s, most of all where the client waits for its core.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from experiments.bench import process, vllm_workers
 from rlx.fleet.client import Fleet
@@ -121,29 +124,41 @@ async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: P
         rival.ask()
         fleet = (Fleet if seeded else Unseeded)(await asyncio.to_thread(local.wait))
         await fleet.connect()
-        rates: list[tuple[float, float]] = []
+        rounds: list[dict[str, tuple[float, float]]] = []
+        pids = {"fleet": local.pids[0], "offline": rival.pid}
         for round_ in range(-1, args.rounds):
             work = work_of(max(round_, 0) if round_ >= 0 else 10_000, args, slots)
             pair = {}
             for side in ("fleet", "offline")[:: 1 if round_ % 2 else -1]:
+                before = cpu_seconds(pids[side])
                 if side == "fleet":
-                    pair[side] = await through_fleet(fleet, workflow, work, args.samples)
+                    rate = await through_fleet(fleet, workflow, work, args.samples)
                 else:
-                    pair[side] = await asyncio.to_thread(
+                    rate = await asyncio.to_thread(
                         offline, rival, workflow, work, args.samples, seeded
                     )
+                tokens = args.samples * sum(work.lengths)
+                pair[side] = rate, 1e6 * (cpu_seconds(pids[side]) - before) / tokens
             if round_ >= 0:  # the first one warms up
-                rates.append((pair["fleet"], pair["offline"]))
+                rounds.append(pair)
         await fleet.close()
-    report(rates, slots, seeded)
+    report(rounds, slots, seeded)
 
 
-def report(rates: list[tuple[float, float]], slots: int, seeded: bool) -> None:
-    ours, theirs = zip(*rates, strict=True)
-    shares = [a / b for a, b in rates]
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and of those it started, so far."""
+    process = psutil.Process(pid)
+    times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+def report(rounds: list[dict[str, tuple[float, float]]], slots: int, seeded: bool) -> None:
+    ours, our_cpu = np.array([r["fleet"] for r in rounds]).T
+    theirs, their_cpu = np.array([r["offline"] for r in rounds]).T
     print(
         f"| {slots} | {'yes' if seeded else 'no'} | {spread(ours)} | {spread(theirs)} | "
-        f"{process.median_spread(shares)} | {TARGET} |",
+        f"{process.median_spread(ours / theirs)} | {TARGET} | {spread(our_cpu)} | "
+        f"{spread(their_cpu)} | {process.median_spread(their_cpu / our_cpu)} |",
         flush=True,
     )
 
@@ -181,8 +196,8 @@ def main() -> None:
                 f"{args.model}, {args.dtype}, groups of {args.samples}, {args.least} to "
                 f"{args.most} new tokens, {args.rounds} rounds; "
                 f"load average {os.getloadavg()[0]:.1f}\n\n"
-                "| sequences | seeds | rlx, tokens/s | LLM.generate | share | target |\n"
-                "|---|---|---|---|---|---|",
+                "| sequences | seeds | rlx, tokens/s | LLM.generate | share | target | rlx, CPU | "
+                "LLM, CPU | share by CPU |\n|---|---|---|---|---|---|---|---|---|",
                 flush=True,
             )
             for slots in map(int, args.slots.split(",")):

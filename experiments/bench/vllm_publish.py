@@ -153,7 +153,7 @@ async def ours(model: Path, trainer: Trainer, method: str, kv: str, args, scratc
             row["first token"] = 1e3 * (flight.first[version + 1] - start)
             row["gap"] = 1e3 * flight.gap(start)
             row["publish"] = 1e3 * report.seconds
-            row["bytes"] = float(getattr(report, "bytes_sent", report.num_bytes))
+            row |= {"file": report.num_bytes / 1e6, "sent": report.sent_bytes / 1e6}
             row |= named(await fleet.drain_spans())
             if version:  # the first one touches new memory
                 rows.append(row)
@@ -226,8 +226,8 @@ def rivals(model: Path, trainer: Trainer, args, scratch: Path) -> dict[str, dict
 def show(name: str, figures: dict[str, list[float]]) -> None:
     names = ("stall", "gap", "without", "first token", "host", "verify", "stage", "publish")
     cells = [spread(figures[n]) if figures.get(n) else "–" for n in names]
-    size = f"{np.median(figures['bytes']) / 1e6:.1f}" if "bytes" in figures else "–"
-    print(f"| {name} | {size} | {' | '.join(cells)} |", flush=True)
+    sizes = [f"{np.median(figures[n]):.2f}" if n in figures else "–" for n in ("file", "sent")]
+    print(f"| {name} | {' | '.join([*sizes, *cells])} |", flush=True)
 
 
 def spread(values: list[float]) -> str:
@@ -243,7 +243,7 @@ def main() -> None:
     p.add_argument("--cores", default="0,1", help="trainer and client, engines")
     p.add_argument("--requests", type=int, default=32, help="in flight")
     p.add_argument("--publishes", type=int, default=10)
-    p.add_argument("--methods", default="path,stream", help="of path, stream and delta")
+    p.add_argument("--methods", default="path,stream,delta", help="of path, stream and delta")
     p.add_argument("--kv", default="keep,recompute,abort")
     p.add_argument("--rival", type=int, default=1)
     p.add_argument("--learning-rate", type=float, default=1e-6)
@@ -263,8 +263,8 @@ def main() -> None:
             print(
                 f"{args.model}, {args.dtype}, {args.requests} requests in flight, "
                 f"{args.publishes} publishes; load average {os.getloadavg()[0]:.1f}\n\n"
-                "| how | MB | stall | gap | without | first token | host | verify | stage | "
-                "publish |\n|---|---|---|---|---|---|---|---|---|---|",
+                "| how | file, MB | sent, MB | stall | gap | without | first token | host | verify | "
+                "stage | publish |\n|---|---|---|---|---|---|---|---|---|---|---|",
                 flush=True,
             )
             trainer = Trainer(model, args.dtype, args.learning_rate)

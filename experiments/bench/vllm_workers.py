@@ -89,6 +89,10 @@ class Rival:
             env={**os.environ, **ENVIRONMENT},
         )  # fmt: skip
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, work: Any = None) -> Any:
         """Its answer to `work`; to nothing: that it is ready."""
         assert self._process.stdin

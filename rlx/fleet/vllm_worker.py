@@ -131,8 +131,8 @@ def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
             raise ValueError(f"tensor {name} is not part of the model; leave it out")
         if not tensor.is_floating_point():
             raise ValueError(f"tensor {name} is {tensor.dtype}; weights are floating point")
-        # One pass; a sum of finite bf16 or fp32 weights does not overflow float32.
-        if not tensor.sum(dtype=torch.float32).isfinite():
+        # One pass, many times as fast as a sum; a NaN is both the least and the greatest.
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise ValueError(f"tensor {name} is not finite; the training step has diverged")
 
 
