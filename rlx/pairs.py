@@ -4,11 +4,13 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from rlx import consistency
 from rlx.causes import Case, advice, diagnose
 from rlx.consistency import Report, Sample, Scorer, Tolerance
+from rlx.fleet import compile_cache
 from rlx.fleet.engine import Sampling
 from rlx.fleet.sample import Completion
 from rlx.model import hf
@@ -23,6 +25,8 @@ def case_of(
     dtype: str,
 ) -> Case:
     """The engine's tokens and how rlx scores them, with weights and activations of `dtype`."""
+    for name, value in compile_cache.options().items():
+        jax.config.update(name, value)
     config, params = hf.load(model_dir, dtype)
     longest = max(len(p) + len(c.tokens) for p, c in zip(prompts, completions, strict=True))
     temperature = sampling.temperature or 1.0  # greedy tokens have untempered logprobs
