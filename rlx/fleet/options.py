@@ -21,7 +21,7 @@ def _jax(args: argparse.Namespace) -> Any:
 def _vllm(args: argparse.Namespace) -> Any:
     from rlx.fleet.engine_vllm import VllmEngine
 
-    options = ("seed", "slots", "max_model_len", "dtype")
+    options = ("seed", "slots", "max_model_len", "dtype", "hang_seconds")
     return VllmEngine(args.model, **{name: getattr(args, name) for name in options})
 
 
@@ -38,6 +38,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--decode-steps", type=int, default=8, help="tokens a sequence per decode call")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--hang-seconds", type=float, default=60.0, help="a silent EngineCore is dead")
     p.add_argument("--kv-on-update", default="keep", choices=KV_POLICIES)
     p.add_argument("--host", default="127.0.0.1", help="any but loopback needs a token and TLS")
     p.add_argument("--port", type=int, default=0, help="0: any")

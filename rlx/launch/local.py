@@ -6,7 +6,7 @@ trainer, SIGKILL included, its servers go with it.
 
     start ─▶ spawn all ─▶ JSON ready lines in WORKDIR/logs/server-i.log ─▶ wait() has addresses
                               watch ◀─┐
-                      dead ─▶ back-off ─▶ spawn on the same port, up to `max_restarts`
+              silent ─▶ SIGKILL ─▶ dead ─▶ back-off ─▶ spawn on the same port, up to `max_restarts`
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import rlx
 from rlx.base import UserError
+from rlx.launch.pulse import Pulse
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -81,6 +82,7 @@ class LocalServers:
       token: bearer token they ask for.
       platform: of JAX in the servers.
       ready_timeout: seconds until every server must have said it is ready.
+      answer_timeout: seconds after which a server that does not answer is killed, to be restarted.
       max_restarts: of one server in a row.
       on_message: takes one line for the user.
       command: what starts a server.
@@ -97,6 +99,7 @@ class LocalServers:
         token: str | None = None,
         platform: str = "cpu",
         ready_timeout: float = 180.0,
+        answer_timeout: float = 60.0,
         max_restarts: int = 5,
         on_message: Callable[[str], None] | None = None,
         command: Sequence[str] = (sys.executable, "-m", "rlx.serve"),
@@ -115,10 +118,12 @@ class LocalServers:
                 log=logs / f"server-{i}.log",
                 cpus=cpus,
                 env=_environment(len(cpus), platform, token),
+                token=token,
             )
             for i, cpus in enumerate(plan.servers)
         ]
         self._ready_timeout, self._max_restarts = ready_timeout, max_restarts
+        self._answer_timeout = answer_timeout
         self._say = on_message or (lambda text: None)
         self._ready: Future[tuple[str, ...]] = Future()
         self._stopping = threading.Event()
@@ -162,6 +167,7 @@ class LocalServers:
             self._ready.set_result(self._wait_ready())
             while not self._stopping.wait(_POLL_SECONDS):
                 for server in self._servers:
+                    self._end_if_hung(server)
                     self._revive(server)
         except Exception as error:
             if not self._ready.done():
@@ -188,6 +194,21 @@ class LocalServers:
                 raise UserError("the rollout servers were stopped before they were ready")
         return tuple(f"127.0.0.1:{server.port}" for server in self._servers)
 
+    def _end_if_hung(self, server: "_Server") -> None:
+        """Kills `server` if it runs and has not answered for too long."""
+        pulse = server.pulse
+        if pulse is None or not server.pid:
+            return
+        pulse.feel()
+        limit = self._answer_timeout if pulse.answered else self._ready_timeout
+        if pulse.silent > limit:
+            self._say(
+                f"rollout server {server.log.stem} (port {server.port}) has not answered for "
+                f"{limit:g} s; killing it"
+            )
+            server.drop_pulse()
+            server.signal(signal.SIGKILL)
+
     def _revive(self, server: "_Server") -> None:
         """Restarts `server` if it ended and its back-off is over."""
         status = server.poll()
@@ -211,13 +232,22 @@ class LocalServers:
 class _Server:
     """One server's place: its port, log and cores stay, its process may change."""
 
-    def __init__(self, *, command: Sequence[str], log: Path, cpus: tuple[int, ...], env: dict):
+    def __init__(
+        self,
+        *,
+        command: Sequence[str],
+        log: Path,
+        cpus: tuple[int, ...],
+        env: dict,
+        token: str | None,
+    ):
         self.log = log
         self.port = 0
+        self.pulse: Pulse | None = None  # of this process, once its port is known
         self.restarts = 0
         self.retry_at = 0.0  # 0: its end has not been seen yet
         self.started = 0.0
-        self._command, self._cpus, self._env = command, cpus, env
+        self._command, self._cpus, self._env, self._token = command, cpus, env, token
         self._process: subprocess.Popen | None = None
         self._log_start = 0
 
@@ -244,6 +274,7 @@ class _Server:
         finally:
             os.sched_setaffinity(0, ours)
         self.started, self.retry_at = time.monotonic(), 0.0
+        self._take_pulse(ready=False)
 
     def poll(self) -> str | None:
         """How the process ended, in words; None while it runs. Nothing it started outlives it."""
@@ -263,7 +294,19 @@ class _Server:
             for line in self._lines():
                 if line.startswith('{"port"') and line.endswith("}"):
                     self.port = json.loads(line)["port"]
+                    self._take_pulse(ready=True)
         return self.port
+
+    def drop_pulse(self) -> None:
+        """Asks the process nothing more."""
+        if self.pulse:
+            self.pulse.close()
+            self.pulse = None
+
+    def _take_pulse(self, *, ready: bool) -> None:
+        self.drop_pulse()
+        if self.port:
+            self.pulse = Pulse(self.port, self._token, answered=ready)
 
     def last_line(self) -> str:
         """The last thing the process wrote."""
@@ -284,6 +327,7 @@ class _Server:
 
 def _end(servers: Sequence[_Server]) -> None:
     for server in servers:
+        server.drop_pulse()
         server.signal(signal.SIGTERM)
         server.signal(signal.SIGCONT)  # a stopped one would not hear it
     deadline = time.monotonic() + _STOP_SECONDS

@@ -164,6 +164,26 @@ def test_dead_server_is_started_again_on_its_port(tmp_path):
     assert said == [f"rollout server server-0 (port {port}) ended by SIGKILL; starting it again"]
 
 
+def test_hung_server_is_killed_and_started_again(tmp_path):
+    said = []
+    with start(tmp_path, num_servers=2, answer_timeout=1.5, on_message=said.append) as local:
+        address, _ = local.wait()
+        pid, other = local.pids
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        port = int(address.split(":")[1])
+        while time.monotonic() < deadline and (len(said) < 2 or not listens(port)):
+            time.sleep(0.02)
+        assert ended(pid, 0.1)
+        assert listens(port)
+        assert local.pids[1] == other
+    name = f"rollout server server-0 (port {port})"
+    assert said == [
+        f"{name} has not answered for 1.5 s; killing it",
+        f"{name} ended by SIGKILL; starting it again",
+    ]
+
+
 def listens(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

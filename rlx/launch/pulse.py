@@ -1,0 +1,77 @@
+"""Whether a server on this machine still answers: it is asked for its status every second."""
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import rollout_pb2_grpc as rpc
+
+_EVERY_SECONDS = 1.0
+_DEADLINE_SECONDS = 10.0  # then it is asked anew, on a connection that is perhaps better
+_TICK_SECONDS = 0.5
+_NO_ANSWER = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,  # its engine has stopped; it should end, and may hang on its way
+)
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class Pulse:
+    """One server process, asked for its status; never waits.
+
+    Args:
+      port: on loopback.
+      token: bearer token. Without the right one it answers too: that it does not know us.
+      clock: seconds.
+
+      answered: it has said that it is ready.
+
+    Attributes:
+      silent: seconds since its last answer, or since the start. Time in which nobody called `feel`
+        does not count: then it was we who were stopped.
+      answered: it was ready once.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        token: str | None,
+        *,
+        answered: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.silent, self.answered = 0.0, answered
+        self._clock = clock
+        self._felt = self._ask_at = clock()
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=_OPTIONS)
+        self._status = rpc.RolloutStub(self._channel).Status
+        self._call: grpc.Future | None = None
+
+    def feel(self) -> None:
+        """Takes note of an answer and asks again; to be called several times a second."""
+        now = self._clock()
+        self.silent += min(now - self._felt, _TICK_SECONDS)
+        self._felt = now
+        if self._call and self._call.done():
+            if self._call.code() not in _NO_ANSWER:
+                self.silent, self.answered = 0.0, True
+            self._call = None
+        if not self._call and now >= self._ask_at:
+            self._ask_at = now + _EVERY_SECONDS
+            self._call = self._status.future(
+                pb.StatusRequest(), timeout=_DEADLINE_SECONDS, metadata=self._metadata
+            )
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._channel.close()
