@@ -70,7 +70,7 @@ def processes_of(workdir: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("finished")
-    status, out = finish(start(workdir, "--config.total_steps=3"))
+    status, out = finish(start(workdir, "--config.total_steps=3", "--config.gate.every_steps=2"))
     assert status == 0, out
     return workdir, out
 
@@ -106,6 +106,23 @@ def test_a_finished_run_leaves_what_the_readme_says(finished_run):
     assert "step 3/3" in out
 
 
+def test_a_finished_run_has_passed_the_gate_and_shows_what_it_cost(finished_run):
+    workdir, out = finished_run
+    found = records(workdir / "gate.jsonl")
+    assert [(record["step"], record["ok"]) for record in found] == [(0, True), (2, True)]
+    for record in found:
+        assert 0 < record["max_delta"] < 1e-4
+        assert record["tokens"] > 32
+        assert record["probe_seconds"] > 0 < record["score_seconds"]
+    lines = [line for line in out.splitlines() if line.startswith("gate: ")]
+    assert len(lines) == 2
+    assert "tokens of 1 server, version 0, score the same in the trainer" in lines[0]
+    seconds = [record["seconds"] for record in records(workdir / "metrics.jsonl")]
+    assert ["gate" in each for each in seconds] == [True, False, True]
+    trace = json.loads((workdir / "timeline.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "gate" for event in trace) == 2
+
+
 def test_the_exported_directory_loads_in_transformers(finished_run):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
@@ -138,6 +155,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert [record["step"] for record in steps] == list(range(1, last + 3))
     assert steps[: len(done)] == done
     assert steps[-1]["staleness_max"] <= 2
+    assert [record["step"] for record in records(tmp_path / "gate.jsonl")] == [0, last]
 
 
 def test_killing_the_trainer_leaves_no_process(tmp_path):
@@ -232,13 +250,15 @@ def test_two_servers_started_by_hand_take_streamed_weights(tmp_path):
     try:
         ports = [json.loads(server.stdout.readline())["port"] for server in servers]
         addresses = f"--config.fleet.addresses={tuple(f'127.0.0.1:{port}' for port in ports)}"
-        for run in ("first", "second"):
-            flags = (addresses, "--config.fleet.publish=stream", "--config.total_steps=2")
+        for run, method in (("first", "stream"), ("second", "delta")):
+            flags = (addresses, f"--config.fleet.publish={method}", "--config.total_steps=2")
             status, out = finish(start(tmp_path / run, *flags))
             assert status == 0, out
             steps = records(tmp_path / run / "metrics.jsonl")
             assert [step["step"] for step in steps] == [1, 2]
             assert all(step["dropped"] == 0 and step["staleness_max"] <= 2 for step in steps)
+            assert 0 < steps[-1]["publish_stall_seconds"] < steps[-1]["publish_seconds"]
+            assert steps[-1]["publish_bytes"] > 0
         assert all(server.poll() is None for server in servers)
     finally:
         for server in servers:
