@@ -242,13 +242,14 @@ def stage(
         safetensors file (or of an HF directory with one `model.safetensors`), used where it is.
       method: `path`, when the servers see the same file system, `stream`, or `delta`: as `stream`,
         and for the servers that have `base` only what changed.
-      base: an earlier version. No delta is made when it is not a file of ours, which alone is sure
-        to be unchanged, or holds other tensors, or differs too much.
+      base: an earlier version. No delta is made when no server keeps it, when it is not a file of
+        ours, which alone is sure to be unchanged, or holds other tensors, or differs too much.
     """
     if method not in METHODS:
         raise UserError(f"publish method {method!r} is unknown; use one of {', '.join(METHODS)}")
     weights = _staged(version, source, method, directory)
-    if method != "delta" or not (base and base.owned and weights.owned):
+    kept = base is not None and base.method == "delta" and base.owned  # by the servers, and by us
+    if method != "delta" or not (base and kept and weights.owned):
         return weights
     try:
         return replace(weights, delta=_delta(base, weights, directory))

@@ -217,7 +217,8 @@ def test_a_delta_with_a_tail(tmp_path):
         delta.apply(base, made, result)
 
 
-def test_a_stream_that_inflates_to_more_than_belongs_there(tmp_path):
+@pytest.mark.parametrize(("gap_bytes", "why"), [(1, "does not end"), (1 << 28, "1 changes of 64")])
+def test_a_stream_that_inflates_to_more_than_belongs_there(tmp_path, gap_bytes, why):
     """A few bytes that stand for 256 MiB cost neither the memory nor the time."""
     made = zlib.compressobj(9, zlib.DEFLATED, -15)
     bomb = b"".join(made.compress(bytes(1 << 24)) for _ in range(16)) + made.flush()
@@ -226,11 +227,11 @@ def test_a_stream_that_inflates_to_more_than_belongs_there(tmp_path):
     path.write_bytes(
         delta._HEAD.pack(b"rlxdelta", 1, 64, size, 1)
         + delta._SEGMENT.pack(0, 64, 2)
-        + delta._CHANGES.pack(1, 1)
+        + delta._CHANGES.pack(1, gap_bytes)
         + delta._STREAM.pack(1, len(bomb))
         + bomb
     )
-    with pytest.raises(ValueError, match="does not end"):
+    with pytest.raises(ValueError, match=why):
         delta.apply(base, path, result)
 
 
@@ -283,9 +284,11 @@ def test_stage_makes_a_delta_of_two_versions_of_ours(tmp_path):
     assert second.delta.fits(first)
     assert not second.delta.fits(second)
     assert not second.delta.fits(None)
+    by_path = publish.stage(1, tensors, "path", tmp_path)
     noise = rng.integers(0, 1 << 16, 100_000, np.uint16).view(ml_dtypes.bfloat16)
     for source, method, base in (
         (tensors, "stream", first),  # not asked for
+        (tensors, "delta", by_path),  # which no server keeps
         (second.path, "delta", first),  # a user's file may change under us
         ({"v": tensors["w"]}, "delta", first),  # other tensors
         ({"w": noise}, "delta", first),  # everything, by anything
@@ -293,6 +296,6 @@ def test_stage_makes_a_delta_of_two_versions_of_ours(tmp_path):
         third = publish.stage(3, source, method, tmp_path, base)
         assert third.delta is None
         third.close()
-    second.close()
-    first.close()
+    for weights in (by_path, second, first):
+        weights.close()
     assert os.listdir(tmp_path) == []
