@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlx.base import UserError
 from rlx.fleet import tls, wire
 from rlx.fleet.engine import KV_POLICIES
 
@@ -48,6 +49,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--tls-client-ca", default="", help="callers need a certificate signed by it")
     p.add_argument("--metrics-port", type=int, default=0, help="of Prometheus; 0: none")
     p.add_argument("--metrics-host", default="127.0.0.1", help="others need --tls-client-ca")
+    p.add_argument("--openai-port", type=int, default=0, help="of vLLM's own API, on loopback")
     p.add_argument("--weight-root", action="append", help="of published files; loopback: /dev/shm")
     p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="for streamed weights")
     p.add_argument("--parent-pid", type=int, default=0, help="end when this process ends")
@@ -56,6 +58,11 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `rlx.fleet.server.serve` that `args` asks for; UserError: half of a pair."""
+    if args.openai_port and args.engine != "vllm":
+        raise UserError(
+            f"--openai-port={args.openai_port} is vLLM's own endpoint and --engine={args.engine} "
+            "has none; use --engine=vllm or drop the flag"
+        )
     local = tls.is_loopback(args.host)
     return {
         "host": args.host,
@@ -64,6 +71,7 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         "tls": tls.server_tls(args.tls_cert, args.tls_key, args.tls_client_ca),
         "metrics_host": args.metrics_host,
         "metrics_port": args.metrics_port,
+        "openai_port": args.openai_port,
         "weight_roots": args.weight_root or ([_SHARED_MEMORY] if local else []),
         "stage_dir": args.stage_dir,
         "kv": args.kv_on_update,

@@ -10,7 +10,7 @@ from wsgiref.simple_server import WSGIServer
 import grpc
 
 from rlx.base import UserError
-from rlx.fleet import metrics, wire
+from rlx.fleet import metrics, openai_http, wire
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet.engine import Engine
@@ -52,6 +52,7 @@ class Server:
       host, port, token: where it listens (port 0: any), and what callers must know.
       tls: certificate and key, and the CA of the callers' certificates when they must have one.
       metrics_host, metrics_port: where Prometheus finds it; port 0: nowhere.
+      openai_port: of vLLM's own endpoint, on loopback; 0: none. The engine must be VllmEngine.
       service: see RolloutService.
     """
 
@@ -65,6 +66,7 @@ class Server:
         tls: transport.Tls | None = None,
         metrics_host: str = "127.0.0.1",
         metrics_port: int = 0,
+        openai_port: int = 0,
         **service: Any,
     ):
         transport.check_host(host, token, tls)
@@ -96,6 +98,9 @@ class Server:
             ) from None
         if metrics_port:
             self._listener = metrics.listen(self.meters, metrics_host, metrics_port, tls)
+        self._token = token
+        self._openai_socket = openai_http.bind(openai_port) if openai_port else None
+        self._openai: openai_http.Endpoint | None = None
 
     async def start(self) -> None:
         """Starts the engine, then answers calls."""
@@ -104,6 +109,10 @@ class Server:
         self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
         self.meters.watch(self._rollouts.look)
         rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)
+        if self._openai_socket:
+            llm = getattr(self._engine, "llm")  # noqa: B009 - VllmEngine's, not the protocol's
+            self._openai = openai_http.Endpoint(llm, self._openai_socket, self._token)
+            await self._openai.start()
         await self._grpc.start()
 
     def check(self) -> None:
@@ -114,6 +123,8 @@ class Server:
     async def stop(self) -> None:
         """Ends the running calls and the engine."""
         await self._grpc.stop(None)
+        if self._openai:
+            await self._openai.stop()
         if self._listener:
             await asyncio.to_thread(self._listener.shutdown)
             self._listener.server_close()
