@@ -263,8 +263,8 @@ def main() -> None:
             print(
                 f"{args.model}, {args.dtype}, {args.requests} requests in flight, "
                 f"{args.publishes} publishes; load average {os.getloadavg()[0]:.1f}\n\n"
-                "| how | file, MB | sent, MB | stall | gap | without | first token | host | verify | "
-                "stage | publish |\n|---|---|---|---|---|---|---|---|---|---|---|",
+                "| how | file, MB | sent, MB | stall | gap | without | first token | host | "
+                "verify | stage | publish |\n|---|---|---|---|---|---|---|---|---|---|---|",
                 flush=True,
             )
             trainer = Trainer(model, args.dtype, args.learning_rate)
