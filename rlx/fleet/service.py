@@ -256,21 +256,18 @@ class RolloutService(rpc.RolloutServicer):
     async def _install(self, header: pb.PublishHeader, path: str, file: WeightFile | None) -> int:
         """Has the engine take the file; returns how long it stood still, in ns."""
         kv = wire.KV_NAMES.get(header.kv) or self._kv
-        kept = False
+        base = None
         try:
             async with self._changing:
                 start_ns = self._clock()
                 paused_ns = await self._engine.load(path, header.version, kv)
                 self._meters.stall.observe(paused_ns / 1e9)
                 self._spans.append((f"load version {header.version}", start_ns, self._clock()))
-                kept = file is not None and header.keep and not self._closed
-                self._keep(
-                    _Base(header.version, header.num_bytes, header.crc32, file)
-                    if file and kept
-                    else None
-                )
+                if file and header.keep and not self._closed:
+                    base = _Base(header.version, header.num_bytes, header.crc32, file)
+                self._keep(base)
         finally:
-            if not kept:
+            if not base:
                 _close(file)
         return paused_ns
 
