@@ -31,9 +31,8 @@ class Pulse:
     Args:
       port: on loopback.
       token: bearer token. Without the right one it answers too: that it does not know us.
-      clock: seconds.
-
       answered: it has said that it is ready.
+      clock: seconds.
 
     Attributes:
       silent: seconds since its last answer, or since the start. Time in which nobody called `feel`
