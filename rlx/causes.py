@@ -186,9 +186,16 @@ def _dtype(case: Case) -> Iterator[Guess]:
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), case.params)
         yield Guess(f"the engine's weights are rounded to {dtype}", case.score(rounded))
         if jnp.dtype(compute).itemsize > 2:
-            scores = case.score(rounded, compute_dtype=dtype)
+            scores = _half(case, rounded, dtype)
             noise = [a - b for a, b in zip(scores, ours, strict=True)]
             yield Guess(f"the engine computes in {dtype}, the trainer in {compute}", scores, noise)
+
+
+def _half(case: Case, params: Params, dtype: str) -> Scores:
+    """As an engine in half precision scores: its logits are rounded too, unlike the trainer's."""
+    scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
+    logits = scorer.logits(params, case.samples).astype(jnp.dtype(dtype))
+    return case.split(consistency.tempered(logits, case.tokens, scorer.temperature))
 
 
 # cause → (its guesses, what to do about it)
@@ -225,7 +232,7 @@ def diagnose(case: Case, observed: Report) -> list[Finding]:
 def advice(findings: Sequence[Finding]) -> str:
     """The likely cause and its remedy, in words."""
     if not findings:
-        return "no known cause fits; python -m rlx.compare looks closer"
+        return "no known cause fits"
     kind = "likely cause" if findings[0].exact else "closest cause, which does not explain all"
     return f"{kind}: {' or '.join(map(str, findings))}; {findings[0].remedy}"
 

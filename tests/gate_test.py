@@ -156,6 +156,16 @@ def test_compare_names_the_cause_and_exits_with_1(serve, other_rope):
     assert lines[-1].startswith("likely cause: RoPE base")
 
 
+@pytest.mark.vllm
+def test_compare_tells_vllms_half_precision_from_other_causes():
+    status, out, errors = run(
+        [*COMPARE, "--engine=vllm", "--dtype=bfloat16", "--max-delta=1e-3", "--mean-delta=1e-4",
+         "--count=16", "--max-new-tokens=64"]
+    )  # fmt: skip
+    assert status == 1, out + errors
+    assert "likely cause: dtype: the engine computes in bfloat16" in out.splitlines()[-1]
+
+
 def test_compare_says_in_one_line_that_there_are_no_prompts(tmp_path):
     status, out, errors = run([*COMPARE, f"--prompts={tmp_path / 'none.txt'}"])
     assert status == 2
