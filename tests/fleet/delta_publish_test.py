@@ -12,6 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from rlx.base import UserError
 from rlx.fleet import delta, member, publish
@@ -20,6 +21,7 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.engine import Request, Sampling
 from rlx.fleet.engine_jax import JaxEngine
 from rlx.launch.local import LocalServers
+from rlx.model import hf
 
 CODE = grpc.StatusCode
 DEADLINE = 10
@@ -391,8 +393,6 @@ def test_a_killed_process_comes_back_and_takes_deltas_again(tools, tmp_path):
 
 def test_the_jax_engine_holds_the_very_bits(tools, tmp_path, tiny_model_dir):
     """A delta of bf16 weights makes the same engine, and the same tokens, as reading the file."""
-    from safetensors.numpy import load_file
-
     old = load_file(tiny_model_dir / "model.safetensors")
     old = {name: value.astype(ml_dtypes.bfloat16) for name, value in old.items()}
     rng = np.random.default_rng(0)
@@ -427,3 +427,39 @@ def test_the_jax_engine_holds_the_very_bits(tools, tmp_path, tiny_model_dir):
             assert await tokens() == after
 
     tools.run(main(), 120)
+
+
+@pytest.mark.vllm
+def test_vllm_takes_a_delta_as_it_takes_the_file(tmp_path):
+    model = hf.resolve("rlx:arithmetic")
+    old = load_file(model / "model.safetensors")
+    old = {name: value.astype(ml_dtypes.bfloat16) for name, value in old.items()}
+    rng = np.random.default_rng(0)
+    new = {
+        name: (v.astype(np.float32) + 1e-4 * rng.standard_normal(v.shape)).astype(v.dtype)
+        for name, v in old.items()
+    }
+    options = {"engine": "vllm", "slots": 4, "max_model_len": 64, "dtype": "bfloat16"}
+    greedy = Sampling(temperature=0.0, max_new_tokens=24, min_new_tokens=24)
+
+    async def main(addresses):
+        fleet, drawn = Fleet(addresses, publish_dir=str(tmp_path)), []
+        try:
+            await fleet.connect()
+            for version, tensors, method in (
+                (1, old, "delta"),
+                (2, new, "delta"),
+                (3, new, "path"),
+            ):
+                report = await fleet.publish(version, tensors, method)
+                completion = (await fleet.generate(PROMPT, greedy, 1))[0]
+                assert set(completion.versions.tolist()) == {version}
+                drawn.append((ways(report), completion.logprobs.tolist()))
+            return drawn
+        finally:
+            await fleet.close()
+
+    with LocalServers(model, workdir=tmp_path, weight_roots=[str(tmp_path)], **options) as local:
+        before, by_delta, by_path = asyncio.run(main(local.wait()))
+    assert [before[0], by_delta[0], by_path[0]] == [["stream"], ["delta"], ["path"]]
+    assert by_delta[1] == by_path[1] != before[1]
