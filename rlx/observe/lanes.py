@@ -17,7 +17,7 @@ COLORS = {
     "version": "c4", "verify": "c7",
     "decode": "c3", "generate": "c3", "prefill": "c7", "pack": "c7", "flatten": "c7",
     "reward": "c5", "evaluate": "c6", "evaluation": "c6", "eval": "c6", "checkpoint": "c8",
-    "proximal": "c2", "other": "c-other",
+    "proximal": "c2", "gate": "c6", "other": "c-other",
 }  # fmt: skip
 _SPARE = ("c2", "c6", "c8", "c5", "c7")
 _MAX_ROWS = 6  # of one process; further ones are only counted
