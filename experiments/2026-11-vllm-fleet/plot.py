@@ -1,6 +1,6 @@
 """The distribution of publish stalls, from the files that the benchmark's --json writes.
 
-    python experiments/2026-11-vllm-fleet/plot.py stalls.png tiny.json 0.5b.json
+python experiments/2026-11-vllm-fleet/plot.py stalls.png tiny.json 0.5b.json
 """
 
 import json
