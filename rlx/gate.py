@@ -53,10 +53,11 @@ class Gate:
 
     Args:
       config, inputs: of the run; the prompts are training rows, evenly spread.
-      earlier: name → HF directory of weights that a server may still have; it need not exist.
+      first, saved: HF directories of the run's first weights and of its last checkpoint, which need
+        not exist: what a server may still have.
     """
 
-    def __init__(self, config: ConfigDict, inputs: Inputs, earlier: Mapping[str, Path]):
+    def __init__(self, config: ConfigDict, inputs: Inputs, first: Path, saved: Path):
         rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
         chosen = [rows[i * len(rows) // count] for i in range(count)]
         self._prompts = [np.array(inputs.workflow.prompt_ids(row), np.int32) for row in chosen]
@@ -77,7 +78,8 @@ class Gate:
         self._tolerance = consistency.tolerance(
             exact, config.gate.max_delta, config.gate.mean_delta
         )
-        self._seed, self._dtype, self._earlier = config.seed, config.model.dtype, earlier
+        self._seed, self._dtype = config.seed, config.model.dtype
+        self._earlier = {"the run's first weights": first, "the last checkpoint": saved}
         self._asked: Future[Probe] | None = None
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:

@@ -90,8 +90,7 @@ class _Run:
         self.writer = stack.enter_context(writer)
         self.evaluated = {record["step"] for record in read_jsonl(workdir / "eval.jsonl")}
         addresses = servers.wait() if servers else tuple(config.fleet.addresses)
-        earlier = {"the run's first weights": self.model_dir, "the last checkpoint": workdir / "hf"}
-        self.gate = Gate(self.config, self.inputs, earlier)
+        self.gate = Gate(config, inputs, self.model_dir, workdir / "hf")
         self._start_executor(stack, addresses)
 
     # Setting up.

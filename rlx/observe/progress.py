@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan",
-                "proximal": "blue", "checkpoint": "red", "eval": "bright_blue", "gate": "bright_cyan"}  # fmt: skip
+                "proximal": "blue", "checkpoint": "red", "eval": "bright_blue",
+                "gate": "bright_cyan"}  # fmt: skip
 _PHASE_STYLES = {"finished": "bold green", "stopped": "bold red", "interrupted": "bold yellow"}
 _RECENT = 20  # steps the remaining time is judged by
 
