@@ -2,15 +2,20 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 from rlx.base import UserError
 
 
-def run(main: Callable[[], int | None]) -> None:
+def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
     """Calls `main` and exits with its status: 0 done, 2 a user's mistake, 130 interrupted.
 
     Any other exception is a bug of ours and keeps its traceback (status 1).
+
+    Args:
+      teardown: whether Python clears up behind itself. With torch and vLLM that takes seconds, in
+        which a dead server could have been started again.
     """
     try:
         status = main() or 0
@@ -22,4 +27,13 @@ def run(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # the reader of a pipe left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
+    except Exception:
+        if teardown:
+            raise
+        traceback.print_exc()
+        status = 1
+    if not teardown:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)

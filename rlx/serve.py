@@ -40,4 +40,4 @@ async def _serve(args: argparse.Namespace, engine: Callable) -> None:
 
 
 if __name__ == "__main__":
-    command.run(lambda: main(sys.argv[1:]))
+    command.run(lambda: main(sys.argv[1:]), teardown=False)

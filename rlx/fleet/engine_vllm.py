@@ -250,7 +250,8 @@ class VllmEngine:
         if self.llm:
             if self.llm.output_handler:  # else it reports the end as a failure
                 self.llm.output_handler.cancel()
-            await asyncio.to_thread(self.llm.shutdown)
+            # At once: it has nothing to finish, and a hung one would not listen.
+            await asyncio.to_thread(self.llm.shutdown, timeout=0.0)
 
     # Requests on their way in.
 
