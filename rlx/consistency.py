@@ -34,8 +34,9 @@ class Tolerance:
 
 
 EXACT = Tolerance(max=1e-3, mean=1e-4)  # float32 on both sides; measured 1e-5 and 1e-6
-# bfloat16 on either; measured 0.10 and 0.024. A wrong temperature, head or RoPE base: 0.1 to 0.6.
-ROUNDED = Tolerance(max=0.5, mean=0.06)
+# bfloat16 on either: 0.024 on average. A wrong temperature, head or RoPE base: 0.1 to 0.6. A single
+# improbable token of a healthy model was seen to be off by 3.2, from transformers by 3.0.
+ROUNDED = Tolerance(max=5.0, mean=0.06)
 
 
 def tolerance(exact: bool, max: float = 0.0, mean: float = 0.0) -> Tolerance:
