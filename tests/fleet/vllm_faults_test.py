@@ -157,8 +157,8 @@ class World:
     said: list
 
     @asynccontextmanager
-    async def fleet(self, **options):
-        """A connected Fleet of both servers, both alive."""
+    async def fleet(self, wait=True, **options):
+        """A connected Fleet of both servers; both alive, unless nobody waits for it."""
         fleet = Fleet(
             self.local.wait(),
             limits=options.pop("limits", LIMITS),
@@ -168,7 +168,8 @@ class World:
         )
         try:
             await fleet.connect()
-            await alive(fleet)
+            if wait:
+                await alive(fleet)
             yield fleet
         finally:
             await fleet.close()
@@ -307,8 +308,11 @@ def test_a_wrong_stamp_is_noticed(world):
     run(body())
 
 
-def test_a_killed_server_loses_nothing_and_returns_with_the_current_weights(world):
-    async def body():
+def test_a_killed_server_loses_nothing_and_joins_another_fleet_late_with_its_weights(world):
+    limits = dataclasses.replace(LIMITS, connect=1.0)
+    address = world.local.wait()[0]
+
+    async def killed():
         async with world.fleet() as fleet:
             version = await world.publish(fleet)
             load = Load(fleet)
@@ -318,15 +322,23 @@ def test_a_killed_server_loses_nothing_and_returns_with_the_current_weights(worl
             await load.end()
             assert gone(core), "EngineCore outlived its server"
             world.check(load, version, version)
-            await alive(fleet)
-            assert world.local.pids[0] != victim
-            assert [server.version for server in await fleet.status()] == [version] * 2
-            load = Load(fleet)
-            await load.begun()
-            await load.end()
-            world.check(load, version, version)
 
-    run(body())
+    async def late():
+        async with world.fleet(limits=limits, wait=False) as fleet:
+            assert f"going on without {address}" in world.said[-1]
+            await world.publish(fleet)
+            version = await world.publish(fleet, "delta")
+            assert [server.live for server in await fleet.status()] == [False, True]
+            joined = 0
+            while not joined:  # the load meets the moment at which it joins
+                load = Load(fleet)
+                await load.end()
+                world.check(load, version, version)
+                joined = (await fleet.status())[0].tokens_generated
+            assert [server.version for server in await fleet.status()] == [version] * 2
+
+    run(killed())
+    run(late())
 
 
 def test_a_server_ends_with_its_killed_engine_core_and_partial_samples_keep_their_versions(world):
@@ -505,34 +517,6 @@ def test_damaged_and_interrupted_publishes_leave_the_old_version_serving(world, 
                 world.check(again, version, version)
                 await stub.Publish(iter(parts(path, bad)), timeout=20)
                 assert (await stub.Status(pb.StatusRequest())).version == bad
-
-    run(body())
-
-
-def test_a_late_joiner_gets_the_current_weights_before_its_first_request(world):
-    async def body():
-        os.kill(world.local.pids[1], signal.SIGKILL)
-        limits = dataclasses.replace(LIMITS, connect=1.0)
-        address = world.local.wait()[1]
-        fleet = Fleet(
-            world.local.wait(), limits=limits, publish_dir=str(world.workdir),
-            on_message=world.said.append,
-        )  # fmt: skip
-        try:
-            await fleet.connect()
-            assert f"going on without {address}" in world.said[-1]
-            await world.publish(fleet)
-            version = await world.publish(fleet, "delta")
-            assert sum(server.live for server in await fleet.status()) == 1
-            seen = []
-            while (await fleet.status())[1].version != version or not seen[-1].live:
-                load = Load(fleet)
-                await load.end()
-                world.check(load, version, version)
-                seen.append((await fleet.status())[1])
-            assert not seen[0].live
-        finally:
-            await fleet.close()
 
     run(body())
 
