@@ -14,6 +14,7 @@ from rlx import command
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.engine import Sampling
+from rlx.fleet.tls import client_tls
 from rlx.launch.local import LocalServers
 
 
@@ -23,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help="HF directory or hub name")
     p.add_argument("--engine", default="vllm", choices=("jax", "vllm"))
     p.add_argument("--address", default="", help="host:port of a running server of this model")
+    p.add_argument("--tls", default="", help="of --address: ca.pem, or ca.pem,cert.pem,key.pem")
     p.add_argument("--prompts", default="", help=".jsonl with `question`, or text, a prompt a line")
     p.add_argument("--count", type=int, default=16, help="prompts at most")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -47,7 +49,7 @@ def main() -> int:
     prompts = inputs.read_prompts(a.prompts, inputs.load_tokenizer(directory), a.count)
     sampling = Sampling(a.temperature, a.top_p, a.top_k, a.max_new_tokens, seed=0)
     if a.address:
-        completions = asyncio.run(_ask((a.address,), prompts, sampling))
+        completions = asyncio.run(_ask((a.address,), prompts, sampling, a.tls))
     else:
         longest = max(map(len, prompts)) + a.max_new_tokens
         options = {"engine": a.engine, "dtype": a.dtype, "max_model_len": longest, "slots": 16}
@@ -64,12 +66,12 @@ def main() -> int:
     return 0 if all(report.ok for report in found.values()) else 1
 
 
-async def _ask(addresses: Sequence[str], prompts, sampling: Sampling):
-    fleet = Fleet(addresses, token=os.environ.get(wire.TOKEN_VARIABLE))
+async def _ask(addresses: Sequence[str], prompts, sampling: Sampling, files: str = ""):
+    tls = client_tls(*[*files.split(","), "", ""][:3])
+    fleet = Fleet(addresses, token=os.environ.get(wire.TOKEN_VARIABLE), tls=tls)
     try:
         await fleet.connect()
-        (completions,) = (await fleet.probe(prompts, sampling)).values()
-        return completions
+        return next(iter((await fleet.probe(prompts, sampling)).values()))
     finally:
         await fleet.close()
 
