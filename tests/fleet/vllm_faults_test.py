@@ -36,8 +36,8 @@ pytestmark = pytest.mark.vllm
 
 REQUESTS = 64  # in flight at once
 SLOTS = 24  # of each of two servers, so that some of them wait
-MOST = 96  # tokens of every completion
-LENGTH = 128
+MOST = 160  # tokens of every completion
+LENGTH = 192
 ATOL = 1e-3  # nats; measured 1e-5
 LIMITS = Limits(
     connect=60, request=60, publish=30, probe=1.5, probe_every=0.1, outage=90, backoff=0.2
