@@ -27,7 +27,9 @@ from rlx.model.config import ModelConfig
 
 pytestmark = pytest.mark.vllm
 
-MAX_LEN = 128
+MAX_LEN = 384
+LONG = 240  # tokens: many times what is generated while the client hears of the first ones
+LONG_ATOL = 5e-4  # nats; float32 after hundreds of tokens
 CODE = grpc.StatusCode
 
 
@@ -316,7 +318,7 @@ def test_bad_requests_are_refused_and_harm_nothing(running, prompt, options, mes
 
 def test_closing_a_stream_ends_its_samples(running):
     async def begin_and_leave():
-        task = asyncio.create_task(running.collect(prompt_of(8), n=20, min_new_tokens=100))
+        task = asyncio.create_task(running.collect(prompt_of(8), n=20, min_new_tokens=200))
         while (await running.status()).running < 2:
             await asyncio.sleep(0.005)
         task.cancel()
@@ -328,7 +330,7 @@ def test_closing_a_stream_ends_its_samples(running):
 
 def long_group(served, prompt, out, n=8):
     return asyncio.create_task(
-        served.collect(prompt, n=n, seed=1, out=out, max_new_tokens=80, min_new_tokens=80)
+        served.collect(prompt, n=n, seed=1, out=out, max_new_tokens=LONG, min_new_tokens=LONG)
     )
 
 
@@ -360,9 +362,9 @@ def test_weights_change_in_flight(changing, model, changed, kv):
         assert (np.diff(versions) >= 0).all()
         logprobs = np.array(sample.logprobs)
         old = teacher(model, prompt, sample.tokens)
-        np.testing.assert_allclose(logprobs[versions == 0], old[versions == 0], atol=1e-4)
+        np.testing.assert_allclose(logprobs[versions == 0], old[versions == 0], atol=LONG_ATOL)
         error = np.abs(logprobs - teacher(new, prompt, sample.tokens))[versions == 5]
-        assert (error.max() < 1e-4) == (kv == pb.RECOMPUTE)
+        assert (error.max() < LONG_ATOL) == (kv == pb.RECOMPUTE)
     assert seen == {0, 5}
 
 
@@ -381,7 +383,7 @@ def test_aborted_requests_say_so_and_keep_their_tokens(changing, model, changed)
     assert {sample.stop for sample in out.values()} == {"abort"}
     for sample in out.values():
         assert set(sample.versions) <= {0}
-        assert_scored(model, prompt, sample)
+        assert_scored(model, prompt, sample, atol=LONG_ATOL)
 
 
 @pytest.mark.usefixtures("original")
@@ -391,7 +393,7 @@ def test_a_prefix_of_old_weights_is_never_reused(changing, model, changed):
 
     async def scenario():
         await changing.collect(prompt, max_new_tokens=2, min_new_tokens=2)  # its prefix is cached
-        task = long_group(changing, prompt, out, n=40)  # 12 run, 28 wait
+        task = long_group(changing, prompt, out, n=24)  # 12 run, 12 wait
         await until(changing, out, 20)
         await changing.load(path, 7, pb.KEEP)
         late = await changing.collect(prompt, n=2, max_new_tokens=8)
@@ -404,9 +406,9 @@ def test_a_prefix_of_old_weights_is_never_reused(changing, model, changed):
         assert set(sample.versions) == {7}
         assert_scored(new, prompt, sample)
     waited = [sample for sample in out.values() if set(sample.versions) == {7}]
-    assert len(waited) >= 20
+    assert len(waited) >= 12
     for sample in waited:
-        assert_scored(new, prompt, sample)
+        assert_scored(new, prompt, sample, atol=LONG_ATOL)
 
 
 BAD = {
@@ -457,7 +459,9 @@ def test_many_updates_under_load(changing, model, changed):
         for version in set(sample.versions):
             wanted = teacher(scored[version], prompt, sample.tokens)
             here = versions == version
-            np.testing.assert_allclose(np.array(sample.logprobs)[here], wanted[here], atol=1e-4)
+            np.testing.assert_allclose(
+                np.array(sample.logprobs)[here], wanted[here], atol=LONG_ATOL
+            )
 
 
 def test_pause_holds_over_an_update(changing, original):
@@ -557,7 +561,7 @@ def test_an_engine_that_is_killed_leaves_its_tokens_and_ends_the_server(
         for sample in out.values():
             assert set(sample.versions) <= {0}
             assert sample.stop is None
-            assert_scored(model, prompt_of(18, 40), sample)
+            assert_scored(model, prompt_of(18, 40), sample, atol=LONG_ATOL)
 
 
 def test_no_engine_outlives_its_server(tiny_model_dir, tmp_path):
