@@ -17,7 +17,7 @@ from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl, write_atomically
 from rlx.rollout import arithmetic, data, rewards
 from rlx.rollout.reward_pool import RewardPool
-from rlx.rollout.workflows import RLVR
+from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train import checkpoint
 from rlx.train.update import make_steps
 
@@ -124,15 +124,8 @@ def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
         rows = [{"question": line} for line in lines if line.strip()][:count]
     if not rows or any("question" not in row for row in rows):
         raise UserError(f"{path} has no prompts; wanted rows with `question`, or lines of text")
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": str(row["question"])}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        for row in rows
-    ]
-    return [np.array(tokenizer(t, add_special_tokens=False)["input_ids"], np.int32) for t in texts]
+    texts = [render(tokenizer, str(row["question"])) for row in rows]
+    return [np.array(encode(tokenizer, text), np.int32) for text in texts]
 
 
 def training_sampling(config: ConfigDict) -> Sampling:

@@ -1,6 +1,27 @@
-"""What a request must satisfy before an engine takes it. No JAX."""
+"""What a request, and an engine's own context, must satisfy before it is taken. No JAX."""
 
+from rlx.base import UserError
 from rlx.fleet.engine import Request
+
+DEFAULT_MODEL_LEN = 4096  # tokens, where the model's context is longer and nothing was asked
+
+
+def model_len(asked: int, context: int) -> int:
+    """The tokens of prompt and completion that an engine serves: `asked`, or the default for 0.
+
+    Args:
+      context: of the model, tokens.
+
+    Raises:
+      UserError: there is not that much.
+    """
+    longest = asked or min(context, DEFAULT_MODEL_LEN)
+    if not 2 <= longest <= context:
+        raise UserError(
+            f"max_model_len={longest} is not in [2, {context}], the model's "
+            "context; lower it or shorten prompts and completions"
+        )
+    return longest
 
 
 def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:

@@ -27,14 +27,13 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import compile_cache
-from rlx.fleet.checks import check_request
+from rlx.fleet.checks import check_request, model_len
 from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request
 from rlx.fleet.programs import Programs, make_plan
 from rlx.fleet.slots import MAX_STOPS, Live, Slots, Start
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
 from rlx.model import decode, hf
 
-DEFAULT_MODEL_LEN = 4096  # tokens, where the model's context is longer and nothing was asked
 _T = TypeVar("_T")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -47,7 +46,7 @@ class JaxEngine:
       seed: of the seeds it picks for requests that have none.
       slots: sequences decoded together.
       max_model_len: tokens of prompt and completion together; 0: the model's context, at most
-        DEFAULT_MODEL_LEN.
+        checks.DEFAULT_MODEL_LEN.
       decode_steps: tokens a sequence gets in one decode call; new samples, pauses and new weights
         wait for the end of a call.
       dtype: float32 | bfloat16, of weights, activations and cache; logits are float32.
@@ -223,12 +222,7 @@ class JaxEngine:
             for name, value in compile_cache.options().items():
                 jax.config.update(name, value)
         config = self._config = hf.load_config(self.model_path)
-        longest = self._asked_len or min(config.max_position, DEFAULT_MODEL_LEN)
-        if not 2 <= longest <= config.max_position:
-            raise UserError(
-                f"max_model_len={longest} is not in [2, {config.max_position}], the model's "
-                "context; lower it or shorten prompts and completions"
-            )
+        longest = model_len(self._asked_len, config.max_position)
         plan = make_plan(self._asked_slots, longest, self._steps)
         try:
             self._params = self._read(str(self.model_path))

@@ -26,13 +26,12 @@ from typing import Any, cast
 import numpy as np
 
 from rlx.base import UserError
-from rlx.fleet.checks import check_request
+from rlx.fleet.checks import check_request, model_len
 from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request, Sampling
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
 from rlx.model.config import ModelConfig
 from rlx.model.directory import load_config, resolve
 
-DEFAULT_MODEL_LEN = 4096  # tokens, where the model's context is longer and nothing was asked
 _FLUSH_SECONDS = 0.05  # how long tokens wait for company on their way to `generate`
 _STAGE_POLL_SECONDS = 0.005
 _GAP_NS = 200_000_000  # between two steps that count as one span of work
@@ -57,7 +56,7 @@ class VllmEngine:
       seed: of the draws of requests that have none; give every server its own.
       slots: sequences decoded together.
       max_model_len: tokens of prompt and completion together; 0: the model's context, at most
-        DEFAULT_MODEL_LEN.
+        checks.DEFAULT_MODEL_LEN.
       dtype: float32 | bfloat16, of weights, activations and cache.
       kv_cache_bytes: 0: on a CPU what `slots` full sequences need, at most 4 GiB; on a GPU vLLM's
         own choice. Sequences that do not fit wait.
@@ -86,13 +85,7 @@ class VllmEngine:
             raise UserError(f"slots={slots} is below 1; set it to 1 or more")
         self.model_path = resolve(model_path)
         self._config = load_config(self.model_path)
-        longest = self._config.max_position
-        self._max_model_len = max_model_len or min(longest, DEFAULT_MODEL_LEN)
-        if not 2 <= self._max_model_len <= longest:
-            raise UserError(
-                f"max_model_len={self._max_model_len} is not in [2, {longest}], the model's "
-                "context; lower it or shorten prompts and completions"
-            )
+        self._max_model_len = model_len(max_model_len, self._config.max_position)
         self._seed, self._slots, self._dtype = seed, slots, dtype
         self._kv_cache_bytes, self._hang_seconds, self._clock = kv_cache_bytes, hang_seconds, clock
         self._samples: dict[str, _Sample] = {}

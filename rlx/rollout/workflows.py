@@ -45,6 +45,19 @@ class Workflow(Protocol):
     def drain_spans(self) -> list[Span]: ...
 
 
+def render(tokenizer: Any, question: str, system_prompt: str = "") -> str:
+    """A prompt's text: system message if any, question, and the start of the answer's turn."""
+    messages = [{"role": "user", "content": question}]
+    if system_prompt:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a rendered prompt, which has its special tokens already."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 class RLVR:
     """One turn with a verifiable reward: row → chat template → n samples → a reward each."""
 
@@ -83,13 +96,8 @@ class RLVR:
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """The prompt's text: system message, question, and the start of the answer's turn."""
-        messages = [{"role": "user", "content": str(row[self._question_key])}]
-        if self._system_prompt:
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
+        """The prompt's text."""
+        return render(self._tokenizer, str(row[self._question_key]), self._system_prompt)
 
     def prompt_ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
         """The prompt's tokens.
@@ -148,7 +156,7 @@ class RLVR:
         return spans
 
     def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encode(self._tokenizer, text)
         for what, limit in self._limits.items():
             if limit and len(ids) > limit:
                 raise UserError(
