@@ -57,6 +57,7 @@ def default() -> ConfigDict:
     c.rollout = ConfigDict()
     c.rollout.batch_prompts = 8  # B: prompts a train batch
     c.rollout.max_staleness = 2  # η: versions; 0 is synchronous training
+    c.rollout.force_staleness = False  # each batch lags by max_staleness exactly; experiments
     c.rollout.max_concurrent_rollouts = 64  # live prompts
     c.rollout.max_failures = 8  # failed attempts between two batches before the run stops
     c.rollout.drop_equal_rewards = False  # dynamic filtering: reject groups without a signal

@@ -165,6 +165,7 @@ class _Run:
             ),
             self.fleet,
             seed=c.seed,
+            force_staleness=c.rollout.force_staleness,
             max_failures=c.rollout.max_failures,
             drop_equal_rewards=c.rollout.drop_equal_rewards,
             request_timeout=c.rollout.request_timeout_seconds,

@@ -61,6 +61,8 @@ class Executor:
       limits: batch size, staleness bound, concurrency.
       fleet: given to the workflow; used on the executor's loop only.
       seed: of the run; a group's seed is a function of it, the group's id and the attempt.
+      force_staleness: hand out a batch only when all that may be admitted has finished, so that
+        every batch lags by `limits.max_staleness` exactly. For experiments: it idles the fleet.
       max_failures: failed attempts between two batches; one more and `collect` raises.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
       request_timeout: seconds for one attempt, after which it has failed.
@@ -75,6 +77,7 @@ class Executor:
         fleet: Generator,
         *,
         seed: int = 0,
+        force_staleness: bool = False,
         max_failures: int = 8,
         drop_equal_rewards: bool = False,
         request_timeout: float = 600.0,
@@ -84,6 +87,7 @@ class Executor:
         self._fleet, self._seed, self._clock = fleet, seed, clock
         self._max_failures, self._request_timeout = max_failures, request_timeout
         self._drop_equal_rewards = drop_equal_rewards
+        self._force_staleness = force_staleness
 
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
@@ -423,6 +427,8 @@ class Executor:
             raise self._error
         if not self._thread.is_alive():
             raise RuntimeError("the executor's thread is not running")
+        if self._force_staleness and not staleness.full(self._staleness, self._limits):
+            return False
         return buffers.ready(self._buffer, self._staleness.consumed, self._limits)
 
 

@@ -70,6 +70,15 @@ def capacity(state: Staleness, limits: Limits) -> int:
     return max(0, min(concurrency, staleness))
 
 
+def full(state: Staleness, limits: Limits) -> bool:
+    """Whether everything that may be admitted before the next publish is accepted.
+
+    A trainer that waits for this has batches of exactly min(version, max_staleness) versions of
+    lag: each version's prompts finish under it, and wait η batches for their turn.
+    """
+    return state.accepted >= (limits.max_staleness + state.consumed + 1) * limits.batch_prompts
+
+
 def admit(state: Staleness, limits: Limits) -> Staleness:
     """A prompt starts at the current version."""
     if capacity(state, limits) < 1:

@@ -103,6 +103,18 @@ def test_admission_stops_at_eta_plus_one_batches(make, fake_fleet):
     collect(executor)
 
 
+@pytest.mark.parametrize("eta", [0, 1, 3])
+def test_forced_staleness_makes_every_batch_lag_by_the_bound(make, fake_fleet, eta):
+    fleet = fake_fleet(turns=40)
+    executor = make(Limits(4, eta, 3), fleet=fleet, force_staleness=True)
+    publish(executor, fleet, 0)
+    for step in range(3 * eta + 3):
+        lags = {step - v for g in collect(executor) for t in g.trajectories
+                for v in t.versions[t.loss_mask]}  # fmt: skip
+        assert lags == {min(step, eta)}
+        publish(executor, fleet, step + 1)
+
+
 def test_a_slow_prompt_is_waited_for_when_due_and_not_before(make, fake_fleet, fake_workflow):
     gate = asyncio.Event()
 
