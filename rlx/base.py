@@ -28,6 +28,8 @@ class Trajectory:
       stop_reason: `stop` (end token or stop string) or `length` (budget exhausted).
       trajectory_id: unique in the run, `"{group_id}.{sample}"`.
       turn_ids: [T] int32; the turn each token belongs to, 0 for a single-turn workflow.
+      reference_logprobs: [T] float32, nats; log-probabilities under a teacher, 0 where not sampled.
+      agent: who acted, for statistics per agent; one nameless agent by default.
       prompt, completion: the texts, for transcripts and reports only.
       info: scalars of the workflow to be averaged into metrics.
     """
@@ -40,6 +42,8 @@ class Trajectory:
     stop_reason: str
     trajectory_id: str
     turn_ids: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    agent: str = ""
     prompt: str = ""
     completion: str = ""
     info: Mapping[str, float] = field(default_factory=dict)

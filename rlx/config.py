@@ -13,6 +13,7 @@ from ml_collections import ConfigDict, config_dict
 from rlx.base import UserError
 
 ENGINES = ("jax", "vllm")
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the decoder's matrices
 
 
 def default() -> ConfigDict:
@@ -60,7 +61,6 @@ def default() -> ConfigDict:
     c.rollout.force_staleness = False  # each batch lags by max_staleness exactly; experiments
     c.rollout.max_concurrent_rollouts = 64  # live prompts
     c.rollout.max_failures = 8  # failed attempts between two batches before the run stops
-    c.rollout.drop_equal_rewards = False  # dynamic filtering: reject groups without a signal
     c.rollout.request_timeout_seconds = 600.0
 
     c.algorithm = ConfigDict()
@@ -79,6 +79,15 @@ def default() -> ConfigDict:
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.0
     c.optimizer.clip_norm = 1.0
+
+    c.critic = ConfigDict()  # the network behind algorithm.critic, begun as a copy of the model
+    c.critic.learning_rate = 1e-5
+    c.critic.warmup_steps = 0  # train batches in which it alone learns
+
+    c.reference = ConfigDict()  # the policy KL terms and DPO are anchored at
+    c.reference.mode = "frozen"  # frozen | copy (every `every_steps`) | ema (of `decay`)
+    c.reference.every_steps = 0  # train batches between two copies of the policy
+    c.reference.decay = 0.99  # what an EMA keeps at each train batch
 
     c.train = ConfigDict()
     c.train.minibatches = 1  # optimizer updates a batch
@@ -133,36 +142,51 @@ def default() -> ConfigDict:
 
 # Names and types of the algorithm fields a config may override (the preset's row otherwise).
 ALGORITHM_OVERRIDES: dict[str, type] = {
+    "drop_equal_rewards": bool,  # dynamic sampling: reject groups without a signal, sample others
+    "overlong_filter": bool,  # train on no token of what was cut off by length
+    "overlong_buffer": float,  # tokens of soft zone, below 1 a share of the limit; 0: off
+    "overlong_limit": int,  # tokens; 0: sampling.max_new_tokens
+    "overlong_factor": float,
     "reward_bias": float,
     "reward_scale": float,
     "reward_clip": float,
-    "overlong_buffer": int,  # tokens of soft zone; 0: off
-    "overlong_limit": int,  # tokens; 0: sampling.max_new_tokens
-    "overlong_factor": float,
     "reward_mean": str,  # group | batch | none
     "reward_std": str,  # group | batch | none
     "leave_one_out": bool,
+    "peers": str,  # prompt | agent | turn: who shares a group's statistics
+    "kl_anchor": str,  # reference | teacher
+    "kl_placement": str,  # none | reward | loss
+    "kl_estimator": str,  # k1 | k2 | k3
+    "kl_coefficient": float,
+    "kl_target": float,  # nats a token; 0: the coefficient is fixed
+    "kl_horizon": int,  # trajectories in which the coefficient moves by a fifth at most
+    "critic": bool,
+    "bootstrap_truncated": bool,
     "gamma": float,
     "lam": float,
     "advantage_mean": str,  # batch | group | none
     "advantage_std": str,
-    "clip_low": float,
-    "clip_high": float,
-    "dual_clip": float,  # 0: off
+    "proximal": str,  # recompute | loglinear | behaviour
     "decoupled": bool,
-    "proximal": str,  # recompute | loglinear
     "weight_level": str,  # token | sequence
     "weight_action": str,  # none | mask | truncate
     "weight_statistic": str,  # ratio | k1 | k2 | k3
     "weight_aggregate": str,  # mean | sum | max
     "weight_upper": float,
     "weight_lower": float,
+    "second_moment": float,  # M2PO's limit, nats²; 0: off
+    "loss": str,  # clip | sapo | reinforce | nll | bradley_terry | dpo | ipo
+    "ratio_level": str,  # token | sequence
+    "clip_low": float,
+    "clip_high": float,
+    "dual_clip": float,  # 0: off
+    "sapo_positive": float,
+    "sapo_negative": float,
+    "value_clip": float,  # 0: off
+    "pair_beta": float,
+    "entropy_coefficient": float,
     "reduction": str,
     "constant_length": int,
-    "kl_placement": str,  # none | reward | loss
-    "kl_estimator": str,  # k1 | k2 | k3
-    "kl_coefficient": float,
-    "entropy_coefficient": float,
 }
 
 
@@ -188,6 +212,13 @@ def check(config: ConfigDict) -> None:
     _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
     _choice(config, "fleet.publish", ("path", "stream", "delta"))
     _choice(config, "checkpoint.recover_mode", ("auto", "off"))
+    _choice(config, "reference.mode", ("frozen", "copy", "ema"))
+    if config.reference.mode == "copy":
+        _at_least(config, "reference.every_steps", 1)
+    if not 0 <= config.reference.decay < 1:
+        raise UserError(f"reference.decay={config.reference.decay} must be in [0, 1)")
+    if config.critic.learning_rate < 0:
+        raise UserError(f"critic.learning_rate={config.critic.learning_rate} must be 0 or more")
     _choice(config, "optimizer.schedule", ("constant", "linear", "cosine"))
     for key in ("model.dtype", "model.compute_dtype", "model.publish_dtype"):
         _choice(config, key, ("float32", "bfloat16"))
@@ -199,17 +230,13 @@ def check(config: ConfigDict) -> None:
         _at_least(config, key, 1)
     for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
                 "fleet.num_servers", "rollout.max_failures", "eval.num_questions",
-                "eval.max_new_tokens", "fleet.threads", "gate.every_steps"):  # fmt: skip
+                "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
+                "critic.warmup_steps"):  # fmt: skip
         _at_least(config, key, 0)
     if config.reward.timeout_seconds <= 0:
         raise UserError(
             f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "
             "is computed in no time"
-        )
-    if config.rollout.drop_equal_rewards and config.sampling.n_samples == 1:
-        raise UserError(
-            "rollout.drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one "
-            "reward is always equal; raise n_samples or set drop_equal_rewards=False"
         )
     if config.sampling.temperature <= 0:
         raise UserError(

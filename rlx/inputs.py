@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from rlx.algorithms.presets import Algorithm
 from rlx.base import UserError
 from rlx.fleet.engine import Sampling
 from rlx.model import hf
@@ -31,6 +32,7 @@ class Inputs:
 
     model_dir: Path
     model_config: ModelConfig
+    algorithm: Algorithm
     train_rows: list[dict]
     eval_rows: list[dict]
     reward_pool: RewardPool
@@ -58,7 +60,7 @@ def prepare(config: ConfigDict) -> Inputs:
             f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
             f"context of {model_config.max_position} tokens; lower one of them"
         )
-    make_steps(model_config, config)  # names of presets and optimizers
+    algorithm = make_steps(model_config, config).algorithm
     train_rows, eval_rows = rows(config)
     rewards.check_rows(config.reward.name, train_rows)
     rewards.check_rows(config.reward.name, eval_rows)
@@ -75,7 +77,7 @@ def prepare(config: ConfigDict) -> Inputs:
     )
     workflow.check(train_rows, "data.train")
     workflow.check(eval_rows, "data.eval")
-    return Inputs(model_dir, model_config, train_rows, eval_rows, pool, workflow)
+    return Inputs(model_dir, model_config, algorithm, train_rows, eval_rows, pool, workflow)
 
 
 def rows(config: ConfigDict) -> tuple[list[dict], list[dict]]:

@@ -167,7 +167,7 @@ class _Run:
             seed=c.seed,
             force_staleness=c.rollout.force_staleness,
             max_failures=c.rollout.max_failures,
-            drop_equal_rewards=c.rollout.drop_equal_rewards,
+            drop_equal_rewards=self.inputs.algorithm.drop_equal_rewards,
             request_timeout=c.rollout.request_timeout_seconds,
         )
         self.executor.start()

@@ -36,10 +36,6 @@ def parsed(*arguments):
             [CONFIG, "--config.fleet.max_model_len=1536", "--config.eval.max_new_tokens=1025"],
             ["=1536", "1537", "set it to 0"],
         ),
-        (
-            [CONFIG, "--config.rollout.drop_equal_rewards=True", "--config.sampling.n_samples=1"],
-            ["drop_equal_rewards=True", "n_samples=1", "raise n_samples"],
-        ),
         ([CONFIG, "--config.checkpoint.keep=0"], ["checkpoint.keep=0", "1 or more"]),
         ([CONFIG, "--config.reward.timeout_seconds=0"], ["timeout_seconds=0", "above 0"]),
         ([CONFIG, "--config.fleet.threads=-1"], ["fleet.threads=-1", "0 or more"]),

@@ -29,7 +29,8 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
         group_ids [N] int; truncated [N] bool; valid [N] bool (false for padding);
         behaviour_logprobs [T] f32. Optional: proximal_logprobs, reference_logprobs, values
         (V of the state in which token t was chosen), each [T] f32; bootstrap_values [N] f32
-        (V of the state after the last token).
+        (V of the state after the last token); kl_coefficient, f32 scalar, else the algorithm's;
+        for peers=agent agent_ids [N] int, for peers=turn turn_ids [T] int.
       algorithm: the row of the preset table.
 
     Returns:
@@ -46,7 +47,8 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     chex.assert_equal_shape([flat["rewards"], flat["group_ids"], flat["truncated"], valid])
     lengths = jax.ops.segment_sum(mask.astype(jnp.int32), ids, valid.shape[0])
     shaped = shape_rewards(flat["rewards"].astype(jnp.float32), lengths, algorithm)
-    normalised = normalise_rewards(shaped, flat["group_ids"], valid, algorithm)
+    peers_N, peers_T = peers(flat, algorithm)
+    normalised = normalise_rewards(shaped, peers_N, valid, algorithm)
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
     values = flat.get("values", jnp.zeros(mask.shape, jnp.float32))
     raw, returns = gae(
@@ -54,17 +56,47 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
         values,
         mask,
         ids,
-        jnp.where(flat["truncated"], flat.get("bootstrap_values", jnp.zeros(valid.shape)), 0.0),
+        bootstrap(flat, algorithm),
         algorithm,
     )
-    group_of_token = flat["group_ids"].at[ids].get(mode="fill", fill_value=-1)
     return {
-        "advantages": normalise_advantages(raw, group_of_token, mask, algorithm),
+        "advantages": normalise_advantages(raw, peers_T, mask, algorithm),
         "returns": returns,
         "shaped_rewards": jnp.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
         "nonfinite_kl": nonfinite_kl,
     }
+
+
+def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
+    """Who shares a group's statistics: [N] int of each trajectory, [T] int of each token.
+
+    prompt  all trajectories of a group.
+    agent   those of one agent in it.
+    turn    those of one turn in it; a trajectory of several turns counts, for its reward, to the
+            turn of its last trained token, and each token, for its advantage, to its own.
+    """
+    groups, ids = flat["group_ids"], flat["sequence_ids"]
+    if algorithm.peers == "agent":
+        groups = _pairs(groups, flat["agent_ids"])
+    group_of_token = groups.at[ids].get(mode="fill", fill_value=-1)
+    if algorithm.peers != "turn":
+        return groups, group_of_token
+    last = flat["loss_mask"] & ~next_trained(flat["loss_mask"], ids)[1]
+    turns = jax.ops.segment_sum(jnp.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
+    return _pairs(groups, turns), _pairs(group_of_token, flat["turn_ids"])
+
+
+def _pairs(a: Array, b: Array) -> Array:
+    """One integer for each pair of integers; b is not negative, and negative a stay so."""
+    return a * (jnp.max(b) + 1) + b
+
+
+def bootstrap(flat: Mapping[str, Array], algorithm: Algorithm) -> Array:
+    """V after the end of trajectories that were cut off by length, 0 of the others; [N] float32."""
+    if not algorithm.bootstrap_truncated or "bootstrap_values" not in flat:
+        return jnp.zeros(flat["truncated"].shape, jnp.float32)
+    return jnp.where(flat["truncated"], flat["bootstrap_values"], 0.0)
 
 
 def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> Array:
@@ -210,7 +242,8 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
     reference = require_reference(flat)
     policy = flat.get("proximal_logprobs", flat["behaviour_logprobs"])
     finite = jnp.isfinite(policy - reference)
-    penalty = -algorithm.kl_coefficient * kl.estimate(policy, reference, algorithm.kl_estimator)
+    coefficient = flat.get("kl_coefficient", algorithm.kl_coefficient)
+    penalty = -coefficient * kl.estimate(policy, reference, algorithm.kl_estimator)
     return jnp.where(mask & finite, penalty, 0.0), jnp.sum(mask & ~finite, dtype=jnp.int32)
 
 
@@ -219,7 +252,7 @@ def require_reference(batch: Mapping[str, Array]) -> Array:
     if "reference_logprobs" not in batch:
         raise UserError(
             "a KL term needs reference_logprobs and the batch has none; give a reference model or "
-            "set algorithm.kl_placement=none"
+            "a teacher, or set algorithm.kl_placement=none"
         )
     return batch["reference_logprobs"]
 
@@ -230,7 +263,7 @@ def token_rewards(rewards_N: Array, loss_mask_T: Array, sequence_ids_T: Array) -
     The last *trained* one: a trajectory that ends on tool output keeps its reward.
     """
     chex.assert_equal_shape([loss_mask_T, sequence_ids_T])
-    last = loss_mask_T & ~_next_trained(loss_mask_T, sequence_ids_T)[1]
+    last = loss_mask_T & ~next_trained(loss_mask_T, sequence_ids_T)[1]
     return jnp.where(last, rewards_N.at[sequence_ids_T].get(mode="fill", fill_value=0.0), 0.0)
 
 
@@ -256,7 +289,7 @@ def gae(
       advantages and returns (A + V), each [T] float32, 0 where not trained.
     """
     chex.assert_equal_shape([rewards_T, values_T, loss_mask_T, sequence_ids_T])
-    following, has_next = _next_trained(loss_mask_T, sequence_ids_T)
+    following, has_next = next_trained(loss_mask_T, sequence_ids_T)
     after_end = bootstrap_N.at[sequence_ids_T].get(mode="fill", fill_value=0.0)
     next_values = jnp.where(has_next, values_T[following], after_end)
     delta = rewards_T + algorithm.gamma * next_values - values_T
@@ -287,7 +320,7 @@ def _recur(a: Array, b: Array) -> Array:
     return lax.fori_loop(0, (size - 1).bit_length(), double, (a, b))[1]
 
 
-def _next_trained(loss_mask_T: Array, sequence_ids_T: Array) -> tuple[Array, Array]:
+def next_trained(loss_mask_T: Array, sequence_ids_T: Array) -> tuple[Array, Array]:
     """Index of the next trained token ([T] int32, in range), and whether the trajectory has one."""
     size = loss_mask_T.shape[0]
     index = jnp.where(loss_mask_T, jnp.arange(size), size)

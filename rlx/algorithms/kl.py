@@ -25,3 +25,21 @@ def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Arra
     if estimator == "k2":
         return 0.5 * delta**2
     return jnp.expm1(-delta) + delta
+
+
+def adapt(
+    coefficient: Array, observed: Array, trajectories: Array, *, target: float, horizon: int
+) -> Array:
+    """β after a batch: up where the divergence is above its target, down where it is below.
+
+        β ← β · (1 + clip(KL / target − 1, ±0.2) · trajectories / horizon)   (1909.08593, §2.2)
+
+    Args:
+      coefficient: β > 0, float32 scalar.
+      observed: mean KL of the batch's trained tokens, nats; what is not finite leaves β as it is.
+      trajectories: of the batch. target: nats, > 0. horizon: trajectories, ≥ 1.
+    """
+    error = jnp.clip(observed / target - 1.0, -0.2, 0.2)
+    # A batch far beyond the horizon must not turn the sign of β.
+    share = jnp.minimum(trajectories / horizon, 1.0)
+    return jnp.where(jnp.isfinite(error), coefficient * (1.0 + error * share), coefficient)

@@ -1,4 +1,4 @@
-"""The policy loss as sums, on packed rows.
+"""The policy loss as sums, on packed rows. Values: `critic.py`; other trainers: `supervised.py`.
 
 Everything returned is a sum over the given rows: microbatches and devices add up, and one division
 by the minibatch's denominator comes last. `loss_weights` has the per-token weights and the
@@ -18,8 +18,9 @@ from rlx.algorithms.presets import Algorithm
 
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
-COUNTS = ("n_valid_tokens", "n_nonfinite_tokens")
-LOSSES = ("actor_loss", "kl_loss", "entropy_loss")
+COUNTS = ("n_valid_tokens", "n_nonfinite_tokens", "n_pairs")
+LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss")
+PAIRS = "pair_"  # means over pairs begin so
 
 
 def policy_loss(
@@ -30,8 +31,13 @@ def policy_loss(
 ) -> tuple[Array, dict[str, Array]]:
     """Σ loss_weights · (w·ℓ + β·KL − c·H), and the sums behind the step's statistics.
 
-    u = exp(target − proximal), ℓ = max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A), for A < 0 at most −c·A
-    under dual clip; w = sg(exp(proximal − behaviour)) when decoupled, else 1 (2505.24298).
+    u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1
+    (2505.24298), each of the token or, for ratio_level=sequence, exp of the mean over its
+    sequence's trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`:
+
+        clip       max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A), for A < 0 at most −c·A under dual clip
+        sapo       −A·(4/τ)·σ(τ(u − 1))
+        reinforce  −A·target; no anchor: w is the target's, sg(exp(target − behaviour))
 
     Tokens with a non-finite ratio are excluded from the loss and every mean, and counted.
 
@@ -40,8 +46,9 @@ def policy_loss(
       entropy_BT: [B, T] float32, nats; differentiated when the bonus is on.
       batch: all [B, T]: loss_mask bool; behaviour_logprobs, advantages, loss_weights float32;
         segment_ids int32 (0 is padding). proximal_logprobs, where absent the policy before its
-        first update is this very target. reference_logprobs for KL in the loss. For loglinear
-        versions int32 and the scalar `target_version`, see `proximal_logprobs`.
+        first update is this very target. reference_logprobs for KL in the loss, with a scalar
+        kl_coefficient where β is not the algorithm's. For loglinear versions int32 and the scalar
+        `target_version`, see `proximal_logprobs`.
       algorithm: the row of the preset table; static under jit.
 
     Returns:
@@ -63,8 +70,11 @@ def policy_loss(
     advantage = jnp.where(used, advantage, 0.0)
     log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
     log_weight = jnp.where(used, proximal - behaviour, 0.0)
+    if algorithm.ratio_level == "sequence":
+        log_ratio = _aggregate(log_ratio, used, batch["segment_ids"], "mean")
+        log_weight = _aggregate(log_weight, used, batch["segment_ids"], "mean")
     weight, in_bounds = control_weights(log_weight, used, batch["segment_ids"], algorithm)
-    surrogate, clipped = clipped_surrogate(log_ratio, advantage, algorithm)
+    surrogate, clipped = _surrogate(log_ratio, jnp.where(used, target, 0.0), advantage, algorithm)
     scale = jnp.where(used, batch["loss_weights"], 0.0)
     actor_loss = jnp.sum(scale * weight * surrogate)
     kl_loss = _kl_loss(target, batch, scale, used, algorithm)
@@ -87,14 +97,21 @@ def policy_loss(
         "entropy": entropy,
         "advantage": advantage,
     }
+    if "reference_logprobs" in batch:
+        reference = batch["reference_logprobs"]
+        known = used & jnp.isfinite(reference)
+        stats["reference_kl"] = kl.estimate(
+            jnp.where(known, target, 0.0), jnp.where(known, reference, 0.0), "k3"
+        )
     stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
     return actor_loss + kl_loss + entropy_loss, lax.stop_gradient(stats)
 
 
 def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
     """Metrics from summed stats: counts as they are, losses over `denominator`, means the rest."""
-    tokens = max(stats["n_valid_tokens"], 1.0)
-    divisors: dict[str, float] = dict.fromkeys(COUNTS, 1.0)
+    tokens, pairs = max(stats["n_valid_tokens"], 1.0), max(stats.get("n_pairs", 0.0), 1.0)
+    divisors = {name: pairs for name in stats if name.startswith(PAIRS)}
+    divisors |= dict.fromkeys(COUNTS, 1.0)
     divisors |= dict.fromkeys(LOSSES, max(denominator, 1.0))
     return {name: value / divisors.get(name, tokens) for name, value in stats.items()}
 
@@ -112,6 +129,7 @@ def loss_weights(
 
     n_seq and n_prompt are the trained tokens of the token's sequence and prompt. Sequences and
     prompts without a trained token do not count. Weight control later on changes no denominator.
+    Losses on pairs have these weights and are divided by the number of pairs.
 
     Args:
       loss_mask: bool, any shape (flat or rows), true for this minibatch's trained tokens.
@@ -124,19 +142,22 @@ def loss_weights(
     chex.assert_equal_shape([loss_mask, sequence_ids])
     mask = loss_mask.astype(jnp.float32)
     size = group_ids_N.shape[0]
-    tokens = jax.ops.segment_sum(mask.ravel(), sequence_ids.ravel(), size)
-    peers = tokens
-    if algorithm.reduction == "prompt_mean":
-        prompts = jnp.unique(group_ids_N, return_inverse=True, size=size)[1]
-        per_prompt = jax.ops.segment_sum(tokens, prompts, size)
-        peers, count = per_prompt[prompts], jnp.sum(per_prompt > 0)
-    elif algorithm.reduction == "token_mean":
+    per_sequence = jax.ops.segment_sum(mask.ravel(), sequence_ids.ravel(), size)
+    prompts = jnp.unique(group_ids_N, return_inverse=True, size=size)[1]
+    per_prompt = jax.ops.segment_sum(per_sequence, prompts, size)[prompts]
+    num_sequences = jnp.sum(per_sequence > 0)
+    num_prompts = jnp.sum(jnp.zeros(size, bool).at[prompts].max(per_sequence > 0))
+    reduction = algorithm.reduction
+    if algorithm.data == "pairs" or reduction == "prompt_mean":
+        count = num_prompts
+    elif reduction == "token_mean":
         count = jnp.sum(mask)
+    elif reduction == "constant":
+        count = num_sequences * algorithm.constant_length
     else:
-        count = jnp.sum(tokens > 0)
-    if algorithm.reduction == "constant":
-        count = count * algorithm.constant_length
-    if algorithm.reduction in ("prompt_mean", "sequence_mean_token_mean"):
+        count = num_sequences
+    if reduction in ("prompt_mean", "sequence_mean_token_mean"):
+        peers = per_prompt if reduction == "prompt_mean" else per_sequence
         mask = mask / jnp.maximum(peers.at[sequence_ids].get(mode="fill", fill_value=1.0), 1.0)
     return mask, jnp.maximum(count.astype(jnp.float32), 1.0)
 
@@ -146,7 +167,7 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
 
     recompute  batch["proximal_logprobs"]; where absent the target itself, without gradient, which
                is the same thing before the first update.
-    behaviour  the sampled ones: PPO as published.
+    behaviour  the sampled ones: PPO as published. REINFORCE has the target itself always.
     loglinear  behaviour + α(target − behaviour), without gradient, α = clip((v_prox − v_behav) /
                (v_target − v_behav), 0, 1) of each token's versions, and 0 where v_target = v_behav.
                v_target is batch["target_version"], a float: n + m/M at minibatch m of M in the
@@ -157,6 +178,8 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
     """
     behaviour = batch["behaviour_logprobs"]
     frozen = lax.stop_gradient(target)
+    if algorithm.loss == "reinforce":
+        return frozen
     if algorithm.proximal == "behaviour":
         return behaviour
     if algorithm.proximal == "recompute":
@@ -166,6 +189,50 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
     alpha = (jnp.floor(version) - batch["versions"]) / jnp.where(age == 0, 1.0, age)
     alpha = jnp.where(age == 0, 0.0, jnp.clip(alpha, 0.0, 1.0))
     return behaviour + alpha * (frozen - behaviour)
+
+
+def _surrogate(
+    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
+) -> tuple[Array, Array]:
+    """ℓ of each token, and where a clip took its gradient away."""
+    if algorithm.loss == "sapo":
+        return soft_surrogate(log_ratio, advantage, algorithm), jnp.zeros_like(log_ratio, bool)
+    if algorithm.loss == "reinforce":
+        return -advantage * target, jnp.zeros_like(log_ratio, bool)
+    return clipped_surrogate(log_ratio, advantage, algorithm)
+
+
+def soft_surrogate(log_ratio: Array, advantage: Array, algorithm: Algorithm) -> Array:
+    """−A·(4/τ)·σ(τ(u − 1)): a gate in place of the clip (SAPO, 2511.20347, eq. 5 and 6).
+
+    τ is sapo_positive where A > 0, else sapo_negative. At u = 1 its slope is that of −uA.
+
+    Args:
+      log_ratio: log u, float32. advantage: same shape, float32.
+    """
+    tau = jnp.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    return -advantage * (4.0 / tau) * jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
+
+
+def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
+    """Which tokens M2PO keeps: as many as go, nearest first, with a mean square below `limit`.
+
+    Dropping the largest squares until the mean of the rest is below the limit (2510.01161, alg. 1).
+
+    Args:
+      log_weight: [F] float32, behaviour − proximal or its negative, of one minibatch's tokens.
+      used: [F] bool, trained tokens; the others are not kept. What is not finite goes first.
+      limit: nats², > 0.
+
+    Returns:
+      [F] bool.
+    """
+    square = jnp.where(used, log_weight**2, jnp.inf)
+    square = jnp.where(jnp.isnan(square), jnp.inf, square)
+    order = jnp.argsort(square)
+    means = jnp.cumsum(square[order]) / jnp.arange(1, square.size + 1)  # never falls
+    kept = jnp.zeros(used.shape, bool).at[order].set(means < limit)
+    return used & kept
 
 
 def clipped_surrogate(
@@ -267,7 +334,8 @@ def _kl_loss(
     penalty = kl.estimate(
         jnp.where(used, target, 0.0), jnp.where(used, reference, 0.0), algorithm.kl_estimator
     )
-    return algorithm.kl_coefficient * jnp.sum(jnp.where(used, scale, 0.0) * penalty)
+    coefficient = batch.get("kl_coefficient", algorithm.kl_coefficient)
+    return coefficient * jnp.sum(jnp.where(used, scale, 0.0) * penalty)
 
 
 def _finite_ratio(log_ratio: Array) -> Array:

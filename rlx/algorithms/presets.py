@@ -1,4 +1,4 @@
-"""The algorithm matrix on one screen: every RL algorithm is one row of data.
+"""The algorithm matrix on one screen: every algorithm is one row of data.
 
 A row is a frozen, hashable `Algorithm`, so it can be a static argument of a jitted function.
 The functions in `advantages` and `losses` read its fields; no algorithm has code of its own.
@@ -22,7 +22,13 @@ REDUCTIONS = (
     "constant",
     "prompt_mean",
 )
+# What a trajectory is trained on: of its own sampling, from a dataset, or one of a ranked pair.
+DATA = {"nll": "demonstrations", "bradley_terry": "pairs", "dpo": "pairs", "ipo": "pairs"}
 CHOICES: dict[str, tuple[str, ...]] = {
+    "loss": ("clip", "sapo", "reinforce", *DATA),
+    "ratio_level": ("token", "sequence"),
+    "peers": ("prompt", "agent", "turn"),
+    "kl_anchor": ("reference", "teacher"),
     "reward_mean": LEVELS,
     "reward_std": LEVELS,
     "advantage_mean": LEVELS,
@@ -44,14 +50,28 @@ class Algorithm:
 
     Attributes:
       name, source: the preset and the paper it follows.
-      overlong_buffer: tokens of the soft zone before `overlong_limit`; 0 turns the penalty off.
+      drop_equal_rewards: reject groups whose rewards are all equal and sample others in their place
+        (DAPO's dynamic sampling).
+      overlong_filter: trajectories cut off by length keep their reward in the group's statistics,
+        but none of their tokens is trained on.
+      overlong_buffer: tokens of the soft zone before `overlong_limit`, or below 1 a share of it; 0
+        turns the penalty off.
       overlong_limit: tokens; 0 stands for sampling.max_new_tokens (filled in by `resolve`).
       overlong_factor: the penalty at the limit.
       reward_bias, reward_scale, reward_clip: r = clip((r + bias)·scale, ±clip).
       reward_mean, reward_std: over which rewards each is taken: group | batch | none.
       leave_one_out: the mean of a reward's peers leaves that reward out.
+      peers: who shares a group's statistics: all trajectories of the prompt | those of the same
+        agent | those (for advantages, the tokens) of the same turn.
+      kl_anchor: the policy KL terms pull to: the reference (config.reference) | a teacher that a
+        fleet serves (config.teacher).
       kl_placement: none | reward (a per-token penalty before GAE) | loss (a differentiated term).
-      kl_estimator: k1 | k2 | k3. kl_coefficient: β ≥ 0.
+      kl_estimator: k1 | k2 | k3. kl_coefficient: β ≥ 0, the first one where it is adaptive.
+      kl_target: nats a token that β is steered to; 0: β is fixed. kl_horizon: trajectories in which
+        it may grow or shrink by a fifth; `kl.adapt`.
+      critic: values come from a network of their own (config.critic), else they are 0.
+      bootstrap_truncated: where a trajectory was cut off by length, V of its end takes the place of
+        what was never sampled.
       gamma, lam: discount and GAE mixing, in [0, 1].
       advantage_mean, advantage_std: as for rewards, over trained tokens.
       proximal: where the clip's anchor comes from: recompute (the policy before the batch's first
@@ -59,8 +79,16 @@ class Algorithm:
       decoupled: weigh the loss by exp(proximal − behaviour), without gradient.
       weight_level, weight_action, weight_statistic, weight_aggregate, weight_upper, weight_lower:
         which weights are out of bounds and what happens then; `losses.control_weights`.
+      second_moment: M2PO's limit on the mean of (behaviour − proximal)² over the minibatch, nats²;
+        the tokens farthest off are dropped until it holds; 0 is off.
+      loss: clip | sapo | reinforce, on rollouts; nll, on demonstrations; bradley_terry | dpo | ipo,
+        on pairs.
+      ratio_level: ratios of each token | one for the sequence, the geometric mean of its tokens'.
       clip_low, clip_high: the ratio is clipped to [1 − low, 1 + high].
       dual_clip: bound c > 1 of the loss where the advantage is negative; 0 is off.
+      sapo_positive, sapo_negative: τ of SAPO's gate where A > 0, and elsewhere.
+      value_clip: ε_v; values move by at most this much before their loss stops to follow; 0 is off.
+      pair_beta: β of DPO and IPO.
       entropy_coefficient: bonus for entropy, ≥ 0.
       reduction: how token losses become one number. constant_length: tokens, for `constant`; 0
         stands for sampling.max_new_tokens (filled in by `resolve`).
@@ -68,7 +96,9 @@ class Algorithm:
 
     name: str
     source: str
-    overlong_buffer: int = 0
+    drop_equal_rewards: bool = False
+    overlong_filter: bool = False
+    overlong_buffer: float = 0.0
     overlong_limit: int = 0
     overlong_factor: float = 1.0
     reward_bias: float = 0.0
@@ -77,9 +107,15 @@ class Algorithm:
     reward_mean: str = "none"
     reward_std: str = "none"
     leave_one_out: bool = False
+    peers: str = "prompt"
+    kl_anchor: str = "reference"
     kl_placement: str = "none"
     kl_estimator: str = "k3"
     kl_coefficient: float = 0.0
+    kl_target: float = 0.0
+    kl_horizon: int = 10_000
+    critic: bool = False
+    bootstrap_truncated: bool = True
     gamma: float = 1.0
     lam: float = 1.0
     advantage_mean: str = "none"
@@ -92,51 +128,118 @@ class Algorithm:
     weight_aggregate: str = "mean"
     weight_upper: float = 5.0
     weight_lower: float = -math.inf
+    second_moment: float = 0.0
+    loss: str = "clip"
+    ratio_level: str = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
+    sapo_positive: float = 1.0
+    sapo_negative: float = 1.05
+    value_clip: float = 0.5
+    pair_beta: float = 0.1
     entropy_coefficient: float = 0.0
     reduction: str = "token_mean"
     constant_length: int = 0
 
     @property
+    def data(self) -> str:
+        """What it is trained on: rollouts | demonstrations | pairs."""
+        return DATA.get(self.loss, "rollouts")
+
+    @property
+    def needs_anchor(self) -> bool:
+        """Whether the logprobs of another policy are asked for, as `reference_logprobs`."""
+        return self.kl_placement != "none" or self.loss in ("dpo", "ipo")
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether a KL term asks for `reference_logprobs`."""
-        return self.kl_placement != "none"
+        """Whether that policy is the reference, which the trainer keeps; a teacher has a fleet."""
+        return self.needs_anchor and self.kl_anchor == "reference"
 
     def needs_proximal_pass(self, minibatches: int) -> bool:
         """Whether a forward pass before the first update is due.
 
         With one minibatch the proximal policy is the target before its update, so the loss takes
-        it from there; only a KL inside the reward still asks for it earlier.
+        it from there; a KL inside the reward and M2PO ask for it earlier. REINFORCE has no anchor:
+        its weight is that of the target itself.
         """
-        return self.proximal == "recompute" and (minibatches > 1 or self.kl_placement == "reward")
+        if self.data != "rollouts" or self.proximal != "recompute":
+            return False
+        early = self.kl_placement == "reward" or self.second_moment > 0
+        return early or (minibatches > 1 and self.loss != "reinforce")
+
+
+_ARXIV = "https://arxiv.org/abs/"
+_GROUP_SCORE = {"reward_mean": "group", "reward_std": "group"}
+_BATCH_SCORE = {"advantage_mean": "batch", "advantage_std": "batch"}
+_SEQUENCE_MEAN = {"reduction": "sequence_mean_token_mean"}
+
+
+def _row(name: str, paper: str, **fields) -> Algorithm:
+    return Algorithm(name, f"{_ARXIV}{paper}", **fields)
 
 
 # What every row shares, though no paper's row names it: training is asynchronous, so losses are
-# decoupled (AReaL, 2505.24298) with weights above 5 masked. The papers' KL terms are off (GRPO's is
-# kl_placement="loss", kl_coefficient=0.04, k3): they need a reference model in memory.
+# decoupled (AReaL, 2505.24298) with weights above 5 masked. GRPO's and RLOO's KL terms are off, as
+# they are in use; they need a reference model in memory (GRPO's is kl_placement="loss",
+# kl_estimator="k3", kl_coefficient=0.04). The last rows are the other trainers.
 PRESETS: dict[str, Algorithm] = {
     row.name: row
     for row in (
-        Algorithm(
-            "grpo",
-            "https://arxiv.org/abs/2402.03300",
-            reward_mean="group",
-            reward_std="group",
-            reduction="sequence_mean_token_mean",
+        _row("ppo", "1707.06347", critic=True, lam=0.95),
+        _row("grpo", "2402.03300", **_GROUP_SCORE, **_SEQUENCE_MEAN),
+        _row("dr_grpo", "2503.20783", reward_mean="group", reduction="constant"),
+        _row(
+            "dapo", "2503.14476", **_GROUP_SCORE,
+            drop_equal_rewards=True, overlong_buffer=0.2, clip_high=0.28,
+        ),
+        _row(
+            "rloo", "2402.14740", reward_mean="group", leave_one_out=True,
+            loss="reinforce", reduction="sequence_mean_token_sum",
+        ),
+        _row(
+            "reinforce_pp", "2501.03262", **_BATCH_SCORE,
+            kl_placement="reward", kl_estimator="k1", kl_coefficient=1e-3,
+        ),
+        _row(
+            "reinforce_pp_baseline", "2501.03262", reward_mean="group", **_BATCH_SCORE,
+            kl_placement="loss", kl_estimator="k2", kl_coefficient=1e-3,
+        ),
+        _row(
+            "gspo", "2507.18071", **_GROUP_SCORE, **_SEQUENCE_MEAN,
+            ratio_level="sequence", clip_low=3e-4, clip_high=4e-4,
+        ),
+        _row("sapo", "2511.20347", **_GROUP_SCORE, **_SEQUENCE_MEAN, loss="sapo", decoupled=False),
+        _row("lite_ppo", "2508.08221", reward_mean="group", reward_std="batch"),
+        _row(
+            "m2po", "2510.01161", **_GROUP_SCORE,
+            second_moment=0.04, clip_low=1.0, clip_high=math.inf, weight_action="none",
+        ),
+        _row("sft", "2203.02155", loss="nll"),
+        _row("reward_model", "2203.02155", loss="bradley_terry"),
+        _row("dpo", "2305.18290", loss="dpo", reduction="sequence_mean_token_sum"),
+        _row("ipo", "2310.12036", loss="ipo", reduction="sequence_mean_token_mean"),
+        _row(
+            "distill", "2306.13649", reward_scale=0.0, kl_anchor="teacher",
+            kl_placement="reward", kl_estimator="k1", kl_coefficient=1.0, gamma=0.0,
+        ),
+        _row(
+            "distill_mixed", "2306.13649", **_GROUP_SCORE, **_SEQUENCE_MEAN, kl_anchor="teacher",
+            kl_placement="loss", kl_estimator="k2", kl_coefficient=5e-3,
         ),
     )
-}
+}  # fmt: skip
 
 
-def resolve(config: ConfigDict, max_new_tokens: int) -> Algorithm:
+def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algorithm:
     """The preset's row with the overrides of `config.algorithm`, checked.
 
     Args:
       config: `preset` and any of ALGORITHM_OVERRIDES; None keeps the preset's value.
       max_new_tokens: sampling.max_new_tokens; stands in for zero `overlong_limit` and
         `constant_length`.
+      n_samples: sampling.n_samples; what compares the samples of a prompt needs two.
 
     Raises:
       UserError: for an unknown name, or values that cannot work together.
@@ -151,12 +254,20 @@ def resolve(config: ConfigDict, max_new_tokens: int) -> Algorithm:
         if getattr(algorithm, field) not in choices:
             raise unknown(f"algorithm.{field}", getattr(algorithm, field), choices)
     _check_weights(algorithm, given)
+    limit, buffer = algorithm.overlong_limit or max_new_tokens, algorithm.overlong_buffer
     algorithm = dataclasses.replace(
         algorithm,
-        overlong_limit=algorithm.overlong_limit or max_new_tokens,
+        overlong_limit=limit,
+        overlong_buffer=float(round(buffer * limit)) if 0 < buffer < 1 else buffer,
         constant_length=algorithm.constant_length or max_new_tokens,
     )
     _check_ranges(algorithm)
+    _check_parts(algorithm)
+    if algorithm.drop_equal_rewards and n_samples == 1:
+        raise UserError(
+            "algorithm.drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one "
+            "reward is always equal; raise n_samples or set drop_equal_rewards=False"
+        )
     return algorithm
 
 
@@ -195,6 +306,13 @@ def _check_ranges(algorithm: Algorithm) -> None:
         ("overlong_factor", 0.0, math.inf),
         ("constant_length", 1, math.inf),
         ("kl_coefficient", 0.0, math.inf),
+        ("kl_target", 0.0, math.inf),
+        ("kl_horizon", 1, math.inf),
+        ("second_moment", 0.0, math.inf),
+        ("sapo_positive", 1e-3, math.inf),
+        ("sapo_negative", 1e-3, math.inf),
+        ("value_clip", 0.0, math.inf),
+        ("pair_beta", 1e-6, math.inf),
         ("entropy_coefficient", 0.0, math.inf),
     ):
         value = getattr(algorithm, field)
@@ -210,4 +328,32 @@ def _check_ranges(algorithm: Algorithm) -> None:
         raise UserError(
             "algorithm.leave_one_out=True needs a mean to leave one out of; "
             "set algorithm.reward_mean to group or batch"
+        )
+
+
+def _check_parts(algorithm: Algorithm) -> None:
+    """Parts of different papers that cannot be put together."""
+    a = algorithm
+    if a.second_moment and (a.proximal != "recompute" or not a.decoupled):
+        raise UserError(
+            f"algorithm.second_moment={a.second_moment:g} compares the behaviour with a recomputed "
+            f"proximal policy, got proximal={a.proximal}, decoupled={a.decoupled}; set "
+            "proximal=recompute and decoupled=True"
+        )
+    if a.kl_target and a.kl_placement == "none":
+        raise UserError(
+            f"algorithm.kl_target={a.kl_target:g} steers a KL term and there is none; set "
+            "kl_placement to reward or loss"
+        )
+    if a.data != "rollouts":
+        for field, off in (("kl_placement", "none"), ("critic", False), ("second_moment", 0.0),
+                           ("drop_equal_rewards", False)):  # fmt: skip
+            if getattr(a, field) != off:
+                raise UserError(
+                    f"algorithm.{field}={getattr(a, field)} is for rollouts; loss={a.loss} trains "
+                    f"on {a.data}: set it to {off}"
+                )
+    if a.kl_anchor == "teacher" and not a.needs_anchor:
+        raise UserError(
+            "algorithm.kl_anchor=teacher without a KL term; set kl_placement to reward or loss"
         )

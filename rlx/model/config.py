@@ -17,6 +17,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"model_type": "qwen3", "max_position_embeddings": 32768, "head_dim": 128},
     "LlamaForCausalLM": {"model_type": "llama", "max_position_embeddings": 2048},
 }
+# What a model with a value head is to HF: the same decoder under another class name.
+_SCORED = ("ForCausalLM", "ForSequenceClassification")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -64,6 +66,8 @@ class ModelConfig:
       attention_bias: biases on the query, key and value projections.
       output_bias: a bias on the attention output projection.
       qk_norm: RMS norm of each query and key head before RoPE (Qwen3).
+      value_head: one number a token in place of logits: a critic or a reward model, which HF calls
+        ...ForSequenceClassification with one label.
       max_position: longest context in tokens.
       eos_token_ids: tokens that end a completion, in the order of HF's files.
     """
@@ -81,6 +85,7 @@ class ModelConfig:
     qk_norm: bool = False
     attention_bias: bool = False
     output_bias: bool = False
+    value_head: bool = False
     rms_eps: float = 1e-6
     max_position: int = 32768
     initializer_range: float = 0.02
@@ -105,7 +110,7 @@ class ModelConfig:
           UserError: for an architecture or an option this decoder does not have, and for a
             missing key.
         """
-        architecture = _architecture(hf)
+        architecture, value_head = _architecture(hf)
         hf = {**ARCHITECTURES[architecture], **{k: v for k, v in hf.items() if v is not None}}
         _refuse_options(hf, architecture)
         heads = _need(hf, "num_attention_heads")
@@ -125,6 +130,7 @@ class ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             attention_bias=bias,
             output_bias=bias and llama_like,
+            value_head=value_head,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
             max_position=_need(hf, "max_position_embeddings"),
             initializer_range=float(hf.get("initializer_range", 0.02)),
@@ -137,7 +143,7 @@ class ModelConfig:
         """The dict of a `config.json` from which transformers builds the same model."""
         eos = list(self.eos_token_ids)
         hf = {
-            "architectures": [self.architecture],
+            "architectures": [self._hf_class()],
             "model_type": ARCHITECTURES[self.architecture]["model_type"],
             "vocab_size": self.vocab_size,
             "num_hidden_layers": self.num_layers,
@@ -159,7 +165,12 @@ class ModelConfig:
         }
         if self.architecture != "Qwen2ForCausalLM":
             hf["attention_bias"] = self.attention_bias
+        if self.value_head:
+            hf |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         return hf
+
+    def _hf_class(self) -> str:
+        return self.architecture.replace(*_SCORED) if self.value_head else self.architecture
 
 
 def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -172,14 +183,21 @@ def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def _architecture(hf: Mapping[str, Any]) -> str:
+def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
+    """The key of ARCHITECTURES, and whether a value head stands in for the logits."""
     by_type = {row["model_type"]: name for name, row in ARCHITECTURES.items()}
     names = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
-    if names[0] not in ARCHITECTURES:
+    name = str(names[0]).replace(*_SCORED[::-1])
+    if name not in ARCHITECTURES:
         raise UserError(
             f"unsupported architecture {names[0]!r}; use one of {', '.join(sorted(ARCHITECTURES))}"
         )
-    return str(names[0])
+    value_head = name != names[0]
+    if value_head and len(hf.get("id2label", ())) != 1:
+        raise UserError(
+            f"{names[0]} has {len(hf.get('id2label', ())) or 2} labels, wanted 1: one value a token"
+        )
+    return name, value_head
 
 
 def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:

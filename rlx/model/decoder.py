@@ -34,9 +34,12 @@ def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 
 def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
-    """x @ layer[name] (+ its bias where there is one), in x's dtype."""
-    weight = layer[name]
-    y = matmul(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[-1])
+    """x @ layer[name] (+ its adapter and bias where there are some), in x's dtype."""
+    weight, rows = layer[name], x.reshape(-1, x.shape[-1])
+    y = matmul(rows, weight)
+    if (down := layer.get(f"{name}_lora_a")) is not None:  # see lora.attach
+        y = y + matmul(matmul(rows, down), layer[f"{name}_lora_b"])
+    y = y.reshape(*x.shape[:-1], weight.shape[-1])
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -181,11 +184,41 @@ def logprobs(
         x.reshape(-1, x.shape[-1]), head(params, config), targets.reshape(-1),
         temperature=temperature, chunk=chunk,
     )  # fmt: skip
-    first = jnp.zeros_like(segments[:, :1], bool)
-    same = jnp.concatenate([first, segments[:, 1:] == segments[:, :-1]], axis=1)
-    same &= segments > 0
+    logprob, entropy = (x.reshape(tokens.shape) for x in (logprob, entropy))
+    return shift(logprob, segments), shift(entropy, segments)
 
-    def shifted(flat):
-        return jnp.where(same, jnp.roll(flat.reshape(tokens.shape), 1, axis=1), 0.0)
 
-    return shifted(logprob), shifted(entropy)
+def values(
+    params: Params,
+    config: ModelConfig,
+    batch: Mapping[str, jax.Array],
+    *,
+    remat: str = "none",
+    compute_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """The value head's number of each token: V of the state after it.
+
+    `shift` gives V of the state in which token t was chosen.
+
+    Args:
+      params: of a config with `value_head`.
+      batch: tokens, positions, segment_ids, each [B, T] int32.
+
+    Returns:
+      [B, T] float32; 0 at padding.
+    """
+    segments = batch["segment_ids"]
+    x = hidden(
+        params, config, batch["tokens"], batch["positions"], segments,
+        remat=remat, compute_dtype=compute_dtype,
+    )  # fmt: skip
+    weights = params["value_head"][0].astype(x.dtype)
+    scores = jnp.einsum("btd,d->bt", x, weights, preferred_element_type=jnp.float32)
+    return jnp.where(segments > 0, scores, 0.0)
+
+
+def shift(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """x of each token's predecessor in its segment; [B, T], 0 at a segment's first token."""
+    first = jnp.zeros_like(segment_ids[:, :1], bool)
+    same = jnp.concatenate([first, segment_ids[:, 1:] == segment_ids[:, :-1]], axis=1)
+    return jnp.where(same & (segment_ids > 0), jnp.roll(x, 1, axis=1), 0.0)

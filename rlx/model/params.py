@@ -6,6 +6,7 @@ directions read this table and nothing else. Parameters are a nested dict; those
 are stacked on axis 0.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -58,7 +59,10 @@ def table(config: ModelConfig) -> tuple[Row, ...]:
     if config.qk_norm:
         rows += [_norm("q_norm", "head_dim", "self_attn.q_norm")]
         rows += [_norm("k_norm", "head_dim", "self_attn.k_norm")]
-    if not config.tie_embeddings:
+    if config.value_head:
+        # A row of its own kind: it begins at zero, so that values do.
+        rows += [Row(("value_head",), ("values", "model"), "score.weight", False, "zeros")]
+    elif not config.tie_embeddings:
         rows += [Row(("lm_head",), ("vocab", "model"), "lm_head.weight", False, "matrix")]
     return tuple(rows)
 
@@ -81,6 +85,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     return {
         "layers": config.num_layers,
         "vocab": config.vocab_size,
+        "values": 1,
         "model": config.model_dim,
         "mlp": config.mlp_dim,
         "heads": config.num_heads * config.head_dim,
@@ -114,6 +119,18 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
         else:
             leaves[row.path] = jnp.full(size, row.kind == "ones", dtype)
     return build(leaves)
+
+
+def with_value_head(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
+    """A critic or reward model that begins as a copy of a policy: its decoder, and a head of zeros.
+
+    Returns:
+      The parameters of `config` with `value_head`, sharing arrays with `params`; that config.
+    """
+    config = dataclasses.replace(config, value_head=True)
+    head = jnp.zeros((1, config.model_dim), params["embed"].dtype)
+    rows = [row for row in table(config) if row.path != ("value_head",)]
+    return build({("value_head",): head, **{row.path: leaf(params, row) for row in rows}}), config
 
 
 def build(leaves: dict[tuple[str, ...], Any]) -> Params:

@@ -14,11 +14,13 @@ from rlx.model.config import ModelConfig
 RULES = {
     "layers": None,
     "vocab": "tensor",
+    "values": None,
     "model": "data",
     "mlp": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
+    "rank": None,
 }
 # A batch's rows are cut along `data`; its tokens are not.
 BATCH = PartitionSpec("data")
@@ -70,9 +72,11 @@ def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*cut)
 
 
-def named_shardings(config: ModelConfig, mesh: Mesh) -> parameters.Params:
-    """The pytree of NamedShardings with the structure of the parameters."""
-    rows = parameters.table(config)
+def named_shardings(
+    config: ModelConfig, mesh: Mesh, rows: tuple[parameters.Row, ...] | None = None
+) -> parameters.Params:
+    """The pytree of NamedShardings with the structure of the parameters, or of other `rows`."""
+    rows = parameters.table(config) if rows is None else rows
     return parameters.build(
         {row.path: NamedSharding(mesh, spec(config, row, mesh)) for row in rows}
     )

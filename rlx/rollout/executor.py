@@ -377,7 +377,7 @@ class Executor:
                 UserError(
                     f"the last {self._rejected_in_a_row} groups were all rejected because their "
                     f"rewards are equal (the last: all {reward:g}), so no batch fills; choose "
-                    "easier or harder data, or set rollout.drop_equal_rewards=False"
+                    "easier or harder data, or set algorithm.drop_equal_rewards=False"
                 )
             )
 

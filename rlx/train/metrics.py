@@ -78,8 +78,9 @@ def _info(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def count_versions(flat: FlatBatch) -> dict[int, int]:
-    """How many trained tokens each policy version made."""
+    """How many trained tokens each policy version made; those of a dataset have none."""
     trained = flat.tokens["versions"][flat.tokens["loss_mask"]]
+    trained = trained[trained >= 0]
     versions, counts = np.unique(trained, return_counts=True)
     return dict(zip(versions.tolist(), counts.tolist(), strict=True))
 
@@ -107,21 +108,29 @@ def device_metrics(
     """Metrics from the sums that the device made.
 
     task_reward: mean reward as the environment gave it. kl_reward: mean per trained token.
+    n_left_out: tokens that a filter (overlong_filter, M2PO) took out. kl_coefficient: β.
     final_reward: mean of the shaped reward and the summed KL penalty. grad_norm: mean over the
     minibatches, before clipping. The rest as `losses.summarise` has it.
     """
     minibatches, denominators, sums = jax.device_get((minibatches, denominators, sums))
     total = {key: float(sum(stats[key] for stats in minibatches)) for key in minibatches[0]}
     skipped, norms = total.pop("skipped_updates"), total.pop("grad_norm")
+    critic = {}
+    if "critic_grad_norm" in total:
+        critic["critic_skipped_updates"] = total.pop("critic_skipped_updates")
+        critic["critic_grad_norm"] = total.pop("critic_grad_norm") / len(minibatches)
     del total["updates"]
     metrics = losses.summarise(total, float(np.sum(denominators)))
     shaped, penalty = float(sums["shaped_reward"]), float(sums["kl_reward"])
     return {
         **metrics,
+        **critic,
         "task_reward": float(sums["task_reward"]) / num_sequences,
         "kl_reward": penalty / max(total["n_valid_tokens"], 1.0),
         "final_reward": (shaped + penalty) / num_sequences,
         "n_nonfinite_kl": float(sums["n_nonfinite_kl"]),
+        "n_left_out": float(sums["n_left_out"]),
+        "kl_coefficient": float(sums["kl_coefficient"]),
         "grad_norm": norms / len(minibatches),
         "skipped_updates": skipped,
         "learning_rate": float(schedule(minibatches[-1]["updates"])),

@@ -8,7 +8,7 @@ Shapes: S sequences, F flat tokens, R rows, B rows of a microbatch, T tokens of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,9 +30,11 @@ class FlatBatch:
     Attributes:
       tokens: per-token arrays [F]: `tokens`, `positions`, `sequence_ids` (S_padded − 1 at most; the
         padded number of sequences itself marks padding), `versions` int32, `loss_mask` bool,
-        `behaviour_logprobs` float32.
+        `behaviour_logprobs` float32; where the trajectories have them `turn_ids` int32 and
+        `reference_logprobs` float32.
       sequences: per-sequence arrays [S_padded]: `rewards` float32, `group_ids` int32 (dense, from 0
-        in order of the groups; padding has the last group's id + 1), `truncated`, `valid` bool.
+        in order of the groups; padding has the last group's id + 1), `agent_ids` int32 (dense),
+        `truncated`, `valid` bool.
       starts, sizes: [S] int64; where each real sequence begins on F, and its tokens.
       num_groups: how many groups there are.
     """
@@ -51,6 +53,10 @@ class FlatBatch:
     def num_tokens(self) -> int:
         """Real tokens, prompts included."""
         return int(self.sizes.sum())
+
+    def pairs(self, ids: np.ndarray) -> np.ndarray:
+        """Which of these sequences belong to one group: [S'] int64 from 0, in their order."""
+        return np.unique(self.sequences["group_ids"][ids], return_inverse=True)[1]
 
     def arrays(self) -> Arrays:
         """Everything advantages are computed from, in one dict."""
@@ -138,6 +144,9 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         "behaviour_logprobs": per_token("behaviour_logprobs", np.float32, 0.0),
         "versions": per_token("versions", np.int32, -1),
     }
+    for name, dtype in (("turn_ids", np.int32), ("reference_logprobs", np.float32)):
+        if trajectories and all(getattr(t, name) is not None for t in trajectories):
+            tokens[name] = per_token(name, dtype, 0)
 
     def per_sequence(values, dtype, pad):
         out = np.full(padded, pad, dtype)
@@ -150,6 +159,9 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
             np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
             np.int32,
             len(groups),
+        ),
+        "agent_ids": per_sequence(
+            np.unique([t.agent for t in trajectories], return_inverse=True)[1], np.int32, 0
         ),
         "truncated": per_sequence([t.truncated for t in trajectories], bool, False),
         "valid": per_sequence(True, bool, False),
@@ -263,6 +275,7 @@ def plan(
     attention_cost: float = 0.0,
     shards: int = 1,
     at_least: int = 0,
+    together: np.ndarray | None = None,
 ) -> Plan:
     """Chooses the row length and packs: the cheapest, or nearly, of the shortest buckets that fit.
 
@@ -278,14 +291,21 @@ def plan(
       attention_cost: work of attention per token and key, over the other work per token.
       shards: data-parallel devices; every microbatch has a multiple of it in rows.
       at_least: microbatches wanted; empty ones are added (all devices must run equally many).
+      together: [S] int64 from 0; sequences of equal number share a row (the two of a pair).
 
     Raises:
-      UserError: a sequence is longer than the budget.
+      UserError: a sequence, or what must be together, is longer than the budget.
     """
+    if together is not None:
+        units = np.bincount(together, sizes).astype(np.int64)
+        found = plan(
+            units, budget, buckets, attention_cost=attention_cost, shards=shards, at_least=at_least
+        )
+        return replace(found, rows=found.rows[together])
     longest = int(sizes.max(initial=1))
     if longest > budget:
         raise UserError(
-            f"train.max_tokens_per_microbatch={budget} is below the longest trajectory "
+            f"train.max_tokens_per_microbatch={budget} is below the longest trajectory or pair "
             f"({longest} tokens); raise it or lower sampling.max_new_tokens"
         )
     lengths = sorted(b for b in set(buckets) if longest <= b <= budget) or [budget]

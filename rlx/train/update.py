@@ -1,13 +1,16 @@
 """One train batch: groups in, the next policy out. A thin host loop over jitted steps.
 
-    groups ─▶ flatten ─▶ plan, pack ─▶ (proximal, reference logprobs) ─▶ advantages, loss weights
-           ─▶ for each minibatch: microbatch gradients ─▶ one optimizer update
+    groups ─▶ flatten ─▶ plan, pack ─▶ (proximal, reference logprobs; values) ─▶ advantages, loss
+           weights ─▶ for each minibatch: microbatch gradients ─▶ one optimizer update (and one of
+           the critic) ─▶ end of the batch
 
-The host only arranges arrays and dispatches; nothing here waits for the device.
+The host only arranges arrays and dispatches; nothing here waits for the device. SFT, reward models
+and DPO come the same way: what differs is the row of the preset table.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from rlx.algorithms import presets
+from rlx.algorithms import losses, presets
 from rlx.base import Group, UserError
 from rlx.model import params as parameters
 from rlx.model import sharding
@@ -25,26 +28,31 @@ from rlx.train import metrics as metrics_lib
 from rlx.train import packing, steps
 from rlx.train.metrics import Metrics
 from rlx.train.optimizer import make_optimizer, make_schedule
-from rlx.train.steps import Steps, TrainState
+from rlx.train.steps import Critic, Learner, Steps, TrainState
 
 
 class Update(NamedTuple):
     """The trainer as functions.
 
     Attributes:
-      init: params → the state before the first update; copies params, and puts them on the mesh.
+      init: params → the state before the first update; copies params, and puts them on the mesh. A
+        critic begins as a copy of them, a reward model is one, both with a value head of zeros.
       update: (state, groups) → (new state, metrics). The old state's arrays are given up to the new
         one: whoever needs the parameters must read them before the next update. Metrics are read
         lazily, see `Metrics`.
       logprobs: (params, groups) → one [tokens] float32 array a trajectory, in the groups' order;
         log-probabilities of the tempered policy. Waits for the device.
+      evaluate: (state, groups) → the metrics of the loss on groups that are not trained on.
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
+      model: the config of what is trained; a reward model's has a value head.
     """
 
     init: Callable[[parameters.Params], TrainState]
     update: Callable[[TrainState, Sequence[Group]], tuple[TrainState, Metrics]]
     logprobs: Callable[[parameters.Params, Sequence[Group]], list[np.ndarray]]
+    evaluate: Callable[[TrainState, Sequence[Group]], dict[str, float]]
     abstract_state: TrainState
+    model: ModelConfig
 
 
 def make_update(
@@ -66,15 +74,34 @@ def make_update(
       UserError: the algorithm needs a reference policy and there is none, or a name is unknown.
     """
     trainer = _Trainer(model_config, config, reference_params, mesh)
-    return Update(trainer.init, trainer.update, trainer.logprobs, trainer.abstract_state())
+    return Update(
+        trainer.init,
+        trainer.update,
+        trainer.logprobs,
+        trainer.evaluate,
+        trainer.abstract_state(),
+        trainer.steps.model,
+    )
 
 
 def make_steps(model_config: ModelConfig, config: ConfigDict) -> Steps:
     """The device functions of a run."""
+    algorithm = presets.resolve(
+        config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples
+    )
+    updates = _total_updates(config)
+    valued = dataclasses.replace(model_config, value_head=True)
+    critic = dict(config.optimizer) | {"learning_rate": config.critic.learning_rate}
     return Steps(
-        model=model_config,
-        algorithm=presets.resolve(config.algorithm, config.sampling.max_new_tokens),
-        optimizer=make_optimizer(config.optimizer, _total_updates(config)),
+        model=valued if algorithm.loss == "bradley_terry" else model_config,
+        algorithm=algorithm,
+        optimizer=make_optimizer(config.optimizer, updates),
+        critic_model=valued if algorithm.critic else None,
+        critic_optimizer=make_optimizer(ConfigDict(critic), updates) if algorithm.critic else None,
+        critic_warmup=config.critic.warmup_steps if algorithm.critic else 0,
+        reference_mode=config.reference.mode,
+        reference_every=config.reference.every_steps,
+        reference_decay=config.reference.decay,
         temperature=config.sampling.temperature,
         remat=config.model.remat,
         compute_dtype=jnp.dtype(config.model.compute_dtype),
@@ -103,6 +130,16 @@ def _total_updates(config: ConfigDict) -> int:
     return config.total_steps * config.train.minibatches
 
 
+class _Jitted(NamedTuple):
+    """A learner's functions, compiled when first called; `gradient` and `apply` stand for `step`
+    where a minibatch has several microbatches."""
+
+    empty: Callable
+    accumulate: Callable
+    apply: Callable
+    step: Callable
+
+
 class _Trainer:
     """Jitted steps and where arrays go; holds nothing that changes."""
 
@@ -115,57 +152,91 @@ class _Trainer:
         algorithm = self.steps.algorithm
         if algorithm.needs_reference and reference_params is None:
             raise UserError(
-                f"algorithm.kl_placement={algorithm.kl_placement} needs a reference policy and "
-                "there is none; give reference_params or set algorithm.kl_placement=none"
+                f"algorithm {algorithm.name} with kl_placement={algorithm.kl_placement} needs a "
+                "reference policy and there is none; give reference_params or set "
+                "algorithm.kl_placement=none"
             )
+        self.frozen = None
         self.reference_params = None
-        if algorithm.needs_reference:
-            self.reference_params = self._place(reference_params())
+        if algorithm.needs_reference and not self.steps.follows:
+            self.reference_params = self._place(reference_params(), model_config)
         self._jit()
 
     def _jit(self):
         """Compiles nothing yet; says what is donated and where results stay."""
-        s, placed = self.steps, {}
-        states = params = accumulators = None
-        if self.mesh is not None:
-            states, params = self._state_shardings(), self._param_shardings()
-            accumulators = (params, self._replicated())
-            placed = {"out_shardings": (states, self._replicated())}
-        self.jit_init = jax.jit(s.init, donate_argnums=0, out_shardings=states)
-        self.empty = jax.jit(s.empty, out_shardings=accumulators)
-        self.grad_step = jax.jit(s.grad_step, donate_argnums=1, out_shardings=accumulators)
-        self.apply_step = jax.jit(s.apply_step, donate_argnums=0, **placed)
-        self.train_step = jax.jit(s.train_step, donate_argnums=0, **placed)
+        s = self.steps
+        shardings = self._state_shardings()
+        self.jit_init = jax.jit(s.init, donate_argnums=(0, 1), out_shardings=shardings)
+        policy, critic = shardings, None
+        if shardings is not None:
+            policy, critic = shardings.replace(critic=None), shardings.critic
+        self.learner = self._jit_learner(s.learner, policy)
+        self.critic_learner = self._jit_learner(s.critic_learner, critic)
         self.logprob_step = jax.jit(s.logprob_step)
-        self.prepare = jax.jit(s.prepare, static_argnums=3)
+        self.value_step = jax.jit(s.value_step)
+        self.loss = jax.jit(s.loss)
+        self.prepare = jax.jit(s.prepare, static_argnums=4)
         self.gather = jax.jit(s.gather)
+        self.waits = jax.jit(s.waits)
+        self.end_batch = jax.jit(s.end_batch, donate_argnums=0, out_shardings=shardings)
         self.scatter = jax.jit(steps.scatter, donate_argnums=0)
+
+    def _jit_learner(self, learner: Learner, shardings) -> _Jitted:
+        accumulators: Any = None
+        placed: dict[str, Any] = {}
+        if shardings is not None:
+            accumulators = (shardings.params, self._replicated())
+            placed = {"out_shardings": (shardings, self._replicated())}
+        return _Jitted(
+            empty=jax.jit(learner.empty, out_shardings=accumulators),
+            accumulate=jax.jit(learner.accumulate, donate_argnums=0, out_shardings=accumulators),
+            apply=jax.jit(learner.apply, donate_argnums=0, **placed),
+            step=jax.jit(learner.step, donate_argnums=0, **placed),
+        )
 
     # Where arrays live. Without a mesh everything is on the default device.
 
     def _replicated(self):
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def _param_shardings(self):
-        return sharding.named_shardings(self.model_config, self.mesh)
-
-    def _state_shardings(self):
-        params, everywhere = self._param_shardings(), self._replicated()
-        shapes = parameters.shapes(self.model_config)
+    def _learned_shardings(self, model, optimizer):
+        """Of parameters, and of what the optimizer keeps of each of them."""
+        params = sharding.named_shardings(model, self.mesh)
         moments = optax.tree.map_params(
-            self.steps.optimizer,
-            lambda _, sharding: sharding,
-            jax.eval_shape(self.steps.optimizer.init, shapes),
+            optimizer,
+            lambda _, place: place,
+            jax.eval_shape(optimizer.init, parameters.shapes(model)),
             params,
-            transform_non_params=lambda _: everywhere,
+            transform_non_params=lambda _: self._replicated(),
         )
-        return TrainState(params, moments, everywhere, everywhere)
+        return params, moments
 
-    def _place(self, params):
+    def _state_shardings(self) -> Any:
+        if self.mesh is None:
+            return None
+        s, everywhere = self.steps, self._replicated()
+        params, moments = self._learned_shardings(s.model, s.optimizer)
+        critic = None
+        if s.critic_model is not None:
+            own = self._learned_shardings(s.critic_model, s.critic_optimizer)
+            critic = Critic(params=own[0], opt_state=own[1], updates=everywhere)
+        return TrainState(
+            params=params,
+            opt_state=moments,
+            step=everywhere,
+            updates=everywhere,
+            kl_coefficient=everywhere,
+            reference=params if s.follows else None,
+            critic=critic,
+        )
+
+    def _place(self, params, model):
         """A copy of params where they belong, in the dtype of `model.dtype`."""
         dtype = jnp.dtype(self.config.model.dtype)
         params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
-        return params if self.mesh is None else jax.device_put(params, self._param_shardings())
+        if self.mesh is None:
+            return params
+        return jax.device_put(params, sharding.named_shardings(model, self.mesh))
 
     def _put(self, arrays: packing.Arrays, spec: PartitionSpec):
         if self.mesh is None:
@@ -173,8 +244,9 @@ class _Trainer:
         return jax.device_put(arrays, NamedSharding(self.mesh, spec))
 
     def abstract_state(self) -> TrainState:
-        shapes = parameters.shapes(self.model_config, jnp.dtype(self.config.model.dtype))
-        state = jax.eval_shape(self.steps.init, shapes)
+        dtype, s = jnp.dtype(self.config.model.dtype), self.steps
+        critic = s.critic_model and parameters.shapes(s.critic_model, dtype)
+        state = jax.eval_shape(s.init, parameters.shapes(s.model, dtype), critic)
         if self.mesh is None:
             return state
         return jax.tree.map(
@@ -184,7 +256,12 @@ class _Trainer:
         )
 
     def init(self, params) -> TrainState:
-        return self.jit_init(self._place(params))
+        s, critic = self.steps, None
+        if s.critic_model is not None:
+            valued, _ = parameters.with_value_head(params, self.model_config)
+            critic = self._place(valued, s.critic_model)
+        trained = steps.trained_model(self.model_config, params, s.algorithm)
+        return self.jit_init(self._place(trained, s.model), critic)
 
     # One batch.
 
@@ -196,44 +273,93 @@ class _Trainer:
             self.config.train.row_buckets,
             attention_cost=self.attention_cost,
             shards=1 if self.mesh is None else self.mesh.shape.get("data", 1),
+            together=flat.pairs(ids) if self.steps.algorithm.data == "pairs" else None,
         )
         parts = packing.microbatches(flat, ids, plan)
         return plan, [self._put(part, sharding.BATCH) for part in parts]
 
+    def _flat_zeros(self, size: int):
+        return self._put({"x": np.zeros(size, np.float32)}, PartitionSpec())["x"]
+
     def _score(self, params, batches, size: int):
         """[F] log-probabilities under `params` of all tokens in the microbatches."""
-        out = self._put({"x": np.zeros(size, np.float32)}, PartitionSpec())["x"]
+        out = self._flat_zeros(size)
         for batch in batches:
-            inputs = {name: batch[name] for name in ("tokens", "positions", "segment_ids")}
-            out = self.scatter(out, batch["flat_index"], self.logprob_step(params, inputs))
+            scores = self.logprob_step(params, self.frozen, _model_inputs(batch))
+            out = self.scatter(out, batch["flat_index"], scores)
         return out
 
+    def _values(self, critic, batches, size: int):
+        """The critic's V before and after each token, [F] each."""
+        before, after = self._flat_zeros(size), self._flat_zeros(size)
+        for batch in batches:
+            values = self.value_step(critic.params, _model_inputs(batch))
+            before = self.scatter(before, batch["flat_index"], values[0])
+            after = self.scatter(after, batch["flat_index"], values[1])
+        return before, after
+
     def _flat_arrays(self, state, flat, batches, num_minibatches):
-        """The flat batch on the device, with whatever other policies' logprobs it needs."""
+        """The flat batch on the device, with whatever other networks say about it."""
         arrays = dict(self._put(flat.arrays(), PartitionSpec()))
         size = len(flat.tokens["tokens"])
         algorithm = self.steps.algorithm
         if algorithm.needs_proximal_pass(num_minibatches):
             arrays["proximal_logprobs"] = self._score(state.params, batches, size)
         if algorithm.needs_reference:
-            arrays["reference_logprobs"] = self._score(self.reference_params, batches, size)
+            reference = state.reference if self.steps.follows else self.reference_params
+            arrays["reference_logprobs"] = self._score(reference, batches, size)
+        if state.critic is not None:
+            arrays["values"], arrays["values_after"] = self._values(state.critic, batches, size)
         return arrays
 
-    def _minibatch(self, state, batches, denominator, done):
-        """One optimizer update."""
+    def _minibatch(self, jitted, learned, frozen, batches, denominator, held):
+        """One optimizer update of one learner."""
         if len(batches) == 1:
-            return self.train_step(state, batches[0], denominator, done)
-        accumulator = self.empty(state.params, batches[0])
+            return jitted.step(learned, frozen, batches[0], denominator, held)
+        accumulator = jitted.empty(learned.params, frozen, batches[0])
         for batch in batches:
-            accumulator = self.grad_step(state.params, accumulator, batch)
+            accumulator = jitted.accumulate(accumulator, learned.params, frozen, batch)
         grads, stats = accumulator
-        state, applied = self.apply_step(state, grads, denominator, done)
-        return state, {**stats, **applied}
+        learned, applied = jitted.apply(learned, grads, denominator, held)
+        return learned, {**stats, **applied}
+
+    def _update_both(self, state, batches, divisors, waits):
+        """One minibatch: the policy's update, and its critic's."""
+        denominator, tokens = divisors
+        critic = state.critic
+        state, stats = self._minibatch(
+            self.learner, state.replace(critic=None), self.frozen, batches, denominator, waits
+        )
+        if critic is not None:
+            critic, more = self._minibatch(
+                self.critic_learner, critic, None, batches, tokens, np.bool_(False)
+            )
+            del more["updates"]
+            own = ("grad_norm", "skipped_updates")
+            stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}
+        return state.replace(critic=critic), stats
+
+    def _require(self, groups: Sequence[Group], flat: packing.FlatBatch) -> None:
+        """Raises for groups that this algorithm cannot be trained on."""
+        algorithm = self.steps.algorithm
+        if not flat.num_sequences:
+            raise ValueError("an update needs at least one trajectory")
+        if algorithm.data == "pairs":
+            for group in groups:
+                if len(group.trajectories) != 2:
+                    raise ValueError(
+                        f"group {group.group_id} has {len(group.trajectories)} trajectories; "
+                        f"loss={algorithm.loss} wants a chosen and a rejected one"
+                    )
+        if algorithm.kl_anchor == "teacher" and "reference_logprobs" not in flat.tokens:
+            raise UserError(
+                "algorithm.kl_anchor=teacher and the trajectories have no logprobs of a teacher; "
+                "set teacher.path or teacher.addresses"
+            )
 
     def update(self, state: TrainState, groups: Sequence[Group]) -> tuple[TrainState, Metrics]:
         flat = packing.flatten(groups)
-        if not flat.num_sequences:
-            raise ValueError("an update needs at least one trajectory")
+        self._require(groups, flat)
         parts = packing.minibatch_ids(flat, self.config.train.minibatches)
         plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
         minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
@@ -241,16 +367,24 @@ class _Trainer:
             minibatch_of[ids] = index
         everything = [batch for batches in packed for batch in batches]
         arrays = self._flat_arrays(state, flat, everything, len(parts))
-        per_token, denominators, sums = self.prepare(arrays, minibatch_of, state.step, len(parts))
-        results = []
+        per_token, divisors, sums = self.prepare(
+            arrays, minibatch_of, state.step, state.kl_coefficient, len(parts)
+        )
+        waits, results = self.waits(state.step), []
         for index, batches in enumerate(packed):
             progress = np.float32(index / len(parts))
-            inputs = [self.gather(per_token, b, sums["version"], progress) for b in batches]
-            done = np.int32(index == len(parts) - 1)
-            state, stats = self._minibatch(state, inputs, denominators[index], done)
+            inputs = [self.gather(per_token, b, sums, progress) for b in batches]
+            state, stats = self._update_both(state, inputs, divisors[index], waits)
             results.append(stats)
+        state = self.end_batch(
+            state,
+            sum(stats.get("reference_kl", 0.0) for stats in results),
+            sum(stats["n_valid_tokens"] for stats in results),
+            np.float32(flat.num_sequences),
+        )
         known = metrics_lib.host_metrics(groups, flat, plans)
         versions = metrics_lib.count_versions(flat)
+        denominators = [denominator for denominator, _ in divisors]
 
         def compute():
             return {
@@ -263,8 +397,29 @@ class _Trainer:
 
         return state, Metrics(compute)
 
+    def evaluate(self, state: TrainState, groups: Sequence[Group]) -> dict[str, float]:
+        flat = packing.flatten(groups)
+        self._require(groups, flat)
+        _, batches = self._pack(flat, np.arange(flat.num_sequences))
+        arrays = self._flat_arrays(state, flat, batches, 1)
+        everything = np.where(flat.sequences["valid"], 0, -1).astype(np.int32)
+        per_token, divisors, sums = self.prepare(
+            arrays, everything, state.step, state.kl_coefficient, 1
+        )
+        totals = []
+        for batch in batches:
+            inputs = self.gather(per_token, batch, sums, np.float32(0.0))
+            totals.append(self.loss(state.params, self.frozen, inputs)[1])
+        totals, denominator = jax.device_get((totals, divisors[0][0]))
+        stats = {name: float(sum(part[name] for part in totals)) for name in totals[0]}
+        return losses.summarise(stats, float(denominator))
+
     def logprobs(self, params, groups: Sequence[Group]) -> list[np.ndarray]:
         flat = packing.flatten(groups)
         _, batches = self._pack(flat, np.arange(flat.num_sequences))
         scores = np.asarray(self._score(params, batches, len(flat.tokens["tokens"])))
         return [scores[a : a + n] for a, n in zip(flat.starts, flat.sizes, strict=True)]
+
+
+def _model_inputs(batch):
+    return {name: batch[name] for name in ("tokens", "positions", "segment_ids")}

@@ -91,3 +91,8 @@ def test_an_unknown_choice_names_its_key(field):
 def test_what_cannot_work_is_explained(values, words):
     with pytest.raises(UserError, match=words):
         resolve(overrides(**values), 8)
+
+
+def test_rejecting_equal_rewards_needs_something_to_compare():
+    with pytest.raises(UserError, match=r"n_samples=1 .* raise n_samples"):
+        resolve(overrides(preset="dapo"), 8, n_samples=1)

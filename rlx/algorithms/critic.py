@@ -1,0 +1,48 @@
+"""The value loss of PPO's critic, as sums on packed rows."""
+
+from collections.abc import Mapping
+
+import chex
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rlx.algorithms.presets import Algorithm
+
+
+def value_loss(
+    values_BT: Array, batch: Mapping[str, Array], algorithm: Algorithm
+) -> tuple[Array, dict[str, Array]]:
+    """Σ ½·max((V − R)², (clip(V, V_b ± ε_v) − R)²) over trained tokens.
+
+    The clip is PPO's for values: as in the authors' code, not in 1707.06347 itself.
+
+    Args:
+      values_BT: [B, T] float32, V of the state in which token t was chosen; differentiated.
+      batch: all [B, T]: loss_mask bool; values (V_b, from before the batch's first update) and
+        returns float32.
+      algorithm: `value_clip` is ε_v; 0 is no clip.
+
+    Returns:
+      The summed loss, float32 scalar, and stats as sums: value_loss, value (mean V), value_error
+      (V − R, squared), value_clip_ratio.
+    """
+    mask = batch["loss_mask"]
+    chex.assert_equal_shape([values_BT, mask, batch["values"], batch["returns"]])
+    value = jnp.where(mask, values_BT.astype(jnp.float32), 0.0)
+    target = jnp.where(mask, batch["returns"], 0.0)
+    plain = (value - target) ** 2
+    square, clipped = plain, jnp.zeros_like(mask)
+    if algorithm.value_clip:
+        before = jnp.where(mask, batch["values"], 0.0)
+        held = jnp.clip(value, before - algorithm.value_clip, before + algorithm.value_clip)
+        square = jnp.maximum(plain, (held - target) ** 2)
+        clipped = square > plain
+    loss = 0.5 * jnp.sum(square)
+    stats = {
+        "value_loss": loss,
+        "value": value,
+        "value_error": plain,
+        "value_clip_ratio": clipped & mask,
+    }
+    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
+    return loss, lax.stop_gradient(stats)

@@ -1,0 +1,119 @@
+"""Losses on datasets, as sums on packed rows: SFT; reward model, DPO and IPO on pairs.
+
+A pair is two neighbouring segments of one row: the chosen one has an odd segment id, the rejected
+one the even id after it. What is compared is a number z a pair, summed over its tokens:
+
+    z = Σ_chosen weight·x − Σ_rejected weight·x
+
+with x = log π − log π_ref for DPO and IPO, and the value head's score for a reward model, whose
+weight is 1 at the last trained token alone.
+"""
+
+from collections.abc import Mapping
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rlx.algorithms.advantages import require_reference
+from rlx.algorithms.presets import Algorithm
+
+
+def nll_loss(
+    target_logprobs_BT: Array, entropy_BT: Array, batch: Mapping[str, Array]
+) -> tuple[Array, dict[str, Array]]:
+    """Σ loss_weights · −log π over the demonstration's tokens.
+
+    Args:
+      target_logprobs_BT: [B, T] float32, nats; differentiated. entropy_BT: likewise, for stats.
+      batch: loss_mask [B, T] bool, loss_weights [B, T] float32.
+
+    Returns:
+      The summed loss, float32 scalar, and stats as sums.
+    """
+    mask = batch["loss_mask"]
+    chex.assert_equal_shape([target_logprobs_BT, mask, batch["loss_weights"]])
+    nll = -jnp.where(mask, target_logprobs_BT, 0.0)
+    loss = jnp.sum(jnp.where(mask, batch["loss_weights"], 0.0) * nll)
+    stats = {
+        "n_valid_tokens": mask,
+        "sft_loss": loss,
+        "entropy": jnp.where(mask, entropy_BT, 0.0),
+    }
+    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
+    return loss, lax.stop_gradient(stats)
+
+
+def pair_loss(
+    x_BT: Array, batch: Mapping[str, Array], algorithm: Algorithm
+) -> tuple[Array, dict[str, Array]]:
+    """Σ over pairs of what makes the chosen one win.
+
+        bradley_terry  −log σ(z)                 (2203.02155, eq. 1)
+        dpo            −log σ(β·z)               (2305.18290, eq. 7)
+        ipo            (z − 1/(2β))²             (2310.12036, eq. 17; z of length-averaged sums)
+
+    Args:
+      x_BT: [B, T] float32; target logprobs for DPO and IPO, scores for bradley_terry;
+        differentiated.
+      batch: all [B, T]: loss_mask bool; loss_weights float32; segment_ids int32;
+        reference_logprobs float32 for DPO and IPO.
+      algorithm: the row of the preset table.
+
+    Returns:
+      The summed loss, float32 scalar, and stats as sums; pair_accuracy counts pairs whose chosen
+      one is ahead, pair_margin is z (times β for DPO and IPO, the implicit reward).
+
+    Raises:
+      UserError: DPO or IPO without `reference_logprobs`.
+    """
+    mask, segments = batch["loss_mask"], batch["segment_ids"]
+    chex.assert_equal_shape([x_BT, mask, segments, batch["loss_weights"]])
+    x = jnp.where(mask, x_BT.astype(jnp.float32), 0.0)
+    if algorithm.loss != "bradley_terry":
+        x = x - jnp.where(mask, require_reference(batch), 0.0)
+    weights = jnp.where(mask, batch["loss_weights"], 0.0)
+    chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
+    z, present = chosen - rejected, _by_pair(mask.astype(jnp.float32), mask, segments, 1) > 0
+    if algorithm.loss == "bradley_terry":
+        margin, each = z, -jax.nn.log_sigmoid(z)
+    elif algorithm.loss == "dpo":
+        margin = algorithm.pair_beta * z
+        each = -jax.nn.log_sigmoid(margin)
+    else:
+        margin, each = algorithm.pair_beta * z, (z - 0.5 / algorithm.pair_beta) ** 2
+    loss = jnp.sum(jnp.where(present, each, 0.0))
+    scale = 1.0 if algorithm.loss == "bradley_terry" else algorithm.pair_beta
+    stats = {
+        "n_valid_tokens": mask,
+        "n_pairs": present,
+        "pair_loss": loss,
+        "pair_accuracy": (z > 0) & present,
+        "pair_margin": jnp.where(present, margin, 0.0),
+        "pair_chosen": jnp.where(present, scale * chosen, 0.0),
+        "pair_rejected": jnp.where(present, scale * rejected, 0.0),
+    }
+    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
+    return loss, lax.stop_gradient(stats)
+
+
+def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
+    """Sums of x over the masked tokens of the odd, or of the even, segment of every possible pair.
+
+    Two passes: the second takes out the rounding of the first, so that long sequences do not blur
+    the small differences that pairs are made of.
+    """
+    rows, width = x_BT.shape
+    own = mask & (segments % 2 == odd) & (segments > 0)
+    slots = rows * (width // 2 + 1)
+    index = jnp.arange(rows)[:, None] * (width // 2 + 1) + (segments - 1) // 2
+    index = jnp.where(own, index, slots).ravel()  # beyond the end: dropped
+
+    def total(x):
+        return jax.ops.segment_sum(x.ravel(), index, slots)
+
+    count = total(own.astype(jnp.float32))
+    mean = total(x_BT) / jnp.maximum(count, 1.0)
+    near = mean.at[index].get(mode="fill", fill_value=0.0).reshape(x_BT.shape)
+    return mean * count + total(x_BT - near)
