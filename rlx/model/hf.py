@@ -67,7 +67,7 @@ def check_tensors(tensors: "LazyTensors", config: ModelConfig) -> None:
     _check_names(tensors, config, rows)
     for row in rows:
         shape = parameters.shape(config, row)
-        for name, _ in _parts(row, config, np.empty(shape[:1], bool)):
+        for name, _ in parts(row, config, np.empty(shape[:1], bool)):
             _check_shape(name, tensors.shape(name), _hf_shape(row, shape))
 
 
@@ -96,7 +96,7 @@ def to_hf(params: Params, config: ModelConfig, dtype: Any = None) -> dict[str, n
     tensors = {}
     for row in parameters.table(config):
         value = np.asarray(parameters.leaf(params, row))
-        for name, part in _parts(row, config, value):
+        for name, part in parts(row, config, value):
             part = part.T if row.transposed else part
             tensors[name] = np.ascontiguousarray(part, dtype=dtype or part.dtype)
     return tensors
@@ -215,7 +215,7 @@ def _shards(path: Path) -> list[Path]:
     raise UserError(f"{path} has no {WEIGHTS} (nor {INDEX}); give a directory with safetensors")
 
 
-def _parts(row: Row, config: ModelConfig, value: Any) -> list[tuple[str, Any]]:
+def parts(row: Row, config: ModelConfig, value: Any) -> list[tuple[str, Any]]:
     """(HF name, slice of the stacked array) of a row."""
     if not row.stacked:
         return [(row.hf, value)]
@@ -251,7 +251,7 @@ def _gather(tensors: Mapping[str, Any], config: ModelConfig, row: Row, dtype: An
     """The row's array, copied out of HF's tensors into the pytree's layout."""
     shape = parameters.shape(config, row)
     out: Any = None
-    for index, (name, _) in enumerate(_parts(row, config, np.empty(shape[:1], bool))):
+    for index, (name, _) in enumerate(parts(row, config, np.empty(shape[:1], bool))):
         tensor = np.asarray(tensors[name])
         _check_shape(name, tensor.shape, _hf_shape(row, shape))
         if out is None:

@@ -56,6 +56,12 @@ def few(request, tmp_path_factory):
     return make_oracle(request.param, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def one(tmp_path_factory):
+    """As `oracle`, for what does not depend on the architecture."""
+    return make_oracle("qwen2", tmp_path_factory)
+
+
 def make_oracle(name, tmp_path_factory):
     import torch
     import transformers

@@ -1,0 +1,154 @@
+"""LoRA (arXiv 2106.09685): small trained matrices beside the frozen ones of the decoder.
+
+    y = x·W + (alpha / rank) · (x·A)·B        A: [in, rank], B: [rank, out]
+
+Adapters are a pytree of their own with the parameters' structure, stacked over layers like them;
+`attach` lays them beside the base, where `decoder.linear` finds them, and `merge` adds them to it.
+The rows of `table` say their shapes, their sharding and PEFT's names for them. No I/O: see peft.py.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlx.base import UserError
+from rlx.config import LORA_TARGETS, unknown
+from rlx.model import params as parameters
+from rlx.model.config import ModelConfig
+from rlx.model.params import Params, Row
+
+PREFIX = "base_model.model."  # of every name in PEFT's files
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Which matrices have adapters, and how large.
+
+    Attributes:
+      rank: ≥ 1.
+      alpha: > 0; what an adapter adds is multiplied by alpha / rank.
+      targets: names in LORA_TARGETS, in its order; HF's names (`q_proj`) become ours.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = LORA_TARGETS
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise UserError(f"lora.rank={self.rank} is below 1; set it to 1 or more")
+        if not 0 < self.alpha < math.inf:
+            raise UserError(f"lora.alpha={self.alpha} must be above 0 and finite")
+        object.__setattr__(self, "targets", target_names(self.targets))
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+def target_names(names: Iterable[str]) -> tuple[str, ...]:
+    """`names` as LORA_TARGETS has them, in its order.
+
+    Raises:
+      UserError: a name that is none, with the nearest that is; or no name at all.
+    """
+    if isinstance(names, str):
+        raise UserError(f"lora.targets={names!r} is one text; give a tuple of names")
+    short = [name.removesuffix("_proj") for name in names]
+    for name in short:
+        if name not in LORA_TARGETS:
+            raise unknown("lora.targets entry", name, LORA_TARGETS)
+    if not short:
+        raise UserError(f"lora.targets is empty; give some of {', '.join(LORA_TARGETS)}")
+    return tuple(name for name in LORA_TARGETS if name in short)
+
+
+def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
+    """The rows of the adapters: A and B of each target, with PEFT's names and layouts."""
+    rows = []
+    for base in _target_rows(config, lora):
+        (name,), (_, inner, outer) = base.path[1:], base.axes
+        stem = PREFIX + base.hf.removesuffix("weight")
+        down = ("layers", f"{name}_lora_a"), ("layers", inner, "rank"), f"{stem}lora_A.weight"
+        up = ("layers", f"{name}_lora_b"), ("layers", "rank", outer), f"{stem}lora_B.weight"
+        rows += [Row(*down, True, "matrix"), Row(*up, True, "zeros")]
+    return tuple(rows)
+
+
+def _target_rows(config: ModelConfig, lora: LoraConfig) -> list[Row]:
+    """The rows of the matrices that have adapters."""
+    rows = {row.path: row for row in parameters.table(config)}
+    return [rows["layers", name] for name in lora.targets]
+
+
+def shape(config: ModelConfig, lora: LoraConfig, row: Row) -> tuple[int, ...]:
+    """An adapter row's shape in the pytree."""
+    sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
+    return tuple(sizes[axis] for axis in row.axes)
+
+
+def shapes(config: ModelConfig, lora: LoraConfig) -> Params:
+    """The pytree of `jax.ShapeDtypeStruct` of the adapters, float32."""
+    return parameters.build(
+        {
+            row.path: jax.ShapeDtypeStruct(shape(config, lora, row), jnp.float32)
+            for row in table(config, lora)
+        }
+    )
+
+
+def count(config: ModelConfig, lora: LoraConfig) -> int:
+    """How many numbers the adapters have."""
+    return sum(math.prod(shape(config, lora, row)) for row in table(config, lora))
+
+
+def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
+    """Adapters that add nothing yet: A uniform in ±1/√in (as PEFT: Kaiming's with a = √5), B zero.
+
+    Returns:
+      {"layers": {"q_lora_a": [L, in, rank], "q_lora_b": [L, rank, out], …}}, float32.
+    """
+    rows = table(config, lora)
+    leaves = {}
+    for row, row_key in zip(rows, jax.random.split(key, len(rows)), strict=True):
+        size = shape(config, lora, row)
+        if row.kind == "zeros":
+            leaves[row.path] = jnp.zeros(size, jnp.float32)
+        else:
+            bound = size[1] ** -0.5
+            leaves[row.path] = jax.random.uniform(row_key, size, jnp.float32, -bound, bound)
+    return parameters.build(leaves)
+
+
+def attach(base: Params, adapters: Params, lora: LoraConfig) -> Params:
+    """Parameters with which the decoder computes x·W + scale·(x·A)·B.
+
+    No copy of the base; the scale is folded into B. What is not differentiated gets no gradient:
+    differentiate with respect to `adapters` alone.
+    """
+    pairs = {
+        name: leaf * lora.scale if name.endswith("_lora_b") else leaf
+        for name, leaf in adapters["layers"].items()
+    }
+    return {**base, "layers": {**base["layers"], **pairs}}
+
+
+def merge(base: Params, adapters: Params, lora: LoraConfig) -> Params:
+    """Plain parameters W + scale·A·B, added in float32 and cast back to W's dtype."""
+    layers = dict(base["layers"])
+    for name in lora.targets:
+        pair = adapters["layers"][f"{name}_lora_a"], adapters["layers"][f"{name}_lora_b"]
+        layers[name] = _merged(layers[name], *pair, lora.scale)
+    return {**base, "layers": layers}
+
+
+@jax.jit
+def _merged(weight: Any, down: Any, up: Any, scale: Any) -> jax.Array:
+    exact = jax.lax.Precision.HIGHEST  # GPUs would round the factors to fewer bits
+    change = jnp.einsum("lir,lro->lio", down, up, precision=exact)
+    return (weight.astype(jnp.float32) + scale * change).astype(weight.dtype)

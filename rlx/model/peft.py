@@ -1,0 +1,176 @@
+"""PEFT directories ⇄ (LoraConfig, adapters); `peft.PeftModel.from_pretrained` reads them.
+
+    adapter_config.json           rank, alpha, targets
+    adapter_model.safetensors     base_model.model.….q_proj.lora_A.weight [rank, in], and lora_B
+
+Like hf.py copies and transposes only, driven by `lora.table`; these two files do the room's I/O.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from rlx.base import UserError
+from rlx.config import LORA_TARGETS
+from rlx.model import hf, lora
+from rlx.model import params as parameters
+from rlx.model.config import ModelConfig
+from rlx.model.directory import read_json
+from rlx.model.lora import LoraConfig
+from rlx.model.params import Params
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_HF_NAMES = {name: f"{name}_proj" for name in LORA_TARGETS}  # the last part of HF's names
+# Ways to begin that leave the base as it is; the others (PiSSA, OLoRA, …) subtract from it.
+_INITS = ("default", "gaussian", "eva", "orthogonal")
+# Options of PEFT that make another function of the same matrices, where they are set.
+_REFUSED = (
+    "use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
+    "modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules",
+    "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
+
+
+def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> dict[str, np.ndarray]:
+    """Tensors with PEFT's names and layouts, float32, on the host."""
+    tensors = {}
+    for row in lora.table(config, settings):
+        value = np.asarray(parameters.leaf(adapters, row))
+        for name, part in hf.parts(row, config, value):
+            tensors[name] = np.ascontiguousarray(part.T, np.float32)
+    return tensors
+
+
+def from_peft(
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, settings: LoraConfig
+) -> Params:
+    """The adapters of tensors with PEFT's names, float32.
+
+    Raises:
+      UserError: naming the tensor that is missing, extra or mis-shaped.
+    """
+    rows = lora.table(config, settings)
+    names = {name for row in rows for name in _names(row, config)}
+    if missing := sorted(names - set(tensors)):
+        raise UserError(
+            f"{len(missing)} adapter tensors are missing, first {missing[0]!r}; {CONFIG} names "
+            "other targets, or the adapter is of another model"
+        )
+    if extra := sorted(set(tensors) - names):
+        raise UserError(
+            f"{len(extra)} adapter tensors have no place in {config.architecture} with the targets "
+            f"of {CONFIG}, first {extra[0]!r}; the adapter is of another model"
+        )
+    leaves = {}
+    for row in rows:
+        size = lora.shape(config, settings, row)
+        parts = [np.asarray(tensors[name]) for name in _names(row, config)]
+        for name, part in zip(_names(row, config), parts, strict=True):
+            if part.shape != size[:0:-1]:
+                raise UserError(
+                    f"adapter tensor {name!r} has shape {part.shape}, wanted {size[:0:-1]}; it "
+                    f"does not fit {CONFIG} or the model"
+                )
+        leaves[row.path] = jnp.asarray(np.stack([part.T.astype(np.float32) for part in parts]))
+    return parameters.build(leaves)
+
+
+def _names(row: parameters.Row, config: ModelConfig) -> list[str]:
+    return [row.hf.format(layer) for layer in range(config.num_layers)]
+
+
+def save(
+    path: str | Path,
+    config: ModelConfig,
+    settings: LoraConfig,
+    adapters: Params,
+    base: str = "",
+) -> None:
+    """Writes a PEFT directory, whole or not at all.
+
+    Args:
+      base: directory or hub name of the model that the adapters belong to, for PEFT to find.
+
+    Raises:
+      UserError: when it cannot be written; nothing is left behind.
+    """
+    tensors = to_peft(adapters, config, settings)
+    with hf.replaced_directory(Path(path)) as fresh:
+        (fresh / CONFIG).write_text(json.dumps(_to_json(settings, base), indent=2) + "\n")
+        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / WEIGHTS).chmod(0o644)  # safetensors makes it 0600, whatever the umask
+
+
+def _to_json(settings: LoraConfig, base: str) -> dict[str, Any]:
+    alpha = settings.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": settings.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [_HF_NAMES[name] for name in settings.targets],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def load(path: str | Path, config: ModelConfig) -> tuple[LoraConfig, Params]:
+    """The adapters of a PEFT directory, for the model of `config`.
+
+    Raises:
+      UserError: the file, option or tensor that is missing or that rlx does not have.
+    """
+    path = Path(path)
+    settings = load_config(path)
+    if not (path / WEIGHTS).exists():
+        raise UserError(f"{path} has no {WEIGHTS}; save the adapter as safetensors")
+    with hf.open_tensors(path / WEIGHTS) as tensors:
+        return settings, from_peft(tensors, config, settings)
+
+
+def load_config(path: str | Path) -> LoraConfig:
+    """What a PEFT directory's `adapter_config.json` says; UserError for what rlx does not have."""
+    file = Path(path) / CONFIG
+    if not file.exists():
+        raise UserError(f"{file} is missing; give a directory that PEFT or rlx wrote")
+    record = read_json(file)
+    if record.get("peft_type") != "LORA":
+        raise UserError(f"{file} has peft_type={record.get('peft_type')!r}; rlx reads LORA alone")
+    if record.get("bias", "none") != "none":
+        raise UserError(f"{file} has bias={record['bias']!r}; rlx reads adapters without biases")
+    for key in _REFUSED:
+        if record.get(key):
+            raise UserError(
+                f"{file} sets {key}={record[key]!r}, which rlx does not have; merge that adapter "
+                "with PEFT and give the merged model as model.path"
+            )
+    start = record.get("init_lora_weights", True)
+    if isinstance(start, str) and start not in _INITS:
+        raise UserError(
+            f"{file} has init_lora_weights={start!r}, which changes the base too; convert it with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    targets, rank = record.get("target_modules"), record.get("r")
+    alpha = record.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise UserError(f"{file} has r={rank!r} and lora_alpha={alpha!r}; wanted two numbers")
+    if targets == "all-linear":
+        targets = list(_HF_NAMES)
+    if not isinstance(targets, list):
+        raise UserError(
+            f"{file} has target_modules={targets!r}; rlx reads a list of names such as 'q_proj'"
+        )
+    return LoraConfig(rank, float(alpha), tuple(targets))
