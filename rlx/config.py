@@ -38,6 +38,9 @@ def default() -> ConfigDict:
     c.data.eval = ""
     c.data.system_prompt = ""
     c.data.question_key = "question"
+    c.data.completion_key = "completion"  # of demonstrations (SFT)
+    c.data.chosen_key = "chosen"  # of pairs (reward model, DPO, IPO)
+    c.data.rejected_key = "rejected"
     c.data.max_prompt_tokens = 1024
     c.data.shuffle = True
 
@@ -198,8 +201,12 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}; {hint}")
 
 
-def check(config: ConfigDict) -> None:
-    """Raises UserError for the first thing in `config` that cannot work."""
+def check(config: ConfigDict, *, trains: bool = True) -> None:
+    """Raises UserError for the first thing in `config` that cannot work.
+
+    Args:
+      trains: false where nothing will be trained, so that the trainer's budgets do not matter.
+    """
     if not config.model.path:
         raise UserError("model.path is empty; give an HF directory or hub name")
     if config.fleet.engine not in ENGINES:
@@ -251,12 +258,12 @@ def check(config: ConfigDict) -> None:
             f"sampling.max_new_tokens={config.sampling.max_new_tokens}; lower the minimum"
         )
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    if longest > max(config.train.row_buckets):
+    if trains and longest > max(config.train.row_buckets):
         raise UserError(
             f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the longest "
             f"train.row_buckets entry {max(config.train.row_buckets)}; add a bucket or lower them"
         )
-    if longest > config.train.max_tokens_per_microbatch:
+    if trains and longest > config.train.max_tokens_per_microbatch:
         raise UserError(
             f"train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} is below "
             f"the longest possible trajectory ({longest} tokens); raise it or lower "

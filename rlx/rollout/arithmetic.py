@@ -8,6 +8,8 @@ batch holds a few solutions several times as long as the rest.
 Whether a problem is for training or held out is a hash of its text: the two sets are disjoint
 whatever the seeds. The recipe of the model that ships with the package
 (`experiments/2026-11-arithmetic`) draws its demonstrations from the training side only.
+
+For training on a dataset there are a right and a wrong solution of every problem.
 """
 
 import hashlib
@@ -26,6 +28,8 @@ LARGEST_VALUE = 99  # of every intermediate value; the smallest is 0
 LARGEST_OPERAND = 49  # after the first
 _HELD_OUT_SHARE = 10  # one problem in this many
 _TAIL = 1.5  # P(k operands) ∝ k^−1.5
+_ERRORS = (-20, -10, -2, -1, 1, 2, 10, 20)  # of a wrong step: a slip of a digit or of the carry
+_GUESS_NOISE = 20  # a wrong guess is a ten that lies no farther from the answer
 
 
 def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
@@ -99,6 +103,42 @@ def careful_solution(question: str) -> str:
     chain = steps(question)
     lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain)]
     return "\n".join([*lines, f"\\boxed{{{chain[-1].result}}}"])
+
+
+def wrong_solution(question: str) -> str:
+    r"""A plausible solution whose boxed answer is wrong; always the same one of a question.
+
+    Half of them make one mistake and carry it through, `a+38:75`, the others give up at a step and
+    guess, as the model that ships with the package does: `a+38~\boxed{60}`.
+    """
+    rng = random.Random(f"wrong {question}")
+    if rng.random() < 0.5 and (mistake := _mistake(question, rng)):
+        return _carried(question, *mistake)
+    chain = steps(question)
+    at = rng.randrange(len(chain))
+    lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain[:at])]
+    guesses = [g for g in range(0, 100, 10) if 0 < abs(g - chain[-1].result) <= _GUESS_NOISE]
+    return "\n".join([*lines, f"{chain[at].term}~\\boxed{{{rng.choice(guesses)}}}"])
+
+
+def _mistake(question: str, rng: random.Random) -> tuple[int, int] | None:
+    """A step and an error in its result after which no value leaves 0…LARGEST_VALUE."""
+    chain = steps(question)
+    possible = [
+        (at, error)
+        for at in range(len(chain))
+        for error in _ERRORS
+        if all(0 <= step.result + error <= LARGEST_VALUE for step in chain[at:])
+    ]
+    return rng.choice(possible) if possible else None
+
+
+def _carried(question: str, at: int, error: int) -> str:
+    """The careful solution with results off by `error` from step `at` on."""
+    chain = steps(question)
+    results = [step.result + (error if index >= at else 0) for index, step in enumerate(chain)]
+    lines = [f"{step.term}:{result}" for step, result in zip(chain, results, strict=True)]
+    return "\n".join([f":{first_value(question)}", *lines, f"\\boxed{{{results[-1]}}}"])
 
 
 def _draw(rng: random.Random) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from rlx.base import UserError
 
 Row = dict[str, Any]
 
+_NONE: Mapping[str, str] = {}
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
 
 
@@ -26,12 +27,15 @@ def load(
     question_key: str = "question",
     answer_key: str = "answer",
     *,
+    texts: Mapping[str, str] = _NONE,
     split: str = "train",
 ) -> list[Row]:
     """The rows of a .jsonl file, or of a hub data set.
 
     Args:
       source: a path, or `owner/name`, `owner/name:split`, `owner/name:config:split`.
+      answer_key: of what the reward function compares with; every row has it, unless empty.
+      texts: keys of further texts that every row has → the option that names each.
       split: of a hub data set whose name gives none.
 
     Raises:
@@ -40,12 +44,16 @@ def load(
     hub = _HUB_NAME.fullmatch(source)
     local = Path(source).exists() or source.endswith((".jsonl", ".json"))
     if hub and not local and not Path(source).parent.is_dir():
-        return load_hub(source, question_key, answer_key, split=split)
-    return load_jsonl(source, question_key, answer_key)
+        return load_hub(source, question_key, answer_key, texts=texts, split=split)
+    return load_jsonl(source, question_key, answer_key, texts=texts)
 
 
 def load_jsonl(
-    path: str | Path, question_key: str = "question", answer_key: str = "answer"
+    path: str | Path,
+    question_key: str = "question",
+    answer_key: str = "answer",
+    *,
+    texts: Mapping[str, str] = _NONE,
 ) -> list[Row]:
     """The rows of a file with one JSON object a line.
 
@@ -62,7 +70,11 @@ def load_jsonl(
     if not content.strip():
         raise UserError(f"{path} is empty; it needs one JSON object a line")
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
-    return [_row(line, f"{path}:{n}", question_key, answer_key) for n, line in enumerate(lines, 1)]
+    rows = []
+    for n, line in enumerate(lines, 1):
+        rows.append(_row(line, f"{path}:{n}"))
+        _check_keys(rows[-1], f"{path}:{n}", question_key, answer_key, texts)
+    return rows
 
 
 def load_hub(
@@ -70,6 +82,7 @@ def load_hub(
     question_key: str = "question",
     answer_key: str = "answer",
     *,
+    texts: Mapping[str, str] = _NONE,
     split: str = "train",
 ) -> list[Row]:
     """The rows of a Hugging Face data set, by the `datasets` package.
@@ -100,7 +113,7 @@ def load_hub(
     if not rows:
         raise UserError(f"{source} has no rows; choose another split")
     for n, row in enumerate(rows, 1):
-        _check_keys(row, f"{source}, row {n}", question_key, answer_key)
+        _check_keys(row, f"{source}, row {n}", question_key, answer_key, texts)
     return rows
 
 
@@ -190,7 +203,7 @@ class Cursor:
         return self._digest
 
 
-def _row(line: bytes, where: str, question_key: str, answer_key: str) -> Row:
+def _row(line: bytes, where: str) -> Row:
     if not line.strip():
         raise UserError(f"{where}: the line is empty; remove it")
     try:
@@ -207,16 +220,21 @@ def _row(line: bytes, where: str, question_key: str, answer_key: str) -> Row:
         raise UserError(f"{where}: not a row: {error}; one flat object a line") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    _check_keys(row, where, question_key, answer_key)
     return row
 
 
-def _check_keys(row: Row, where: str, question_key: str, answer_key: str) -> None:
-    for key in (question_key, answer_key):
+def _check_keys(
+    row: Row, where: str, question_key: str, answer_key: str, texts: Mapping[str, str]
+) -> None:
+    options = {question_key: "data.question_key", **texts}
+    for key in (question_key, *([answer_key] if answer_key else []), *texts):
         if key not in row:
             keys = ", ".join(map(repr, row)) or "no keys at all"
-            remedy = "set data.question_key" if key == question_key else "rename one"
+            remedy = f"set {options[key]}" if key in options else "rename one"
             raise UserError(f"{where}: the row has no {key!r}, only {keys}; add it or {remedy}")
+    for key in texts:
+        if not isinstance(row[key], str):
+            raise UserError(f"{where}: {key!r} must be text, got {row[key]!r}")
     if not isinstance(row[question_key], str) or not row[question_key].strip():
         raise UserError(f"{where}: {question_key!r} must be text, got {row[question_key]!r}")
 

@@ -1,0 +1,180 @@
+"""How one dataset row becomes a group to be trained on, without a fleet: SFT and pairs.
+
+A group of demonstrations is one trajectory, the answer that the row gives; a pair is two, the
+chosen answer and then the rejected one. The answer's tokens and its end token are trained on; no
+policy sampled them, so they have version −1 and no logprobs. The executor, the buffer and
+checkpoints take these groups as they take rollouts.
+
+Asked for completions (a held-out evaluation), these workflows generate as RLVR does.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlx.base import Group, Trajectory, UserError
+from rlx.fleet.engine import Sampling
+from rlx.fleet.sample import Completion
+from rlx.rollout.reward_pool import Span
+from rlx.rollout.workflows import RLVR, Generator, encode, trajectory
+
+_CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair
+
+
+class Answers:
+    """Groups made of the answers that a row gives.
+
+    Args:
+      rlvr: renders the prompts, and generates where that is asked for.
+      tokenizer: of `rlvr`.
+      keys: of the row, in the order of the group's trajectories → their rewards.
+      end: the token that ends an answer; `end_token` finds it.
+      max_new_tokens: limit of an answer, its end token included; 0: none.
+      max_tokens: limit of all trajectories of a group together; 0: none.
+    """
+
+    def __init__(
+        self,
+        rlvr: RLVR,
+        tokenizer: Any,
+        keys: Mapping[str, float],
+        *,
+        end: int,
+        max_new_tokens: int = 0,
+        max_tokens: int = 0,
+    ):
+        self._rlvr, self._tokenizer, self._keys, self._end = rlvr, tokenizer, dict(keys), end
+        self._max_new_tokens, self._max_tokens = max_new_tokens, max_tokens
+
+    def prompt_ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
+        """The prompt's tokens; raises UserError as RLVR.prompt_ids does."""
+        return self._rlvr.prompt_ids(row, name)
+
+    def group(self, row: Mapping[str, Any], group_id: int, name: str = "") -> Group:
+        """The group of `row`.
+
+        Raises:
+          UserError: something in it exceeds a limit; says so of `name`, or of the group.
+        """
+        name = name or f"group {group_id}"
+        text, prompt = self._rlvr.render(row), self._rlvr.prompt_ids(row, name)
+        head = np.array(prompt, np.int32)
+        trajectories = tuple(
+            self._trajectory(head, str(row[key]), key, reward, f"{group_id}.{i}", text, name)
+            for i, (key, reward) in enumerate(self._keys.items())
+        )
+        total = sum(len(t.tokens) for t in trajectories)
+        if 0 < self._max_tokens < total:
+            raise UserError(
+                f"the {' and '.join(self._keys)} of {name} have {total} tokens with their prompts, "
+                f"train.max_tokens_per_microbatch is {self._max_tokens} and they must share one; "
+                f"raise it or shorten the row: {text[:60]!r}"
+            )
+        return Group(group_id, trajectories, row)
+
+    def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
+        """Raises UserError for the first row that has too many tokens.
+
+        Every token stands for a byte or more, so only long texts are tokenised.
+        """
+        self._rlvr.check(rows, name)
+        for index, row in enumerate(rows):
+            sizes = [len(str(row[key]).encode()) + 1 for key in self._keys]
+            prompt = len(self._rlvr.render(row).encode()) + 8  # as RLVR.check
+            long = 0 < self._max_new_tokens < max(sizes)
+            if long or 0 < self._max_tokens < sum(sizes) + len(sizes) * prompt:
+                self.group(row, index, f"row {index + 1} of {name}")
+
+    async def run(
+        self,
+        fleet: Generator,
+        row: Mapping[str, Any],
+        *,
+        group_id: int,
+        seed: int,
+        sampling: Sampling | None = None,
+        n: int | None = None,
+        priority: int = 0,
+    ) -> Group:
+        """The group of `row`; with `sampling`, one of completions that the fleet generates."""
+        if sampling is None:
+            return self.group(row, group_id)
+        return await self._rlvr.run(
+            fleet, row, group_id=group_id, seed=seed, sampling=sampling, n=n, priority=priority
+        )
+
+    def drain_spans(self) -> list[Span]:
+        """When and where rewards of evaluations were computed since the last call."""
+        return self._rlvr.drain_spans()
+
+    def _trajectory(
+        self, prompt: np.ndarray, answer: str, key: str, reward: float, trajectory_id: str,
+        prompt_text: str, name: str,
+    ) -> Trajectory:  # fmt: skip
+        tokens = np.array([*encode(self._tokenizer, answer), self._end], np.int32)
+        if 0 < self._max_new_tokens < len(tokens):
+            raise UserError(
+                f"the {key} of {name} has {len(tokens)} tokens with its end token, "
+                f"sampling.max_new_tokens is {self._max_new_tokens}; shorten or remove it, or "
+                f"raise the limit: {answer[:60]!r}"
+            )
+        given = Completion(
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            versions=np.full(len(tokens), -1, np.int32),
+            stop_reason="stop",
+        )
+        return trajectory(prompt, given, reward, trajectory_id, prompt_text, answer)
+
+
+class Demonstrations(Answers):
+    """question + completion → one trajectory; see Answers for the other arguments."""
+
+    def __init__(self, rlvr: RLVR, tokenizer: Any, key: str = "completion", **limits: int):
+        super().__init__(rlvr, tokenizer, {key: _CHOSEN}, **limits)
+
+
+class Preferences(Answers):
+    """question + chosen + rejected → two trajectories in this order, rewards 1 and 0."""
+
+    def __init__(
+        self,
+        rlvr: RLVR,
+        tokenizer: Any,
+        chosen_key: str = "chosen",
+        rejected_key: str = "rejected",
+        **limits: int,
+    ):
+        keys = {chosen_key: _CHOSEN, rejected_key: _REJECTED}
+        if len(keys) < 2:
+            raise UserError(
+                f"data.chosen_key and data.rejected_key are both {chosen_key!r}; a pair has two "
+                "answers, name two keys"
+            )
+        super().__init__(rlvr, tokenizer, keys, **limits)
+
+
+def end_token(tokenizer: Any, stops: Sequence[int]) -> int:
+    """The token that ends an answer, in training as in generation.
+
+    What the chat template puts behind an answer, where that ends a completion; else the
+    tokenizer's own end token.
+
+    Args:
+      stops: the model's end tokens, at which engines stop.
+
+    Raises:
+      UserError: neither is among them, so that an answer learned would never end.
+    """
+    probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    text = tokenizer.apply_chat_template(probe, tokenize=False)
+    behind = encode(tokenizer, text.rpartition("answer")[2])
+    for token in (*behind[:1], tokenizer.eos_token_id):
+        if token in stops:
+            return token
+    raise UserError(
+        f"the chat template ends an answer with {tokenizer.decode(behind[:1])!r} and the tokenizer "
+        f"has eos_token={tokenizer.eos_token!r}; neither is an eos_token_id of the model "
+        f"({list(stops)}): mend generation_config.json"
+    )
