@@ -1,7 +1,9 @@
 """What a request, and an engine's own context, must satisfy before it is taken. No JAX."""
 
+import numpy as np
+
 from rlx.base import UserError
-from rlx.fleet.engine import Request
+from rlx.fleet.engine import Request, ScoreRequest
 
 DEFAULT_MODEL_LEN = 4096  # tokens, where the model's context is longer and nothing was asked
 
@@ -34,11 +36,7 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
     prompt, sampling = request.prompt_tokens, request.sampling
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(f"prompt_tokens has shape {prompt.shape}; give at least one token")
-    if prompt.min() < 0 or prompt.max() >= vocab_size:
-        bad = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
-        raise ValueError(
-            f"token {bad} is out of the vocabulary of {vocab_size}; use the model's own tokenizer"
-        )
+    _check_vocabulary(prompt, vocab_size)
     if prompt.size >= max_model_len:
         raise ValueError(
             f"the prompt has {prompt.size} tokens and max_model_len={max_model_len} leaves no room "
@@ -61,3 +59,21 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
         )
     if "" in sampling.stop:
         raise ValueError("a stop string is empty; remove it")
+
+
+def check_score(request: ScoreRequest, vocab_size: int, max_model_len: int) -> None:
+    """As `check_request`, for a sequence to be scored; its other fields are checked on the wire."""
+    _check_vocabulary(request.tokens, vocab_size)
+    if request.tokens.size > max_model_len:
+        raise ValueError(
+            f"the sequence has {request.tokens.size} tokens, max_model_len={max_model_len}; "
+            "shorten it or raise fleet.max_model_len"
+        )
+
+
+def _check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise ValueError(
+            f"token {bad} is out of the vocabulary of {vocab_size}; use the model's own tokenizer"
+        )

@@ -1,4 +1,5 @@
-"""The fleet as the rollout side sees it: one `generate`, whatever becomes of single servers.
+"""The fleet as the rollout side sees it: one `generate`, one `score`, whatever becomes of single
+servers.
 
     generate ─▶ least loaded live server ─▶ pieces of n samples ─▶ all stopped: done
          ▲            (a session's own)            │
@@ -10,7 +11,6 @@ Everything here runs on one event loop.
 import asyncio
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,16 +19,16 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import wire
-from rlx.fleet.engine import Sampling
+from rlx.fleet.engine import Sampling, ScoreRequest
 from rlx.fleet.member import Delivery, Failed, Limits, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
+from rlx.fleet.roster import Roster
 from rlx.fleet.sample import Completion, Job, Sample, finished, split
 from rlx.fleet.tls import Tls
 
 __all__ = ["Completion", "Fleet", "Limits", "PublishReport", "ServerStatus"]
 
-MAX_SESSIONS = 1 << 16  # remembered; the longest unused is forgotten
-MAX_ATTEMPTS = 8  # in a row that bring a sample no new token
+MAX_ATTEMPTS = 8  # in a row that bring a sample no new token, or a sequence no scores
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ServerStatus:
 
     address: str
     live: bool
-    load: int  # samples of ours on it
+    load: int  # samples and scores of ours on it
     reason: str  # why it is not live
     version: int
     running: int
@@ -75,7 +75,7 @@ class ServerStatus:
 
 
 class Fleet:
-    """Rollout servers behind one `generate` and one `publish`.
+    """Rollout servers behind one `generate`, one `score` and one `publish`.
 
     Args:
       addresses: host:port of each server; they may still be starting, die and come back.
@@ -103,19 +103,16 @@ class Fleet:
         self._limits = limits or Limits()
         self._publish_dir = publish_dir
         self._say = on_message or (lambda text: None)
+        self._roster = Roster(self._limits.outage, self._say)
         self._weights: Weights | None = None
         self._publishing = asyncio.Lock()
-        self._sessions: OrderedDict[str, Member] = OrderedDict()
-        self._news = asyncio.Event()
-        self._told = self._closed = False
         self._tasks: list[asyncio.Task] = []
-        self._turn = 0
-        self._members = [
+        self._members = self._roster.members = [
             Member(
                 address,
                 limits=self._limits,
                 wanted=lambda: self._weights,
-                changed=self._changed,
+                changed=self._roster.changed,
                 say=self._say,
                 token=token,
                 tls=tls,
@@ -134,11 +131,9 @@ class Fleet:
         self._tasks = [asyncio.create_task(member.run()) for member in self._members]
         try:
             async with asyncio.timeout(self._limits.connect):
-                while not all(member.live for member in self._members):
-                    self._raise_fatal()
-                    await self._news.wait()
+                await self._roster.complete()
         except TimeoutError:
-            missing = self._reasons()
+            missing = self._roster.reasons()
             if not any(member.live for member in self._members):
                 raise UserError(
                     f"no rollout server answered within {self._limits.connect:g} s: "
@@ -176,6 +171,33 @@ class Fleet:
         await self._finish(Job(prompt, sampling, session, priority), samples)
         return [sample.completion() for sample in samples]
 
+    async def score(self, tokens: Any, first: int, *, temperature: float = 1.0) -> np.ndarray:
+        """Log-probabilities of a sequence's tokens under the weights of now.
+
+        All are of one version; which one, while a publish is under way, is left open.
+
+        Args:
+          tokens: [T] integers, T ≥ 2.
+          first: in [1, T − 1], the first token to score.
+          temperature: in [0.01, 100]; of log softmax(logits / temperature).
+
+        Returns:
+          [T] float32, nats; 0 before `first`.
+
+        Raises:
+          ValueError, UserError, Failed: as `generate`.
+        """
+        request = ScoreRequest(np.asarray(tokens, np.int32), first, temperature)
+        member, attempts = None, 0
+        while True:
+            member = await self._roster.pick(None, member)
+            try:
+                scores = await member.score(request)
+                return np.concatenate([np.zeros(first, np.float32), scores.logprobs])
+            except (Lost, Failed) as error:
+                attempts += 1
+                await _back_off(attempts, "a score", error)
+
     async def probe(
         self, prompts: Sequence[Any], sampling: Sampling, *, priority: int = 0
     ) -> dict[str, list[Completion]]:
@@ -192,7 +214,7 @@ class Fleet:
             sampling = replace(sampling, seed=random.getrandbits(31))
         jobs = [Job(np.asarray(p, np.int32), sampling, None, priority) for p in prompts]
         while True:
-            live = await self._alive()
+            live = await self._roster.alive()
             found = await asyncio.gather(*(self._answers(member, jobs) for member in live))
             if any(found):
                 return {m.address: a for m, a in zip(live, found, strict=True) if a}
@@ -266,11 +288,11 @@ class Fleet:
 
     async def close(self) -> None:
         """Lets go of the servers (which stay) and removes the weights file."""
-        self._closed = True
+        self._roster.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._changed()
+        self._roster.changed()
         if self._weights:
             self._weights.close()
             self._weights = None
@@ -288,17 +310,15 @@ class Fleet:
                 await _together([self._finish(job, part) for part in parts])
                 return
             before = sum(s.length for s in todo)
-            member = await self._pick(job.session, member)
+            member = await self._roster.pick(job.session, member)
             try:
                 await self._attempt(member, job, todo)
                 error: Exception = Failed(f"{member.address} keeps aborting the request")
             except (Lost, Failed) as caught:
                 error = caught
             idle = 0 if sum(s.length for s in todo) > before else idle + 1
-            if idle >= MAX_ATTEMPTS:
-                raise Failed(f"gave up after {idle} attempts without a token: {error}") from error
             if idle:
-                await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2**idle, 2.0))
+                await _back_off(idle, "a token", error)
 
     async def _answers(self, member: Member, jobs: list[Job]) -> list[Completion] | None:
         """One completion of each job by this very server; None when it is lost."""
@@ -335,62 +355,10 @@ class Fleet:
         finally:
             await stream.aclose()
 
-    async def _pick(self, session: str | None, last: Member | None) -> Member:
-        """The session's or request's own server while it lives, else the least loaded one."""
-        live = await self._alive()
-        chosen = self._sessions.get(session) if session is not None else last
-        if chosen is None or not chosen.live:
-            self._turn += 1
-            order = live[self._turn % len(live) :] + live[: self._turn % len(live)]
-            chosen = min(order, key=lambda member: member.load / max(1, member.status.slots))
-        if session is not None:
-            self._sessions[session] = chosen
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-        return chosen
-
-    async def _alive(self, weights: Weights | None = None) -> list[Member]:
-        """The live servers, of which there is at least one; waits for it up to `limits.outage`.
-
-        With `weights`, it raises when these are what keeps the servers from being live.
-        """
-        try:
-            async with asyncio.timeout(self._limits.outage):
-                while not (live := [member for member in self._members if member.live]):
-                    if self._closed:
-                        raise RuntimeError("the fleet is closed")
-                    self._raise_fatal()
-                    if weights:
-                        self._raise_refused(weights)
-                    self._tell_outage()
-                    await self._news.wait()
-        except TimeoutError:
-            raise UserError(
-                f"no rollout server alive for {self._limits.outage:g} s: {self._reasons()}; "
-                "look at the servers' logs and start them again"
-            ) from None
-        self._told = False
-        return live
-
-    def _tell_outage(self) -> None:
-        if not self._told:
-            self._told = True
-            wait = f"waiting up to {self._limits.outage:g} s"
-            self._say(f"no rollout server alive, {wait}: {self._reasons()}")
-
-    def _reasons(self) -> str:
-        return "; ".join(f"{m.address} ({m.reason})" for m in self._members if not m.live)
-
-    def _raise_fatal(self) -> None:
-        for member in self._members:
-            if member.fatal:
-                raise member.fatal
-
     async def _deliver(self, weights: Weights) -> tuple[str, ...]:
         """Every live server takes `weights` or is out; returns who took them, at least one."""
         while True:
-            live = await self._alive(weights)
+            live = await self._roster.alive(lambda: self._raise_refused(weights))
             results = await asyncio.gather(*(m.update() for m in live), return_exceptions=True)
             for result in results:
                 if isinstance(result, BaseException) and not isinstance(result, Lost | Refused):
@@ -421,9 +389,12 @@ class Fleet:
         live = [member for member in self._members if member.live]
         await asyncio.gather(*(m.probe() for m in live), return_exceptions=True)
 
-    def _changed(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+
+async def _back_off(attempts: int, what: str, error: Exception) -> None:
+    """Waits after `attempts` in a row without `what`; raises Failed after the last one."""
+    if attempts >= MAX_ATTEMPTS:
+        raise Failed(f"gave up after {attempts} attempts without {what}: {error}") from error
+    await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2**attempts, 2.0))
 
 
 async def _together(coroutines: list) -> None:

@@ -67,6 +67,33 @@ class Chunk:
     stop_reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRequest:
+    """A sequence whose tokens are to be scored.
+
+    Attributes:
+      tokens: [T] int32, 2 ≤ T ≤ max_model_len.
+      first: in [1, T − 1], the first token to score; token 0 follows nothing.
+      temperature: in [LEAST_TEMPERATURE, MOST_TEMPERATURE]; logprobs are those of
+        log softmax(logits / temperature).
+    """
+
+    tokens: np.ndarray
+    first: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """`logprobs`: [T − first] float32, nats, all under the weights of `version`."""
+
+    logprobs: np.ndarray
+    version: int
+
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # of scores; below, vLLM takes another one
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot; `spans` are (name, start_ns, end_ns) on CLOCK_MONOTONIC since the last call."""
@@ -104,6 +131,15 @@ class Engine(Protocol):
 
         Raises ValueError (with the remedy) before the first chunk for a request that cannot be
         served: empty prompt, token out of vocabulary, prompt longer than max_model_len.
+        """
+        ...
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """The logprobs of `tokens[first:]` under the current weights, beside running requests.
+
+        Waits while the engine is paused. Cancelling it withdraws the request. Raises ValueError
+        (with the remedy) for one that cannot be served: token out of vocabulary, longer than
+        max_model_len.
         """
         ...
 

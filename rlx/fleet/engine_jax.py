@@ -4,6 +4,7 @@
     generate ── inbox ─────────────▶ Slots: admit ──────────────────▶ prefill, copy
         ▲                                  decode call ─────────────▶ `decode_steps` tokens a slot
         └── one callback per call ◀─────── accept: chunks
+    score ── inbox ────────────────▶ Scoring: one chunk after each decode call
     pause, resume, swap ── inbox ──▶ taken between two decode calls
 
 The engine thread owns slots, cache and weights; everybody else only puts messages in its inbox,
@@ -27,9 +28,10 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import compile_cache
-from rlx.fleet.checks import check_request, model_len
-from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request
+from rlx.fleet.checks import check_request, check_score, model_len
+from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request, ScoreRequest, Scores
 from rlx.fleet.programs import Programs, make_plan
+from rlx.fleet.scoring import Job, Scoring
 from rlx.fleet.slots import MAX_STOPS, Live, Slots, Start
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
 from rlx.model import decode, hf
@@ -80,6 +82,7 @@ class JaxEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=100_000)
         self._live: set[Live] = set()  # event loop's
+        self._scores: set[Job] = set()  # likewise
         self._failure: BaseException | None = None
         self._paused = self._closing = self._dirty = False
         self._version = self._generated = 0
@@ -124,6 +127,19 @@ class JaxEngine:
             self._live.discard(live)
             if unfinished:
                 self._inbox.put(lambda: self._slots.cancel(live))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See Engine.score."""
+        check_score(request, self._config.vocab_size, self._slots.max_model_len)
+        await asyncio.to_thread(self._programs.prepare_score)
+        self._check_alive()
+        job = Job(request)
+        self._scores.add(job)
+        self._inbox.put(lambda: self._scoring.add(job))
+        try:
+            return await asyncio.wrap_future(job.future)
+        finally:
+            self._scores.discard(job)
 
     async def pause(self) -> None:
         """See Engine.pause."""
@@ -190,8 +206,12 @@ class JaxEngine:
 
     def _check_alive(self) -> None:
         if self._failure:
-            what = f"{type(self._failure).__name__}: {self._failure}"
-            raise EngineStopped(f"the engine has stopped: {what}") from self._failure
+            raise self._stopped() from self._failure
+
+    def _stopped(self) -> EngineStopped:
+        failure = self._failure
+        what = f"{type(failure).__name__}: {failure}" if failure else "it was closed"
+        return EngineStopped(f"the engine has stopped: {what}")
 
     def _checked(self, request: Request) -> Live:
         """The request ready for the queue; ValueError with the remedy if it cannot be served."""
@@ -230,6 +250,7 @@ class JaxEngine:
             raise UserError(str(error)) from error
         self._slots = Slots(plan.slots, self._steps, longest)
         self._programs = Programs(config, plan, self._steps, self._dtype)
+        self._scoring = Scoring(self._programs)
         self._cache = self._programs.start(self._params)
 
     def _read(self, path: str) -> decode.ServingParams:
@@ -245,10 +266,11 @@ class JaxEngine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                idle = self._paused or not (self._slots.running or self._slots.queued)
-                self._take_messages(wait=idle)
+                busy = self._slots.running or self._slots.queued or self._scoring.pending
+                self._take_messages(wait=self._paused or not busy)
                 if not self._paused and not self._closing:
                     self._tick()
+                    self._score()
         except BaseException as error:
             self._failure = error
             self._call_loop(self._end_all)
@@ -282,6 +304,15 @@ class JaxEngine:
         self._generated += sum(len(chunk.tokens) for _, chunk in results)
         self._spans.append(("decode", start, self._clock()))
         self._call_loop(_deliver, results)
+
+    def _score(self) -> None:
+        """One chunk of what is to be scored."""
+        if self._scoring.pending:
+            start = self._clock()
+            done = self._scoring.step(self._params, self._version)
+            self._spans.append(("score", start, self._clock()))
+            if done and done[0].future.set_running_or_notify_cancel():
+                done[0].future.set_result(done[1])
 
     def _admit(self) -> None:
         start = self._clock()
@@ -327,6 +358,7 @@ class JaxEngine:
     def _swap(self, params: decode.ServingParams, version: int, kv: str) -> int:
         start = self._clock()
         self._params, self._version = params, version
+        self._scoring.restart()
         if self._dirty:
             self._cache, self._dirty = self._programs.scrub(self._cache), False
         if kv == "abort":
@@ -349,9 +381,12 @@ class JaxEngine:
             self._closing = True
 
     def _end_all(self) -> None:
-        """On the event loop: no chunk will come any more."""
+        """On the event loop: no chunk and no score will come any more."""
         for live in self._live:
             live.sink.put_nowait([])
+        for job in self._scores:
+            if not job.future.done():
+                job.future.set_exception(self._stopped())
 
 
 def _deliver(results: list[tuple[Live, Chunk]]) -> None:

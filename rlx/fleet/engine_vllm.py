@@ -26,8 +26,16 @@ from typing import Any, cast
 import numpy as np
 
 from rlx.base import UserError
-from rlx.fleet.checks import check_request, model_len
-from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request, Sampling
+from rlx.fleet.checks import check_request, check_score, model_len
+from rlx.fleet.engine import (
+    Chunk,
+    EngineStatus,
+    EngineStopped,
+    Request,
+    Sampling,
+    ScoreRequest,
+    Scores,
+)
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
 from rlx.model.config import ModelConfig
 from rlx.model.directory import load_config, resolve
@@ -36,6 +44,7 @@ _FLUSH_SECONDS = 0.05  # how long tokens wait for company on their way to `gener
 _STAGE_POLL_SECONDS = 0.005
 _GAP_NS = 200_000_000  # between two steps that count as one span of work
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
+_SCORE_ATTEMPTS = 16  # of one sequence, in which an update may abort it
 _MOST_KV_BYTES = 4 << 30  # on a CPU, where nothing tells vLLM how much memory is its own
 _WORKER = "rlx.fleet.vllm_worker.RolloutWorker"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -175,6 +184,28 @@ class VllmEngine:
         finally:
             await self._abort([sample for sample in samples if not sample.ended])
 
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See Engine.score."""
+        check_score(request, self._config.vocab_size, self._max_model_len)
+        core = self._core_score(request)
+        for _ in range(_SCORE_ATTEMPTS):
+            self._check_alive()
+            sample = _Scored(core)
+            try:
+                await self._admit(sample)
+                while not sample.ended:
+                    await sample.wake.wait()
+                    sample.wake.clear()
+                    if not sample.ended:
+                        self._check_alive()
+            finally:
+                if not sample.ended:
+                    await self._abort([sample])
+            if sample.stop_reason != "abort":
+                logprobs = np.array(sample.logprobs, np.float32)
+                return Scores(logprobs[request.first - 1 :], sample.versions[0])
+        raise RuntimeError(f"EngineCore aborted the sequence {_SCORE_ATTEMPTS} times")
+
     async def pause(self) -> None:
         """See Engine.pause."""
         async with self._changing:
@@ -250,32 +281,54 @@ class VllmEngine:
 
     def _core_request(self, request: Request) -> Any:
         """vLLM's form of `request`, without a seed or a name."""
+        sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
+        stops = (*self._config.eos_token_ids, *sampling.stop_token_ids)
+        longest = min(sampling.max_new_tokens - request.prefix_len, room)
+        return self._processed(
+            request.request_id,
+            request.prompt_tokens,
+            priority=-request.priority,  # vLLM serves the lowest first
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=longest,
+            min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
+            stop_token_ids=list(dict.fromkeys(stops)),
+        )
+
+    def _core_score(self, request: ScoreRequest) -> Any:
+        """vLLM's form of `request`.
+
+        The last token is the only one that may be drawn, so a sequence as long as the context fits
+        too: vLLM wants room for a token after every prompt. Log-probabilities are those before
+        that restriction. It reads no cached prefix where a prompt's are wanted.
+        """
+        return self._processed(
+            "score",
+            request.tokens[:-1],
+            priority=0,
+            temperature=request.temperature,
+            max_tokens=1,
+            allowed_token_ids=[int(request.tokens[-1])],
+            prompt_logprobs=0,
+        )
+
+    def _processed(self, name: str, prompt: np.ndarray, *, priority: int, **sampling: Any) -> Any:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
-        stops = (*self._config.eos_token_ids, *sampling.stop_token_ids)
-        longest = min(sampling.max_new_tokens - request.prefix_len, room)
         try:
             params = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=longest,
-                min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
-                stop_token_ids=list(dict.fromkeys(stops)),
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
+                logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling
             )
             return self.llm.input_processor.process_inputs(
-                request.request_id,
-                tokens_input(request.prompt_tokens.tolist()),
+                name,
+                tokens_input(prompt.tolist()),
                 params,
                 supported_tasks=self._tasks,
-                priority=-request.priority,  # vLLM serves the lowest first
+                priority=priority,
             )
         except (VLLMValidationError, ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"vLLM does not take the request: {error}") from error
@@ -475,6 +528,27 @@ class _Sample:
         chunk = Chunk(self.index, self.tokens, self.logprobs, self.versions, self.stop_reason)
         self.tokens, self.logprobs, self.versions, self.stop_reason = [], [], [], None
         return chunk
+
+
+class _Scored(_Sample):
+    """A prompt whose own logprobs are wanted, and that of the one token after it."""
+
+    __slots__ = ()
+
+    def __init__(self, core: Any):
+        super().__init__(0, core, asyncio.Event())
+
+    def add(self, output: Any, version: int) -> int:
+        """Takes what comes at the end; nothing of it is generated."""
+        if output.new_prompt_logprobs_tensors is not None:
+            self.logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+        if output.new_token_ids:
+            self.begun = True
+            self.logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
+            self.versions.append(version)
+        if output.finish_reason is not None:
+            self.end("length" if self.versions else "abort")
+        return 0
 
 
 def start_llm(

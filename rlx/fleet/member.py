@@ -20,7 +20,7 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
-from rlx.fleet.engine import Request
+from rlx.fleet.engine import Request, ScoreRequest, Scores
 from rlx.fleet.publish import Delta, Weights, chunks
 
 _Code = grpc.StatusCode
@@ -102,7 +102,7 @@ class Member:
     Attributes:
       live: it may get requests.
       fatal: why it can never be live with these options.
-      load: samples on their way.
+      load: samples and scores on their way.
       status: its last answer.
       offset_ns: its CLOCK_MONOTONIC minus ours.
       refusal: the last weights it refused, and why.
@@ -212,6 +212,25 @@ class Member:
         finally:
             self.load -= request.n
             call.cancel()
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """The scores of `request`; raises as `generate`."""
+        message = wire.score_message(request)
+        message.instance = self.status.instance
+        self.load += 1
+        try:
+            reply = await self._stub.Score(
+                message, timeout=self._limits.request, metadata=self._metadata
+            )
+            return wire.scores_from(reply, request)
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error, got_any=False) from error
+        except asyncio.CancelledError:
+            if _cancelled_by_caller():
+                raise
+            raise Lost(self.reason) from None
+        finally:
+            self.load -= 1
 
     def _explained(self, error: grpc.aio.AioRpcError, got_any: bool) -> Exception:
         code, text = error.code(), wire.describe(error)

@@ -33,7 +33,7 @@ from rlx.base import UserError
 from rlx.fleet.engine import EngineStatus
 from rlx.fleet.tls import Tls, is_loopback
 
-_METHODS = ("Generate", "Publish", "Pause", "Resume", "Status")
+_METHODS = ("Generate", "Score", "Publish", "Pause", "Resume", "Status")
 _STATUS_SECONDS = 5.0  # that the event loop may take to answer a scrape
 _CALL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

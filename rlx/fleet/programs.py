@@ -4,6 +4,7 @@
     decode   `steps` tokens for the first B slots over the first N cached positions
     append   what decode made → cache, in place
     copy     slots → slots, in place
+    score    one sequence → the logprobs of its tokens, `chunk` at a time
 
 Decode over all slots and positions always exists. Smaller shapes are faster when few slots are
 in use or sequences are short; they are compiled in the background once they would have helped,
@@ -186,6 +187,43 @@ class Programs:
         """The cache with non-finite numbers replaced: one of them would outlive its sequence."""
         return self._get("scrub")(cache)
 
+    def prepare_score(self) -> None:
+        """Compiles what `score` runs, unless that has been done; for any thread but the engine's,
+        which decodes meanwhile."""
+        self._get("score")
+
+    def score(
+        self,
+        params: decode.ServingParams,
+        cache: decode.Cache | None,
+        tokens: np.ndarray,
+        start: int,
+        first: int,
+        temperature: float,
+    ) -> tuple[np.ndarray, decode.Cache]:
+        """One chunk of a sequence: the logprobs of tokens start + 1 … start + chunk.
+
+        Args:
+          cache: what this returned for the chunk before; None for the first one.
+          tokens: [T] int32, the whole sequence, T ≤ plan.prompt.
+          start: a multiple of plan.chunk, below T − 1.
+          first: in [1, T − 1]; chunks that end before it cost less and give zeros.
+
+        Returns:
+          [chunk] float32, meaningless after the sequence's end; and the cache.
+        """
+        chunk = self.plan.chunk
+        part = np.zeros(chunk + 1, np.int32)
+        known = tokens[start : start + chunk + 1]
+        part[: len(known)] = known
+        if cache is None:
+            cache = decode.init_cache(self._config, 1, self.plan.prompt, self._dtype)
+        logprobs, cache = self._get("score")(
+            params, cache, part[None, :-1], part[1:], np.int32(start),
+            np.bool_(start + chunk >= first), np.float32(temperature),
+        )  # fmt: skip
+        return np.asarray(logprobs), cache
+
     def choose(self, used: int, longest: int) -> Shape:
         """The smallest program for the first `used` slots and `longest` cached tokens.
 
@@ -288,6 +326,18 @@ class Programs:
                 return prefill.lower(*args).compile()
             case "copy":
                 return jax.jit(_copy, donate_argnums=0).lower(cache, pairs, count).compile()
+            case "score":
+                row = jax.eval_shape(
+                    partial(decode.init_cache, self._config, 1, self.plan.prompt, self._dtype)
+                )
+                tokens = jax.ShapeDtypeStruct((1, self.plan.chunk), jnp.int32)
+                targets = jax.ShapeDtypeStruct((self.plan.chunk,), jnp.int32)
+                wanted = jax.ShapeDtypeStruct((), jnp.bool_)
+                temperature = jax.ShapeDtypeStruct((), jnp.float32)
+                score = jax.jit(partial(_score, self._config), donate_argnums=1)
+                return score.lower(
+                    self._params, row, tokens, targets, count, wanted, temperature
+                ).compile()
             case "scrub":
                 scrub = jax.jit(partial(jax.tree.map, jnp.nan_to_num), donate_argnums=0)
                 return scrub.lower(cache).compile()
@@ -314,6 +364,10 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
 def _prefill(config: ModelConfig, plan: Plan, params, cache, tokens, chunks, pairs, count):
     prompts = decode.prefill(params, config, tokens, chunks, plan.chunk)
     return decode.insert(cache, prompts, pairs[:, 0], pairs[:, 1], count)
+
+
+def _score(config: ModelConfig, params, cache, tokens, targets, start, wanted, temperature):
+    return decode.score(params, config, cache, tokens, targets, start, wanted, temperature)
 
 
 def _copy(cache, pairs, count):

@@ -85,6 +85,26 @@ class GenerateReply(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, index: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., stop_reason: _Optional[_Iterable[_Union[StopReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ScoreRequest(_message.Message):
+    __slots__ = ("tokens", "first", "temperature", "instance")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    first: int
+    temperature: float
+    instance: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., temperature: _Optional[float] = ..., instance: _Optional[str] = ...) -> None: ...
+
+class ScoreReply(_message.Message):
+    __slots__ = ("logprobs", "version")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    version: int
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ...) -> None: ...
+
 class PublishHeader(_message.Message):
     __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta")
     VERSION_FIELD_NUMBER: _ClassVar[int]

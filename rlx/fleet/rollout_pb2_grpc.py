@@ -39,6 +39,11 @@ class RolloutStub:
                 request_serializer=rlx_dot_fleet_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rlx_dot_fleet_dot_rollout__pb2.GenerateReply.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/rlx.fleet.Rollout/Score',
+                request_serializer=rlx_dot_fleet_dot_rollout__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=rlx_dot_fleet_dot_rollout__pb2.ScoreReply.FromString,
+                _registered_method=True)
         self.Publish = channel.stream_unary(
                 '/rlx.fleet.Rollout/Publish',
                 request_serializer=rlx_dot_fleet_dot_rollout__pb2.PublishRequest.SerializeToString,
@@ -66,6 +71,13 @@ class RolloutServicer:
 
     def Generate(self, request, context):
         """Samples of one prompt. Ends when each sample has a stop reason; cancelling aborts them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Log-probabilities of a given sequence, all under the weights of one version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +117,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=rlx_dot_fleet_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=rlx_dot_fleet_dot_rollout__pb2.GenerateReply.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=rlx_dot_fleet_dot_rollout__pb2.ScoreRequest.FromString,
+                    response_serializer=rlx_dot_fleet_dot_rollout__pb2.ScoreReply.SerializeToString,
             ),
             'Publish': grpc.stream_unary_rpc_method_handler(
                     servicer.Publish,
@@ -154,6 +171,33 @@ class Rollout:
             '/rlx.fleet.Rollout/Generate',
             rlx_dot_fleet_dot_rollout__pb2.GenerateRequest.SerializeToString,
             rlx_dot_fleet_dot_rollout__pb2.GenerateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlx.fleet.Rollout/Score',
+            rlx_dot_fleet_dot_rollout__pb2.ScoreRequest.SerializeToString,
+            rlx_dot_fleet_dot_rollout__pb2.ScoreReply.FromString,
             options,
             channel_credentials,
             insecure,

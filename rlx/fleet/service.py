@@ -1,6 +1,7 @@
 """The calls of a rollout server, in front of one engine. Everything that comes in is checked here.
 
     Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
+    Score    ─▶ score_from ─▶ engine.score ─▶ one message ─▶ client
     Publish  ─▶ staged (a delta: applied to the kept file) and checksummed beside the running
                 engine ─▶ engine.load
 
@@ -58,7 +59,7 @@ class _Base:
 
 
 class RolloutService(rpc.RolloutServicer):
-    """The five calls, on `engine`.
+    """The six calls, on `engine`.
 
     Args:
       engine: started.
@@ -110,8 +111,7 @@ class RolloutService(rpc.RolloutServicer):
         return status
 
     async def Generate(self, request, context):
-        if request.instance not in ("", self._instance):  # perhaps without the current weights
-            await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
+        await self._check_instance(request, context)
         begun, first = time.monotonic(), True
         try:
             stream = self._engine.generate(wire.request_from(request))
@@ -127,6 +127,15 @@ class RolloutService(rpc.RolloutServicer):
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
         except EngineStopped as error:  # for the client the same as a server that is gone
+            await _refuse(context, _Code.UNAVAILABLE, error)
+
+    async def Score(self, request, context):
+        await self._check_instance(request, context)
+        try:
+            return wire.score_reply(await self._engine.score(wire.score_from(request)))
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.INVALID_ARGUMENT, error)
+        except EngineStopped as error:
             await _refuse(context, _Code.UNAVAILABLE, error)
 
     async def Publish(self, request_iterator, context):
@@ -192,6 +201,10 @@ class RolloutService(rpc.RolloutServicer):
                 reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
         reply.monotonic_ns = self._clock()
         return reply
+
+    async def _check_instance(self, request, context) -> None:
+        if request.instance not in ("", self._instance):  # perhaps without the current weights
+            await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
 
     async def _verified(self, header: pb.PublishHeader) -> str:
         """The real path of the named file, once it is known to hold the promised bytes."""

@@ -10,7 +10,9 @@ the engine without weights. Here nothing is touched before everything is read, c
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 from rlx.fleet.child import end_with_parent
 
 Tensors = dict[str, torch.Tensor]
+_ROWS = 256  # tokens of a prompt whose logits exist at one time
 
 
 class TemperedSampler(Sampler):
@@ -30,16 +33,57 @@ class TemperedSampler(Sampler):
     (processed); the trainer scores tokens under neither.
     """
 
+    _temperature: torch.Tensor | None = None
+
     def forward(self, logits, sampling_metadata, *args: Any, **kwargs: Any):
-        self._temperature = sampling_metadata.temperature  # None: all greedy
-        return super().forward(logits, sampling_metadata, *args, **kwargs)
+        with self.at(sampling_metadata.temperature):
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
+
+    @contextmanager
+    def at(self, temperature: torch.Tensor | None) -> Iterator[None]:
+        """Logprobs made meanwhile are of this temperature, [rows] or [1]; None and 0: of 1."""
+        self._temperature = temperature
+        try:
+            yield
+        finally:
+            self._temperature = None
 
     def compute_logprobs(self, logits):  # type: ignore[override]
-        temperature = getattr(self, "_temperature", None)
-        if temperature is not None and len(temperature) == len(logits):
+        temperature = self._temperature
+        if temperature is not None and len(temperature) in (1, len(logits)):
             greedy = temperature < 1e-5
             logits = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
         return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def prompt_logprobs(
+    runner: Any, plain: Callable, hidden_states: torch.Tensor, num_tokens: dict[str, int]
+) -> dict[str, Any]:
+    """In the place of the runner's own method `plain`, which it calls: logprobs of the prompts
+    that want them, each under its request's temperature.
+
+    vLLM knows no temperature of a prompt, and makes the logits of all its tokens together: of
+    4096 tokens and 152k words 2.5 GB, and as much again. Here `_ROWS` tokens have them at a time.
+    """
+    found: dict[str, Any] = {}
+    wanted = runner.num_prompt_logprobs
+    try:
+        for name in [name for name in wanted if name in num_tokens]:
+            request = runner.requests[name]
+            done, count = request.num_computed_tokens, num_tokens[name]
+            mine = runner.num_prompt_logprobs = {name: wanted[name]}
+            temperature = torch.tensor([request.sampling_params.temperature], device=runner.device)
+            with runner.sampler.at(temperature):
+                for start in range(0, count, _ROWS):
+                    request.num_computed_tokens = done + start
+                    part = {name: min(_ROWS, count - start)}
+                    found |= plain(hidden_states[start:], part)
+            request.num_computed_tokens = done
+            if not mine:  # that was the prompt's end
+                del wanted[name]
+    finally:
+        runner.num_prompt_logprobs = wanted
+    return found
 
 
 class RolloutWorker:
@@ -59,7 +103,11 @@ class RolloutWorker:
         self._staged: Callable[[], None] | None = None
         self._staging: threading.Thread | None = None
         self._refusal: str | None = None
-        self.model_runner.sampler.__class__ = TemperedSampler
+        runner = self.model_runner
+        runner.sampler.__class__ = TemperedSampler
+        runner._get_prompt_logprobs_dict = partial(
+            prompt_logprobs, runner, runner._get_prompt_logprobs_dict
+        )
         if self.device.type == "cpu":
             plan(self.model_runner.model, self._spec)  # so that a strange model is refused now
 

@@ -7,7 +7,15 @@ import grpc
 import numpy as np
 
 from rlx.fleet import rollout_pb2 as pb
-from rlx.fleet.engine import Chunk, Request, Sampling
+from rlx.fleet.engine import (
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    Chunk,
+    Request,
+    Sampling,
+    ScoreRequest,
+    Scores,
+)
 
 MAX_MESSAGE_BYTES = 32 << 20
 PUBLISH_CHUNK_BYTES = 2 << 20
@@ -111,6 +119,46 @@ def request_from(message: pb.GenerateRequest) -> Request:
         prefix_len=message.prefix_len,
         priority=message.priority,
     )
+
+
+def score_message(request: ScoreRequest) -> pb.ScoreRequest:
+    """`request` as a message."""
+    return pb.ScoreRequest(
+        tokens=request.tokens.tolist(), first=request.first, temperature=request.temperature
+    )
+
+
+def score_from(message: pb.ScoreRequest) -> ScoreRequest:
+    """The request in `message`; raises ValueError as `request_from`."""
+    length = len(message.tokens)
+    _require(length >= 2, "tokens", f"{length} tokens", "two or more: the first is never scored")
+    _require(1 <= message.first < length, "first", message.first, f"in [1, {length - 1}]")
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    _require(
+        LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE,
+        "temperature",
+        temperature,
+        f"in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}]",
+    )
+    tokens = np.fromiter(message.tokens, np.int32, length)
+    return ScoreRequest(tokens, message.first, temperature)
+
+
+def score_reply(scores: Scores) -> pb.ScoreReply:
+    """`scores` as a message."""
+    return pb.ScoreReply(logprobs=scores.logprobs.tolist(), version=scores.version)
+
+
+def scores_from(reply: pb.ScoreReply, request: ScoreRequest) -> Scores:
+    """The scores in the reply to `request`.
+
+    Raises:
+      ValueError: they are not as many as were asked for.
+    """
+    got, wanted = len(reply.logprobs), len(request.tokens) - request.first
+    if got != wanted:
+        raise ValueError(f"a ScoreReply has {got} logprobs where {wanted} were asked for")
+    return Scores(np.fromiter(reply.logprobs, np.float32, got), reply.version)
 
 
 def _require(good: bool, name: str, got, wanted: str) -> None:

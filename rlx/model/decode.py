@@ -166,26 +166,71 @@ def prefill(
 
     def advance(state):
         index, cache = state
-        start = index * chunk
-        part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        angles = _angles(config, jnp.broadcast_to(start + jnp.arange(chunk), part.shape))
-        x = params.embed[part]
-        filled = []
-        for layer, old in zip(params.layers, cache, strict=True):
-            q, k, v = _qkv(layer, config, x, angles)
-            keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-            new = LayerCache(
-                jax.lax.dynamic_update_slice_in_dim(old.keys, keys, start, 3),
-                jax.lax.dynamic_update_slice_in_dim(old.values, values, start, 2),
-            )
-            filled.append(new)
-            if len(filled) < config.num_layers:  # the last layer's output would go unread
-                x = _finish_layer(layer, config, x, _prompt_attention(q, new, start))
-        return index + 1, tuple(filled)
+        part = jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1)
+        _, cache = _advance(params, config, cache, part, index * chunk)
+        return index + 1, cache  # nobody reads the last layer's output, so XLA does not make it
 
     prompts, length = tokens.shape
     empty = init_cache(config, prompts, length, params.embed.dtype)
     return jax.lax.while_loop(lambda state: state[0] < chunks, advance, (jnp.int32(0), empty))[1]
+
+
+def score(
+    params: ServingParams,
+    config: ModelConfig,
+    cache: Cache,
+    tokens: jax.Array,
+    targets: jax.Array,
+    start: jax.Array,
+    wanted: jax.Array,
+    temperature: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Log-probabilities of the tokens after a chunk of one sequence, and the cache with the chunk.
+
+        logprob_i = log softmax(logits_{start + i} / temperature)[target_i]
+
+    Args:
+      cache: of one row; holds the positions before `start`.
+      tokens: [1, C] int32, the tokens at positions start … start + C − 1.
+      targets: [C] int32, each one's successor.
+      start: scalar int32. temperature: scalar float32, > 0.
+      wanted: scalar bool; without it there are zeros and no logits.
+
+    Returns:
+      [C] float32 (nats, ≤ 0), and the cache.
+    """
+    x, cache = _advance(params, config, cache, tokens, start)
+
+    def logprobs():
+        last = _rms_norm(x[0], params.final_norm, config.rms_eps)
+        logits = jnp.einsum("cd,vd->cv", last, params.head, preferred_element_type=jnp.float32)
+        logits = logits / temperature
+        picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return picked - jax.nn.logsumexp(logits, axis=-1)
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    return jax.lax.cond(wanted, logprobs, lambda: zeros), cache
+
+
+def _advance(
+    params: ServingParams, config: ModelConfig, cache: Cache, part: jax.Array, start: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """The residual stream of `part` [P, C], tokens at positions start …, after the last layer
+    [P, C, D], and the rows' cache with the keys and values of `part`."""
+    positions = start + jnp.arange(part.shape[1])
+    angles = _angles(config, jnp.broadcast_to(positions, part.shape))
+    x = params.embed[part]
+    filled = []
+    for layer, old in zip(params.layers, cache, strict=True):
+        q, k, v = _qkv(layer, config, x, angles)
+        keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+        new = LayerCache(
+            jax.lax.dynamic_update_slice_in_dim(old.keys, keys, start, 3),
+            jax.lax.dynamic_update_slice_in_dim(old.values, values, start, 2),
+        )
+        filled.append(new)
+        x = _finish_layer(layer, config, x, _prompt_attention(q, new, start))
+    return x, tuple(filled)
 
 
 def _prompt_attention(q: jax.Array, cache: LayerCache, start: jax.Array) -> jax.Array:

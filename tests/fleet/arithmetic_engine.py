@@ -2,6 +2,7 @@
 
     token_k   = hash(seed, index, k) mod vocab           (k: position in the completion)
     logprob_k = −scale / (1 + token_k)                   (scale: the one weight)
+    score_k   = −scale / (1 + token_k) / temperature
 
 so a completion continued elsewhere must equal the uninterrupted one, and the weights behind a
 version are visible in the logprobs. Run as a program it is rlx.serve with this engine.
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from rlx.base import UserError
-from rlx.fleet.engine import Chunk, EngineStatus, Request
+from rlx.fleet.engine import Chunk, EngineStatus, Request, ScoreRequest, Scores
 
 VOCAB = 1000
 STOP_TOKEN = 7
@@ -46,6 +47,7 @@ class ArithmeticEngine:
         self.decode_steps, self.step_seconds = decode_steps, step_seconds
         self.version, self.scale = 0, 1.0
         self.requests: list[Request] = []
+        self.scored: list[ScoreRequest] = []
         self.loads: list[tuple[str, int, bool]] = []
         self.aborted = 0
         self.running = self.generated = 0
@@ -91,6 +93,17 @@ class ArithmeticEngine:
             paused=not self._go.is_set(),
             spans=spans,
         )
+
+    async def score(self, request: ScoreRequest):
+        if request.tokens.max() >= VOCAB or request.tokens.min() < 0:
+            raise ValueError(f"a token is outside the vocabulary of {VOCAB}")
+        if len(request.tokens) > self.max_model_len:
+            raise ValueError(f"{len(request.tokens)} tokens are too long")
+        self.scored.append(request)
+        await self._go.wait()
+        await asyncio.sleep(self.step_seconds)
+        logprobs = -self.scale / (1 + request.tokens[request.first :]) / request.temperature
+        return Scores(logprobs.astype(np.float32), self.version)
 
     async def generate(self, request: Request):
         if request.prompt_tokens.max() >= VOCAB or request.prompt_tokens.min() < 0:

@@ -25,8 +25,8 @@ DEADLINE = 30.0  # seconds for an answer
 CODE = grpc.StatusCode
 UNANSWERED = (CODE.DEADLINE_EXCEEDED, CODE.UNAVAILABLE)
 ARITY = {
-    "Generate": "unary_stream", "Publish": "stream_unary", "Status": "unary_unary",
-    "Resume": "unary_unary", "Nothing": "unary_unary",
+    "Generate": "unary_stream", "Score": "unary_unary", "Publish": "stream_unary",
+    "Status": "unary_unary", "Resume": "unary_unary", "Nothing": "unary_unary",
 }  # fmt: skip
 WILD_INTS = (0, 1, -1, 2, 7, 100, 1 << 15, 2**31 - 1, -(2**31))
 WILD_LONGS = (*WILD_INTS, 2**63 - 1, -(2**63))
@@ -75,6 +75,25 @@ def wild_request(rng):
         message.sampling.stop.extend(rng.choices(WILD_TEXTS, k=rng.choice((1, 5, 300))))
     if rng.random() < 0.2:
         message.sampling.stop_token_ids.extend(rng.choices(WILD_INTS, k=rng.choice((1, 300))))
+    if rng.random() < 0.1:
+        message.instance = rng.choice(WILD_TEXTS)
+    return message.SerializeToString()
+
+
+def good_score(rng):
+    return pb.ScoreRequest(tokens=[3, 4, 5, 6], first=rng.choice((1, 2, 3)))
+
+
+def wild_score(rng):
+    message = good_score(rng)
+    if rng.random() < 0.3:
+        message.first = rng.choice(WILD_INTS)
+    if rng.random() < 0.3:
+        message.temperature = rng.choice(WILD_FLOATS)
+    if rng.random() < 0.3:
+        message.tokens.extend(rng.choices(WILD_INTS, k=rng.choice((1, 3, 300))))
+    if rng.random() < 0.2:
+        message.tokens[:] = [1] * rng.choice((0, 1, 128, 200_000))
     if rng.random() < 0.1:
         message.instance = rng.choice(WILD_TEXTS)
     return message.SerializeToString()
@@ -136,16 +155,15 @@ def body(rng, method):
         return lies(rng)
     if method == "Publish":
         return damaged(rng, (wild_publish(rng) or [b""])[0])
-    if kind == 1:
-        return damaged(rng, good_request(rng).SerializeToString())
-    return wild_request(rng)
+    good, wild = (good_score, wild_score) if method == "Score" else (good_request, wild_request)
+    return damaged(rng, good(rng).SerializeToString()) if kind == 1 else wild(rng)
 
 
 def requests(seed):
     """(number, method, arity, messages, cancelled after so many seconds or None)."""
     rng = random.Random(seed)
     for number in range(COUNT):
-        method = rng.choice(("Generate", "Generate", "Publish", "Publish", *ARITY))
+        method = rng.choice(("Generate", "Generate", "Score", "Publish", "Publish", *ARITY))
         arity, messages = ARITY[method], [body(rng, method)]
         if method == "Publish":
             mixed = [body(rng, method) for _ in range(rng.randrange(4))]
