@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.engine import Request, Sampling
+from rlx.fleet.engine import Request, Sampling, ScoreRequest
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
@@ -75,6 +75,12 @@ class Served:
 
     def ask(self, prompt, n=1, **options):
         return self.do(self.collect(prompt, n, **options))
+
+    async def score(self, tokens, first=1, temperature=1.0):
+        request = ScoreRequest(np.asarray(tokens, np.int32), first, temperature)
+        return wire.scores_from(
+            await self.stub.Score(wire.score_message(request), timeout=60), request
+        )
 
     async def load(self, path, version, kv=pb.KEEP):
         header = pb.PublishHeader(
@@ -278,6 +284,83 @@ def test_stop_strings_end_a_completion_and_are_kept(running, tiny_model_dir):
     assert stop not in decode(sample.tokens[:-1])
     assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions)
     running.do(_idle(running))
+
+
+def assert_scores(model, tokens, scores, first=1, temperature=1.0):
+    wanted = teacher(model, tokens[:first], tokens[first:], temperature)
+    assert scores.logprobs.shape == wanted.shape
+    np.testing.assert_allclose(scores.logprobs, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [2, 3, 40, 257, 258, 259, MAX_LEN])
+def test_scores_are_the_trainers_logprobs(running, model, length):
+    tokens = np.random.default_rng(length).integers(0, 128, length).astype(np.int32)
+    for first in {1, (length + 1) // 2, length - 1}:
+        for temperature in (1.0, 0.7):
+            scores = running.do(running.score(tokens, first, temperature))
+            assert scores.version == 0
+            assert_scores(model, tokens, scores, first, temperature)
+
+
+def test_scores_beside_generation_at_other_temperatures_keep_their_own(running, model):
+    """vLLM's sampler makes them, fresh from the batch of as many rows as some prompts have."""
+    prompts = [prompt_of(20 + length, length) for length in range(2, 12)]
+
+    async def together():
+        calls = [
+            running.collect(prompt_of(9), seed=k, temperature=0.5, max_new_tokens=60,
+                            min_new_tokens=60)
+            for k in range(4)
+        ]  # fmt: skip
+        scores = [running.score(prompt, 1, t) for prompt in prompts for t in (1.0, 1.4)]
+        return await asyncio.gather(*scores, *calls)
+
+    *scores, _, _, _, sampled = running.do(together())
+    for k, prompt in enumerate(prompts):
+        assert_scores(model, prompt, scores[2 * k])
+        assert_scores(model, prompt, scores[2 * k + 1], 1, 1.4)
+    assert_scored(model, prompt_of(9), sampled[0], 0.5)
+
+
+def test_a_completion_scores_its_behaviour_logprobs_also_where_its_prefix_is_cached(running):
+    prompt = prompt_of(10, 200)
+    sample = running.ask(prompt, seed=2, max_new_tokens=60, min_new_tokens=60)[0]
+    for _ in range(2):
+        scores = running.do(running.score([*prompt, *sample.tokens], 200))
+        np.testing.assert_allclose(scores.logprobs, sample.logprobs, atol=1e-4)
+    whole = running.do(running.score([*prompt, *sample.tokens]))
+    np.testing.assert_allclose(whole.logprobs[199:], sample.logprobs, atol=1e-4)
+    status = running.do(running.status())
+    assert (status.running, status.queued) == (0, 0)
+
+
+@pytest.mark.parametrize("kv", [pb.KEEP, pb.RECOMPUTE, pb.ABORT_AND_RESEND])
+def test_scores_during_an_update_are_of_one_version_and_say_which(
+    changing, original, changed, model, kv
+):
+    path, tokens = changed(factor=0.6), prompt_of(11, MAX_LEN)
+    models = {0: model, 1: with_weights(model, path)}
+
+    async def during():
+        scores = [asyncio.create_task(changing.score(tokens)) for _ in range(30)]
+        await scores[0]
+        await changing.load(path, 1, kv)
+        return await asyncio.gather(*scores, changing.score(tokens))
+
+    found = changing.do(during())
+    assert (found[0].version, found[-1].version) == (0, 1)
+    for scores in found:
+        assert_scores(models[scores.version], tokens, scores)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([5, 128], "out of the vocabulary"), ([5] * (MAX_LEN + 1), "385 tokens, max_model_len=384")],
+)
+def test_bad_sequences_are_refused(running, tokens, message):
+    with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+        running.do(running.score(tokens))
+    assert caught.value.code() is CODE.INVALID_ARGUMENT
 
 
 async def _idle(served):
