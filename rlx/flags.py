@@ -1,6 +1,9 @@
 """Command lines of the commands that take a config: `--config=FILE[:ARG] --config.key=value`."""
 
 import difflib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from absl import flags
@@ -59,10 +62,25 @@ def _flags(strings: dict[str, str], argv: list[str]) -> flags.FlagValues:
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     try:
-        return values(argv)
+        with _neighbours(argv):
+            return values(argv)
     except (flags.Error, OSError, TypeError, ValueError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise UserError(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}") from error
+
+
+@contextmanager
+def _neighbours(argv: list[str]) -> Iterator[None]:
+    """Lets DIR/configs/x.py say `from configs import y`, wherever the command is run."""
+    file = next(
+        (a.split("=", 1)[1].split(":", 1)[0] for a in argv if a.startswith("--config=")), ""
+    )
+    root = str(Path(file).absolute().parent.parent)
+    sys.path.insert(0, root)
+    try:
+        yield
+    finally:
+        sys.path.remove(root)
 
 
 def _check_file(config_file: str) -> None:

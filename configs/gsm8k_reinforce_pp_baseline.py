@@ -1,0 +1,18 @@
+"""REINFORCE++-baseline on GSM8K: less the group's mean, over the batch's deviation.
+
+Command:   python -m rlx.main --config=configs/gsm8k_reinforce_pp_baseline.py
+Hardware:  as configs/gsm8k.py: one 80 GB GPU for the trainer at 1.5B, one more for each server. The
+           reference policy is one more copy of the parameters, 6 GB in float32, and one more
+           forward pass a batch.
+Expect:    `kl_loss` is a small part of the loss, `reference_kl` grows slowly. Not yet run by rlx at
+           this size; at 0.8M parameters: experiments/2026-11-presets.
+"""
+
+from configs import gsm8k
+
+
+def get_config():
+    """The run described above."""
+    c = gsm8k.get_config()
+    c.algorithm.preset = "reinforce_pp_baseline"
+    return c
