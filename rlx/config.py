@@ -103,7 +103,7 @@ def default() -> ConfigDict:
 
     c.fleet = ConfigDict()
     c.fleet.engine = "jax"
-    c.fleet.num_servers = 1
+    c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
     c.fleet.addresses = ()  # host:port of running servers; empty: start local ones
     c.fleet.slots = 64  # sequences decoded together on one server
     c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
@@ -286,8 +286,6 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses: local servers listen on "
             "loopback alone and need no TLS; give addresses or leave fleet.tls empty"
         )
-    if not config.fleet.addresses and config.fleet.num_servers < 1:
-        raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
 
 
 def _get(config: ConfigDict, key: str):

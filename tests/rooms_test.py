@@ -15,7 +15,7 @@ import pytest
 import rlx
 
 PACKAGE = Path(rlx.__file__).parent
-COMMANDS = ("main", "serve", "convert", "report", "compare")
+COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate")
 ORDER = (
     ("",),  # rlx/__init__.py
     ("base",),
@@ -32,14 +32,15 @@ ORDER = (
     ("consistency",),
     ("causes",),
     ("inputs", "records", "interrupts"),
-    ("gate", "pairs"),
+    ("gate", "pairs", "evaluation"),
     ("loop",),
     ("command", "flags"),
     COMMANDS,
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 LIGHT_ROOMS = ("", "base", "config", "observe", "fleet", "rollout", "agents", "launch", "plan")
-LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py", "model/directory.py")
+LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py", "model/directory.py",
+               "model/tensors.py")  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "fleet/engine_jax.py", "fleet/programs.py", "fleet/engine_vllm.py", "fleet/vllm_worker.py",
     "fleet/openai_http.py",

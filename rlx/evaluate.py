@@ -1,0 +1,72 @@
+"""`python -m rlx.evaluate --config=FILE --datasets=gsm8k,math_500`: a model's scores, no trainer.
+
+Prints and saves one row a data set. The same command again goes on where it stopped.
+"""
+
+import sys
+from pathlib import Path
+
+from rlx import command, flags
+from rlx.base import UserError
+from rlx.config import check
+
+FLAGS = {
+    "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic), .jsonl "
+    "paths, or NAME=PATH, with commas between",
+    "models": "HF directories, hub names or checkpoints, with commas between; default: model.path",
+    "max_gen_tokens": "tokens of an answer; default: sampling.max_new_tokens",
+    "n_samples": "sampled answers a question, besides the greedy one; default 32, 0: none",
+    "temperature": "of the sampled answers; default 0.6",
+    "top_p": "of the sampled answers; default 0.95",
+    "pass_at": "k of the pass@k columns; default 8,16",
+    "maj_at": "k of the maj@k columns; default: none",
+    "limit": "questions of each set; default: all",
+    "output": "directory; default: runs/evaluation-MODEL",
+}
+
+
+def number(values, name: str, kind, default):
+    """A flag's value as a number."""
+    text = getattr(values, name)
+    try:
+        return kind(text) if text else default
+    except ValueError:
+        raise UserError(f"--{name}={text} is not a number; give one like {default}") from None
+
+
+def main() -> int:
+    """Parses, asks, prints the table."""
+    config, values = flags.parse(sys.argv, **FLAGS)
+    from rlx import evaluation
+    from rlx.observe.counting import Counting
+
+    ks = {
+        name: tuple(number(values, name, lambda t: [*map(int, t.split(","))], default))
+        for name, default in (("pass_at", (8, 16)), ("maj_at", ()))
+    }
+    n_samples = number(values, "n_samples", int, 32)
+    options = evaluation.Options(
+        n_samples=n_samples,
+        temperature=number(values, "temperature", float, 0.6),
+        top_p=number(values, "top_p", float, 0.95),
+        pass_at=ks["pass_at"] if n_samples else (),
+        maj_at=ks["maj_at"] if n_samples else (),
+        limit=number(values, "limit", int, 0),
+    )
+    with config.unlocked():
+        config.sampling.max_new_tokens = number(
+            values, "max_gen_tokens", int, config.sampling.max_new_tokens
+        )
+        config.eval.max_new_tokens = 0
+    check(config, trains=False)
+    sets = evaluation.question_sets(values.datasets or "gsm8k", config.reward.name, options.limit)
+    models = evaluation.named((values.models or config.model.path).split(","))
+    out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
+    with Counting() as counting:
+        rows = evaluation.run(config, models, sets, options, out, counting.show)
+    print(evaluation.table(rows, options.columns), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

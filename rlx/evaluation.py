@@ -1,0 +1,393 @@
+"""Evaluations without a trainer: models × question sets, every sample kept, nothing done twice.
+
+    OUT/settings.json              what was asked for; another evaluation does not continue it
+    OUT/MODEL/SET.jsonl            every finished sample, appended as it comes
+    OUT/results.json, table.txt    the table, with bootstrap intervals in the former
+
+The fleet is the one of training: local servers, or `fleet.addresses`.
+"""
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rlx.base import Group, UserError
+from rlx.fleet import wire
+from rlx.fleet.client import Fleet
+from rlx.fleet.client import Limits as FleetLimits
+from rlx.fleet.engine import Sampling
+from rlx.fleet.tls import client_tls
+from rlx.inputs import load_tokenizer, server_options
+from rlx.launch.local import CpuPlan, LocalServers
+from rlx.model.directory import load_config, resolve
+from rlx.observe.jsonl import append_jsonl, read_jsonl, write_atomically
+from rlx.rollout import benchmarks, numbers, scores
+from rlx.rollout.benchmarks import Benchmark
+from rlx.rollout.evaluator import Evaluator
+from rlx.rollout.executor import group_seed
+from rlx.rollout.reward_pool import RewardPool
+from rlx.rollout.workflows import RLVR
+
+CHUNK = 8  # samples a request: what an interruption may cost of a question
+GREEDY = -1  # the sample number of the answer at temperature 0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How questions are asked.
+
+    Attributes:
+      n_samples: sampled answers a question; 0: the greedy one only.
+      temperature, top_p: of the sampled ones.
+      pass_at, maj_at: the k of the columns.
+      limit: questions of each set; 0: all.
+    """
+
+    n_samples: int = 32
+    temperature: float = 0.6
+    top_p: float = 0.95
+    pass_at: tuple[int, ...] = (8, 16)
+    maj_at: tuple[int, ...] = ()
+    limit: int = 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The table's columns behind `dataset` and `num_questions`."""
+        return scores.columns(self.pass_at, self.maj_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: samples `first` … `first + count − 1` of a question, or its greedy answer."""
+
+    index: int
+    first: int
+    count: int
+
+
+def run(
+    config: ConfigDict,
+    models: Mapping[str, Path],
+    sets: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]],
+    options: Options,
+    out: Path,
+    show: Callable[[str, int, int], None],
+) -> list[dict[str, Any]]:
+    """Every model on every set; what OUT has already is not generated again.
+
+    Args:
+      config: of a run; `sampling.max_new_tokens` is the budget of an answer, `fleet`, `data` and
+        `reward` are as in training.
+      models: name → HF directory.
+      show: told (what, finished, wanted) samples as they come.
+
+    Returns:
+      The rows of results.json: model, dataset and the columns of the table.
+
+    Raises:
+      UserError: OUT holds another evaluation, or a server, prompt or grader that cannot work.
+    """
+    scores.check_samples(options.n_samples, options.pass_at, options.maj_at)
+    names = options.columns
+    for directory in models.values():
+        _check_context(config, directory)
+    _claim(config, models, sets, options, out)
+    rows = []
+    for model, directory in models.items():
+        files = {found.name: out / model / f"{found.name}.jsonl" for found, _ in sets}
+        todo = {
+            found.name: pending(files[found.name], len(questions), options.n_samples)
+            for found, questions in sets
+        }
+        if any(todo.values()):
+            with _connected(config, directory, out / model) as connect:
+                for found, questions in sets:
+                    if todo[found.name]:
+                        ask = _Asking(config, directory, found, options, files[found.name])
+                        ask.all(connect, questions, todo[found.name], model, show)
+        for found, questions in sets:
+            row = summary(found.name, files[found.name], len(questions), options, names)
+            rows.append({"model": model, **row})
+            _write(out, rows, names)
+    return rows
+
+
+def pending(path: Path, questions: int, n_samples: int) -> list[Job]:
+    """What a samples file does not have yet, a job for each request."""
+    done = {(r["index"], r["sample"]) for r in read_jsonl(path)} if path.exists() else set()
+    jobs = []
+    for index in range(questions):
+        if (index, GREEDY) not in done:
+            jobs.append(Job(index, GREEDY, 1))
+        for first in range(0, n_samples, CHUNK):
+            count = min(CHUNK, n_samples - first)
+            if any((index, first + i) not in done for i in range(count)):
+                jobs.append(Job(index, first, count))
+    return jobs
+
+
+def summary(
+    name: str, path: Path, questions: int, options: Options, names: Sequence[str]
+) -> dict[str, Any]:
+    """The table's row of one samples file; of two records of one sample the first counts."""
+    greedy: dict[int, dict] = {}
+    samples: dict[int, dict[int, dict]] = {}
+    for record in read_jsonl(path):
+        if record["sample"] == GREEDY:
+            greedy.setdefault(record["index"], record)
+        elif record["sample"] < options.n_samples:
+            samples.setdefault(record["index"], {}).setdefault(record["sample"], record)
+    found = []
+    for index in range(questions):
+        own = samples.get(index, {})
+        ordered = [own[i] for i in sorted(own)]
+        found.append(
+            scores.per_question(greedy.get(index), ordered, options.pass_at, options.maj_at)
+        )
+    return scores.row(name, found, names)
+
+
+def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """The rows as text: a table for each model, under its name where there are several."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    parts = []
+    for model in models:
+        text = scores.text_table([row for row in rows if row["model"] == model], names)
+        parts.append(text if len(models) == 1 else f"{model}\n{text}")
+    return "\n\n".join(parts)
+
+
+class _Asking:
+    """One model, one set: a workflow, a grader, and the file that samples go to."""
+
+    def __init__(self, config, directory, found: Benchmark, options: Options, path: Path):
+        self._options, self._path, self._config, self._name = options, path, config, found.name
+        reward = config.reward
+        self._pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds)
+        self._workflow = RLVR(
+            load_tokenizer(directory),
+            Sampling(),
+            self._pool,
+            1,
+            system_prompt=config.data.system_prompt,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_model_len=load_config(directory).max_position,
+        )
+        self._lock = threading.Lock()
+
+    def all(self, connect, questions, jobs: Sequence[Job], model: str, show) -> None:
+        """Answers every job; raises the first failure after the others' samples are written."""
+        self._workflow.check(questions, self._name)
+        self._pool.start()
+        wanted, done = sum(job.count for job in jobs), 0
+        what = f"{model} {self._name}"
+        show(what, 0, wanted)
+        c = self._config
+        try:
+            with Evaluator(
+                connect,
+                self._workflow,
+                concurrency=c.rollout.max_concurrent_rollouts,
+                max_failures=c.rollout.max_failures,
+                timeout=c.rollout.request_timeout_seconds,
+            ) as evaluator:
+                futures: list[Future[Group]] = []
+
+                def finished(job: Job, future: Future) -> None:
+                    nonlocal done
+                    if future.cancelled() or future.exception():
+                        return
+                    with self._lock:
+                        self._keep(job, questions[job.index], future.result())
+                        done += job.count
+                        show(what, done, wanted)
+
+                for job in jobs:
+                    future = evaluator.submit(
+                        questions[job.index],
+                        n=job.count,
+                        sampling=self._sampling(job),
+                        group_id=job.index,
+                        seed=group_seed(c.seed, job.index, job.first),
+                    )
+                    future.add_done_callback(partial(finished, job))
+                    futures.append(future)
+                wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future.done():
+                        future.result()
+        finally:
+            self._pool.close()
+
+    def _sampling(self, job: Job) -> Sampling:
+        s = self._config.sampling
+        fixed = Sampling(max_new_tokens=s.max_new_tokens, stop=tuple(s.stop), temperature=0.0)
+        if job.first == GREEDY:
+            return fixed
+        return dataclasses.replace(
+            fixed, temperature=self._options.temperature, top_p=self._options.top_p
+        )
+
+    def _keep(self, job: Job, row: Mapping[str, Any], group: Group) -> None:
+        for i, t in enumerate(group.trajectories):
+            record = {
+                "index": job.index,
+                "sample": job.first + i if job.first != GREEDY else GREEDY,
+                "question": row["question"],
+                "answer_key": row.get("answer"),
+                "completion": t.completion,
+                "answer": spoken(t.completion),
+                "reward": t.reward,
+                "tokens": t.num_trained,
+                "stop_reason": t.stop_reason,
+            }
+            append_jsonl(self._path, record)
+
+
+def spoken(completion: str) -> str | None:
+    """What a completion answers, as text to vote with: its last box, else its last number."""
+    box = numbers.last_box(completion)
+    if box is not None:
+        value = numbers.read_answer(f"\\boxed{{{box}}}")
+        return str(value) if value is not None else "".join(box.split())
+    value = numbers.read_answer(completion)
+    return None if value is None else str(value)
+
+
+class _connected:
+    """The fleet's `connect` for one model: servers are started before, and ended after."""
+
+    def __init__(self, config: ConfigDict, directory: Path, workdir: Path):
+        self._config, self._servers = config, None
+        fleet = config.fleet
+        if not fleet.addresses:
+            cores = sorted(os.sched_getaffinity(0))
+            each = max(1, len(cores) // fleet.num_servers)
+            shares = tuple(
+                tuple(cores[(i * each + k) % len(cores)] for k in range(each))
+                for i in range(fleet.num_servers)
+            )
+            self._servers = LocalServers(
+                directory,
+                workdir=workdir,
+                plan=CpuPlan(tuple(cores), shares),
+                weight_roots=(fleet.publish_dir,),
+                **server_options(config),
+            )
+
+    def __enter__(self):
+        addresses = tuple(self._config.fleet.addresses)
+        if self._servers:
+            self._servers.start()
+            try:
+                addresses = self._servers.wait()
+            except BaseException:
+                self._servers.stop()
+                raise
+
+        async def connect() -> Fleet:
+            c = self._config
+            fleet = Fleet(
+                addresses,
+                limits=FleetLimits(request=c.rollout.request_timeout_seconds),
+                token=os.environ.get(wire.TOKEN_VARIABLE),
+                tls=client_tls(**c.fleet.tls),
+            )
+            await fleet.connect()
+            return fleet
+
+        return connect
+
+    def __exit__(self, *_) -> None:
+        if self._servers:
+            self._servers.stop()
+
+
+def _check_context(config: ConfigDict, directory: Path) -> None:
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    context = load_config(directory).max_position
+    if longest > context:
+        raise UserError(
+            f"data.max_prompt_tokens + --max_gen_tokens = {longest} exceeds the context of "
+            f"{directory}, {context} tokens; lower one of them"
+        )
+
+
+def named(sources: Sequence[str]) -> dict[str, Path]:
+    """HF directories by a short name: the last part of their path that tells them apart.
+
+    Raises:
+      UserError: a source that is no model, or one given twice.
+    """
+    paths = {source.strip(): resolve(source.strip(), "--models") for source in sources}
+    if len(paths) < len(sources):
+        raise UserError(f"--models={','.join(sources)} names a model twice; name each once")
+    for depth in range(1, 64):
+        names = {"-".join(Path(s.replace(":", "/")).parts[-depth:]): p for s, p in paths.items()}
+        if len(names) == len(paths):
+            return {name.strip("-/") or "model": path for name, path in names.items()}
+    raise AssertionError("distinct paths have distinct names")
+
+
+def _claim(config, models, sets, options: Options, out: Path) -> None:
+    """Writes settings.json, or raises UserError where OUT has other ones."""
+    settings = {
+        "models": {name: str(path) for name, path in models.items()},
+        "datasets": {found.name: [found.source, len(rows)] for found, rows in sets},
+        "max_gen_tokens": config.sampling.max_new_tokens,
+        "system_prompt": config.data.system_prompt,
+        "seed": config.seed,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+    }
+    path = out / "settings.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        for key in ("max_gen_tokens", "system_prompt", "seed", "temperature", "top_p"):
+            if before.get(key) != settings[key]:
+                raise UserError(
+                    f"{out} holds an evaluation with {key}={before.get(key)!r}, this one has "
+                    f"{settings[key]!r}; give another --output"
+                )
+        for key in ("models", "datasets"):
+            for name, value in settings[key].items():
+                if before[key].get(name, value) != value:
+                    raise UserError(
+                        f"{out} holds {name} of {before[key][name]}, this one is {value}; give "
+                        "another --output"
+                    )
+            settings[key] = {**before[key], **settings[key]}
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(settings, indent=2).encode())
+
+
+def _write(out: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    write_atomically(out / "results.json", json.dumps(list(rows), indent=2).encode())
+    write_atomically(out / "table.txt", (table(rows, names) + "\n").encode())
+
+
+def question_sets(
+    text: str, reward: str, limit: int
+) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
+    """The sets of `--datasets`, loaded.
+
+    Raises:
+      UserError: none, an unknown or unreachable one, or two of one name.
+    """
+    found = [benchmarks.find(part.strip(), reward) for part in text.split(",") if part.strip()]
+    if not found:
+        raise UserError(f"--datasets={text!r} names none; give gsm8k,math_500 or a .jsonl path")
+    names = [benchmark.name for benchmark in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--datasets names {name} twice; rename one of the files")
+    return [(benchmark, benchmarks.rows(benchmark, limit)) for benchmark in found]

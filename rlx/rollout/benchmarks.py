@@ -1,0 +1,85 @@
+"""Question sets of evaluations, by name: where the hub has them, and how they are graded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError
+from rlx.config import unknown
+from rlx.rollout import arithmetic, data
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One set.
+
+    Attributes:
+      name: its row in the table.
+      source: `data.load`'s; empty for generated problems.
+      reward: a name that `rewards.resolve` knows.
+      question_key, answer_key: of its rows.
+    """
+
+    name: str
+    source: str
+    reward: str
+    question_key: str = "question"
+    answer_key: str = "answer"
+
+
+BENCHMARKS = {
+    found.name: found
+    for found in (
+        Benchmark("arithmetic", "", "arithmetic"),
+        Benchmark("gsm8k", "openai/gsm8k:main:test", "gsm8k"),
+        Benchmark("math_500", "HuggingFaceH4/MATH-500:test", "math", "problem"),
+        Benchmark("math", "DigitalLearningGmbH/MATH-lighteval:test", "math", "problem", "solution"),
+        Benchmark("train_amc_aime", "AI-MO/aimo-validation-amc:train", "math", "problem"),
+        Benchmark("aime24", "HuggingFaceH4/aime_2024:train", "math", "problem"),
+        Benchmark("amc23", "math-ai/amc23:test", "math"),
+    )
+}
+
+
+def find(text: str, reward: str) -> Benchmark:
+    """The set that one entry of --datasets means: a name, a .jsonl path, or NAME=PATH.
+
+    Args:
+      reward: how a bare path is graded; NAME=PATH is graded as NAME.
+
+    Raises:
+      UserError: neither a name nor a file.
+    """
+    name, _, path = text.rpartition("=")
+    if name:
+        if name not in BENCHMARKS:
+            raise unknown("dataset", name, BENCHMARKS)
+        return Benchmark(name, path, BENCHMARKS[name].reward)
+    if text in BENCHMARKS:
+        return BENCHMARKS[text]
+    if text.endswith((".jsonl", ".json")):
+        return Benchmark(Path(text).stem, text, reward)
+    raise unknown("dataset", text, BENCHMARKS)
+
+
+def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
+    """Its rows with `question` and `answer`; the first `limit` unless that is 0.
+
+    Raises:
+      UserError: a missing file or an unreachable hub, a row without its keys.
+    """
+    if not benchmark.source:
+        found = arithmetic.problems(0, "held_out", limit or 200)
+    else:
+        found = data.load(
+            benchmark.source, benchmark.question_key, benchmark.answer_key, split="test"
+        )
+    if limit < 0:
+        raise UserError(f"--limit={limit} is negative; give 0 for all questions")
+    named = [
+        {**r, "question": r.get(benchmark.question_key), "answer": r.get(benchmark.answer_key)}
+        if benchmark.source
+        else r
+        for r in found
+    ]
+    return named[:limit] if limit else named

@@ -1,0 +1,151 @@
+"""Numbers of an evaluation: pass@k, maj@k, bootstrap intervals, the rows of its table."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlx.base import UserError
+
+RIGHT = 0.5  # a reward above it counts as a right answer
+_RESAMPLES = 2000
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """The chance that k of n samples hold a right one, unbiased: 1 − C(n − c, k) / C(n, k).
+
+    (Chen et al., 2107.03374, eq. 1.)
+
+    Args:
+      n: samples drawn, ≥ k. right: c, how many of them are right. k: ≥ 1.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples; want 1 ≤ k ≤ n")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
+    """How often the commonest of k answers is right: the mean over blocks of k samples in order.
+
+    Args:
+      answers: what each sample answered; None gave none and has no vote.
+      right: whether each is right.
+      k: samples a vote, ≥ 1; what is left over of the samples does not vote.
+
+    Returns:
+      In [0, 1]; a tie goes to the answer that came first, a block without any answer is wrong.
+    """
+    if not 1 <= k <= len(answers):
+        raise ValueError(f"maj@{k} of {len(answers)} samples; want 1 ≤ k ≤ samples")
+    won, blocks = 0, len(answers) // k
+    for start in range(0, blocks * k, k):
+        votes = Counter(a for a in answers[start : start + k] if a is not None)
+        if votes:
+            winner = votes.most_common(1)[0][0]
+            won += right[start + answers[start : start + k].index(winner)]
+    return won / blocks
+
+
+def interval(
+    values: Sequence[float], level: float = 0.95, seed: int = 0
+) -> tuple[float, float] | None:
+    """The bootstrap interval of a mean over questions, by percentiles of resampled means.
+
+    Args:
+      values: one a question. level: in (0, 1).
+
+    Returns:
+      (low, high); None for fewer than two questions.
+    """
+    if len(values) < 2:
+        return None
+    x = np.asarray(values, np.float64)
+    draws = np.random.default_rng(seed)
+    means = [x[draws.integers(0, len(x), len(x))].mean() for _ in range(_RESAMPLES)]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def per_question(
+    greedy: Mapping[str, object] | None,
+    samples: Sequence[Mapping[str, object]],
+    pass_at: Sequence[int],
+    maj_at: Sequence[int],
+) -> dict[str, float]:
+    """The table's quantities for one question.
+
+    Args:
+      greedy: its record at temperature 0, or None. samples: its sampled records in order; a record
+        has reward, tokens and answer.
+    """
+    out = {}
+    if greedy is not None:
+        out["greedy_length"] = float(greedy["tokens"])  # type: ignore[arg-type]
+        out["greedy_acc"] = float(greedy["reward"] > RIGHT)  # type: ignore[operator]
+    if samples:
+        right = [bool(s["reward"] > RIGHT) for s in samples]  # type: ignore[operator]
+        out["sample_length"] = float(np.mean([s["tokens"] for s in samples]))
+        out["sample_pass@1"] = pass_at_k(len(right), sum(right), 1)
+        for k in pass_at:
+            out[f"pass@{k}"] = pass_at_k(len(right), sum(right), k)
+        for k in maj_at:
+            answers = [s["answer"] for s in samples]
+            out[f"maj@{k}"] = maj_at_k(answers, right, k)  # type: ignore[arg-type]
+    return out
+
+
+def columns(pass_at: Sequence[int], maj_at: Sequence[int]) -> tuple[str, ...]:
+    """The table's columns behind `dataset` and `num_questions`."""
+    return (
+        "greedy_length",
+        "sample_length",
+        "greedy_acc",
+        "sample_pass@1",
+        *(f"pass@{k}" for k in pass_at),
+        *(f"maj@{k}" for k in maj_at),
+    )
+
+
+def row(
+    dataset: str, questions: Sequence[Mapping[str, float]], names: Sequence[str]
+) -> dict[str, object]:
+    """One row of the table: means over questions, and the intervals beside them."""
+    found: dict[str, object] = {"dataset": dataset, "num_questions": len(questions)}
+    intervals = {}
+    for name in names:
+        values = [q[name] for q in questions if name in q]
+        found[name] = float(np.mean(values)) if values else None
+        intervals[name] = interval(values)
+    return {**found, "intervals": intervals}
+
+
+def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str:
+    """The rows as aligned plain text; lengths to a tenth of a token, shares to a thousandth."""
+    header = ["dataset", "num_questions", *names]
+    lines = [header]
+    for found in rows:
+        cells = [str(found["dataset"]), str(found["num_questions"])]
+        for name in names:
+            value, digits = found[name], 1 if name.endswith("length") else 3
+            cells.append("-" if value is None else f"{value:.{digits}f}")
+        lines.append(cells)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def check_samples(n: int, pass_at: Sequence[int], maj_at: Sequence[int]) -> None:
+    """Raises UserError for a k that n samples cannot give."""
+    for name, ks in (("pass", pass_at), ("maj", maj_at)):
+        for k in ks:
+            if not 1 <= k <= n:
+                raise UserError(
+                    f"{name}@{k} needs {max(k, 1)} samples a question and n_samples={n}; raise "
+                    f"--n_samples or lower --{name}_at"
+                )

@@ -1,0 +1,116 @@
+"""Evaluations: what is still to ask, continuing, names, and the command on the packaged model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx import config as rlx_config
+from rlx import evaluation
+from rlx.base import UserError
+from rlx.evaluation import GREEDY, Job, Options
+from rlx.observe.jsonl import append_jsonl, read_jsonl
+from rlx.rollout import benchmarks
+
+ASK = [
+    sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",
+    "--datasets=arithmetic,{file}", "--limit=4", "--n_samples=10", "--pass_at=8", "--maj_at=5",
+    "--max_gen_tokens=48", "--output={out}",
+]  # fmt: skip
+
+
+def ask(out, file):
+    command = [part.format(out=out, file=file) for part in ASK]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_what_is_pending_is_what_the_file_does_not_have(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    assert evaluation.pending(path, 1, 10) == [Job(0, GREEDY, 1), Job(0, 0, 8), Job(0, 8, 2)]
+    for sample in (GREEDY, 8, 9, 3):
+        append_jsonl(path, {"index": 0, "sample": sample})
+    assert evaluation.pending(path, 1, 10) == [Job(0, 0, 8)]
+    assert evaluation.pending(path, 1, 0) == []
+    assert len(evaluation.pending(path, 2, 10)) == 4
+
+
+def test_a_sample_counts_once_and_only_those_asked_for(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    for sample, reward in ((GREEDY, 1.0), (0, 1.0), (0, 0.0), (1, 0.0), (2, 1.0)):
+        append_jsonl(path, {"index": 0, "sample": sample, "reward": reward, "tokens": 5,
+                            "answer": str(reward)})  # fmt: skip
+    options = Options(n_samples=2, pass_at=(2,), maj_at=())
+    row = evaluation.summary("x", path, 1, options, options.columns)
+    assert (row["greedy_acc"], row["sample_pass@1"], row["pass@2"]) == (1.0, 0.5, 1.0)
+
+
+def test_the_command_prints_the_table_and_goes_on_where_it_stopped(tmp_path):
+    file = tmp_path / "own.jsonl"
+    rows = [{"question": "20a+3b=?", "answer": "23"}, {"question": "41a-1b=?", "answer": "40"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    first = ask(out, file)
+    assert first.returncode == 0, first.stderr
+    header, *lines = first.stdout.splitlines()
+    assert header.split() == [
+        "dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc",
+        "sample_pass@1", "pass@8", "maj@5",
+    ]  # fmt: skip
+    assert [line.split()[:2] for line in lines] == [["arithmetic", "4"], ["own", "2"]]
+    results = json.loads((out / "results.json").read_text())
+    assert all(set(row["intervals"]) == set(header.split()[2:]) for row in results)
+
+    samples = out / "arithmetic" / "arithmetic.jsonl"
+    whole = samples.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 4 * 11
+    kept = b"".join(lines[:17])
+    samples.write_bytes(kept + lines[17][:20])  # killed in the middle of a line
+    second = ask(out, file)
+    assert second.returncode == 0, second.stderr
+    assert "own" not in second.stderr  # nothing to ask of it any more
+    assert samples.read_bytes().startswith(kept)
+    seen = {(r["index"], r["sample"]): r["completion"] for r in read_jsonl(samples)}
+    before = [json.loads(line) for line in lines]
+    # Seeds are the samples' own, so what was generated again is what was lost.
+    assert seen == {(r["index"], r["sample"]): r["completion"] for r in before}
+    assert second.stdout == first.stdout
+
+    changed = subprocess.run(
+        [*[p.format(out=out, file=file) for p in ASK], "--temperature=0.7"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert changed.returncode == 2
+    assert "temperature=0.6, this one has 0.7; give another --output" in changed.stderr
+
+
+def test_models_are_named_by_what_tells_them_apart(tmp_path):
+    for path in ("a/hf", "b/hf"):
+        (tmp_path / path).mkdir(parents=True)
+    names = evaluation.named([str(tmp_path / "a/hf"), str(tmp_path / "b/hf"), "rlx:arithmetic"])
+    assert list(names)[:2] == ["a-hf", "b-hf"]
+    assert evaluation.named(["rlx:arithmetic"]).keys() == {"arithmetic"}
+    with pytest.raises(UserError, match="twice"):
+        evaluation.named(["rlx:arithmetic", "rlx:arithmetic"])
+
+
+def test_too_long_an_answer_for_the_model_is_explained(tmp_path):
+    config = rlx_config.default()
+    config.sampling.max_new_tokens = 100_000
+    with pytest.raises(UserError, match="exceeds the context"):
+        models = evaluation.named(["rlx:arithmetic"])
+        evaluation.run(config, models, [], Options(), Path(tmp_path), lambda *_: None)
+
+
+def test_data_sets_by_name_path_or_both():
+    assert benchmarks.find("gsm8k", "x").reward == "gsm8k"
+    assert benchmarks.find("runs/my.jsonl", "math") == benchmarks.Benchmark(
+        "my", "runs/my.jsonl", "math"
+    )
+    assert benchmarks.find("gsm8k=some/where.jsonl", "x").reward == "gsm8k"
+    with pytest.raises(UserError, match="did you mean 'gsm8k'"):
+        benchmarks.find("gsm8", "x")
+    with pytest.raises(UserError, match="names gsm8k twice"):
+        evaluation.question_sets("gsm8k=a.jsonl,gsm8k=b.jsonl", "x", 0)

@@ -1,0 +1,122 @@
+"""submit, wait, export_stats and rollout_batch over an in-process fleet."""
+
+import asyncio
+
+import pytest
+
+from rlx.base import UserError
+from rlx.fleet.engine import Sampling
+from rlx.rollout.evaluator import Evaluator
+from rlx.rollout.executor import RolloutError
+
+ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(12)]
+
+
+@pytest.fixture
+def make(fake_fleet, fake_workflow):
+    """evaluator(fleet=…, workflow=…, **options), started; all are closed at the end."""
+    made = []
+
+    def build(*, fleet=None, workflow=None, **options):
+        async def connect():
+            return fleet or fake_fleet()
+
+        made.append(Evaluator(connect, workflow or fake_workflow(), **options))
+        return made[-1].start()
+
+    yield build
+    for evaluator in made:
+        evaluator.close()
+
+
+def test_groups_come_in_the_order_of_their_rows(make, fake_fleet):
+    fleet = fake_fleet(turns=40)
+    evaluator = make(fleet=fleet, concurrency=5)
+    groups = evaluator.rollout_batch(ROWS, n=3, timeout=30)
+    assert [g.row for g in groups] == ROWS
+    assert all(len(g.trajectories) == 3 for g in groups)
+    assert 1 < fleet.most_in_flight <= 5
+
+
+def test_a_row_has_the_same_seed_whatever_runs_beside_it(make):
+    first = make(concurrency=1).rollout_batch(ROWS, timeout=30)
+    second = make(concurrency=12).rollout_batch(ROWS, timeout=30)
+    for a, b in zip(first, second, strict=True):
+        assert [t.tokens.tolist() for t in a.trajectories] == [
+            t.tokens.tolist() for t in b.trajectories
+        ]
+
+
+def test_wait_takes_the_oldest_and_can_be_called_again(make):
+    evaluator = make()
+    futures = [evaluator.submit(row) for row in ROWS]
+    assert [g.group_id for g in evaluator.wait(5, timeout=30)] == list(range(5))
+    assert [g.group_id for g in evaluator.wait(timeout=30)] == list(range(5, 12))
+    assert all(future.done() for future in futures)
+    with pytest.raises(ValueError, match="0 rows submitted"):
+        evaluator.wait(1)
+
+
+def test_a_wait_that_ends_too_early_loses_nothing(make, fake_fleet):
+    fleet = fake_fleet()
+    fleet.hold = True
+    evaluator = make(fleet=fleet)
+    evaluator.submit(ROWS[0])
+    with pytest.raises(TimeoutError, match="0 of 1 rows"):
+        evaluator.wait(timeout=0.05)
+    fleet.hold = False
+    assert len(evaluator.wait(timeout=30)) == 1
+
+
+def test_statistics_are_of_what_finished_since_the_last_time(make):
+    evaluator = make()
+    evaluator.rollout_batch(ROWS[:4], n=2, timeout=30)
+    stats = evaluator.export_stats()
+    assert (stats["num_groups"], stats["num_trajectories"]) == (4, 8)
+    assert stats["completion_tokens"] > 0
+    assert evaluator.export_stats()["num_groups"] == 0
+
+
+def test_another_sampling_and_workflow_can_be_named(make, fake_fleet, fake_workflow):
+    fleet = fake_fleet()
+    evaluator = make(fleet=fleet)
+    evaluator.submit(ROWS[0], sampling=Sampling(temperature=0.0), workflow=fake_workflow(n=5))
+    (group,) = evaluator.wait(timeout=30)
+    assert len(group.trajectories) == 5
+    assert fleet.calls[0][1].temperature == 0.0
+
+
+def test_failures_are_retried_and_then_raised_with_their_cause(make, fake_workflow):
+    def once(group_id, attempt):
+        if attempt == 0 and group_id == 2:
+            raise ValueError("bad luck")
+
+    assert len(make(workflow=fake_workflow(misbehave=once)).rollout_batch(ROWS, timeout=30)) == 12
+
+    def always(group_id, attempt):
+        if group_id == 2:
+            raise ValueError("no luck at all")
+
+    with pytest.raises(RolloutError, match="row 2: ValueError: no luck at all") as error:
+        make(workflow=fake_workflow(misbehave=always), max_failures=3).rollout_batch(
+            ROWS, timeout=30
+        )
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_a_users_mistake_is_not_retried(make, fake_workflow):
+    def wrong(group_id, attempt):
+        raise UserError("the prompt is too long")
+
+    with pytest.raises(UserError, match="too long"):
+        make(workflow=fake_workflow(misbehave=wrong)).rollout_batch(ROWS[:1], timeout=30)
+
+
+def test_a_fleet_that_cannot_be_reached_is_an_error_of_start(fake_workflow):
+    async def connect():
+        await asyncio.sleep(0)
+        raise UserError("no server answers")
+
+    evaluator = Evaluator(connect, fake_workflow())
+    with pytest.raises(UserError, match="no server answers"):
+        evaluator.start()
