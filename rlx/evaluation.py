@@ -98,6 +98,8 @@ def run(
     """
     scores.check_samples(options.n_samples, options.pass_at, options.maj_at)
     names = options.columns
+    if not config.fleet.addresses and config.fleet.num_servers < 1:
+        raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
     for directory in models.values():
         _check_context(config, directory)
     _claim(config, models, sets, options, out)

@@ -99,8 +99,8 @@ def test_models_are_named_by_what_tells_them_apart(tmp_path):
 def test_too_long_an_answer_for_the_model_is_explained(tmp_path):
     config = rlx_config.default()
     config.sampling.max_new_tokens = 100_000
+    models = evaluation.named(["rlx:arithmetic"])
     with pytest.raises(UserError, match="exceeds the context"):
-        models = evaluation.named(["rlx:arithmetic"])
         evaluation.run(config, models, [], Options(), Path(tmp_path), lambda *_: None)
 
 
