@@ -74,7 +74,8 @@ class LocalServers:
 
     Args:
       model: HF directory.
-      workdir: logs go to `workdir`/logs/server-i.log.
+      workdir: logs go to `workdir`/logs/`name`-i.log.
+      name: of these servers among others of the run.
       plan: cores of each server; default: `cpu_plan` of the cores of this process, so make it
         before the trainer pins itself.
       options: flags of rlx.serve by name: slots, max_model_len, decode_steps, dtype, seed (server
@@ -93,6 +94,7 @@ class LocalServers:
         model: str | os.PathLike,
         *,
         workdir: str | os.PathLike,
+        name: str = "server",
         num_servers: int = 1,
         plan: CpuPlan | None = None,
         weight_roots: Sequence[str] = ("/dev/shm",),
@@ -107,7 +109,7 @@ class LocalServers:
     ):
         plan = plan or cpu_plan(sorted(os.sched_getaffinity(0)), num_servers)
         seed = int(options.pop("seed", 0))
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in options.items()]
         flags += [f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
         flags += [f"--weight-root={root}" for root in weight_roots]
         logs = Path(workdir) / "logs"
@@ -115,7 +117,7 @@ class LocalServers:
         self._servers = [
             _Server(
                 command=(*command, *flags, f"--seed={seed + i}"),
-                log=logs / f"server-{i}.log",
+                log=logs / f"{name}-{i}.log",
                 cpus=cpus,
                 env=_environment(len(cpus), platform, token),
                 token=token,

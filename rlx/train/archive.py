@@ -12,13 +12,14 @@ import numpy as np
 
 from rlx.base import Group, Trajectory
 
-FORMAT = 1
+FORMAT = 2
 _PER_TOKEN = {
     "tokens": np.int32,
     "loss_mask": np.bool_,
     "behaviour_logprobs": np.float32,
     "versions": np.int32,
 }
+_OPTIONAL = {"turn_ids": np.int32, "reference_logprobs": np.float32}  # some trajectories' alone
 
 
 def write_groups(stem: Path, groups: Sequence[Group]) -> None:
@@ -37,8 +38,9 @@ def write_groups(stem: Path, groups: Sequence[Group]) -> None:
         )
         for name, dtype in _PER_TOKEN.items()
     }
-    turns = [t.turn_ids for t in trajectories if t.turn_ids is not None]
-    arrays["turn_ids"] = np.concatenate([np.zeros(0, np.int32), *turns]).astype(np.int32)
+    for name, dtype in _OPTIONAL.items():
+        there = [v for t in trajectories if (v := getattr(t, name)) is not None]
+        arrays[name] = np.concatenate([np.zeros(0, dtype), *there]).astype(dtype)
     arrays["sizes"] = np.array([len(t.tokens) for t in trajectories], np.int64)
     described = {"format": FORMAT, "groups": [_describe_group(g) for g in groups]}
     text = json.dumps(described, ensure_ascii=False)
@@ -56,7 +58,8 @@ def _describe_group(group: Group) -> dict:
                 "reward": float(t.reward),
                 "stop_reason": t.stop_reason,
                 "trajectory_id": t.trajectory_id,
-                "has_turns": t.turn_ids is not None,
+                "has": [name for name in _OPTIONAL if getattr(t, name) is not None],
+                "agent": t.agent,
                 "prompt": t.prompt,
                 "completion": t.completion,
                 "info": {key: float(value) for key, value in t.info.items()},
@@ -78,16 +81,17 @@ def read_groups(stem: Path) -> list[Group]:
     with np.load(f"{stem}.npz", allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     ends = np.cumsum(arrays.pop("sizes"))
-    turns = arrays.pop("turn_ids")
-    groups, index, turn_start = [], 0, 0
+    optional = {name: arrays.pop(name) for name in _OPTIONAL}
+    taken = dict.fromkeys(_OPTIONAL, 0)
+    groups, index = [], 0
     for group in described["groups"]:
         trajectories = []
         for fields in group["trajectories"]:
             start, end = (ends[index - 1] if index else 0), ends[index]
             own = {name: values[start:end] for name, values in arrays.items()}
-            if fields.pop("has_turns"):
-                own["turn_ids"] = turns[turn_start : turn_start + end - start]
-                turn_start += end - start
+            for name in fields.pop("has"):
+                own[name] = optional[name][taken[name] : taken[name] + end - start]
+                taken[name] += end - start
             trajectories.append(Trajectory(**own, **fields))
             index += 1
         groups.append(Group(group["group_id"], tuple(trajectories), group["row"]))

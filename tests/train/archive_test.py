@@ -1,4 +1,4 @@
-"""Groups come back equal: arrays with their dtypes, texts, rows, turns."""
+"""Groups come back equal: arrays with their dtypes, texts, rows, turns, a teacher's logprobs."""
 
 import numpy as np
 import pytest
@@ -25,6 +25,8 @@ def _trajectory(draw):
         stop_reason=draw(st.sampled_from(["stop", "length"])),
         trajectory_id=draw(_text),
         turn_ids=draw(st.sampled_from([None, np.arange(size, dtype=np.int32)])),
+        reference_logprobs=draw(st.sampled_from([None, -rng.random(size).astype(np.float32)])),
+        agent=draw(_text),
         prompt=draw(_text),
         completion=draw(_text),
         info=draw(st.dictionaries(_text, st.floats(allow_nan=False), max_size=2)),
@@ -70,6 +72,6 @@ def test_a_row_that_json_cannot_hold_fails_before_a_file_is_made(tmp_path):
 def test_another_format_is_refused(tmp_path):
     archive.write_groups(tmp_path / "groups", [])
     text = (tmp_path / "groups.json").read_text()
-    (tmp_path / "groups.json").write_text(text.replace('"format": 1', '"format": 99'))
-    with pytest.raises(ValueError, match="format 99, want 1"):
+    (tmp_path / "groups.json").write_text(text.replace('"format": 2', '"format": 99'))
+    with pytest.raises(ValueError, match="format 99, want 2"):
         archive.read_groups(tmp_path / "groups")
