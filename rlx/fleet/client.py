@@ -225,10 +225,12 @@ class Fleet:
         Args:
           version: stamped on the tokens of these weights.
           source: HF name → array, or the path of a safetensors file or HF directory (which must
-            stay there until the next publish: a returning server gets it before anything else).
+            stay there until the next publish: a returning server gets it before anything else);
+            or an Adapter.
           method: `path` for servers that see this file system, else `stream`; `delta`: as
             `stream`, but a server that has the version before gets only what changed. For that,
             both versions must be given as arrays, and each server keeps one file in memory.
+            `adapter`: of an Adapter, which servers add to the model they were started with.
 
         Raises:
           UserError: no server took it (the message has the first reason), or none was alive.

@@ -68,7 +68,7 @@ class Delivery:
     """How a server got its weights.
 
     Attributes:
-      method: what it took in the end: path | stream | delta.
+      method: what it took in the end: path | stream | delta | adapter.
       sent_bytes: that went to it as chunks, in all attempts.
       paused_ns: no token was decoded there.
     """
@@ -341,7 +341,7 @@ class Member:
                 else:
                     raise
             else:
-                whole = "path" if weights.method == "path" else "stream"
+                whole = "stream" if weights.method == "delta" else weights.method
                 return Delivery("delta" if delta else whole, self._sent, reply.paused_ns)
 
     async def _parts(
@@ -363,6 +363,9 @@ class Member:
                 delta.base_crc32,
             )
             header.delta.num_bytes, header.delta.crc32 = delta.num_bytes, delta.crc32
+        if weights.adapter:
+            header.adapter.base, header.adapter.scale = weights.adapter.base, weights.adapter.scale
+            header.adapter.dtype = weights.adapter.dtype
         yield pb.PublishRequest(header=header)
         if by_path:
             return

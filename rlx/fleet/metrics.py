@@ -3,7 +3,7 @@
     rlx_calls_total{method,code}           ended calls; method: Generate, Publish, …, other
     rlx_request_seconds                    histogram: Generate calls that ended OK
     rlx_first_token_seconds                histogram: until the first message of a Generate call
-    rlx_publish_bytes_total{way}           of weights taken; way: path, stream, delta
+    rlx_publish_bytes_total{way}           of weights taken; way: path, stream, delta, adapter
     rlx_load_stall_seconds                 histogram: no decode step could run, by load
     rlx_tokens_generated_total             since the engine started
     rlx_running_sequences, rlx_queued_sequences, rlx_slots, rlx_policy_version, rlx_paused

@@ -74,5 +74,6 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         "openai_port": args.openai_port,
         "weight_roots": args.weight_root or ([_SHARED_MEMORY] if local else []),
         "stage_dir": args.stage_dir,
+        "model_dir": args.model,
         "kv": args.kv_on_update,
     }

@@ -32,7 +32,7 @@ _DTYPES = {
     "int32": "I32",
 }
 _BLOCK = 8 << 20  # bytes hashed or written at a time
-METHODS = ("path", "stream", "delta")
+METHODS = ("path", "stream", "delta", "adapter")
 DELTA_SHARE = 0.8  # of the whole file; a larger delta is not worth its making
 _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 
@@ -209,6 +209,23 @@ class Delta:
 
 
 @dataclass(frozen=True, eq=False)
+class Adapter:
+    """LoRA adapters to publish: what servers add to the base they were started with.
+
+    Attributes:
+      tensors: PEFT name → float32 array, A [rank, in] and B [out, rank] of every target.
+      scale: of B·A: alpha / rank.
+      dtype: of the weights that servers make: float32 | bfloat16 | float16.
+      base: `adapter.digest` of the directory that training began with.
+    """
+
+    tensors: Mapping[str, Any]
+    scale: float
+    dtype: str
+    base: bytes
+
+
+@dataclass(frozen=True, eq=False)
 class Weights:
     """One version's file, ready for every server that asks. `close` removes it if it is ours."""
 
@@ -219,6 +236,7 @@ class Weights:
     method: str  # one of METHODS
     owned: WeightFile | None = None
     delta: Delta | None = None
+    adapter: Adapter | None = None
 
     def close(self) -> None:
         if self.owned:
@@ -239,14 +257,17 @@ def stage(
     Args:
       version: policy version of the weights, ≥ 0.
       source: HF name → array, written to a file of ours in `directory`; or the path of a
-        safetensors file (or of an HF directory with one `model.safetensors`), used where it is.
+        safetensors file (or of an HF directory with one `model.safetensors`), used where it is;
+        or an Adapter, whose tensors are written.
       method: `path`, when the servers see the same file system, `stream`, or `delta`: as `stream`,
-        and for the servers that have `base` only what changed.
+        and for the servers that have `base` only what changed; `adapter` for an Adapter alone.
       base: an earlier version. No delta is made when no server keeps it, when it is not a file of
         ours, which alone is sure to be unchanged, or holds other tensors, or differs too much.
     """
     if method not in METHODS:
         raise UserError(f"publish method {method!r} is unknown; use one of {', '.join(METHODS)}")
+    if isinstance(source, Adapter) != (method == "adapter"):
+        raise ValueError(f"{type(source).__name__} cannot be published by {method}")
     weights = _staged(version, source, method, directory)
     kept = base is not None and base.method == "delta" and base.owned  # by the servers, and by us
     if method != "delta" or not (base and kept and weights.owned):
@@ -285,9 +306,12 @@ def _staged(version: int, source: Any, method: str, directory: str | os.PathLike
         path = path.resolve()
         return Weights(version, str(path), path.stat().st_size, checksum(path), method)
     file = WeightFile(directory)
+    adapter = source if isinstance(source, Adapter) else None
     try:
-        crc = write_weights(source, file.path)
-        return Weights(version, file.path, os.path.getsize(file.path), crc, method, file)
+        crc = write_weights(adapter.tensors if adapter else source, file.path)
+        size = os.path.getsize(file.path)
+        kept = replace(adapter, tensors={}) if adapter else None  # they are in the file
+        return Weights(version, file.path, size, crc, method, file, adapter=kept)
     except OSError as error:  # the directory went away under us
         refusal = _no_room(error, file.path, 0)
         file.close()

@@ -106,7 +106,7 @@ class ScoreReply(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class PublishHeader(_message.Message):
-    __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta")
+    __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta", "adapter")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class PublishHeader(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     version: int
     path: str
     num_bytes: int
@@ -121,7 +122,8 @@ class PublishHeader(_message.Message):
     kv: KvPolicy
     keep: bool
     delta: PublishDelta
-    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ..., keep: _Optional[bool] = ..., delta: _Optional[_Union[PublishDelta, _Mapping]] = ...) -> None: ...
+    adapter: PublishAdapter
+    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ..., keep: _Optional[bool] = ..., delta: _Optional[_Union[PublishDelta, _Mapping]] = ..., adapter: _Optional[_Union[PublishAdapter, _Mapping]] = ...) -> None: ...
 
 class PublishDelta(_message.Message):
     __slots__ = ("base_version", "base_crc32", "num_bytes", "crc32")
@@ -134,6 +136,16 @@ class PublishDelta(_message.Message):
     num_bytes: int
     crc32: int
     def __init__(self, base_version: _Optional[int] = ..., base_crc32: _Optional[int] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
+
+class PublishAdapter(_message.Message):
+    __slots__ = ("base", "scale", "dtype")
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    base: bytes
+    scale: float
+    dtype: str
+    def __init__(self, base: _Optional[bytes] = ..., scale: _Optional[float] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class PublishChunk(_message.Message):
     __slots__ = ("offset", "data")

@@ -2,8 +2,8 @@
 
     Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
     Score    ─▶ score_from ─▶ engine.score ─▶ one message ─▶ client
-    Publish  ─▶ staged (a delta: applied to the kept file) and checksummed beside the running
-                engine ─▶ engine.load
+    Publish  ─▶ staged (a delta: applied to the kept file; an adapter: added to the model
+                directory) and checksummed beside the running engine ─▶ engine.load
 
 A bad request is answered with a status and never touches the engine or the other requests.
 """
@@ -25,7 +25,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rlx.base import UserError
-from rlx.fleet import delta, wire
+from rlx.fleet import adapter, delta, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.engine import Chunk, Engine, EngineStatus, EngineStopped
@@ -65,6 +65,7 @@ class RolloutService(rpc.RolloutServicer):
       engine: started.
       weight_roots: directories that a publish by path may name files in.
       stage_dir: where weights that come as chunks are written until they are loaded.
+      model_dir: the HF directory that adapters are added to; "" takes no adapters.
       kv: what an update does to running requests by default, one of KV_POLICIES.
       stall_seconds: how long a publish may send nothing.
       hold_seconds: how long new tokens may wait for company on their way to the client.
@@ -78,6 +79,7 @@ class RolloutService(rpc.RolloutServicer):
         *,
         weight_roots: Sequence[str] = (),
         stage_dir: str = "/dev/shm",
+        model_dir: str = "",
         kv: str = "keep",
         stall_seconds: float = STALL_SECONDS,
         hold_seconds: float = 0.1,
@@ -96,6 +98,7 @@ class RolloutService(rpc.RolloutServicer):
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
         self._base: _Base | None = None
+        self._model = adapter.Base(model_dir) if model_dir else None
         self._closed = False
         sweep(stage_dir)
 
@@ -150,6 +153,8 @@ class RolloutService(rpc.RolloutServicer):
                 path = file.path
                 if header.HasField("delta"):
                     await self._apply(header, requests, path)
+                elif header.HasField("adapter"):
+                    await self._add(header, requests, path)
                 else:
                     await _receive(header, requests, path)
         except RequestError as error:
@@ -168,7 +173,8 @@ class RolloutService(rpc.RolloutServicer):
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.FAILED_PRECONDITION, error)
         sent = header.delta if header.HasField("delta") else header
-        way = "path" if header.path else "stream" if sent is header else "delta"
+        kind = "adapter" if header.HasField("adapter") else "stream"
+        way = "path" if header.path else kind if sent is header else "delta"
         self._meters.publish_bytes.labels(way).inc(sent.num_bytes)
         return pb.PublishReply(version=header.version, paused_ns=paused_ns)
 
@@ -253,6 +259,26 @@ class RolloutService(rpc.RolloutServicer):
         if crc != header.crc32:
             message = f"the delta makes a file with checksum {crc:08x}, not {header.crc32:08x}"
             raise RequestError(_Code.ABORTED, message)
+
+    async def _add(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+        """Makes the whole weights of the model directory and the adapter that follows."""
+        sent, start_ns = header.adapter, self._clock()
+        if not self._model:
+            raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
+        file = self._stage_file(header.num_bytes)
+        try:
+            await asyncio.to_thread(self._model.require, sent.base)
+            await _receive(header, requests, file.path)
+            await asyncio.to_thread(self._model.write, file.path, sent.scale, sent.dtype, path)
+        except adapter.OtherBase as error:
+            raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
+        except ValueError as error:
+            raise RequestError(_Code.INVALID_ARGUMENT, str(error)) from error
+        except (UserError, OSError) as error:
+            raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
+        finally:
+            file.close()
+        self._spans.append(("add adapter", start_ns, self._clock()))
 
     def _keep(self, base: _Base | None) -> None:
         """Makes `base` the kept file instead of the one before."""

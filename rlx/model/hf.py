@@ -14,19 +14,20 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from rlx.base import UserError
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.directory import load_config as load_config
-from rlx.model.directory import read_json
 from rlx.model.directory import resolve as resolve
 from rlx.model.params import Params, Row
+from rlx.model.tensors import INDEX as INDEX
+from rlx.model.tensors import WEIGHTS as WEIGHTS
+from rlx.model.tensors import LazyTensors
+from rlx.model.tensors import open_tensors as open_tensors
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 # Copied beside exported weights from the directory the run started from, where they exist.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -61,7 +62,7 @@ def check(path: str | Path) -> ModelConfig:
     return config
 
 
-def check_tensors(tensors: "LazyTensors", config: ModelConfig) -> None:
+def check_tensors(tensors: LazyTensors, config: ModelConfig) -> None:
     """Raises UserError naming the first opened tensor that does not fit; reads only headers."""
     rows = parameters.table(config)
     _check_names(tensors, config, rows)
@@ -159,60 +160,6 @@ def replaced_directory(path: Path):
     finally:
         if fresh and fresh.exists():
             shutil.rmtree(fresh)
-
-
-class LazyTensors(Mapping):
-    """The tensors of one or more safetensors files; each is read when it is asked for."""
-
-    def __init__(self, files: Mapping[str, Any]):
-        self._files = dict(files)  # tensor name → open safetensors file
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it."""
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self):
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-@contextlib.contextmanager
-def open_tensors(path: str | Path):
-    """The tensors of an HF directory (single file or sharded with an index), or of one file."""
-    path = Path(path)
-    with contextlib.ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for shard in _shards(path):
-            try:
-                opened = stack.enter_context(safe_open(shard, framework="np"))
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"cannot read {shard}: {error}; not a whole safetensors file, get it again"
-                ) from error
-            files |= dict.fromkeys(opened.keys(), opened)
-        yield LazyTensors(files)
-
-
-def _shards(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if (path / WEIGHTS).exists():
-        return [path / WEIGHTS]
-    if (path / INDEX).exists():
-        shards = read_json(path / INDEX).get("weight_map")
-        if not isinstance(shards, dict):
-            raise UserError(f"{path / INDEX} has no weight_map; get it again")
-        names = sorted(set(shards.values()))
-        for name in names:
-            if not (path / name).exists():
-                raise UserError(f"{path / INDEX} names {name}, which is missing; get it again")
-        return [path / name for name in names]
-    raise UserError(f"{path} has no {WEIGHTS} (nor {INDEX}); give a directory with safetensors")
 
 
 def parts(row: Row, config: ModelConfig, value: Any) -> list[tuple[str, Any]]:
