@@ -118,6 +118,12 @@ def default() -> ConfigDict:
     c.fleet.tls.cert = ""  # what we show to servers that ask for it, and its key
     c.fleet.tls.key = ""
 
+    c.teacher = ConfigDict()  # of distillation (algorithm.kl_anchor): a fleet that only scores
+    c.teacher.path = ""  # HF directory or hub name, for servers of the run's own; "": none
+    c.teacher.addresses = ()  # host:port of running ones, never published to; in the TLS of fleet
+    c.teacher.num_servers = 1  # how many to start, where there are no addresses
+    c.teacher.engine = ""  # jax | vllm; "": as fleet.engine
+
     c.gate = ConfigDict()  # the trainer scores tokens of every server and compares logprobs
     c.gate.enabled = True
     c.gate.every_steps = 50  # publishes between two checks; 0: before the first step only
@@ -211,6 +217,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         raise UserError("model.path is empty; give an HF directory or hub name")
     if config.fleet.engine not in ENGINES:
         raise unknown("fleet.engine", config.fleet.engine, ENGINES)
+    _choice(config, "teacher.engine", ("", *ENGINES))
+    _at_least(config, "teacher.num_servers", 1)
     _choice(config, "trainer", ("jax", "torch"))
     if config.trainer != "jax":
         raise UserError(f"trainer={config.trainer} is not wired into the loop yet; use trainer=jax")

@@ -31,6 +31,7 @@ ORDER = (
     ("plan",),
     ("consistency",),
     ("causes",),
+    ("teacher",),
     ("inputs", "records", "interrupts"),
     ("gate", "pairs", "evaluation"),
     ("loop",),

@@ -1,0 +1,89 @@
+"""A workflow whose trajectories a teacher scores, for distillation.
+
+    workflow ─▶ trajectories ─▶ Fleet.score of the teacher, all at once ─▶ reference_logprobs
+
+Evaluations, which bring their own sampling, are not scored: nobody learns from them.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlx.base import Group, Trajectory, UserError
+from rlx.fleet.engine import Sampling
+from rlx.rollout.reward_pool import Span
+from rlx.rollout.workflows import Generator, Workflow
+
+
+class Scorer(Protocol):
+    """What is needed of the teacher's fleet."""
+
+    async def score(self, tokens: Any, first: int, *, temperature: float = 1.0) -> np.ndarray: ...
+
+
+class Taught:
+    """`workflow`, and what `teacher` makes of each of its trajectories.
+
+    Args:
+      workflow: of the student.
+      teacher: has the same vocabulary.
+      temperature: of training, so that teacher and student are compared as they are sampled.
+    """
+
+    def __init__(self, workflow: Workflow, teacher: Scorer, temperature: float):
+        self._workflow, self._teacher, self._temperature = workflow, teacher, temperature
+
+    async def run(
+        self,
+        fleet: Generator,
+        row: Mapping[str, Any],
+        *,
+        group_id: int,
+        seed: int,
+        sampling: Sampling | None = None,
+        n: int | None = None,
+        priority: int = 0,
+    ) -> Group:
+        """The workflow's group; with `reference_logprobs`, unless `sampling` is given.
+
+        Raises:
+          UserError: no teacher is alive, it refuses a trajectory, or its numbers are not finite.
+        """
+        group = await self._workflow.run(
+            fleet, row, group_id=group_id, seed=seed, sampling=sampling, n=n, priority=priority
+        )
+        if sampling is not None:
+            return group
+        scored = await asyncio.gather(*(self._scored(t) for t in group.trajectories))
+        return dataclasses.replace(group, trajectories=tuple(scored))
+
+    def drain_spans(self) -> list[Span]:
+        """The workflow's."""
+        return self._workflow.drain_spans()
+
+    async def _scored(self, trajectory: Trajectory) -> Trajectory:
+        trained = np.flatnonzero(trajectory.loss_mask[1:]) + 1  # nothing comes before token 0
+        logprobs = np.zeros(len(trajectory.tokens), np.float32)
+        if trained.size:
+            scores = await self._score(trajectory, int(trained[0]))
+            logprobs[trained] = scores[trained]
+            if not np.isfinite(logprobs).all():
+                raise UserError(
+                    f"the teacher gives trajectory {trajectory.trajectory_id} log-probabilities "
+                    "that are not finite; check its weights, or serve it in float32"
+                )
+        return dataclasses.replace(trajectory, reference_logprobs=logprobs)
+
+    async def _score(self, trajectory: Trajectory, first: int) -> np.ndarray:
+        try:
+            return await self._teacher.score(
+                trajectory.tokens, first, temperature=self._temperature
+            )
+        except ValueError as error:
+            name = trajectory.trajectory_id
+            raise UserError(f"the teacher does not score trajectory {name}: {error}") from error
+        except UserError as error:
+            raise UserError(f"the teacher: {error}") from error
