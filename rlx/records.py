@@ -7,6 +7,12 @@ from rlx.base import Group, Trajectory
 from rlx.fleet.client import PublishReport
 
 BUSY = ("prefill", "decode")  # server spans in which the engine computes tokens
+# Metrics of rewards and of sampling, which say nothing where a dataset is trained on.
+OF_ROLLOUTS = (
+    "task_reward", "kl_reward", "final_reward", "n_nonfinite_kl", "kl_coefficient", "no_eos_ratio",
+    "staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
+    "tokens_per_version", "generated_tokens_per_second", "server_busy_seconds",
+)  # fmt: skip
 
 
 def step_record(
@@ -21,6 +27,7 @@ def step_record(
     elapsed_seconds: float,
     generated_tokens: int,
     server_busy_seconds: float,
+    data: str = "rollouts",
 ) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
@@ -30,8 +37,9 @@ def step_record(
         and `publish_record` of the last publish that is over.
       version: the newest version that every live server has acknowledged.
       generated_tokens: finished since the last record. server_busy_seconds: mean over servers.
+      data: what the algorithm is trained on; of a dataset OF_ROLLOUTS is left out.
     """
-    return {
+    record = {
         "step": step,
         "global_step": step,
         "epoch": epoch,
@@ -45,6 +53,8 @@ def step_record(
         **counters,
         **metrics,
     }
+    left_out = () if data == "rollouts" else OF_ROLLOUTS
+    return {name: value for name, value in record.items() if name not in left_out}
 
 
 def publish_record(report: PublishReport) -> dict[str, float]:
@@ -92,31 +102,36 @@ def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
     return sum(each) / max(1, len(each))
 
 
+def held_out_losses(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a line of eval.jsonl has of `update.evaluate`: its means, named held_out_…"""
+    return {f"held_out_{k}": v for k, v in metrics.items() if not k.startswith("n_")}
+
+
 def eval_record(
     step: int,
-    version: int,
     scores: Sequence[Mapping[str, Any]],
     *,
+    num_questions: int,
+    losses: Mapping[str, float],
     seconds: float,
     elapsed_seconds: float,
 ) -> dict[str, Any]:
     """One line of eval.jsonl.
 
     Args:
-      step, version: train steps done and the acknowledged version when it began.
-      scores: one mapping a question, of `rlx.rollout.evaluation.score`. A question counts as right
-        when its reward is above one half.
+      step: train steps done when it began, which is the version it began with.
+      scores: one mapping a question, of `rlx.rollout.evaluation.score`; none where nothing was
+        generated. A question counts as right when its reward is above one half.
+      losses: of `held_out_losses`.
       seconds: the evaluation took. elapsed_seconds: of the run, at its end.
     """
-    n = len(scores)
-    newest = [score["versions"][1] for score in scores if score["versions"]]
-    return {
-        "step": step,
-        "version": version,
-        "version_end": max(newest, default=version),  # of the newest token: training goes on
-        "greedy_acc": sum(score["reward"] > 0.5 for score in scores) / n,
-        "num_questions": n,
-        "mean_tokens": sum(score["tokens"] for score in scores) / n,
-        "seconds": seconds,
-        "elapsed_seconds": elapsed_seconds,
-    }
+    record = {"step": step, "version": step, "num_questions": num_questions, **losses}
+    if scores:
+        n = len(scores)
+        newest = [score["versions"][1] for score in scores if score["versions"]]
+        record |= {
+            "version_end": max(newest, default=step),  # of the newest token: training goes on
+            "greedy_acc": sum(score["reward"] > 0.5 for score in scores) / n,
+            "mean_tokens": sum(score["tokens"] for score in scores) / n,
+        }
+    return {**record, "seconds": seconds, "elapsed_seconds": elapsed_seconds}

@@ -33,7 +33,7 @@ ORDER = (
     ("causes",),
     ("teacher",),
     ("inputs", "records", "interrupts"),
-    ("gate", "pairs", "evaluation"),
+    ("gate", "held_out", "pairs", "evaluation"),
     ("loop",),
     ("command", "flags"),
     COMMANDS,

@@ -359,7 +359,7 @@ class Executor:
         rewards = {trajectory.reward for trajectory in group.trajectories}
         with self._changed:
             self._leave(ticket)
-            self._generated_tokens += sum(t.num_trained for t in group.trajectories)
+            self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if self._drop_equal_rewards and len(rewards) == 1:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
                 self._staleness = staleness.reject(self._staleness)

@@ -1,0 +1,26 @@
+"""SFT."""
+
+from rlx.config import default
+
+
+def get_config():
+    """The run described above."""
+    c = default()
+    c.total_steps = 100
+    c.model.path = "rlx:arithmetic"
+    c.algorithm.preset = "sft"
+    c.data.kind = "arithmetic"
+    c.data.max_prompt_tokens = 64
+    c.reward.name = "arithmetic"  # of the greedy answers
+    c.sampling.max_new_tokens = 128
+    c.rollout.batch_prompts = 64
+    c.train.max_tokens_per_microbatch = 1536  # what a core's cache likes
+    c.train.row_buckets = (192,)
+    c.optimizer.learning_rate = 3e-4
+    c.optimizer.b2 = 0.99
+    c.optimizer.schedule = "cosine"
+    c.optimizer.warmup_steps = 5
+    c.fleet.slots = 64
+    c.eval.every_steps = 20
+    c.eval.num_questions = 200
+    return c

@@ -1,0 +1,92 @@
+"""A run's held-out evaluations: greedy answers by the fleet, the loss by the trainer, or both.
+
+    measure (trainer's thread)            the loss on held-out groups ─┐
+    begin (when the fleet has the step's  greedy answers, beside  ─────┴▶ take: records, in order
+           weights, on any thread)        training
+
+Rollouts have no held-out loss: their rows have questions and no answers to learn. A run without
+servers has no answers.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rlx import records
+from rlx.base import Group
+from rlx.inputs import Inputs, evaluation_sampling, has_servers
+from rlx.observe.timeline import Timeline
+from rlx.rollout.executor import Executor
+
+
+class HeldOut:
+    """Evaluations that are due, under way and done; once a step each.
+
+    Args:
+      config, inputs: of the run.
+      done: steps that eval.jsonl has already.
+      timeline: gets a span for each pass over the questions.
+      elapsed: seconds of the run until now.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        inputs: Inputs,
+        done: Iterable[int],
+        timeline: Timeline,
+        elapsed: Callable[[], float],
+    ):
+        self._config, self._inputs, self._timeline = config, inputs, timeline
+        self._elapsed, self._served = elapsed, has_servers(config)
+        self._done = set(done)
+        self._losses: dict[int, tuple[dict[str, float], float]] = {}  # and the seconds they took
+        self._under_way: deque[Future[dict[str, Any]]] = deque()
+
+    def due(self, step: int) -> bool:
+        """Whether this step is evaluated: the first, the last, and every so many between."""
+        every = self._config.eval.every_steps
+        ends = step == 0 or step >= self._config.total_steps
+        wanted = ends or (every > 0 and step % every == 0)
+        return wanted and bool(self._inputs.eval_rows) and step not in self._done
+
+    def measure(self, step: int, loss: Callable[[Sequence[Group]], Mapping[str, float]]) -> None:
+        """Computes the loss after `step` on the held-out groups, if it is due and they exist."""
+        if self._inputs.held_out and self.due(step):
+            began = time.monotonic()
+            found = records.held_out_losses(loss(self._inputs.held_out))
+            self._losses[step] = found, time.monotonic() - began
+
+    def begin(self, step: int, executor: Executor) -> None:
+        """Starts the evaluation of `step`, if it is due, with the weights that servers have now."""
+        if self.due(step):
+            self._done.add(step)
+            self._under_way.append(executor.submit(self._record(step, executor)))
+
+    def take(self, wait: bool = False) -> Iterator[dict[str, Any]]:
+        """The records of those that are finished, in order; of all of them when `wait`."""
+        while self._under_way and (wait or self._under_way[0].done()):
+            yield self._under_way.popleft().result()
+
+    async def _record(self, step: int, executor: Executor) -> dict[str, Any]:
+        """The record of one evaluation; runs on the executor's thread."""
+        began, scores = time.monotonic(), []
+        losses, spent = self._losses.pop(step, ({}, 0.0))
+        if self._served:
+            with self._timeline.span("evaluation", f"after step {step}", track="held-out"):
+                sampling = evaluation_sampling(self._config)
+                answers = executor.evaluate(self._inputs.eval_rows, sampling)
+                scores = await asyncio.wrap_future(answers)
+        return records.eval_record(
+            step,
+            scores,
+            num_questions=len(self._inputs.eval_rows),
+            losses=losses,
+            seconds=spent + time.monotonic() - began,
+            elapsed_seconds=self._elapsed(),
+        )
