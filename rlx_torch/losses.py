@@ -1,63 +1,191 @@
-"""The policy loss in torch: the sums of `rlx.algorithms.losses.policy_loss`, same names.
+"""The policy loss in torch: the sums of `rlx.algorithms.losses`, same names.
 
-Weight control is the token-level one; what is missing is refused by name.
+Everything returned is a sum over the given rows; one division by the minibatch's denominator comes
+last. Values: `critic.py`; SFT and pairs: `supervised.py`.
 """
 
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from rlx.algorithms.presets import Algorithm
-from rlx.base import UserError
+from rlx_torch import kl
+from rlx_torch.advantages import require_reference
+from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
 
 def policy_loss(
-    target_logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    batch: Mapping[str, torch.Tensor],
+    target_logprobs_BT: Tensor,
+    entropy_BT: Tensor,
+    batch: Mapping[str, Tensor],
     algorithm: Algorithm,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Σ loss_weights · w·ℓ and the sums behind the step's statistics.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Σ loss_weights · (w·ℓ + β·KL − c·H), and the sums behind the step's statistics.
 
-    u = exp(target − proximal), ℓ = max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A); w = sg(exp(proximal −
-    behaviour)) when decoupled, else 1.
+    u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1; ℓ is
+    max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A) for loss=clip, −A·(4/τ)·σ(τ(u − 1)) for sapo and
+    −A·target for reinforce. Tokens with a non-finite ratio are left out and counted.
 
     Args:
-      target_logprobs: [B, T] float32, nats; differentiated.
-      entropy: [B, T] float32, nats; for statistics.
-      batch: [B, T] each: loss_mask bool, behaviour_logprobs, advantages, loss_weights float32, and
-        proximal_logprobs when the target has moved since.
+      target_logprobs_BT: [B, T] float32, nats; differentiated.
+      entropy_BT: [B, T] float32, nats; differentiated when the bonus is on.
+      batch: what the JAX function takes, as tensors; segment_ids int32 or int64.
       algorithm: a row of the preset table.
 
+    Returns:
+      The summed loss, float32 scalar, and stats: float32 scalars without gradient.
+
     Raises:
-      UserError: for a field of the algorithm that this loss does not have.
+      UserError: KL in the loss without `reference_logprobs`.
     """
-    _refuse(algorithm)
-    behaviour, advantage = batch["behaviour_logprobs"], batch["advantages"]
-    proximal = batch.get("proximal_logprobs", target_logprobs.detach())
+    mask, advantage = batch["loss_mask"], batch["advantages"]
+    same_shape(target_logprobs_BT, entropy_BT, mask, advantage)
+    target = target_logprobs_BT.float()
+    proximal = proximal_logprobs(target, batch, algorithm)
+    behaviour = batch["behaviour_logprobs"]
+    finite = _finite_ratio(target.detach() - proximal) & _finite_ratio(proximal - behaviour)
+    used = mask & finite
+    # Swapped before any arithmetic: a NaN behind `where` would still poison the gradient.
+    advantage, target = torch.where(used, advantage, 0.0), torch.where(used, target, 0.0)
+    log_ratio = target - torch.where(used, proximal, 0.0)
+    log_weight = torch.where(used, proximal - behaviour, 0.0)
+    if algorithm.ratio_level == "sequence":
+        log_ratio = _aggregate(log_ratio, used, batch["segment_ids"], "mean")
+        log_weight = _aggregate(log_weight, used, batch["segment_ids"], "mean")
+    weight, in_bounds = control_weights(log_weight, used, batch.get("segment_ids"), algorithm)
+    surrogate, clipped = _surrogate(log_ratio, target, advantage, algorithm)
+    scale = torch.where(used, batch["loss_weights"], 0.0)
+    actor_loss = (scale * weight * surrogate).sum()
+    kl_loss = _kl_loss(target, batch, scale, used, algorithm)
+    entropy = torch.where(used, entropy_BT, 0.0)
+    entropy_loss = -algorithm.entropy_coefficient * (scale * entropy).sum()
+    with torch.no_grad():
+        stats = {
+            "n_valid_tokens": used,
+            "n_nonfinite_tokens": mask & ~finite,
+            "actor_loss": actor_loss,
+            "kl_loss": kl_loss,
+            "entropy_loss": entropy_loss,
+            "actor_clip_ratio": clipped & used,
+            "importance_weight": torch.where(used, log_ratio.exp(), 0.0),
+            "ppo_approx_kl": -log_ratio,
+            "behaviour_weight": torch.where(used, weight, 0.0),
+            "behaviour_weight_out_of_bounds": used & ~in_bounds,
+            "behaviour_kl": torch.where(
+                used, kl.estimate(-log_weight, torch.zeros_like(log_weight), "k3"), 0.0
+            ),
+            "entropy": entropy,
+            "advantage": advantage,
+        }
+        if "reference_logprobs" in batch:
+            reference = batch["reference_logprobs"]
+            known = used & torch.isfinite(reference)
+            stats["reference_kl"] = kl.estimate(
+                torch.where(known, target, 0.0), torch.where(known, reference, 0.0), "k3"
+            )
+        stats = {name: x.sum(dtype=torch.float32) for name, x in stats.items()}
+    return actor_loss + kl_loss + entropy_loss, stats
+
+
+def loss_weights(
+    loss_mask: Tensor, sequence_ids: Tensor, group_ids_N: Tensor, algorithm: Algorithm
+) -> tuple[Tensor, Tensor]:
+    """Per-token weights and the one denominator of a whole minibatch: its loss is Σ weight·ℓ / den.
+
+    Args:
+      loss_mask: bool, any shape (flat or rows), true for this minibatch's trained tokens.
+      sequence_ids: same shape, int in [0, N); N or more for padding.
+      group_ids_N: [N] int, the prompt of each sequence.
+
+    Returns:
+      weights, float32 of loss_mask's shape, 0 where not trained; denominator, float32 scalar, ≥ 1.
+    """
+    same_shape(loss_mask, sequence_ids)
+    mask = loss_mask.float()
+    size = group_ids_N.shape[0]
+    per_sequence = segment_sum(mask.reshape(-1), sequence_ids.reshape(-1), size)
+    prompts = dense_ranks(group_ids_N)
+    per_prompt = segment_sum(per_sequence, prompts, size)
+    num_sequences, num_prompts = (per_sequence > 0).sum(), (per_prompt > 0).sum()
+    reduction = algorithm.reduction
+    if algorithm.data == "pairs" or reduction == "prompt_mean":
+        count = num_prompts
+    elif reduction == "token_mean":
+        count = mask.sum()
+    elif reduction == "constant":
+        count = num_sequences * algorithm.constant_length
+    else:
+        count = num_sequences
+    if reduction in ("prompt_mean", "sequence_mean_token_mean"):
+        peers = per_prompt[prompts] if reduction == "prompt_mean" else per_sequence
+        mask = mask / take(peers, sequence_ids, 1.0).clamp(min=1.0)
+    return mask, count.float().clamp(min=1.0)
+
+
+def proximal_logprobs(target: Tensor, batch: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
+    """The clip's anchor: log-probabilities under the policy before the batch's first update.
+
+    recompute  batch["proximal_logprobs"]; where absent the target itself.
+    behaviour  the sampled ones. REINFORCE has the target itself always.
+    loglinear  behaviour + α(target − behaviour), α = clip((v_prox − v_behav) /
+               (v_target − v_behav), 0, 1), 0 where v_target = v_behav.
+
+    Returns:
+      float32 of target's shape, nats; carries no gradient.
+    """
+    behaviour, frozen = batch["behaviour_logprobs"], target.detach()
+    if algorithm.loss == "reinforce":
+        return frozen
     if algorithm.proximal == "behaviour":
-        proximal = behaviour
-    log_ratio, log_weight = target_logprobs - proximal, proximal - behaviour
-    used = batch["loss_mask"] & torch.isfinite(log_ratio.exp()) & torch.isfinite(log_weight.exp())
-    log_ratio = torch.where(used, log_ratio, 0.0)
-    weight = control_weights(torch.where(used, log_weight, 0.0), algorithm)
-    surrogate, clipped = clipped_surrogate(log_ratio, advantage, algorithm)
-    terms = torch.where(used, batch["loss_weights"] * weight * surrogate, 0.0)
-    loss = terms.sum()
-    stats = {
-        "n_valid_tokens": used.sum(),
-        "actor_loss": loss.detach(),
-        "actor_clip_ratio": (clipped & used).sum(),
-        "importance_weight": torch.where(used, log_ratio.detach().exp(), 0.0).sum(),
-        "behaviour_weight": torch.where(used, weight, 0.0).sum(),
-        "entropy": torch.where(used, entropy, 0.0).sum(),
-    }
-    return loss, stats
+        return behaviour
+    if algorithm.proximal == "recompute":
+        return batch.get("proximal_logprobs", frozen)
+    version = torch.as_tensor(batch["target_version"], dtype=torch.float32, device=target.device)
+    age = version - batch["versions"]
+    alpha = (version.floor() - batch["versions"]) / torch.where(age == 0, 1.0, age)
+    alpha = torch.where(age == 0, 0.0, alpha.clamp(0.0, 1.0))
+    return behaviour + alpha * (frozen - behaviour)
+
+
+def _surrogate(
+    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
+) -> tuple[Tensor, Tensor]:
+    """ℓ of each token, and where a clip took its gradient away."""
+    if algorithm.loss == "clip":
+        return clipped_surrogate(log_ratio, advantage, algorithm)
+    unclipped = torch.zeros_like(log_ratio, dtype=torch.bool)
+    if algorithm.loss == "sapo":
+        return soft_surrogate(log_ratio, advantage, algorithm), unclipped
+    return -advantage * target, unclipped
+
+
+def soft_surrogate(log_ratio: Tensor, advantage: Tensor, algorithm: Algorithm) -> Tensor:
+    """−A·(4/τ)·σ(τ(u − 1)); τ is sapo_positive where A > 0, else sapo_negative (2511.20347)."""
+    tau = torch.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    return -advantage * (4.0 / tau) * torch.sigmoid(tau * torch.expm1(log_ratio))
+
+
+def within_second_moment(log_weight: Tensor, used: Tensor, limit: float) -> Tensor:
+    """Which tokens M2PO keeps: as many as go, nearest first, with a mean square below `limit`.
+
+    Args:
+      log_weight: [F] float32. used: [F] bool; the others are not kept. limit: nats², > 0.
+
+    Returns:
+      [F] bool.
+    """
+    square = torch.where(used, log_weight**2, torch.inf)
+    square = torch.where(square.isnan(), torch.inf, square)
+    square, order = square.sort(stable=True)
+    count = torch.arange(1, square.numel() + 1, device=square.device)
+    means = square.cumsum(0) / count  # never falls
+    return used & torch.zeros_like(used).scatter(0, order, means < limit)
 
 
 def clipped_surrogate(
-    log_ratio: torch.Tensor, advantage: torch.Tensor, algorithm: Algorithm
-) -> tuple[torch.Tensor, torch.Tensor]:
+    log_ratio: Tensor, advantage: Tensor, algorithm: Algorithm
+) -> tuple[Tensor, Tensor]:
     """max(−uA, −clip(u)·A) with dual clip, and where a clip took the gradient away."""
     ratio = log_ratio.exp()
     bounded = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
@@ -70,32 +198,78 @@ def clipped_surrogate(
     return loss, clipped
 
 
-def control_weights(log_weight: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
-    """exp(proximal − behaviour) held within [weight_lower, weight_upper], without gradient."""
-    log_weight = log_weight.detach()
+@torch.no_grad()
+def control_weights(
+    log_weight_BT: Tensor, used_BT: Tensor, segment_ids_BT: Tensor, algorithm: Algorithm
+) -> tuple[Tensor, Tensor]:
+    """exp(proximal − behaviour) kept within bounds, without gradient, and which were in bounds.
+
+    The statistic (ratio, k1, k2, k3; of the token, or its mean, sum or max over the sequence) is
+    held against [weight_lower, weight_upper]: mask drops what is out, truncate scales it by
+    bound / ratio, none keeps w as it is.
+
+    Args:
+      log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool. segment_ids_BT: [B, T] int.
+    """
     if not algorithm.decoupled:
-        return torch.ones_like(log_weight)
-    weight = log_weight.exp()
+        return torch.ones_like(log_weight_BT), torch.ones_like(used_BT)
+    weight = log_weight_BT.exp()
     if algorithm.weight_action == "none":
-        return weight
-    held = weight.clamp(algorithm.weight_lower, algorithm.weight_upper)
-    if algorithm.weight_action == "truncate":
-        return held
-    return torch.where(held == weight, weight, 0.0)
+        return weight, torch.ones_like(used_BT)
+    statistic = _statistic(log_weight_BT, algorithm.weight_statistic)
+    if algorithm.weight_level == "sequence":
+        statistic = _aggregate(statistic, used_BT, segment_ids_BT, algorithm.weight_aggregate)
+    if algorithm.weight_statistic == "ratio":
+        statistic = statistic.exp()
+    held = statistic.clamp(algorithm.weight_lower, algorithm.weight_upper)
+    in_bounds = held == statistic
+    if algorithm.weight_action == "mask":
+        return torch.where(in_bounds, weight, 0.0), in_bounds
+    log_scale = (
+        torch.where(in_bounds, 1.0, held).log() - torch.where(in_bounds, 1.0, statistic).log()
+    )
+    return (log_weight_BT + log_scale).exp(), in_bounds
 
 
-def _refuse(algorithm: Algorithm) -> None:
-    """Raises UserError for the first field outside what this file computes."""
-    has = {
-        "proximal": ("recompute", "behaviour"),
-        "kl_placement": ("none", "reward"),
-        "entropy_coefficient": (0.0,),
-        **({"weight_level": ("token",)} if algorithm.weight_action != "none" else {}),
-        **({"weight_statistic": ("ratio",)} if algorithm.weight_action != "none" else {}),
-    }
-    for field, choices in has.items():
-        if (value := getattr(algorithm, field)) not in choices:
-            raise UserError(
-                f"algorithm.{field}={value!r} is not in the torch loss (it has "
-                f"{', '.join(map(repr, choices))}); use --config.trainer=jax"
-            )
+def _statistic(log_weight: Tensor, name: str) -> Tensor:
+    if name == "k2":
+        return 0.5 * log_weight**2
+    if name == "k3":
+        return torch.expm1(log_weight) - log_weight
+    return log_weight
+
+
+def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
+    """Mean, sum or max of x over the used tokens of each segment of each row, on every token."""
+    rows, width = x.shape
+    # A row of `width` tokens has at most that many segments, and 0 for padding.
+    index = torch.arange(rows, device=x.device)[:, None] * (width + 1) + segment_ids
+    index, size = index.reshape(-1), rows * (width + 1)
+    if how == "max":
+        lifted = torch.where(used, x, -torch.inf).reshape(-1)
+        per = segment_extreme(lifted, index, size, "amax", -torch.inf)
+        return torch.where(used, per[index].reshape(x.shape), 0.0)
+    per = segment_sum(torch.where(used, x, 0.0).reshape(-1), index, size)
+    if how == "mean":
+        per = per / segment_sum(used.float().reshape(-1), index, size).clamp(min=1.0)
+    return per[index].reshape(x.shape)
+
+
+def _kl_loss(
+    target: Tensor, batch: Mapping[str, Tensor], scale: Tensor, used: Tensor, algorithm: Algorithm
+) -> Tensor:
+    """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
+    if algorithm.kl_placement != "loss":
+        return target.new_zeros(())
+    reference = require_reference(batch)
+    used = used & torch.isfinite(reference)
+    penalty = kl.estimate(
+        torch.where(used, target, 0.0), torch.where(used, reference, 0.0), algorithm.kl_estimator
+    )
+    coefficient = batch.get("kl_coefficient", algorithm.kl_coefficient)
+    return coefficient * (torch.where(used, scale, 0.0) * penalty).sum()
+
+
+def _finite_ratio(log_ratio: Tensor) -> Tensor:
+    """Whether both the log-ratio and its exponential are finite numbers."""
+    return torch.isfinite(log_ratio) & torch.isfinite(log_ratio.exp())

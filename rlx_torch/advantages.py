@@ -1,0 +1,276 @@
+"""From rewards to advantages in torch: as `rlx.algorithms.advantages`, same names, same order.
+
+The flat batch: all trajectories end to end on one axis of T tokens, N of them, `sequence_ids[t]` in
+0 … N − 1 (N for padding). Shapes never depend on data, so a whole call compiles to one graph.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlx.algorithms.presets import Algorithm
+from rlx.base import UserError
+from rlx_torch import kl
+from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
+
+EPS = 1e-5
+
+
+@torch.no_grad()
+def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Tensor]:
+    """Per-token advantages of one whole train batch.
+
+    Args:
+      flat: what the JAX function takes, as tensors; ids int32 or int64.
+      algorithm: the row of the preset table.
+
+    Returns:
+      advantages, returns, kl_rewards, [T] float32; shaped_rewards [N] float32; nonfinite_kl, an
+      integer scalar. No gradient.
+
+    Raises:
+      UserError: KL in the reward without `reference_logprobs`.
+    """
+    mask, ids, valid = flat["loss_mask"], flat["sequence_ids"], flat["valid"]
+    same_shape(mask, ids, flat["behaviour_logprobs"])
+    same_shape(flat["rewards"], flat["group_ids"], flat["truncated"], valid)
+    lengths = segment_sum(mask.int(), ids, valid.shape[0])
+    shaped = shape_rewards(flat["rewards"].float(), lengths, algorithm)
+    peers_N, peers_T = peers(flat, algorithm)
+    normalised = normalise_rewards(shaped, peers_N, valid, algorithm)
+    kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
+    raw, returns = gae(
+        kl_rewards + token_rewards(normalised, mask, ids),
+        flat["values"] if "values" in flat else torch.zeros_like(kl_rewards),
+        mask,
+        ids,
+        bootstrap(flat, algorithm),
+        algorithm,
+    )
+    return {
+        "advantages": normalise_advantages(raw, peers_T, mask, algorithm),
+        "returns": returns,
+        "shaped_rewards": torch.where(valid, shaped, 0.0),
+        "kl_rewards": kl_rewards,
+        "nonfinite_kl": nonfinite_kl,
+    }
+
+
+def peers(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Who shares a group's statistics: [N] int of each trajectory, [T] int of each token."""
+    groups, ids = flat["group_ids"], flat["sequence_ids"]
+    if algorithm.peers == "agent":
+        groups = _pairs(groups, flat["agent_ids"])
+    group_of_token = take(groups, ids, -1)
+    if algorithm.peers != "turn":
+        return groups, group_of_token
+    last = flat["loss_mask"] & ~next_trained(flat["loss_mask"], ids)[1]
+    turns = segment_sum(torch.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
+    return _pairs(groups, turns), _pairs(group_of_token, flat["turn_ids"])
+
+
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    """One integer for each pair of integers; b is not negative, and negative a stay so."""
+    return a * (b.max() + 1) + b
+
+
+def bootstrap(flat: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
+    """V after the end of trajectories that were cut off by length, 0 of the others; [N] float32."""
+    if not algorithm.bootstrap_truncated or "bootstrap_values" not in flat:
+        return torch.zeros_like(flat["truncated"], dtype=torch.float32)
+    return torch.where(flat["truncated"], flat["bootstrap_values"], 0.0)
+
+
+def shape_rewards(rewards_N: Tensor, lengths_N: Tensor, algorithm: Algorithm) -> Tensor:
+    """Overlong penalty, then clip((r + bias)·scale, ±reward_clip); [N] float32.
+
+    Args:
+      rewards_N: [N] float32. lengths_N: [N] int, trained tokens of each trajectory.
+    """
+    same_shape(rewards_N, lengths_N)
+    if algorithm.overlong_buffer:
+        excess = lengths_N - (algorithm.overlong_limit - algorithm.overlong_buffer)
+        penalty = -excess / algorithm.overlong_buffer * algorithm.overlong_factor
+        rewards_N = rewards_N + penalty.clamp(max=0.0)
+    scaled = (rewards_N + algorithm.reward_bias) * algorithm.reward_scale
+    return scaled.clamp(-algorithm.reward_clip, algorithm.reward_clip)
+
+
+def normalise_rewards(
+    rewards_N: Tensor, group_ids_N: Tensor, valid_N: Tensor, algorithm: Algorithm
+) -> Tensor:
+    """(r − μ) / (σ + 1e-5), μ and σ over the group, the batch, or not at all; [N] float32."""
+    return standardise(
+        rewards_N,
+        group_ids_N,
+        valid_N,
+        mean=algorithm.reward_mean,
+        std=algorithm.reward_std,
+        leave_one_out=algorithm.leave_one_out,
+    )
+
+
+def normalise_advantages(
+    advantages_T: Tensor, group_ids_T: Tensor, loss_mask_T: Tensor, algorithm: Algorithm
+) -> Tensor:
+    """(A − μ) / (σ + 1e-5) over trained tokens; [T] float32, 0 where not trained."""
+    return standardise(
+        advantages_T,
+        group_ids_T,
+        loss_mask_T,
+        mean=algorithm.advantage_mean,
+        std=algorithm.advantage_std,
+    )
+
+
+def standardise(
+    x: Tensor,
+    group_ids: Tensor,
+    valid: Tensor,
+    *,
+    mean: str,
+    std: str,
+    leave_one_out: bool = False,
+) -> Tensor:
+    """(x − μ) / (σ + 1e-5) over the valid entries of each group, of the batch, or not at all.
+
+    Args:
+      x: [K] float32. group_ids: [K] int, any values. valid: [K] bool.
+      mean, std: group | batch | none.
+
+    Returns:
+      [K] float32, 0 where not valid.
+    """
+    same_shape(x, group_ids, valid)
+    x = torch.where(valid, x, 0.0)
+    peers: dict[str, Tensor | None] = {"batch": None}
+    if "group" in (mean, std):
+        peers["group"] = dense_ranks(group_ids)
+    out = x
+    if mean != "none":
+        centred, n = _centre(x, peers[mean], valid)
+        out = centred
+        if leave_one_out:
+            out = torch.where(n > 1, centred * (n / (n - 1).clamp(min=1)), x)
+    if std != "none":
+        centred, n = _centre(x, peers[std], valid)
+        variance = _mean(centred**2, n, peers[std], valid) * (n / (n - 1).clamp(min=1))
+        out = out / (torch.where(n > 1, variance.sqrt(), 1.0) + EPS)
+    return torch.where(valid, out, 0.0)
+
+
+def _centre(x: Tensor, index: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """x minus its peers' mean, and how many they are, [K] each."""
+    n = _total(torch.ones_like(x), index, valid)
+    candidates = torch.where(valid, x, torch.inf)
+    if index is None:
+        least = candidates.amin()
+    else:
+        least = segment_extreme(candidates, index, x.numel(), "amin", torch.inf)[index]
+    x = x - torch.where(valid, least, 0.0)  # exact zeros where all are equal
+    return x - _mean(x, n, index, valid), n
+
+
+def _mean(x: Tensor, n: Tensor, index: Tensor | None, valid: Tensor) -> Tensor:
+    """The mean of each entry's n valid peers, [K]; a second pass takes out the first's rounding."""
+    n = n.clamp(min=1)
+    first = _total(x, index, valid) / n
+    return first + _total(x - first, index, valid) / n
+
+
+def _total(x: Tensor, index: Tensor | None, valid: Tensor) -> Tensor:
+    """The sum over each entry's valid peers, [K]."""
+    x = torch.where(valid, x, 0.0)
+    if index is None:
+        return x.sum().expand_as(x)
+    return segment_sum(x, index, x.numel())[index]
+
+
+def kl_penalty(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """−β·KL(π ‖ π_ref) on every trained token, [T] float32, and how many were not finite.
+
+    Raises:
+      UserError: without `reference_logprobs`.
+    """
+    mask = flat["loss_mask"]
+    if algorithm.kl_placement != "reward":
+        zeros = torch.zeros_like(mask, dtype=torch.float32)
+        return zeros, torch.zeros_like(mask[0], dtype=torch.int64)
+    reference = require_reference(flat)
+    policy = flat.get("proximal_logprobs", flat["behaviour_logprobs"])
+    finite = torch.isfinite(policy - reference)
+    coefficient = flat.get("kl_coefficient", algorithm.kl_coefficient)
+    penalty = -coefficient * kl.estimate(policy, reference, algorithm.kl_estimator)
+    return torch.where(mask & finite, penalty, 0.0), (mask & ~finite).sum()
+
+
+def require_reference(batch: Mapping[str, Tensor]) -> Tensor:
+    """`batch["reference_logprobs"]`, or the error that says what to do."""
+    if "reference_logprobs" not in batch:
+        raise UserError(
+            "a KL term needs reference_logprobs and the batch has none; give a reference model or "
+            "a teacher, or set algorithm.kl_placement=none"
+        )
+    return batch["reference_logprobs"]
+
+
+def token_rewards(rewards_N: Tensor, loss_mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """Each trajectory's reward on its last trained token, 0 elsewhere; [T] float32."""
+    same_shape(loss_mask_T, sequence_ids_T)
+    last = loss_mask_T & ~next_trained(loss_mask_T, sequence_ids_T)[1]
+    return torch.where(last, take(rewards_N, sequence_ids_T, 0.0), 0.0)
+
+
+def gae(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    loss_mask_T: Tensor,
+    sequence_ids_T: Tensor,
+    bootstrap_N: Tensor,
+    algorithm: Algorithm,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over trained tokens only (1506.02438).
+
+    δ_t = r_t + γ·V_{t'} − V_t and A_t = δ_t + γλ·A_{t'}, t' the next trained token of the same
+    trajectory; after the last one V is `bootstrap_N` and A is 0.
+
+    Args:
+      rewards_T, values_T: [T] float32. loss_mask_T: [T] bool. sequence_ids_T: [T] int.
+      bootstrap_N: [N] float32.
+
+    Returns:
+      advantages and returns (A + V), each [T] float32, 0 where not trained.
+    """
+    same_shape(rewards_T, values_T, loss_mask_T, sequence_ids_T)
+    following, has_next = next_trained(loss_mask_T, sequence_ids_T)
+    after_end = take(bootstrap_N, sequence_ids_T, 0.0)
+    next_values = torch.where(has_next, values_T[following], after_end)
+    delta = rewards_T + algorithm.gamma * next_values - values_T
+    decay = algorithm.gamma * algorithm.lam * has_next
+    # A = b + a·A_next at trained tokens, A = A_next between them
+    a = torch.where(loss_mask_T, decay, 1.0)
+    b = torch.where(loss_mask_T, delta, 0.0)
+    estimate = torch.where(loss_mask_T, _recur(a, b), 0.0)
+    return estimate, torch.where(loss_mask_T, estimate + values_T, 0.0)
+
+
+def _recur(a: Tensor, b: Tensor) -> Tensor:
+    """x with x[t] = b[t] + a[t]·x[t + 1] and x[T] = 0, in ⌈log₂ T⌉ doublings."""
+    size, step = a.shape[0], 1
+    while step < size:
+        ahead_a = torch.nn.functional.pad(a[step:], (0, step))
+        ahead_b = torch.nn.functional.pad(b[step:], (0, step))
+        a, b, step = a * ahead_a, b + a * ahead_b, 2 * step
+    return b
+
+
+def next_trained(loss_mask_T: Tensor, sequence_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the next trained token ([T] int64, in range), and whether the trajectory has one."""
+    size = loss_mask_T.shape[0]
+    index = torch.arange(size, device=loss_mask_T.device)
+    index = torch.where(loss_mask_T, index, size)
+    at_or_after = index.flip(0).cummin(0).values.flip(0)
+    following = torch.nn.functional.pad(at_or_after[1:], (0, 1), value=size)
+    safe = following.clamp(max=size - 1)
+    return safe, (following < size) & (sequence_ids_T[safe] == sequence_ids_T)
