@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,6 +21,14 @@ def _load(name):
 
 
 oracles_module = _load("oracles")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_compilation():
+    """Programs here run for milliseconds and compile for seconds: do not optimise them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +51,15 @@ class Cases:
         if not singles:
             groups = np.arange(count) % max(count // 2, 1)
         return [self._rollout(rng, int(g), binary, empty) for g in groups]
+
+    def pairs(self, seed):
+        """Up to six groups of two rollouts, each with something to train on."""
+        rng = np.random.default_rng(seed)
+        return [
+            self._rollout(rng, group, False, False)
+            for group in range(int(rng.integers(1, 7)))
+            for _ in range(2)
+        ]
 
     def _rollout(self, rng, group, binary, empty):
         length = int(rng.integers(2, 21))
@@ -71,6 +89,10 @@ class Cases:
             versions=np.where(mask, rng.integers(3, 8, length), -1),
             bootstrap=float(f32(rng.normal())),
             advantages=f32(rng.normal(0, 1, length)),
+            agent=int(rng.integers(0, 3)),
+            turns=np.cumsum(rng.random(length) < 0.15),
+            returns=f32(rng.normal(0, 1, length)),
+            current_values=f32(rng.normal(0, 1, length)),
         )
 
     def flat(self, batch, *optional):
@@ -90,6 +112,8 @@ class Cases:
             "group_ids": self.per_sequence([r.group for r in batch], np.int32, 5000),
             "truncated": self.per_sequence([r.truncated for r in batch], bool),
             "valid": self.per_sequence([True] * len(batch), bool),
+            "agent_ids": self.per_sequence([r.agent for r in batch], np.int32),
+            "turn_ids": self.join([r.turns for r in batch], np.int32),
         }
         for name in optional:
             if name == "bootstrap_values":
@@ -116,12 +140,16 @@ class Cases:
         assert not np.any(joined[ends[-1] :]), "padding must stay 0"
         return np.split(joined[: ends[-1]], ends[:-1])
 
-    def packed(self, batch, *optional, order=None):
-        """[ROWS, WIDTH] rows, sequences in `order` in the first row with room; and their places."""
+    def packed(self, batch, *optional, order=None, unit=1):
+        """[ROWS, WIDTH] rows, sequences in `order` in the first row with room; and their places.
+
+        Of `unit` neighbours in the order all go to the same row.
+        """
         fields = {
             "target": "target", "entropy": "entropy", "behaviour_logprobs": "behaviour",
             "advantages": "advantages", "proximal_logprobs": "proximal",
-            "reference_logprobs": "reference",
+            "reference_logprobs": "reference", "values": "values", "returns": "returns",
+            "current_values": "current_values",
         }  # fmt: skip
         always = ("target", "entropy", "behaviour_logprobs", "advantages")
         rows = {name: np.zeros((ROWS, WIDTH), np.float32) for name in (*always, *optional)}
@@ -130,9 +158,12 @@ class Cases:
         rows["sequence_ids"] = np.full((ROWS, WIDTH), SEQUENCES, np.int32)
         rows["versions"] = np.full((ROWS, WIDTH), -1, np.int32)
         used, segments, places = np.zeros(ROWS, int), np.zeros(ROWS, int), [None] * len(batch)
-        for i in order if order is not None else range(len(batch)):
+        order = list(order if order is not None else range(len(batch)))
+        for n, i in enumerate(order):
             rollout, size = batch[i], len(batch[i].mask)
-            row = int(np.flatnonzero(used + size <= WIDTH)[0])
+            if n % unit == 0:
+                whole = sum(len(batch[j].mask) for j in order[n : n + unit])
+                row = int(np.flatnonzero(used + whole <= WIDTH)[0])
             segments[row] += 1
             place = (row, slice(used[row], used[row] + size))
             for name in (*always, *optional):

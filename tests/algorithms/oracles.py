@@ -5,7 +5,7 @@ is packed, padded, scanned or grouped by anything but a Python loop.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,10 @@ class Rollout:
     versions: np.ndarray
     bootstrap: float = 0.0
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    agent: int = 0
+    turns: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    returns: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    current_values: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def trained(self) -> np.ndarray:
         return np.flatnonzero(self.mask)
@@ -77,11 +81,25 @@ def kl_slope(logp, ref, estimator):
     return {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[estimator]
 
 
+def peers(rollout, a, turn):
+    """The name of the circle in which a rollout, or one of its tokens, is compared."""
+    return {
+        "prompt": (rollout.group,),
+        "agent": (rollout.group, rollout.agent),
+        "turn": (rollout.group, turn),
+    }[a.peers]
+
+
+def last_turn(rollout):
+    trained = rollout.trained()
+    return rollout.turns[trained[-1]] if len(trained) and len(rollout.turns) else 0
+
+
 def advantages(batch, a):
     """Advantages and returns of every rollout, lists of [L]; zeros where not trained."""
     rewards = standardised(
         [shaped_reward(r, a) for r in batch],
-        [r.group for r in batch],
+        [peers(r, a, last_turn(r)) for r in batch],
         a.reward_mean,
         a.reward_std,
         a.leave_one_out,
@@ -89,7 +107,8 @@ def advantages(batch, a):
     advs, returns = [], []
     for rollout, reward in zip(batch, rewards, strict=True):
         adv, ret = np.zeros(len(rollout.mask)), np.zeros(len(rollout.mask))
-        following, next_value = 0.0, rollout.bootstrap if rollout.truncated else 0.0
+        bootstraps = a.bootstrap_truncated and rollout.truncated
+        following, next_value = 0.0, rollout.bootstrap if bootstraps else 0.0
         for k, t in enumerate(reversed(rollout.trained())):
             r = reward if k == 0 else 0.0
             if a.kl_placement == "reward":
@@ -105,7 +124,7 @@ def advantages(batch, a):
     places = [(i, t) for i, r in enumerate(batch) for t in r.trained()]
     normal = standardised(
         [advs[i][t] for i, t in places],
-        [batch[i].group for i, _ in places],
+        [peers(batch[i], a, batch[i].turns[t] if len(batch[i].turns) else 0) for i, t in places],
         a.advantage_mean,
         a.advantage_std,
     )
@@ -136,8 +155,24 @@ def token_weights(batch, a):
     return out
 
 
+def without_overlong(batch):
+    """The batch with no token of a truncated rollout trained on."""
+    return [replace(r, mask=r.mask & (not r.truncated)) for r in batch]
+
+
+def within_second_moment(batch, limit):
+    """The masks of M2PO: the farthest token goes, one at a time, until the mean square is low."""
+    far = {(i, t): (r.behaviour[t] - r.proximal[t]) ** 2
+           for i, r in enumerate(batch) for t in r.trained()}  # fmt: skip
+    while far and sum(far.values()) / len(far) >= limit:
+        del far[max(far, key=far.get)]
+    return [np.array([(i, t) in far for t in range(len(r.mask))]) for i, r in enumerate(batch)]
+
+
 def anchor(rollout, a, target_version):
     """The proximal logprobs of a rollout, [L]."""
+    if a.loss == "reinforce":
+        return rollout.target
     if a.proximal == "behaviour":
         return rollout.behaviour
     if a.proximal == "recompute":
@@ -152,11 +187,10 @@ def anchor(rollout, a, target_version):
     return out
 
 
-def behaviour_weights(rollout, proximal, used, a):
-    """w of each token after control, [L]."""
+def behaviour_weights(log_w, used, a):
+    """w of each token after control, [L], from log(proximal / behaviour)."""
     if not a.decoupled:
         return np.ones(len(used))
-    log_w = np.where(used, proximal - rollout.behaviour, 0.0)
     w = np.exp(log_w)
     if a.weight_action == "none":
         return w
@@ -187,37 +221,119 @@ def finite(logp, other):
         return np.isfinite(log_ratio) & np.isfinite(np.exp(log_ratio))
 
 
+def surrogate(u, adv, a):
+    """ℓ and dℓ/d(log u) of one token by its ratio."""
+    if a.loss == "sapo":
+        tau = a.sapo_positive if adv > 0 else a.sapo_negative
+        gate = 1 / (1 + math.exp(-tau * (u - 1)))
+        return -adv * 4 / tau * gate, -adv * 4 * gate * (1 - gate) * u
+    inside = min(max(u, 1 - a.clip_low), 1 + a.clip_high)
+    value, slope = -u * adv, -u * adv  # d e^x = e^x dx
+    if -inside * adv > value:
+        value, slope = -inside * adv, 0.0
+    if a.dual_clip and adv < 0 and -a.dual_clip * adv < value:
+        value, slope = -a.dual_clip * adv, 0.0
+    return value, slope
+
+
+def policy_terms(rollout, weight, a, target_version):
+    """Σ weight·w·ℓ over one rollout, its gradient by target [L], Σ|terms|, and tokens used [L]."""
+    proximal = anchor(rollout, a, target_version)
+    used = rollout.mask & finite(rollout.target, proximal)
+    used &= finite(proximal, rollout.behaviour)
+    log_u = np.where(used, rollout.target - proximal, 0.0)
+    log_w = np.where(used, proximal - rollout.behaviour, 0.0)
+    sequence = a.ratio_level == "sequence"
+    if sequence and used.any():  # (Π ratios)^(1/n), of either ratio
+        log_u, log_w = (np.where(used, x[used].mean(), 0.0) for x in (log_u, log_w))
+    w = behaviour_weights(log_w, used, a)
+    loss, scale, slopes = 0.0, 0.0, np.zeros(len(used))
+    for t in np.flatnonzero(used):
+        adv = rollout.advantages[t]
+        if a.loss == "reinforce":
+            value, slope = -adv * rollout.target[t], -adv
+        else:
+            value, slope = surrogate(math.exp(log_u[t]), adv, a)
+        loss += weight[t] * w[t] * value
+        scale += abs(weight[t] * w[t] * value)
+        if sequence and a.loss != "reinforce":  # every token of the sequence moves its ratio
+            slopes[used] += weight[t] * w[t] * slope / used.sum()
+        else:
+            slopes[t] += weight[t] * w[t] * slope
+    return loss, slopes, scale, used
+
+
 def loss_and_gradient(batch, a, target_version=0.0, weights=None):
     """The minibatch's loss, its gradient by target and by entropy, and Σ|terms| for tolerances."""
     loss, scale, by_target, by_entropy = 0.0, 0.0, [], []
     for rollout, weight in zip(batch, weights or token_weights(batch, a), strict=True):
-        proximal = anchor(rollout, a, target_version)
-        used = rollout.mask & finite(rollout.target, proximal)
-        used &= finite(proximal, rollout.behaviour)
-        w = behaviour_weights(rollout, proximal, used, a)
-        slope_t, slope_e = np.zeros(len(used)), np.zeros(len(used))
+        value, slope_t, size, used = policy_terms(rollout, weight, a, target_version)
+        slope_e = np.where(used, -weight * a.entropy_coefficient, 0.0)
+        loss, scale = loss + value, scale + size
         for t in np.flatnonzero(used):
-            adv = rollout.advantages[t]
-            u = math.exp(rollout.target[t] - proximal[t])
-            inside = min(max(u, 1 - a.clip_low), 1 + a.clip_high)
-            value, slope = -u * adv, -u * adv  # d e^x = e^x dx
-            if -inside * adv > value:
-                value, slope = -inside * adv, 0.0
-            if a.dual_clip and adv < 0 and -a.dual_clip * adv < value:
-                value, slope = -a.dual_clip * adv, 0.0
-            terms = [w[t] * value, -a.entropy_coefficient * rollout.entropy[t]]
-            slope *= w[t]
+            terms = [-a.entropy_coefficient * rollout.entropy[t]]
             if a.kl_placement == "loss":
-                terms.append(
-                    a.kl_coefficient * kl(rollout.target[t], rollout.reference[t], a.kl_estimator)
-                )
-                slope += a.kl_coefficient * kl_slope(
-                    rollout.target[t], rollout.reference[t], a.kl_estimator
-                )
+                pair = rollout.target[t], rollout.reference[t], a.kl_estimator
+                terms.append(a.kl_coefficient * kl(*pair))
+                slope_t[t] += weight[t] * a.kl_coefficient * kl_slope(*pair)
             loss += weight[t] * sum(terms)
             scale += weight[t] * sum(abs(x) for x in terms)
-            slope_t[t] = weight[t] * slope
-            slope_e[t] = -weight[t] * a.entropy_coefficient
         by_target.append(slope_t)
         by_entropy.append(slope_e)
     return loss, by_target, by_entropy, scale
+
+
+def value_loss_and_gradient(batch, a, total=None):
+    """Mean over trained tokens of ½·max((V − R)², (clip(V, V_b ± ε_v) − R)²), gradient by V."""
+    total = max(total or sum(len(r.trained()) for r in batch), 1)
+    loss, gradients = 0.0, []
+    for r in batch:
+        slope = np.zeros(len(r.mask))
+        for t in r.trained():
+            v, before, target = r.current_values[t], r.values[t], r.returns[t]
+            square, slope[t] = (v - target) ** 2, 2 * (v - target)
+            if a.value_clip:
+                held = min(max(v, before - a.value_clip), before + a.value_clip)
+                if (held - target) ** 2 > square:  # v is out of its bounds: the clip is flat
+                    square, slope[t] = (held - target) ** 2, 0.0
+            loss += square / 2 / total
+            slope[t] /= 2 * total
+        gradients.append(slope)
+    return loss, gradients
+
+
+def nll_and_gradient(batch, a):
+    """−Σ weight·log π with the reduction's weights, and its gradient."""
+    weights = token_weights(batch, a)
+    loss = sum(-(w * r.target)[r.mask].sum() for w, r in zip(weights, batch, strict=True))
+    scale = sum(np.abs(w * r.target)[r.mask].sum() for w, r in zip(weights, batch, strict=True))
+    return loss, [-w for w in weights], scale
+
+
+def pairs_and_gradient(batch, a):
+    """Mean loss of pairs (batch[0] against batch[1], …), gradient by target (or by score)."""
+    losses, gradients, margins = [], [], []
+    count = sum(1 for r in batch[::2] if r.mask.any())
+    for chosen, rejected in zip(batch[::2], batch[1::2], strict=True):
+        side, slopes = [], []
+        for r in (chosen, rejected):
+            trained, slope = r.trained(), np.zeros(len(r.mask))
+            if a.loss == "bradley_terry":  # the score after the last token
+                side.append(r.target[trained[-1]])
+                slope[trained[-1]] = 1.0
+            else:
+                x = [r.target[t] - r.reference[t] for t in trained]
+                side.append(math.fsum(x) / (len(trained) if a.loss == "ipo" else 1))
+                slope[trained] = 1 / len(trained) if a.loss == "ipo" else 1.0
+            slopes.append(slope)
+        z = side[0] - side[1]
+        if a.loss == "ipo":
+            losses.append((z - 1 / (2 * a.pair_beta)) ** 2)
+            dz = 2 * (z - 1 / (2 * a.pair_beta))
+        else:
+            beta = 1.0 if a.loss == "bradley_terry" else a.pair_beta
+            losses.append(math.log1p(math.exp(-abs(beta * z))) + max(-beta * z, 0.0))
+            dz = -beta / (1 + math.exp(beta * z))
+        margins.append(z)
+        gradients += [dz / count * slopes[0], -dz / count * slopes[1]]
+    return sum(losses) / max(count, 1), gradients, margins
