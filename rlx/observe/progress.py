@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlx.observe.headlines import HELD_OUT, TRAINED, present
 from rlx.observe.text import duration, number, shares, sparkline
 
 if TYPE_CHECKING:
@@ -80,13 +81,7 @@ class Progress:
         with self._lock:
             self._evals.append(record)
         if not self._panel:
-            self._line(
-                f"eval {record.get('step', 0)}/{self._total}  "
-                f"greedy_acc {number(record.get('greedy_acc'))}  "
-                f"questions {number(record.get('num_questions'))}  "
-                f"version {record.get('version', '–')}  "
-                f"seconds {number(record.get('seconds'))}"
-            )
+            self._line(self._evaluation_line(record))
 
     def phase(self, name: str) -> None:
         """Says what the trainer does from now on."""
@@ -124,18 +119,35 @@ class Progress:
         fields = [
             f"step {record['step']}/{self._total}",
             f"epoch {record.get('epoch', 0)}",
-            f"reward {number(record.get('task_reward'))}",
-            *([f"held-out {number(self._evals[-1].get('greedy_acc'))}"] if self._evals else []),
-            f"staleness {number(record.get('staleness_mean'))}"
-            f" (max {number(record.get('staleness_max'))})",
+            *(f"{h.name} {number(record[h.key])}" for h in present(TRAINED, [record])),
+            *self._held_out_fields(),
+            *_staleness_fields(record),
             f"tokens {number(record.get('n_tokens'))}",
-            f"generated/s {number(record.get('generated_tokens_per_second'))}",
+            *_generated_fields(record),
             f"trained/s {number(record.get('consumed_tokens_per_second'))}",
             f"seconds {number(record.get('step_seconds'))}" + (f" ({phases})" if phases else ""),
             f"failed {record.get('failed', 0)}",
             f"dropped {record.get('dropped', 0)}",
             f"elapsed {duration(record.get('elapsed_seconds'))}",
             f"left {duration(self._remaining())}",
+        ]
+        return "  ".join(fields)
+
+    def _held_out_fields(self) -> list[str]:
+        """Of the last evaluation: `held-out 0.345`, and losses as `held-out-loss 0.0412`."""
+        last = self._evals[-1] if self._evals else {}
+        return [
+            f"held-out{'' if h.key == 'greedy_acc' else f'-{h.name}'} {number(last[h.key])}"
+            for h in present(HELD_OUT, [last])
+        ]
+
+    def _evaluation_line(self, record: Mapping[str, Any]) -> str:
+        fields = [
+            f"eval {record.get('step', 0)}/{self._total}",
+            *(f"{h.key} {number(record[h.key])}" for h in present(HELD_OUT, [record])),
+            f"questions {number(record.get('num_questions'))}",
+            f"version {record.get('version', '–')}",
+            f"seconds {number(record.get('seconds'))}",
         ]
         return "  ".join(fields)
 
@@ -200,19 +212,20 @@ class Progress:
     def _rows(self, width: int) -> list[tuple[str, "Text"]]:
         """Label and value of each line of the panel; `width` cells for the value."""
         rows = []
-        if self._history:
-            rewards = [record.get("task_reward") for record in self._history]
-            rows.append(("reward", self._trend(rewards, "green", width)))
-        if self._evals:
-            accuracies = [record.get("greedy_acc") for record in self._evals]
-            note = f"greedy, step {self._evals[-1].get('step', 0)}"
-            rows.append(("held-out", self._trend(accuracies, "cyan", width, note)))
+        for headline in present(TRAINED, self._history):
+            values = [record.get(headline.key) for record in self._history]
+            rows.append((headline.name, self._trend(values, "green", width)))
+        for headline in present(HELD_OUT, self._evals):
+            values = [record.get(headline.key) for record in self._evals]
+            note = f"{headline.name}, step {self._evals[-1].get('step', 0)}"
+            rows.append(("held-out", self._trend(values, "cyan", width, note)))
         if not self._history:
             return rows
         last = self._history[-1]
         column = 19 if width >= 60 else 12
         lags = (("staleness_mean", "mean"), ("staleness_max", "max"), ("behaviour_kl", "KL"))
-        rows.append(("staleness", _facts(last, *lags, column=column)))
+        if staleness := _facts(last, *lags, column=column):
+            rows.append(("staleness", staleness))
         speeds = (
             ("generated_tokens_per_second", "generated"),
             ("consumed_tokens_per_second", "trained"),
@@ -235,6 +248,20 @@ class Progress:
         if note and room > 0:
             line.append(f"  {note}", style="dim")
         return line
+
+
+def _staleness_fields(record: Mapping[str, Any]) -> list[str]:
+    """Nothing where no policy sampled what was trained on."""
+    if "staleness_mean" not in record:
+        return []
+    most = number(record.get("staleness_max"))
+    return [f"staleness {number(record['staleness_mean'])} (max {most})"]
+
+
+def _generated_fields(record: Mapping[str, Any]) -> list[str]:
+    if "generated_tokens_per_second" not in record:
+        return []
+    return [f"generated/s {number(record['generated_tokens_per_second'])}"]
 
 
 def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> "Text":
