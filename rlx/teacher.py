@@ -1,8 +1,8 @@
 """The teacher of a run: a second fleet, which scores what the first one generates.
 
-Its servers are the run's own, of `teacher.path`, or somebody else's, at `teacher.addresses`. Nothing
-is ever published to them. Where the path is known, its vocabulary is compared with the student's
-before anything starts; servers at an address can only refuse tokens they do not know.
+Its servers are the run's own, of `teacher.path`, or somebody else's, at `teacher.addresses`.
+Nothing is ever published to them. Where the path is known, its vocabulary is compared with the
+student's before anything starts; servers at an address can only refuse tokens they do not know.
 """
 
 import importlib.util
