@@ -1,8 +1,8 @@
 r"""Reading a final numeric answer out of free text, in time linear in its length.
 
 Understands `#### 72`, `\boxed{72}` with nested braces, and plain numbers with sign, currency,
-thousands separators, decimals, percent, units behind, `3/4`, `1 3/4` and `\frac{3}{4}`. Values
-are exact fractions, so 72.00 = 72 and 0.75 = 3/4. Nothing here raises on any text.
+thousands separators, decimals, percent, units behind, `3/4`, `1 3/4`, `½`, `\frac{3}{4}`, `1e3`.
+Values are exact fractions, so 72.00 = 72 and 0.75 = 3/4. Nothing here raises on any text.
 """
 
 import re
@@ -20,7 +20,8 @@ _NUMBER = re.compile(
     (?:[$£€¥]\ ?(?P<inner_sign>-)?)?
     (?:(?P<integer>[0-9]+)\ (?=[0-9]+/[0-9]))?    # the 1 of 1 3/4
     (?P<numerator>{_DECIMAL})
-    (?:\ ?/\ ?(?P<denominator>{_DECIMAL}))?
+    (?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9A-Za-z])
+    | \ ?/\ ?(?P<denominator>{_DECIMAL}) )?
     """,
     re.VERBOSE,
 )
@@ -31,7 +32,12 @@ _LEAD = re.compile(  # what may stand between #### and its number
 _HEADING = re.compile(r"[.):]\s*[^\W\d]")  # `#### 1. First we …` numbers a section
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|\{|\}")
 _SIMPLE_BOX = re.compile(r"\\boxed\s+([^\s{}\\$]+)")
+_ONE_CHARACTER = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_SPELLED = ("1/2", "1/3", "2/3", "1/4", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "1/8",
+            "3/8", "5/8", "7/8")  # fmt: skip
+VULGAR = str.maketrans(dict(zip(_ONE_CHARACTER, _SPELLED, strict=True)))
 _LATEX = (
+    (re.compile(rf"(?<=[0-9])\s?(?=[{_ONE_CHARACTER}])"), " "),
     (re.compile(r"\{,\}|\\[,!;: ](?=[0-9]{3}(?![0-9]))|[\u00a0\u2009\u202f](?=[0-9]{3})"), ","),
     (re.compile(r"(?<=[0-9])\s?\\[dt]?frac"), r" \\frac"),
     (re.compile(r"\\[dt]?frac\s?([0-9])\s?([0-9])(?![0-9])"), r"\1/\2"),
@@ -57,22 +63,29 @@ def read_answer(text: str) -> Fraction | None:
 
 def last_box(text: str) -> str | None:
     r"""The content of the last closed `\boxed{…}` (or `\fbox`), nested braces and all."""
-    stack: list[int] = []  # start of the content for a box, −1 for any other brace
-    found = None
+    found = boxes(text)
+    if found:
+        _, start, end = found[-1]
+        return text[start:end]
+    simple = _SIMPLE_BOX.findall(text)  # `\boxed 72`
+    return simple[-1] if simple else None
+
+
+def boxes(text: str) -> list[tuple[int, int, int]]:
+    """All closed boxes: where each begins, its content begins and ends; in order of their ends."""
+    stack: list[tuple[int, int]] = []  # of the content for a box, negative for any other brace
+    found = []
     for match in _BRACES.finditer(text):
         token = match.group()
         if token == "}":
-            start = stack.pop() if stack else -1
+            opened, start = stack.pop() if stack else (-1, -1)
             if start >= 0:
-                found = (start, match.start())
+                found.append((opened, start, match.start()))
         elif token == "{":
-            stack.append(-1)
+            stack.append((-1, -1))
         elif token[-1] == "{" and len(token) > 2:
-            stack.append(match.end())
-    if found:
-        return text[slice(*found)]
-    simple = _SIMPLE_BOX.findall(text)  # `\boxed 72`
-    return simple[-1] if simple else None
+            stack.append(match.span())
+    return found
 
 
 def _after_marker(text: str) -> Fraction | None:
@@ -99,6 +112,14 @@ def _in_box(text: str) -> Fraction | None:
     return None
 
 
+def last_number(text: str) -> str | None:
+    """The last number of `text` as it is written, LaTeX made plain; None when there is none."""
+    found = None
+    for match in _NUMBER.finditer(_plain(text)):
+        found = match.group()
+    return found
+
+
 def _last_number(text: str) -> Fraction | None:
     value = None
     for match in _NUMBER.finditer(_plain(text)):
@@ -110,7 +131,7 @@ def _last_number(text: str) -> Fraction | None:
 def _plain(text: str) -> str:
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    return text
+    return text.translate(VULGAR)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -123,6 +144,10 @@ def _value(match: re.Match[str]) -> Fraction | None:
         if denominator == 0:
             return None
         value /= denominator
+    if match["exponent"]:
+        if abs(int(match["exponent"])) > _MAX_DIGITS:
+            return None
+        value *= Fraction(10) ** int(match["exponent"])
     if match["integer"]:
         value += int(match["integer"])
     negative = (match["sign"] == "-") != bool(match["inner_sign"])

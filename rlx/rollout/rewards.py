@@ -2,22 +2,19 @@ r"""Reward functions and how a config names one.
 
 A reward function is `fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`, where
 `row` is the dataset row (so its `answer` arrives as `answer=`). It runs in a worker process
-(`reward_pool.py`); math-verify and sympy are imported there, on first use.
+(`reward_pool.py`); math-verify and sympy are imported there, on first use. Those here return 0.0
+or 1.0 on any text, and bound their own work: a hard one is a 0, not a killed worker.
 """
 
 import importlib
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlx.base import UserError
 from rlx.config import unknown
-from rlx.rollout import numbers
+from rlx.rollout import answers, equality, numbers, symbolic
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
-
-_PARSE_SECONDS = 2  # math-verify's own limits, so that sympy on odd text is a 0, not a failure
-_VERIFY_SECONDS = 2
 
 
 def gsm8k(
@@ -48,16 +45,26 @@ def math(
     prompt_ids: Sequence[int],
     completion_ids: Sequence[int],
     *,
-    answer: Any,
+    answer: Any = None,
+    solution: Any = None,
     **row: Any,
 ) -> float:
-    r"""1 when math-verify finds the completion's final expression equal to the answer, else 0.
+    r"""1 when the completion's final answer equals the row's, else 0.
+
+    The final answer is the last closed `\boxed{…}`, else what follows `####` or "answer is", else
+    the last `$…$` or number (`answers.final_answers`). Numbers, percentages, units, intervals,
+    tuples, sets, matrices, choices and words are compared exactly, the rest by math-verify,
+    within bounds (`equality.equal`).
 
     Args:
-      answer: LaTeX or plain text of the expression alone, or a solution with `\boxed{…}`,
-        `$…$` or `#### …` in it.
+      answer: the expression alone, or a solution with `\boxed{…}`, `$…$` or `#### …` in it.
+      solution: read when there is no answer; a text with a `\boxed{…}`.
     """
-    return float(_equal(_as_latex(str(answer)), completion))
+    symbolic.warm()
+    wanted = answers.reference(answer, solution)
+    if wanted is None:
+        return 0.0
+    return float(any(equality.equal(wanted, got) for got in answers.final_answers(completion)))
 
 
 def arithmetic(
@@ -71,7 +78,7 @@ def arithmetic(
 ) -> float:
     r"""1 when the content of the completion's last `\boxed{…}` equals the answer, else 0.
 
-    Integers are compared as such, everything else by math-verify (which takes milliseconds).
+    Integers are compared as such, everything else as by `math`.
     """
     box = numbers.last_box(completion)
     if box is None:
@@ -79,7 +86,8 @@ def arithmetic(
     wanted, got = _integer(str(answer)), _integer(box)
     if wanted is not None and got is not None:
         return float(wanted == got)
-    return float(_equal(_as_latex(str(answer)), f"\\boxed{{{box}}}"))
+    symbolic.warm()
+    return float(equality.equal(answers.reference(answer) or "", box))
 
 
 REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithmetic}
@@ -114,13 +122,19 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
     An `answer` without a number would make `gsm8k` return 0 for ever without a word.
     """
-    if name != "gsm8k":
+    if name not in ("gsm8k", "math"):
         return
     for index, row in enumerate(rows):
-        if numbers.read_answer(str(row["answer"])) is None:
+        answer = row.get("answer")
+        if name == "gsm8k" and numbers.read_answer(str(answer)) is None:
             raise UserError(
-                f"row {index + 1}: the answer {str(row['answer'])[-60:]!r} holds no number; "
+                f"row {index + 1}: the answer {str(answer)[-60:]!r} holds no number; "
                 "mend the row, or set reward.name=math for symbolic answers"
+            )
+        if name == "math" and not answers.reference(answer, row.get("solution")):
+            raise UserError(
+                f"row {index + 1} has no answer: answer={str(answer)[-60:]!r} is empty and "
+                "solution holds no \\boxed{…}; mend the row"
             )
 
 
@@ -128,22 +142,3 @@ def _integer(text: str) -> int | None:
     digits = text.strip().removeprefix("-")
     short = digits.isascii() and digits.isdigit() and len(digits) <= 400
     return int(text) if short and text.strip().count("-") <= 1 else None
-
-
-def _as_latex(answer: str) -> str:
-    """`answer` in a form whose whole content math-verify reads as one expression."""
-    if "####" in answer:
-        answer = answer.rpartition("####")[2].strip()
-    return answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
-
-
-def _equal(gold: str, text: str) -> bool:
-    """math-verify on two texts. Its limits use SIGALRM, which only a main thread can have;
-    elsewhere the pool's own timeout is the limit."""
-    import math_verify
-
-    alarm = threading.current_thread() is threading.main_thread()
-    parse_limit, verify_limit = (_PARSE_SECONDS, _VERIFY_SECONDS) if alarm else (0, 0)  # 0: none
-    wanted = math_verify.parse(gold, parsing_timeout=parse_limit)
-    got = math_verify.parse(text, parsing_timeout=parse_limit)
-    return bool(math_verify.verify(wanted, got, timeout_seconds=verify_limit))
