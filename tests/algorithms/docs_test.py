@@ -1,0 +1,97 @@
+"""docs/algorithms.md is what the table of presets says."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from rlx.algorithms.presets import PRESETS
+
+SCRIPT = Path(__file__).parent.parent.parent / "docs" / "algorithms.py"
+spec = importlib.util.spec_from_file_location("algorithms_page", SCRIPT)
+docs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(docs)
+
+
+def said(algorithm):
+    return docs.row(algorithm) + docs.equation(algorithm)
+
+
+def test_the_committed_page_is_current():
+    assert docs.PAGE.read_text() == docs.page(), "run: python docs/algorithms.py"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_page_has_every_preset_with_its_source(name):
+    page = docs.PAGE.read_text()
+    assert f"| [{name}](#{name}) |" in page
+    assert f"### {name}\n\nTrained on " in page
+    assert page.count(PRESETS[name].source) >= 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_said_of_a_preset_does_not_depend_on_its_name(name):
+    renamed = dataclasses.replace(PRESETS[name], name="nonesuch")
+    assert docs.equation(renamed) == docs.equation(PRESETS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("grpo", {"drop_equal_rewards": True}),
+        ("grpo", {"overlong_filter": True}),
+        ("grpo", {"overlong_buffer": 512.0}),
+        ("dapo", {"overlong_buffer": 0.5}),
+        ("dapo", {"overlong_factor": 2.0}),
+        ("grpo", {"reward_mean": "batch"}),
+        ("grpo", {"reward_std": "none"}),
+        ("grpo", {"leave_one_out": True}),
+        ("grpo", {"peers": "turn"}),
+        ("reinforce_pp", {"kl_anchor": "teacher"}),
+        ("reinforce_pp", {"kl_placement": "loss"}),
+        ("reinforce_pp", {"kl_estimator": "k3"}),
+        ("reinforce_pp", {"kl_coefficient": 0.5}),
+        ("reinforce_pp", {"kl_target": 6.0}),
+        ("grpo", {"critic": True}),
+        ("ppo", {"gamma": 0.9}),
+        ("ppo", {"lam": 0.9}),
+        ("grpo", {"advantage_mean": "batch"}),
+        ("grpo", {"advantage_std": "group"}),
+        ("grpo", {"proximal": "behaviour"}),
+        ("grpo", {"decoupled": False}),
+        ("grpo", {"weight_level": "sequence"}),
+        ("grpo", {"weight_action": "truncate"}),
+        ("grpo", {"weight_action": "none"}),
+        ("grpo", {"weight_statistic": "k2"}),
+        ("grpo", {"weight_upper": 2.0}),
+        ("m2po", {"second_moment": 0.1}),
+        ("grpo", {"loss": "sapo"}),
+        ("grpo", {"loss": "reinforce"}),
+        ("grpo", {"ratio_level": "sequence"}),
+        ("grpo", {"clip_low": 0.1}),
+        ("grpo", {"clip_high": 0.3}),
+        ("grpo", {"dual_clip": 3.0}),
+        ("sapo", {"sapo_positive": 2.0}),
+        ("sapo", {"sapo_negative": 2.0}),
+        ("ppo", {"value_clip": 0.0}),
+        ("dpo", {"pair_beta": 0.2}),
+        ("grpo", {"entropy_coefficient": 0.01}),
+        ("grpo", {"reduction": "prompt_mean"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_changed_field_changes_what_is_said(name, changes):
+    row = PRESETS[name]
+    assert said(dataclasses.replace(row, **changes)) != said(row)
+
+
+def test_sapo_is_held_against_the_behaviour_policy_as_a_run_has_it():
+    sapo = next(a for a in docs.ROWS if a.name == "sapo")
+    assert r"u_{i,t} &= \frac{\pi_\theta(o_{i,t})}{\pi_{\text{beh}}(o_{i,t})}" in docs.equation(
+        sapo
+    )
+
+
+def test_macros_that_github_refuses_are_not_used():
+    assert r"\operatorname" not in docs.page()
