@@ -93,12 +93,12 @@ def row(out: Path, name: str, place: str) -> str:
     asked = [
         (r["accepted"] + r["rejected"]) / (r["accepted"] / 16) for r in (x[-1] for x in records)
     ]
-    seconds = [float((path / "seconds.json").read_text()) for path in over]
+    seconds = statistics.mean(float((path / "seconds.json").read_text()) for path in over)
     return (
         f"| {name} | {len(runs)} | {spread(early)} | {spread(overall)} | {spread(finals)} "
         f"| {min(finals):.3f} | {statistics.median(r['grad_norm'] for r in steps):.2g} "
         f"| {100 * statistics.mean(r['actor_clip_ratio'] for r in steps):.2g} % "
-        f"| {100 * left_out:.2g} % | {statistics.mean(asked):.1f} | {statistics.mean(seconds):.0f} |"
+        f"| {100 * left_out:.2g} % | {statistics.mean(asked):.1f} | {seconds:.0f} |"
     )
 
 
