@@ -214,6 +214,12 @@ def figure(
     )
 
 
+def grid(columns: str, cards: Sequence[str]) -> str:
+    """Cards side by side, `two` or `three` a row; empty ones are left out."""
+    cards = [card for card in cards if card]
+    return f'<div class="grid {columns}">{"".join(cards)}</div>' if cards else ""
+
+
 def embed(value: object) -> str:
     """JSON that cannot end the script element it stands in."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)

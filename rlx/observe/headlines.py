@@ -8,24 +8,23 @@ from typing import Any, NamedTuple
 
 
 class Headline(NamedTuple):
-    """A key of a record, what a line calls it, and whether more of it is better."""
+    """A key of a record, and what a line calls it."""
 
     key: str
     name: str
-    rises: bool = True
 
 
 TRAINED = (
     Headline("task_reward", "reward"),
-    Headline("sft_loss", "loss", rises=False),
-    Headline("pair_loss", "loss", rises=False),
+    Headline("sft_loss", "loss"),
+    Headline("pair_loss", "loss"),
     Headline("pair_accuracy", "accuracy"),
     Headline("pair_margin", "margin"),
 )
 HELD_OUT = (
     Headline("greedy_acc", "greedy"),
-    Headline("held_out_sft_loss", "loss", rises=False),
-    Headline("held_out_pair_loss", "loss", rises=False),
+    Headline("held_out_sft_loss", "loss"),
+    Headline("held_out_pair_loss", "loss"),
     Headline("held_out_pair_accuracy", "accuracy"),
     Headline("held_out_pair_margin", "margin"),
 )

@@ -16,8 +16,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rlx.observe import learned
 from rlx.observe import samples as transcripts
-from rlx.observe.charts import Line, bar_chart, line_chart, percent, share_bar, stacked_bars
+from rlx.observe.charts import (
+    Line,
+    bar_chart,
+    grid,
+    line_chart,
+    percent,
+    share_bar,
+    stacked_bars,
+)
 from rlx.observe.jsonl import write_atomically
 from rlx.observe.lanes import busy_shares, color_of, overview
 from rlx.observe.rundir import Run, finite, load
@@ -39,6 +48,8 @@ _SMALL = (
     ("Completion length", "mean trained tokens a trajectory", 0,
      (("avg_seq_len", "tokens", "c3"),)),
     ("Cut completions", "share that hit the token limit", 0, (("no_eos_ratio", "cut", "c5"),)),
+    ("Chosen and rejected", "their scores, or β·log(π/π_ref)", None,
+     (("pair_chosen", "chosen", "c3"), ("pair_rejected", "rejected", "c8"))),
     ("Learning rate", "after the schedule", 0, (("learning_rate", "rate", "c7"),)),
 )  # fmt: skip
 
@@ -63,9 +74,9 @@ def page(run: Run) -> str:
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     parts = [
-        ("learning", "Learning", _learning(run)),
+        ("learning", "Learning", learned.charts(run)),
         ("optimisation", "Optimisation", _optimisation(run)),
-        ("asynchrony", "Asynchrony", _asynchrony(run)),
+        ("asynchrony", "Time" if learned.on_dataset(run) else "Asynchrony", _asynchrony(run)),
         ("timeline", "Timeline", _timeline(run)),
         ("samples", "Samples", _samples(run)),
         ("setup", "Setup", _setup(run)),
@@ -114,10 +125,10 @@ def _header(run: Run, name: str) -> str:
     facts = [
         str(run.setting("algorithm.preset", "")).upper().replace("_", " "),
         Path(str(run.setting("model.path", ""))).name,
-        _fact(run, "reward {}", "reward.name"),
-        _fact(run, "{} prompts × {} samples", "rollout.batch_prompts", "sampling.n_samples"),
-        _fact(run, "max staleness {}", "rollout.max_staleness"),
-        _fact(run, "{} × {} server", "fleet.num_servers", "fleet.engine"),
+        *_source_facts(run),
+        _fact(run, "{} × {} server", "fleet.num_servers", "fleet.engine")
+        if run.setting("fleet.num_servers") or run.setting("fleet.addresses")
+        else "no servers",
         _fact(run, "seed {}", "seed"),
         time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)) if run.ended_at else "",
     ]
@@ -126,6 +137,17 @@ def _header(run: Run, name: str) -> str:
         f'<header><h1>{name}<span class="state {"done" if finished else "part"}">{state}</span>'
         f'</h1><ul class="facts">{items}</ul></header>'
     )
+
+
+def _source_facts(run: Run) -> list[str]:
+    """Where the batches come from."""
+    if learned.on_dataset(run):
+        return [_fact(run, "{} rows a batch", "rollout.batch_prompts")]
+    return [
+        _fact(run, "reward {}", "reward.name"),
+        _fact(run, "{} prompts × {} samples", "rollout.batch_prompts", "sampling.n_samples"),
+        _fact(run, "max staleness {}", "rollout.max_staleness"),
+    ]
 
 
 def _fact(run: Run, form: str, *keys: str) -> str:
@@ -141,21 +163,10 @@ def _tiles(run: Run) -> str:
         + "".join(
             f'<div class="card tile {kind}"><h3>{title}</h3><b>{escape(value)}</b>'
             f"<p>{escape(note)}</p></div>"
-            for kind, title, value, note in (*_result_tiles(run), *_cost_tiles(run))
+            for kind, title, value, note in (*learned.tiles(run), *_cost_tiles(run))
         )
         + "</div>"
     )
-
-
-def _result_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
-    accuracy = [v for e in run.evals if (v := finite(e.get("greedy_acc"))) is not None]
-    if accuracy:
-        yield "c2", "Held-out accuracy", number(accuracy[-1]), f"from {number(accuracy[0])}"
-    rewards = [v for v in run.series("task_reward") if v is not None]
-    if rewards:
-        edge = max(1, len(rewards) // 20)
-        first, last = (sum(part) / edge for part in (rewards[:edge], rewards[-edge:]))
-        yield "c1", "Task reward", number(last), f"from {number(first)}"
 
 
 def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
@@ -180,33 +191,18 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
         yield "bad" if dropped else "", "Dropped", number(dropped), "trajectories"
 
 
-def _learning(run: Run) -> str:
-    accuracy = Line(
-        "held-out accuracy", [finite(e.get("greedy_acc")) for e in run.evals], "c2", dots=True,
-        steps=[e["step"] for e in run.evals],
-        times=[finite(e.get("elapsed_seconds")) for e in run.evals],
-    )  # fmt: skip
-    reward = Line("task reward", run.series("task_reward"), "c1", smooth=True)
-    chart = line_chart(
-        "Reward and held-out accuracy",
-        "mean reward of each batch (bold: running mean), greedy accuracy on unseen questions",
-        [reward, accuracy], *_axes(run), size=_WIDE,
-    )  # fmt: skip
-    return f'<div class="wide">{chart}</div>' if chart else "<p>No step is finished yet.</p>"
-
-
 def _optimisation(run: Run) -> str:
     charts = [
         line_chart(
             title,
             about,
             [Line(name, run.series(key), color, smooth=True) for key, name, color in rows],
-            *_axes(run),
+            *run.axes(),
             span=(least, None),
         )
         for title, about, least, rows in _SMALL
     ]
-    return _grid("three", charts)
+    return grid("three", charts)
 
 
 def _asynchrony(run: Run) -> str:
@@ -222,7 +218,7 @@ def _asynchrony(run: Run) -> str:
             '<figure class="card"><figcaption><h3>Where the time went</h3>'
             f"<p>shares of the whole run</p></figcaption>{sides}</figure>"
         )
-    return sides + _grid("two", [*_lag_charts(run), *_speed_charts(run, list(totals))])
+    return sides + grid("two", [*_lag_charts(run), *_speed_charts(run, list(totals))])
 
 
 def _lag_charts(run: Run) -> list[str]:
@@ -241,7 +237,7 @@ def _lag_charts(run: Run) -> list[str]:
             "Staleness by step",
             "versions; the limit is never passed",
             lines,
-            *_axes(run),
+            *run.axes(),
             size=_HALF,
             span=(0, 1),
         ),
@@ -249,7 +245,7 @@ def _lag_charts(run: Run) -> list[str]:
 
 
 def _speed_charts(run: Run, phases: Sequence[str]) -> list[str]:
-    steps, times = _axes(run)
+    steps, times = run.axes()
     layers: list[tuple[str, str, list[float]]] = [(n, color_of(n), []) for n in phases]
     for named in map(_phases, run.metrics):
         for name, _, values in layers:
@@ -265,7 +261,7 @@ def _speed_charts(run: Run, phases: Sequence[str]) -> list[str]:
     ]
     charts = [
         stacked_bars("Time of a step", "the trainer's phases", layers, steps, size=_HALF),
-        line_chart("Tokens a second", "generated by the fleet, consumed by the trainer", speed,
+        line_chart("Tokens a second", "trained on, and generated by the fleet", speed,
                    steps, times, size=_HALF, span=(0, None)),
         line_chart("Publishing", "milliseconds the trainer stalls, until all have it, to load it",
                    _publishing(run), steps, times, size=_HALF, span=(0, None), robust=True,
@@ -312,15 +308,19 @@ def _samples(run: Run) -> str:
     if not run.samples:
         return ""
     views = _switch("view", transcripts.VIEWS)
+    sampled = any(transcripts.trained_versions(sample) for sample in run.samples)
     key = "".join(
         f'<i class="lag lag{lag}">{lag}{"+" if lag == 5 else ""}</i>'
         for lag in range(_top_lag(run) + 1)
     )
+    shading = (
+        f'<span class="key">version lag of each token {key}</span>'
+        f"{_switch('shade', (('on', 'Shaded'), ('off', 'Plain')))}"
+    )
     return (
         f'<div class="samples" data-view="best" data-shade="on" data-prompts="off">'
         f'<div class="bar-row">{views}'
-        f'<span class="key">version lag of each token {key}</span>'
-        f'{_switch("shade", (("on", "Shaded"), ("off", "Plain")))}'
+        f"{shading if sampled else ''}"
         f'{_switch("prompts", (("off", "Completions"), ("on", "With prompts")))}</div>'
         f"{transcripts.cards(run.samples)}</div>"
     )  # fmt: skip
@@ -343,7 +343,7 @@ def _setup(run: Run) -> str:
             '<figure class="card"><figcaption><h3>Environment</h3><p>where the run ran</p>'
             f"</figcaption>{_table(flatten(run.environment))}</figure>"
         )
-    return _grid("two", tables)
+    return grid("two", tables)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -375,15 +375,6 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 def _switch(name: str, choices: Sequence[tuple[str, str]]) -> str:
     buttons = "".join(f'<button data-to="{key}">{title}</button>' for key, title in choices)
     return f'<span class="switch" data-for="{name}">{buttons}</span>'
-
-
-def _grid(columns: str, cards: Sequence[str]) -> str:
-    cards = [card for card in cards if card]
-    return f'<div class="grid {columns}">{"".join(cards)}</div>' if cards else ""
-
-
-def _axes(run: Run) -> tuple[list[float], list[float | None]]:
-    return [record["step"] for record in run.metrics], run.series("elapsed_seconds")
 
 
 def _last(run: Run, key: str) -> float | None:

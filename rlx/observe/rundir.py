@@ -38,6 +38,10 @@ class Run:
         """One metric over the steps; `a.b` reads key b of dict a. None where there is none."""
         return [finite(lookup(record, key)) for record in self.metrics]
 
+    def axes(self) -> tuple[list[float], list[float | None]]:
+        """Where the values of a series lie: steps, and seconds of the run."""
+        return [record["step"] for record in self.metrics], self.series("elapsed_seconds")
+
     def setting(self, key: str, default: Any = None) -> Any:
         """A config value by its dotted name."""
         value = lookup(self.config, key)
