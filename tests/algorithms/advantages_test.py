@@ -47,6 +47,9 @@ PIPELINES = {
     "renormalised": variant(reward_mean="none", reward_std="none", advantage_mean="batch",
                             advantage_std="batch", gamma=0.95),
     "per_group": variant(advantage_mean="group", advantage_std="group", lam=0.8),
+    "per_agent": variant(peers="agent", advantage_mean="group", advantage_std="group", lam=0.8),
+    "per_turn": variant(peers="turn", advantage_mean="group", advantage_std="group", lam=0.8),
+    "without_bootstrap": variant(bootstrap_truncated=False, gamma=0.97, lam=0.9),
     "kl_k1": variant(kl_placement="reward", kl_estimator="k1", kl_coefficient=0.3),
     "kl_k2": variant(kl_placement="reward", kl_estimator="k2", kl_coefficient=0.3, gamma=0.9),
     "kl_k3": variant(kl_placement="reward", kl_estimator="k3", kl_coefficient=0.3,
@@ -198,6 +201,64 @@ def test_only_truncated_trajectories_bootstrap(cases):
     cut, ended = cases.split(out["advantages"], batch)
     np.testing.assert_allclose(cut[batch[0].mask], 10.0)
     np.testing.assert_allclose(ended, 0.0)
+
+
+def test_a_reward_is_compared_within_its_agent(cases):
+    """One prompt, two agents: compared with the second, all of the first would lose."""
+    base = cases.random(3, count=4, empty=False)
+    batch = [
+        dataclasses.replace(r, group=5, agent=agent, reward=reward)
+        for r, agent, reward in zip(base, (0, 0, 1, 1), (0.0, 1.0, 10.0, 11.0), strict=True)
+    ]
+    algorithm = variant(peers="agent", reward_std="none")
+    out = cases.split(compute(cases.flat(batch), algorithm)["advantages"], batch)
+    for got, rollout, want in zip(out, batch, (-0.5, 0.5, -0.5, 0.5), strict=True):
+        np.testing.assert_allclose(got[rollout.mask], want)
+
+
+def test_advantages_are_compared_within_their_turn():
+    """Two rollouts of two turns of one token; discounting makes the first turn's smaller."""
+    mask, ids = jnp.ones(4, bool), jnp.array([0, 0, 1, 1])
+    flat = {
+        "loss_mask": mask, "sequence_ids": ids, "rewards": jnp.array([2.0, 6.0]),
+        "group_ids": jnp.array([3, 3]), "truncated": jnp.zeros(2, bool),
+        "valid": jnp.ones(2, bool), "behaviour_logprobs": jnp.zeros(4),
+        "turn_ids": jnp.array([0, 1, 0, 1]),
+    }  # fmt: skip
+    algorithm = variant(reward_mean="none", reward_std="none", peers="turn", gamma=0.5,
+                        advantage_mean="group")  # fmt: skip
+    out = compute(flat, algorithm)["advantages"]
+    np.testing.assert_allclose(out, [-1, -2, 1, 2])  # of 1, 3 in turn 0 and 2, 6 in turn 1
+
+
+@few
+@given(SEEDS)
+def test_a_leave_one_out_baseline_knows_nothing_of_its_own_sample(cases, seed):
+    """Raising one reward raises its own advantage by as much and no other above where it was."""
+    batch = cases.random(seed, count=6, empty=False, singles=False)
+    raised = [dataclasses.replace(batch[0], reward=batch[0].reward + 1.0), *batch[1:]]
+    before, after = (
+        [a[r.trained()[-1]] for a, r in zip(
+            cases.split(compute(cases.flat(x), PRESETS["rloo"])["advantages"], x), x, strict=True)]
+        for x in (batch, raised)
+    )  # fmt: skip
+    moved = np.subtract(after, before)
+    peers = [i for i in range(1, 6) if batch[i].group == batch[0].group]
+    np.testing.assert_allclose(moved[0], 1.0, atol=1e-5)
+    np.testing.assert_allclose(moved[peers], -1.0 / len(peers), atol=1e-5)
+    others = [i for i in range(1, 6) if i not in peers]
+    np.testing.assert_array_equal(moved[others], 0.0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "sapo", "m2po"])
+def test_a_group_of_equal_rewards_teaches_nothing(name, cases):
+    """Neither whole groups, nor partial ones, nor those that were all cut off."""
+    batch = [
+        dataclasses.replace(r, reward=(0.1, 1 / 3)[r.group % 2], truncated=True, group=r.group % 2)
+        for r in cases.random(8, count=9, empty=False)
+    ]
+    out = compute(cases.flat(batch), PRESETS[name])["advantages"]
+    np.testing.assert_array_equal(out, 0.0)
 
 
 def test_grpo_gives_every_token_its_groups_score_and_nothing_else(cases):

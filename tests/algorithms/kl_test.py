@@ -33,3 +33,31 @@ def test_the_mean_over_the_policy_is_the_divergence(estimator, tolerance):
     exact = jnp.sum(jnp.exp(p) * (p - q))
     mean = jnp.sum(jnp.exp(p) * kl.estimate(p, q, estimator))
     np.testing.assert_allclose(mean, exact, rtol=tolerance, atol=1e-7 + tolerance * float(exact))
+
+
+adapt = jax.jit(kl.adapt)
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0, 30.0])
+def test_adaptation_is_the_papers(share):
+    """1909.08593, §2.2, in float64; a batch beyond the horizon counts as the horizon."""
+    rng = np.random.default_rng(0)
+    for beta, observed, target in rng.exponential(1.0, (20, 3)):
+        error = min(max(observed / target - 1, -0.2), 0.2)
+        want = beta * (1 + error * min(share, 1.0))
+        got = adapt(beta, observed, share * 500, target=target, horizon=500)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        assert got > 0
+
+
+def test_a_coefficient_finds_the_divergence_it_is_asked_for():
+    """A policy whose divergence is 0.02/β: β must settle where that is the target."""
+    beta = 5.0
+    for _ in range(400):
+        beta = float(adapt(beta, 0.02 / beta, 100, target=0.1, horizon=1000))
+    assert beta == pytest.approx(0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize("unknown", [np.nan, np.inf * 0])
+def test_an_unknown_divergence_leaves_the_coefficient(unknown):
+    assert float(adapt(0.3, unknown, 8, target=0.1, horizon=10)) == pytest.approx(0.3)

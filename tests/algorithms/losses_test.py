@@ -63,14 +63,13 @@ def run(cases, batch, algorithm, *optional, order=None, **extra):
 
 
 def agree(cases, oracles, batch, algorithm, **extra):
-    """The implementation's loss and gradients are the oracle's to 1e-6."""
+    """Loss and gradients are the oracle's to 1e-6: of Σ|terms|, and of the largest entry."""
     loss, _, by_target, by_entropy = run(cases, batch, algorithm, *OPTIONAL, **extra)
     want = oracles.loss_and_gradient(batch, algorithm, float(extra.get("target_version", 0.0)))
-    np.testing.assert_allclose(loss, want[0], rtol=1e-6, atol=1e-6 * max(want[3], 1e-3))
+    np.testing.assert_allclose(loss, want[0], rtol=0, atol=1e-6 * max(want[3], 1e-30))
     for got, exact in ((by_target, want[1]), (by_entropy, want[2])):
         got, exact = np.concatenate(got), np.concatenate(exact)
-        scale = np.abs(exact).max()
-        np.testing.assert_allclose(got, exact, rtol=2e-6, atol=1e-6 * scale)
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
 
 
 VARIANTS = {
@@ -94,6 +93,14 @@ VARIANTS = {
         weight_upper={"mean": 1.1, "sum": 1.5, "max": 2.0}[how])
        for how in ("mean", "sum", "max") for action in ("mask", "truncate")},
     "sequence_k3": variant(weight_level="sequence", weight_statistic="k3", weight_upper=0.15),
+    # One ratio a sequence, yet advantages that differ from token to token.
+    "gspo": PRESETS["gspo"],
+    "gspo_truncated": variant(ratio_level="sequence", clip_low=0.1, clip_high=0.3,
+                              weight_action="truncate", weight_upper=1.1),
+    "sapo": PRESETS["sapo"],
+    "sapo_sequence": variant(loss="sapo", ratio_level="sequence", sapo_positive=3.0),
+    "reinforce": PRESETS["rloo"],
+    "reinforce_masked": variant(loss="reinforce", weight_upper=1.2, entropy_coefficient=0.1),
 }  # fmt: skip
 
 
@@ -128,7 +135,10 @@ def test_every_reduction_matches_the_oracle(reduction, cases, oracles):
     check()
 
 
-@pytest.mark.parametrize("name", ["grpo", "kl_k3", "sequence_sum_truncate", "entropy", "dual"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "kl_k3", "sequence_sum_truncate", "entropy", "dual", "sapo", "gspo_truncated"],
+)
 def test_the_oracles_own_gradient_is_that_of_finite_differences(name, cases, oracles):
     algorithm, batch = VARIANTS[name], cases.random(5, count=3, empty=False)
     exact = oracles.loss_and_gradient(batch, algorithm)[1]
@@ -154,6 +164,89 @@ def test_decoupled_is_ppo_when_proximal_is_behaviour(cases, seed):
     assert decoupled[0] == ppo[0]
     for a, b in zip(decoupled[2], ppo[2], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@few
+@given(SEEDS)
+def test_gspo_is_grpo_for_completions_of_one_token(cases, seed):
+    """A mean over one token is that token: the two differ in nothing but the clip they use."""
+    batch = cases.random(seed)
+    batch = [
+        dataclasses.replace(
+            r, mask=np.arange(len(r.mask)) == (r.trained() if any(r.mask) else [0])[0]
+        )
+        for r in batch
+    ]
+    clip = {"clip_low": 0.2, "clip_high": 0.3}
+    grpo = run(cases, batch, variant(**clip), *OPTIONAL)
+    gspo = run(cases, batch, variant(**clip, ratio_level="sequence"), *OPTIONAL)
+    assert grpo[:2] == gspo[:2]
+    np.testing.assert_array_equal(np.concatenate(grpo[2]), np.concatenate(gspo[2]))
+
+
+@few
+@given(SEEDS)
+def test_a_sequences_ratio_is_the_geometric_mean(cases, seed):
+    """Nudging tokens against each other leaves their product, and so the loss, where it was."""
+    batch = cases.random(seed, count=4, empty=False)
+    turned = []
+    for r in batch:
+        target = np.array(r.target)
+        target[r.trained()] = r.target[r.trained()][::-1]
+        proximal = np.array(r.proximal)
+        proximal[r.trained()] += (r.target - target)[r.trained()].mean()
+        turned.append(dataclasses.replace(r, target=target, proximal=proximal))
+    algorithm = variant(ratio_level="sequence", decoupled=False, clip_low=1.0, clip_high=9.0)
+    a, b = (run(cases, x, algorithm, *OPTIONAL)[0] for x in (batch, turned))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -3.0])
+def test_sapos_gate_is_the_plain_surrogate_at_ratio_one_and_flat_far_off(advantage):
+    gate = jax.grad(lambda x: losses.soft_surrogate(x, jnp.float32(advantage), PRESETS["sapo"]))
+    np.testing.assert_allclose(gate(0.0), -advantage, rtol=1e-6)
+    assert abs(float(gate(3.0))) < 1e-3 * abs(advantage)
+    assert abs(float(gate(-9.0))) < 1e-3 * abs(advantage)
+    by_ratio = float(gate(0.5)) / math.exp(0.5)
+    assert abs(by_ratio) < abs(advantage)
+
+
+def test_sapo_is_gentler_with_what_is_to_be_encouraged():
+    """τ of negative advantages is the larger one: their gradient dies sooner."""
+    slope = jax.grad(lambda x, a: losses.soft_surrogate(x, a, PRESETS["sapo"]))
+    up, down = (abs(float(slope(1.0, jnp.float32(a)))) for a in (1.0, -1.0))
+    assert down < up
+
+
+def test_m2po_drops_the_farthest_tokens_until_the_rest_is_near():
+    """Squares 1, 4, 9, 16 of weights of either sign; means 1, 2.5, 4.67, 7.5."""
+    far = jnp.array([3.0, -1.0, 4.0, -2.0, 0.5])
+    used = jnp.array([True, True, True, True, False])
+    for limit, kept in (
+        (7.6, [1, 1, 1, 1]),
+        (7.4, [1, 1, 0, 1]),
+        (2.5, [0, 1, 0, 0]),
+        (1.0, [0] * 4),
+    ):
+        out = losses.within_second_moment(far, used, limit)
+        np.testing.assert_array_equal(out, [*map(bool, kept), False], err_msg=str(limit))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_m2po_drops_what_is_not_finite_first(bad):
+    out = losses.within_second_moment(jnp.array([0.1, bad, 0.2]), jnp.ones(3, bool), 1.0)
+    np.testing.assert_array_equal(out, [True, False, True])
+
+
+@few
+@given(SEEDS)
+def test_m2po_keeps_as_many_as_go(cases, oracles, seed):
+    batch = cases.random(seed)
+    mask = cases.join([r.mask for r in batch], bool)
+    far = cases.join([r.behaviour - r.proximal for r in batch])
+    got = jax.jit(losses.within_second_moment)(far, mask, 0.1)
+    want = oracles.within_second_moment(batch, 0.1)
+    np.testing.assert_array_equal(got, cases.join(want, bool))
 
 
 @few
