@@ -1,0 +1,192 @@
+"""The teacher of a run: what is checked before it starts, its servers, a run that learns of it."""
+
+import asyncio
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rlx import teacher
+from rlx.algorithms import presets
+from rlx.base import UserError
+from rlx.config import check, default
+from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.server import Server
+from rlx.inputs import server_options
+from rlx.model import hf
+
+STUDENT = hf.resolve("rlx:arithmetic")
+GRPO, DISTILL, SFT = (presets.PRESETS[name] for name in ("grpo", "distill", "sft"))
+
+
+def config_of(**changes):
+    c = default()
+    c.model.path = "rlx:arithmetic"
+    c.data.max_prompt_tokens, c.sampling.max_new_tokens = 64, 32
+    c.algorithm.preset = "distill"
+    for key, value in changes.items():
+        c.teacher[key] = value
+    return c
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A copy of the student's directory; `other(tokenizer=…, config=…)` edits its files."""
+    copy = tmp_path / "teacher"
+    shutil.copytree(STUDENT, copy)
+
+    def edit(**edits):
+        for name, change in edits.items():
+            path = copy / f"{name}.json"
+            record = json.loads(path.read_text())
+            change(record)
+            path.write_text(json.dumps(record))
+        return config_of(path=str(copy))
+
+    return edit
+
+
+def test_a_teacher_of_the_same_vocabulary_passes_and_none_is_needed_without(other):
+    teacher.check(other(), DISTILL, STUDENT)
+    teacher.check(config_of(path="rlx:arithmetic"), DISTILL, STUDENT)
+    teacher.check(config_of(addresses=("127.0.0.1:1",)), DISTILL, STUDENT)
+    teacher.check(config_of(), GRPO, STUDENT)
+
+
+def test_more_tokens_than_the_students_are_no_other_vocabulary(other):
+    def add(record):
+        record["added_tokens"].append({"id": 4000, "content": "<more>"})
+
+    teacher.check(other(tokenizer=add), DISTILL, STUDENT)
+
+
+def test_a_teacher_is_given_exactly_where_one_is_learned_from():
+    with pytest.raises(
+        UserError, match=r"kl_anchor=teacher\) learns from a teacher and there is n"
+    ):
+        teacher.check(config_of(), DISTILL, STUDENT)
+    c = config_of(path="rlx:arithmetic")
+    c.algorithm.preset = "grpo"
+    with pytest.raises(UserError, match=r"preset=grpo \(kl_anchor=reference\) learns from none"):
+        teacher.check(c, GRPO, STUDENT)
+    rows = dataclasses.replace(SFT, kl_anchor="teacher")
+    with pytest.raises(UserError, match="a teacher scores rollouts alone"):
+        teacher.check(c, rows, STUDENT)
+
+
+def test_another_vocabulary_is_named_by_its_first_token(other):
+    words = list(teacher.vocabulary(STUDENT))
+    swapped = words[5]
+
+    def swap(record):
+        vocab = record["model"]["vocab"]
+        vocab[swapped], vocab[words[6]] = vocab[words[6]], vocab[swapped]
+
+    with pytest.raises(UserError, match="has another vocabulary: token") as caught:
+        teacher.check(other(tokenizer=swap), DISTILL, STUDENT)
+    assert repr(swapped) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_tokenizer_sizes_are_compared(other, tiny_model_dir, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model_dir, bare)
+    (bare / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has a vocabulary of 128, the student's is"):
+        teacher.check(config_of(path=str(bare)), DISTILL, STUDENT)
+
+
+def test_a_context_that_is_too_short_is_said_before_anything_starts(other):
+    c = other(config=lambda record: record.update(max_position_embeddings=90))
+    with pytest.raises(UserError, match="= 96 exceeds the teacher's context of 90 tokens"):
+        teacher.check(c, DISTILL, STUDENT)
+
+
+def test_keys_are_checked():
+    check(config_of(engine="vllm"))
+    with pytest.raises(UserError, match=r"unknown teacher.engine 'vlm'; did you mean 'vllm'"):
+        check(config_of(engine="vlm"))
+    with pytest.raises(UserError, match=r"teacher.num_servers=0 is below 1"):
+        check(config_of(num_servers=0))
+
+
+def test_only_servers_of_the_runs_own_need_cores():
+    assert teacher.num_local(config_of()) == 0
+    assert teacher.num_local(config_of(path="x", num_servers=3)) == 3
+    assert teacher.num_local(config_of(path="x", addresses=("a:1",), num_servers=3)) == 0
+
+
+def test_a_dead_teacher_is_one_line_that_says_whose_server_it_is(tmp_path):
+    async def main():
+        server = Server(lambda: None)
+        port = server.port
+        await server.stop()
+        fleet = Fleet([f"127.0.0.1:{port}"], limits=Limits(connect=0.3, backoff=0.1))
+        with pytest.raises(UserError, match=r"^the teacher: no rollout server answered"):
+            await teacher.connect(fleet)
+        await fleet.close()
+
+    asyncio.run(main())
+
+
+def main_of(workdir: Path, *flags: str) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}",
+        "--config.algorithm.preset=distill", "--config.rollout.batch_prompts=2",
+        "--config.sampling.n_samples=2", "--config.fleet.slots=4", "--config.total_steps=1",
+        "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=2",
+        "--config.observe.tensorboard=False", "--config.gate.enabled=False", *flags,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+
+
+def test_a_run_learns_from_its_teacher_and_leaves_no_server(other, tmp_path):
+    path = Path(other().teacher.path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.norm.weight"
+    save_file({**tensors, name: tensors[name] * np.float32(0.5)}, path / "model.safetensors")
+    workdir = tmp_path / "run"
+    done = main_of(workdir, f"--config.teacher.path={path}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (record,) = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert record["reference_kl"] > 1e-3, "the teacher's other weights are seen"
+    assert record["behaviour_kl"] < 1e-6
+    (ready,) = [
+        json.loads(line)
+        for line in (workdir / "logs" / "teacher-0.log").read_text().splitlines()
+        if line.startswith('{"port"')
+    ]
+    assert ready["port"]
+    running = [
+        entry.name
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and str(path).encode() in _command(entry)
+    ]
+    assert not running
+
+
+def _command(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_teacher_that_cannot_start_is_one_line_of_what_its_server_said(other, tmp_path):
+    path = Path(other().teacher.path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.norm.weight"
+    save_file({**tensors, name: tensors[name] * np.float32("nan")}, path / "model.safetensors")
+    options = server_options(config_of())
+    with (
+        teacher.Teacher(config_of(path=str(path)), tmp_path, [(0,)], options, print) as broken,
+        pytest.raises(UserError, match=r"^the teacher: a rollout server ended") as caught,
+    ):
+        broken.fleet()
+    assert name in str(caught.value)
