@@ -15,7 +15,7 @@ _ON_DATASET = (
      (("sft_loss", "trained", "c1"), ("pair_loss", "trained", "c1")),
      (("held_out_sft_loss", "held out", "c2"), ("held_out_pair_loss", "held out", "c2")),
      (0, None)),
-    ("Accuracy", "pairs whose chosen answer is ahead; unseen questions answered right",
+    ("Accuracy", "share that is right, of pairs or of answers to unseen questions",
      (("pair_accuracy", "trained pairs", "c1"),),
      (("held_out_pair_accuracy", "held-out pairs", "c2"), ("greedy_acc", "greedy answers", "c3")),
      (None, 1)),
