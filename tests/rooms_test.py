@@ -44,7 +44,7 @@ LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py", "
                "model/tensors.py")  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "fleet/engine_jax.py", "fleet/programs.py", "fleet/scoring.py", "fleet/engine_vllm.py",
-    "fleet/vllm_worker.py", "fleet/openai_http.py",
+    "fleet/vllm_start.py", "fleet/vllm_worker.py", "fleet/openai_http.py",
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 80

@@ -69,10 +69,10 @@ def make(path: str) -> None:
 
 def kv_bytes(path: Path, tokens: int, dtype: str) -> int:
     """KV cache for `tokens` tokens, as VllmEngine reckons it."""
-    from rlx.fleet.engine_vllm import _kv_bytes
+    from rlx.fleet.vllm_start import kv_bytes
     from rlx.model.directory import load_config
 
-    return _kv_bytes(load_config(path), tokens, dtype)
+    return kv_bytes(load_config(path), tokens, dtype)
 
 
 class Rival:

