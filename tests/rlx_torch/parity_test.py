@@ -1,7 +1,5 @@
 """One update in torch and one in JAX from the same weights and trajectories: the same weights."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -9,12 +7,11 @@ import torch
 
 from experiments.bench import train_step_workers as workers
 from rlx.algorithms import presets
-from rlx.base import UserError
 from rlx.config import default
 from rlx.model import hf
 from rlx.train.update import make_update
-from rlx_torch import losses, train
 from rlx_torch import model as torch_model
+from rlx_torch import train
 
 
 def make_run():
@@ -71,9 +68,3 @@ def test_packed_rows_equal_padded_rows(tiny_model_dir):
             torch_model.logprobs(model, apart), torch_model.logprobs(model, packed), strict=True
         ):
             torch.testing.assert_close(one.reshape(-1), two.reshape(-1), atol=1e-5, rtol=1e-5)
-
-
-def test_what_the_torch_loss_lacks_is_named():
-    row = dataclasses.replace(presets.PRESETS["grpo"], entropy_coefficient=0.1)
-    with pytest.raises(UserError, match="entropy_coefficient"):
-        losses.policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), {}, row)
