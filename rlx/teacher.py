@@ -82,8 +82,7 @@ def _check_model(config: ConfigDict, student: Path) -> None:
             f"teacher.path={config.teacher.path} is a reward model, one value a token and no "
             "logits; give a language model"
         )
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    if longest > model.max_position:
+    if (longest := _longest(config)) > model.max_position:
         raise UserError(
             f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the teacher's "
             f"context of {model.max_position} tokens; lower one of them"
@@ -104,6 +103,11 @@ def _check_model(config: ConfigDict, student: Path) -> None:
             f"teacher.path={config.teacher.path} has a vocabulary of {model.vocab_size}, the "
             f"student's is {vocab_size}; choose a teacher with the student's tokenizer"
         )
+
+
+def _longest(config: ConfigDict) -> int:
+    """Tokens of the longest rollout; evaluations, which may be longer, are not scored."""
+    return config.data.max_prompt_tokens + config.sampling.max_new_tokens
 
 
 def vocabulary(directory: Path) -> dict[str, int]:
@@ -149,7 +153,12 @@ class Teacher:
                 plan=CpuPlan((), tuple(plan)),
                 weight_roots=(),
                 on_message=self._say,
-                **{**options, "engine": engine, "slots": slots},
+                **{
+                    **options,
+                    "engine": engine,
+                    "slots": slots,
+                    "max_model_len": _longest(config),
+                },
             )
 
     def __enter__(self) -> "Teacher":

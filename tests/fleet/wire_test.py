@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import rlx
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import wire
-from rlx.fleet.engine import Chunk, Request, Sampling
+from rlx.fleet.engine import Chunk, Request, Sampling, ScoreRequest, Scores
 
 ROOT = Path(rlx.__file__).parent.parent
 INT32 = st.integers(0, 2**31 - 1)
@@ -54,6 +54,22 @@ def test_request_survives_the_wire(request_):
     assert back.prompt_tokens.dtype == np.int32
     for name in ("request_id", "sampling", "n", "first_index", "prefix_len", "priority"):
         assert getattr(back, name) == getattr(request_, name), name
+
+
+@given(st.lists(INT32, min_size=2, max_size=20), st.data())
+def test_scores_survive_the_wire(tokens, data):
+    first = data.draw(st.integers(1, len(tokens) - 1))
+    temperature = data.draw(st.floats(0.01, 100))
+    asked = ScoreRequest(np.array(tokens, np.int32), first, temperature)
+    sent = wire.score_message(asked).SerializeToString()
+    back = wire.score_from(pb.ScoreRequest.FromString(sent))
+    np.testing.assert_array_equal(back.tokens, asked.tokens)
+    assert (back.tokens.dtype, back.first, back.temperature) == (np.int32, first, temperature)
+    wanted = np.random.default_rng(first).normal(size=len(tokens) - first).astype(np.float32)
+    answer = wire.score_reply(Scores(wanted, 7)).SerializeToString()
+    scores = wire.scores_from(pb.ScoreReply.FromString(answer), asked)
+    np.testing.assert_array_equal(scores.logprobs, wanted)
+    assert (scores.logprobs.dtype, scores.version) == (np.float32, 7)
 
 
 CHUNKS = st.builds(
