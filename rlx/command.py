@@ -5,13 +5,15 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from rlx import remedies
 from rlx.base import UserError
 
 
 def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
     """Calls `main` and exits with its status: 0 done, 2 a user's mistake, 130 interrupted.
 
-    Any other exception is a bug of ours and keeps its traceback (status 1).
+    A full disk, memory or the like is told as what it is (rlx.remedies). Any other exception is a
+    bug of ours and keeps its traceback (status 1).
 
     Args:
       teardown: whether Python clears up behind itself. With torch and vLLM that takes seconds, in
@@ -27,11 +29,15 @@ def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
     except BrokenPipeError:  # the reader of a pipe left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
-    except Exception:
-        if teardown:
+    except Exception as error:
+        known = remedies.explain(error)
+        if known is None and teardown:
             raise
-        traceback.print_exc()
-        status = 1
+        if known is None:
+            traceback.print_exc()
+        else:
+            print(f"error: {known}", file=sys.stderr)
+        status = 2 if known else 1
     if not teardown:
         sys.stdout.flush()
         sys.stderr.flush()

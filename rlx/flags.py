@@ -2,9 +2,10 @@
 
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -13,31 +14,43 @@ from rlx.base import UserError
 from rlx.config import unknown
 
 
-def parse(argv: list[str], **strings: str) -> tuple[ConfigDict, flags.FlagValues]:
+def parse(
+    argv: list[str],
+    *,
+    config_needed: bool = True,
+    switches: Mapping[str, str] | None = None,
+    **strings: str,
+) -> tuple[Any, flags.FlagValues]:
     """Reads `argv` (program name first) into a config and the values of extra string flags.
 
     Args:
       argv: as sys.argv.
+      config_needed: whether it is a mistake to give no config.
+      switches: name → help of flags that are given or not, `--dry_run`.
       strings: name → help of further flags; each defaults to "".
 
     Returns:
-      The config with overrides applied, and the flag values (`values.workdir`, …).
+      The config with overrides applied (None where none was given and none is needed), and the flag
+      values (`values.workdir`, …).
 
     Raises:
       UserError: no or unreadable config, unknown flag or key, or a value of the wrong type.
     """
     config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
-    if "--help" not in argv and "-h" not in argv:
-        _check_file(config_file)
     plain = [a for a in argv if not a.startswith("--config.")]
     overrides = [a for a in argv if a.startswith("--config.")]
-    values = _flags(strings, plain)
+    asked = config_needed or config_file or overrides
+    if asked and "--help" not in argv and "-h" not in argv:
+        _check_file(config_file)
+    values = _flags(strings, switches or {}, plain)
     if "--help" in argv or "-h" in argv:
         print(f"usage: python -m rlx.… --config=FILE[:ARG] [--config.KEY=VALUE …]\n{values}")
         raise SystemExit(0)
     rest = _parse(values, plain)[1:]
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}; flags start with --, see --help")
+    if not asked:
+        return None, values
     known = {key for key, _ in _leaves(values["config"].value)}
     for override in overrides:
         key = override.removeprefix("--config.").split("=", 1)[0]
@@ -45,18 +58,22 @@ def parse(argv: list[str], **strings: str) -> tuple[ConfigDict, flags.FlagValues
             raise UserError(f"{override} has no value; write {override}=VALUE")
         if key not in known:
             raise unknown("config key", key, known)
-    values = _flags(strings, argv)
+    values = _flags(strings, switches or {}, argv)
     _parse(values, argv)
     return values["config"].value, values
 
 
-def _flags(strings: dict[str, str], argv: list[str]) -> flags.FlagValues:
+def _flags(
+    strings: Mapping[str, str], switches: Mapping[str, str], argv: list[str]
+) -> flags.FlagValues:
     values = flags.FlagValues()
     config_flags.DEFINE_config_file(
         "config", None, "FILE[:ARG]", flag_values=values, lock_config=True, sys_argv=argv
     )
     for name, text in strings.items():
         flags.DEFINE_string(name, "", text, flag_values=values)
+    for name, text in switches.items():
+        flags.DEFINE_bool(name, False, text, flag_values=values)
     return values
 
 

@@ -1,4 +1,7 @@
-"""`python -m rlx.main --config=configs/arithmetic.py`: one training run."""
+"""`python -m rlx.main --config=configs/arithmetic.py`: one training run.
+
+With --dry_run it is only looked at, as by rlx.doctor: exit status 0 when nothing is wrong, else 1.
+"""
 
 import sys
 import time
@@ -8,6 +11,9 @@ from ml_collections import config_flags
 
 from rlx import command, flags
 from rlx.base import UserError
+from rlx.checkup.findings import status
+from rlx.checkup.table import show
+from rlx.checkup.visit import findings
 from rlx.config import check
 from rlx.launch.host_memory import keep_freed_memory
 
@@ -22,13 +28,20 @@ def fresh_workdir(config_file: str) -> Path:
 
 def main() -> int:
     """Parses, checks, and hands over to the loop; returns the exit status."""
-    config, values = flags.parse(sys.argv, workdir="directory of the run; default: under runs/")
-    check(config)
+    config, values = flags.parse(
+        sys.argv,
+        switches={"dry_run": "check everything the run needs, print what was found, and stop"},
+        workdir="directory of the run; default: under runs/",
+    )
+    if not values.dry_run:
+        check(config)
     workdir = Path(
         values.workdir or fresh_workdir(config_flags.get_config_filename(values["config"]))
     )
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a directory")
+    if values.dry_run:
+        return status(show(findings(config, workdir, packages_too=False)))
     keep_freed_memory()
     from rlx import loop  # JAX only after the command line was found good
 

@@ -15,7 +15,7 @@ import pytest
 import rlx
 
 PACKAGE = Path(rlx.__file__).parent
-COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate")
+COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "doctor")
 ORDER = (
     ("",),  # rlx/__init__.py
     ("base",),
@@ -31,10 +31,11 @@ ORDER = (
     ("plan",),
     ("consistency",),
     ("causes",),
+    ("memory", "remedies"),
     ("teacher",),
     ("inputs", "records", "interrupts"),
-    ("gate", "held_out", "pairs", "evaluation"),
-    ("loop",),
+    ("export", "gate", "held_out", "pairs", "evaluation"),
+    ("loop", "checkup"),
     ("command", "flags"),
     COMMANDS,
 )

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import rlx
 from rlx.base import UserError
+from rlx.launch import endings
 from rlx.launch.pulse import Pulse
 
 _POLL_SECONDS = 0.05
@@ -251,6 +252,8 @@ class _Server:
         self.started = 0.0
         self._command, self._cpus, self._env, self._token = command, cpus, env, token
         self._process: subprocess.Popen | None = None
+        self._oom_kills = 0  # in this machine, when the process was last seen running
+        self._ending = ""
         self._log_start = 0
 
     @property
@@ -276,6 +279,7 @@ class _Server:
         finally:
             os.sched_setaffinity(0, ours)
         self.started, self.retry_at = time.monotonic(), 0.0
+        self._oom_kills = endings.oom_kills()
         self._take_pulse(ready=False)
 
     def poll(self) -> str | None:
@@ -285,10 +289,16 @@ class _Server:
             return None
         if process.returncode is None:
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                self._oom_kills = endings.oom_kills()
                 return None
             self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
-        code = process.wait()
-        return f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+            _, status, usage = os.wait4(process.pid, 0)  # as Popen.wait, and says how large it was
+            process.returncode = os.waitstatus_to_exitcode(status)
+            short = endings.oom_kills() > self._oom_kills
+            self._ending = endings.words(
+                process.returncode, usage.ru_maxrss * 1024, killed_for_memory=short
+            )
+        return self._ending
 
     def read_port(self) -> int:
         """The port it announced; 0 before."""

@@ -161,7 +161,12 @@ def test_dead_server_is_started_again_on_its_port(tmp_path):
         assert listens(port)
         assert len(local.pids) == 1
         assert local.pids != (pid,)
-    assert said == [f"rollout server server-0 (port {port}) ended by SIGKILL; starting it again"]
+    (line,) = said
+    first, peak = line.split(" at a peak of ")
+    assert first == f"rollout server server-0 (port {port}) ended by SIGKILL"
+    number, rest = peak.split(" GB ")
+    assert rest == "of memory; starting it again"
+    assert 0.01 < float(number) < 2, "an interpreter with numpy and gRPC"
 
 
 def test_hung_server_is_killed_and_started_again(tmp_path):
@@ -178,10 +183,9 @@ def test_hung_server_is_killed_and_started_again(tmp_path):
         assert listens(port)
         assert local.pids[1] == other
     name = f"rollout server server-0 (port {port})"
-    assert said == [
-        f"{name} has not answered for 1.5 s; killing it",
-        f"{name} ended by SIGKILL; starting it again",
-    ]
+    assert said[0] == f"{name} has not answered for 1.5 s; killing it"
+    assert said[1].startswith(f"{name} ended by SIGKILL at a peak of ")
+    assert len(said) == 2
 
 
 def listens(port):

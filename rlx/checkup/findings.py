@@ -1,0 +1,59 @@
+"""What a check found: one row of the doctor's table."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlx.base import UserError
+
+LEVELS = ("ok", "absent", "warning", "problem")  # from good to bad
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row.
+
+    Attributes:
+      area: the table's section: packages | machine | model | data | config | memory.
+      name: what was looked at.
+      level: ok | absent (not there and not needed) | warning (it may be slow or fail) | problem (a
+        run cannot work).
+      found: in words.
+      remedy: what to change; empty where nothing has to be.
+    """
+
+    area: str
+    name: str
+    level: str
+    found: str
+    remedy: str = ""
+
+    def __post_init__(self):
+        if self.level not in LEVELS:
+            raise ValueError(f"level {self.level!r} is not one of {', '.join(LEVELS)}")
+
+
+def attempt(
+    area: str, name: str, function: Callable[[], _T], found: Callable[[_T], str]
+) -> tuple[Finding, _T | None]:
+    """The row of something that works or raises UserError, and its value where it works."""
+    try:
+        value = function()
+    except UserError as error:
+        text, _, remedy = str(error).rpartition("; ")
+        return Finding(area, name, "problem", text or remedy, remedy if text else ""), None
+    return Finding(area, name, "ok", found(value)), value
+
+
+def status(findings: Iterable[Finding]) -> int:
+    """The exit status: 0 without a problem, 1 with one."""
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """`1 problem, 2 warnings, 14 ok`."""
+    levels = [finding.level for finding in findings]
+    counts = {level: levels.count(level) for level in ("problem", "warning")}
+    parts = [f"{n} {level}{'s' * (n > 1)}" if n else f"no {level}" for level, n in counts.items()]
+    return ", ".join([*parts, f"{levels.count('ok')} ok"])

@@ -1,0 +1,220 @@
+"""The machine: devices, cores, memory, ports, disks, clocks. JAX is asked in another process, for
+with a broken driver it can hang."""
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.checkup.findings import Finding
+
+DEVICE_SECONDS = 120.0
+_NOT_BEFORE = 1_750_000_000  # June 2025, seconds: no machine runs this with an earlier clock
+_SMALL_SHM = 64 << 20  # what containers get when nobody asks for more
+_CGROUPS = (  # limit and use of this process's memory, of cgroups 2 and 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+_DEVICES = """
+import json, jax
+devices = jax.devices()
+stats = [d.memory_stats() or {} for d in devices]
+print(json.dumps({"platform": jax.default_backend(), "kind": devices[0].device_kind,
+    "count": len(devices), "memory": min(s.get("bytes_limit", 0) for s in stats)}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What JAX finds: cpu | gpu | tpu, the device's name, how many, bytes of each (0: unknown)."""
+
+    platform: str = "cpu"
+    kind: str = ""
+    count: int = 1
+    memory: int = 0
+
+
+def devices(seconds: float = DEVICE_SECONDS) -> Devices | str:
+    """What JAX finds, or in words why it does not answer."""
+    command = [sys.executable, "-c", _DEVICES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer after {seconds:g} s"
+    lines = done.stdout.splitlines() or [""]
+    try:
+        return Devices(**json.loads(lines[-1]))
+    except (ValueError, TypeError):
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        return said[:300]
+
+
+def nvidia_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """GPUs that NVIDIA's kernel driver has, whatever JAX makes of them."""
+    found = len(list(root.iterdir())) if root.is_dir() else 0
+    return found or len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str]) -> Finding:
+    """The row of the devices."""
+    if isinstance(found, str):
+        return Finding("machine", "devices", "problem", f"JAX finds none: {found}",
+                       "mend the driver, or set JAX_PLATFORMS=cpu")  # fmt: skip
+    memory = f", {found.memory / 1e9:.1f} GB each" if found.memory else ""
+    what = f"{found.count} × {found.platform} ({found.kind}){memory}"
+    if gpus and found.platform == "cpu":
+        asked = environment.get("JAX_PLATFORMS", "")
+        why = f"JAX_PLATFORMS={asked}" if asked else "JAX has no CUDA"
+        remedy = "unset JAX_PLATFORMS" if asked else "pip install 'rlx[cuda]'"
+        found_words = f"{what}, though there are {gpus} NVIDIA GPUs: {why}"
+        return Finding("machine", "devices", "warning", found_words, remedy)
+    return Finding("machine", "devices", "ok", what)
+
+
+def memory_available() -> int:
+    """Bytes that this process may still take: what the machine has free, or its container."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    for limit, used in _CGROUPS:
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such cgroup, or "max"
+            continue
+    return max(free, 0)
+
+
+def judge_cores(usable: int, present: int, load: float) -> Finding:
+    """The row of the cores."""
+    what = f"{usable} of {present} usable, load {load:.1f}"
+    if usable < 2:
+        return Finding("machine", "cores", "warning", f"{what}; trainer and server take turns",
+                       "give the process two cores or more")  # fmt: skip
+    if load > 1.5 * present:
+        return Finding("machine", "cores", "warning", f"{what}: others are at work",
+                       "end them, or expect to be slow")  # fmt: skip
+    return Finding("machine", "cores", "ok", what)
+
+
+def check_loopback() -> Finding:
+    """Whether a port on loopback can be bound and reached."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                return Finding("machine", "loopback", "ok", f"port {port} bound and reached")
+    except OSError as error:
+        return Finding("machine", "loopback", "problem", f"127.0.0.1 cannot be used: {error}",
+                       "bring the interface lo up, or allow the sandbox to listen")  # fmt: skip
+
+
+def judge_address(address: str, error: str) -> Finding:
+    """The row of a running server that the config names; `error` is empty where it answers."""
+    if not error:
+        return Finding("machine", "fleet.addresses", "ok", f"{address} accepts connections")
+    return Finding("machine", "fleet.addresses", "problem", f"{address}: {error}",
+                   "start it (python -m rlx.serve), or mend fleet.addresses")  # fmt: skip
+
+
+def reach(address: str, seconds: float = 3.0) -> str:
+    """Why nobody listens at host:port; empty where somebody does."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
+            return ""
+    except (OSError, ValueError, OverflowError) as error:
+        return str(error)
+
+
+def existing(path: Path) -> Path:
+    """The nearest directory above `path` that exists."""
+    path = path.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
+    """The row of the disk that the run writes to."""
+    what = f"{directory}: {free / 1e9:.1f} GB free"
+    if not writable:
+        return Finding("machine", "workdir", "problem", f"{directory} cannot be written to",
+                       "give another --workdir")  # fmt: skip
+    if free < 1 << 30:
+        return Finding("machine", "workdir", "warning", what,
+                       "free some, or give a --workdir on another disk")  # fmt: skip
+    return Finding("machine", "workdir", "ok", what)
+
+
+def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/dev/shm") -> Finding:
+    """The row of where weights are published; `needed` is 0 without a config."""
+    area, name = ("memory", "publishing") if needed else ("machine", "shared memory")
+    what = f"{place}: {total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
+    grow = "docker run --shm-size=8g, or set fleet.publish_dir to a disk"
+    if needed:
+        what += f"; two versions of the weights need {needed / 1e9:.2f} GB"
+        if needed > free:
+            return Finding(area, name, "problem", what, grow)
+    elif total <= _SMALL_SHM:
+        return Finding(area, name, "warning", what, grow)
+    return Finding(area, name, "ok", what)
+
+
+def judge_clock(resolution: float, steps: Sequence[float], wall: float) -> Finding:
+    """The row of the clocks.
+
+    Args:
+      resolution: of the monotonic clock, seconds, as it says.
+      steps: seconds between consecutive readings.
+      wall: seconds since 1970.
+    """
+    smallest = min((step for step in steps if step > 0), default=0.0)
+    date = time.strftime("%Y-%m-%d %H:%M", time.gmtime(wall))
+    what = f"monotonic steps of {smallest * 1e9:.0f} ns, {date} UTC"
+    if min(steps, default=0) < 0 or not smallest or max(resolution, smallest) > 1e-3:
+        return Finding("machine", "clock", "problem", f"{what}: too coarse, or it runs backwards",
+                       "use another clock source of the kernel")  # fmt: skip
+    if wall < _NOT_BEFORE:
+        return Finding("machine", "clock", "warning", f"{what} is in the past; certificates and "
+                       "run names are wrong", "set the date")  # fmt: skip
+    return Finding("machine", "clock", "ok", what)
+
+
+def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
+    """The rows that need no config."""
+    yield judge_devices(found, nvidia_gpus(), os.environ)
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    yield judge_cores(usable, present, os.getloadavg()[0])
+    available = memory_available()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    what = f"{available / 1e9:.1f} GB of {total / 1e9:.1f} GB free"
+    yield Finding("machine", "memory", "ok", what)
+    yield check_loopback()
+    place = existing(workdir)
+    yield judge_workdir(place, shutil.disk_usage(place).free, os.access(place, os.W_OK))
+    readings = [time.monotonic() for _ in range(1000)]
+    steps = [b - a for a, b in itertools.pairwise(readings)]
+    yield judge_clock(time.get_clock_info("monotonic").resolution, steps, time.time())
+
+
+def check_shared_memory(needed: int = 0, place: str = "/dev/shm") -> Finding:
+    """The row of shared memory, or of `fleet.publish_dir` where that is elsewhere."""
+    try:
+        usage: Any = shutil.disk_usage(place)
+    except OSError as error:
+        return Finding("machine", "shared memory", "problem", f"{place}: {error.strerror}",
+                       "set fleet.publish_dir to a directory that exists")  # fmt: skip
+    return judge_shared_memory(usage.total, usage.free, needed, place)

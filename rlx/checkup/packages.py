@@ -1,0 +1,255 @@
+"""Declared dependencies against what is installed: versions, and whether an import works.
+
+Imports run in processes of their own with a time limit, so that a broken package can neither end
+nor hang the one who asks.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import PurePosixPath
+from threading import Timer
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rlx.checkup.findings import Finding
+
+IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
+_REPORTED = ("jax", "flax", "orbax-checkpoint", "transformers", "grpcio")
+
+_CHILD = """
+import importlib, json, sys
+def say(**record):
+    print("\\n" + json.dumps(record), flush=True)
+for name in sys.argv[1:]:
+    say(begun=name)
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        say(failed=name, why=f"{type(error).__name__}: {error}")
+    else:
+        say(done=name)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A declared requirement and what is installed of it.
+
+    Attributes:
+      requirement: as declared, without its marker.
+      version: installed; empty where it is not.
+      fits: the version is inside the bounds.
+      module: what to import; empty where nothing is installed.
+    """
+
+    requirement: str
+    name: str
+    version: str
+    fits: bool
+    module: str
+
+
+def declared(distribution: str = "rlx") -> dict[str, list[Requirement]]:
+    """Extra → its requirements that hold on this machine; "" has those that are always needed.
+
+    Raises:
+      metadata.PackageNotFoundError: the distribution is not installed.
+    """
+    texts = metadata.requires(distribution) or []
+    every = [Requirement(text) for text in texts]
+    extras = metadata.metadata(distribution).get_all("Provides-Extra") or []
+    needed = [r for r in every if not r.marker or r.marker.evaluate({"extra": ""})]
+    out = {"": needed}
+    for extra in extras:
+        own = [r for r in every if r.marker and r.marker.evaluate({"extra": extra})]
+        out[extra] = [r for r in own if r not in needed]
+    return out
+
+
+def inspect(requirement: Requirement) -> list[Package]:
+    """The package of a requirement, and those that its own extras (`jax[cuda12]`) add."""
+    try:
+        found = metadata.distribution(requirement.name)
+    except metadata.PackageNotFoundError:
+        return [Package(_text(requirement), requirement.name, "", False, "")]
+    fits = requirement.specifier.contains(found.version, prereleases=True)
+    out = [Package(_text(requirement), requirement.name, found.version, fits, module_of(found))]
+    for text in found.requires or ():
+        more = Requirement(text)
+        plain = not more.marker or more.marker.evaluate({"extra": ""})
+        if not plain and any(more.marker.evaluate({"extra": e}) for e in requirement.extras):
+            out += inspect(more)
+    return out
+
+
+def module_of(found: metadata.Distribution) -> str:
+    """What to import of a distribution: its topmost package, by its own name where it has several;
+    empty for one without modules (of data, or plugins alone)."""
+    wanted = canonicalize_name(found.name).replace("-", "_")
+    best: tuple[int, int, str] | None = None
+    for file in found.files or ():
+        path = PurePosixPath(str(file))
+        if path.name == "__init__.py":
+            parts = path.parts[:-1]
+        elif len(path.parts) == 1 and path.suffix == ".py":
+            parts = (path.stem,)
+        else:
+            continue
+        name = ".".join(parts)
+        if not parts or not all(p.isidentifier() for p in parts) or parts[0].startswith("_"):
+            continue
+        rank = (len(parts), name.lower().replace(".", "_") != wanted, name)
+        best = rank if best is None or rank < best else best
+    return best[2] if best else _editable_module(found, wanted)
+
+
+def _editable_module(found: metadata.Distribution, wanted: str) -> str:
+    return wanted if not found.files or "direct_url.json" in {f.name for f in found.files} else ""
+
+
+def imports(
+    modules: Sequence[str], seconds: float = IMPORT_SECONDS, python: str = sys.executable
+) -> dict[str, str]:
+    """Imports modules one after the other in another process.
+
+    Returns:
+      module → "" where it works, else why not. One that ends or hangs the process costs the
+      others nothing: they go on in a new one.
+    """
+    out: dict[str, str] = {}
+    waiting = list(dict.fromkeys(modules))
+    while waiting:
+        for name, why in _import_some(waiting, seconds, python):
+            out[name] = why
+        waiting = [name for name in waiting if name not in out]
+    return out
+
+
+def _import_some(modules: list[str], seconds: float, python: str) -> Iterator[tuple[str, str]]:
+    """(module, why it fails or "") until the process ends; the one it ended in comes last."""
+    process = subprocess.Popen(
+        [python, "-c", _CHILD, *modules], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    )  # fmt: skip
+    current, hung, timer = modules[0], False, Timer(0, lambda: None)
+
+    def stop() -> None:
+        nonlocal hung
+        hung = True
+        process.kill()
+
+    def watch() -> Timer:
+        timer = Timer(seconds, stop)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    assert process.stdout
+    done: set[str] = set()
+    timer = watch()
+    try:
+        for text in process.stdout:
+            record = _record(text)
+            if name := record.get("begun"):
+                timer.cancel()
+                current, timer = name, watch()
+            elif name := record.get("done") or record.get("failed"):
+                done.add(name)
+                yield name, " ".join(str(record.get("why", "")).split())[:200]
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+    if current not in done:
+        yield current, f"no end after {seconds:g} s" if hung else f"ends Python with {code}"
+
+
+def _record(text: str) -> dict:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def check(distribution: str = "rlx") -> Iterator[Finding]:
+    """A row for the dependencies, one for every one that does not work, one for each extra."""
+    try:
+        groups = declared(distribution)
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", "rlx", "warning", "not installed, so nothing says what it needs",
+                      "pip install -e . in its directory")  # fmt: skip
+        return
+    found = {extra: [p for r in rs for p in inspect(r)] for extra, rs in groups.items()}
+    begun = time.monotonic()
+    with ThreadPoolExecutor(max(1, len(found))) as pool:
+        jobs = {
+            extra: pool.submit(imports, [p.module for p in packages if p.module])
+            for extra, packages in found.items()
+            if not extra or all(p.version for p in packages)
+        }
+        works = {extra: job.result() for extra, job in jobs.items()}
+    yield from _dependencies(found[""], works[""], time.monotonic() - begun)
+    for extra, packages in found.items():
+        if extra:
+            yield _extra(extra, packages, works.get(extra, {}))
+
+
+def _dependencies(
+    packages: Sequence[Package], works: Mapping[str, str], seconds: float
+) -> Iterator[Finding]:
+    bad = list(_complaints(packages, works))
+    for name, found, remedy in bad:
+        yield Finding("packages", name, "problem", found, remedy)
+    good = len(packages) - len(bad)
+    versions = ", ".join(f"{p.name} {p.version}" for p in packages if p.name in _REPORTED)
+    level = "ok" if not bad else "warning"
+    found = f"{good} of {len(packages)} installed, in bounds, importable ({seconds:.0f} s)"
+    yield Finding("packages", "dependencies", level, f"{found}; {versions}")
+
+
+def _extra(extra: str, packages: Sequence[Package], works: Mapping[str, str]) -> Finding:
+    missing = [p.name for p in packages if not p.version]
+    install = f"pip install 'rlx[{extra}]'"
+    if not packages:
+        return Finding("packages", f"[{extra}]", "absent", "nothing of it is for this system")
+    if missing:
+        others = ", ".join(f"{p.name} {p.version}" for p in packages if p.version)
+        found = f"without {', '.join(missing)}" + (f"; {others} installed" if others else "")
+        return Finding("packages", f"[{extra}]", "absent", f"{found}; to have it: {install}")
+    bad = list(_complaints(packages, works))
+    if bad:
+        found = "; ".join(f"{name}: {what}" for name, what, _ in bad)
+        return Finding("packages", f"[{extra}]", "warning", found, bad[0][2])
+    versions = ", ".join(f"{p.name} {p.version}" for p in packages)
+    return Finding("packages", f"[{extra}]", "ok", versions)
+
+
+def _complaints(
+    packages: Iterable[Package], works: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
+    """(name, what is wrong, what to do) of each package that does not work."""
+    for p in packages:
+        if not p.version:
+            yield p.name, "not installed", f"pip install '{p.requirement}'"
+        elif not p.fits:
+            found = f"{p.version} is installed, wanted {p.requirement}"
+            yield p.name, found, f"pip install '{p.requirement}'"
+        elif why := works.get(p.module, ""):
+            again = f"pip install --force-reinstall '{p.requirement}'"
+            yield p.name, f"{p.version} cannot be imported: {why}", again
+
+
+def _text(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"{requirement.name}{extras}{requirement.specifier}"

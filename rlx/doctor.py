@@ -1,0 +1,25 @@
+"""`python -m rlx.doctor [--config=FILE --config.x=y]`: what would keep rlx, or a run, from working.
+
+Looks at packages and machine, and with a config at its model, data and arithmetic. Exit status 0
+without a problem, 1 with one.
+"""
+
+import sys
+from pathlib import Path
+
+from rlx import command, flags
+from rlx.checkup.findings import status
+from rlx.checkup.table import show
+from rlx.checkup.visit import findings
+
+
+def main() -> int:
+    """Prints the table; returns the exit status."""
+    config, values = flags.parse(
+        sys.argv, config_needed=False, workdir="directory the run would have; default: runs/"
+    )
+    return status(show(findings(config, Path(values.workdir or "runs"))))
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,121 @@
+"""What to do about failures that are nobody's bug: memory, disks, ports, files. No JAX.
+
+An exception goes in, and the one line that a user needs comes out: what was short, by how much,
+what to change. Everything else keeps its traceback.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlx.base import UserError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORECASE)
+
+
+@contextmanager
+def explained(advice: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Turns a failure that is known here into a UserError; others pass.
+
+    Args:
+      advice: called when memory ran out; says how much was needed, and what lowers it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        known = explain(error, advice)
+        if known is None:
+            raise
+        raise known from error
+
+
+def explain(error: BaseException, advice: Callable[[], str] = lambda: "") -> UserError | None:
+    """The UserError for a failure, or for what caused it; None when it is none of these."""
+    for each in _causes(error):
+        if _device_is_full(each):
+            wanted = f": {amount} more wanted" if (amount := _size(str(each))) else ""
+            more = advice() or "use smaller batches, fewer sequences or a smaller model"
+            return UserError(f"out of memory{wanted}; {more}")
+        if isinstance(each, MemoryError) or _errno(each) == errno.ENOMEM:
+            more = advice() or "end other programs, or use a machine with more"
+            return UserError(f"this machine's memory is used up ({_memory()}); {more}")
+        if _errno(each) in _FULL:
+            return UserError(_disk(each))
+        if _errno(each) == errno.EADDRINUSE:
+            return UserError(
+                f"a port is in use already ({each}); end what listens there, choose another, or 0 "
+                "for any free one"
+            )
+        if _errno(each) == errno.EMFILE:
+            return UserError(
+                f"too many open files ({each}); raise the limit with `ulimit -n 65536`"
+            )
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception, its causes, and those of a group."""
+    seen: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        each = waiting.pop(0)
+        if each in seen:
+            continue
+        seen.append(each)
+        yield each
+        waiting += getattr(each, "exceptions", ())
+        if each.__cause__:
+            waiting.append(each.__cause__)
+
+
+def device_is_full(error: BaseException) -> bool:
+    """Whether JAX, or what it was caused by, ran out of a device's memory."""
+    return any(_device_is_full(each) for each in _causes(error))
+
+
+def _device_is_full(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _errno(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
+
+
+def _size(text: str) -> str:
+    """What an allocator's message says was asked for; empty where it does not."""
+    found = _SIZE.search(text)
+    if not found:
+        return ""
+    number, unit = float(found[1]), found[2].lower()
+    scale = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}.get(unit[0], 1)
+    return f"{number * scale / 1e9:.2f} GB"
+
+
+def _memory() -> str:
+    found = {}
+    with open("/proc/meminfo") as file:
+        for line in file:
+            name, value = line.split()[:2]
+            found[name] = int(value) * 1024 / 1e9
+    return f"{found['MemTotal:']:.1f} GB, {found['MemAvailable:']:.1f} GB of it free"
+
+
+def _disk(error: BaseException) -> str:
+    name = getattr(error, "filename", None)
+    if not isinstance(name, str | os.PathLike):
+        return f"no space left where the run writes ({error}); free some, or give another --workdir"
+    place = Path(os.fspath(name)).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free / 1e9
+    which = "give another --workdir"
+    if str(place).startswith("/dev/shm"):
+        which = "set fleet.publish_dir to a disk"
+    return f"no space left for {name} ({free:.2f} GB free there); free some, or {which}"
