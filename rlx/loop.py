@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from rlx import records, teacher
+from rlx import memory, records, remedies, teacher
 from rlx.base import Group
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
@@ -69,7 +70,8 @@ def run(config: ConfigDict, workdir: Path) -> int:
         jax.config.update(name, value)
     inputs = prepare(config)
     claim(config, workdir)
-    with ExitStack() as stack:
+    advice = partial(memory.advice, config, inputs.model_config)
+    with remedies.explained(advice), ExitStack() as stack:
         return _Run(config, workdir, inputs, stack).main()
 
 
