@@ -83,6 +83,11 @@ def default() -> ConfigDict:
     c.optimizer.weight_decay = 0.0
     c.optimizer.clip_norm = 1.0
 
+    c.lora = ConfigDict()  # adapters are trained in place of the model
+    c.lora.rank = 0  # of each adapter; 0: off, the whole model is trained
+    c.lora.alpha = 16.0  # what an adapter adds is multiplied by alpha / rank
+    c.lora.targets = LORA_TARGETS  # names of matrices, as here or as HF has them (q_proj)
+
     c.critic = ConfigDict()  # the network behind algorithm.critic, begun as a copy of the model
     c.critic.learning_rate = 1e-5
     c.critic.warmup_steps = 0  # train batches in which it alone learns
@@ -109,7 +114,7 @@ def default() -> ConfigDict:
     c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
     c.fleet.kv_on_update = "keep"  # keep | recompute | abort (and send again)
-    c.fleet.publish = "path"  # path | stream | delta (a stream of what changed)
+    c.fleet.publish = "path"  # path | stream | delta (what changed) | adapter (LoRA's alone)
     c.fleet.publish_dir = "/dev/shm"
     c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
     c.fleet.publish_timeout_seconds = 120.0
@@ -225,7 +230,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     _choice(config, "model.remat", ("none", "dots", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
     _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
-    _choice(config, "fleet.publish", ("path", "stream", "delta"))
+    _choice(config, "fleet.publish", ("path", "stream", "delta", "adapter"))
+    _check_lora(config)
     _choice(config, "checkpoint.recover_mode", ("auto", "off"))
     _choice(config, "reference.mode", ("frozen", "copy", "ema"))
     if config.reference.mode == "copy":
@@ -293,6 +299,40 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         raise UserError(
             f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses: local servers listen on "
             "loopback alone and need no TLS; give addresses or leave fleet.tls empty"
+        )
+
+
+def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
+    """`names` (ours, or HF's such as `q_proj`) as LORA_TARGETS has them, in its order.
+
+    Raises:
+      UserError: a name that is none, with the nearest that is; or no name at all.
+    """
+    if isinstance(names, str):
+        raise UserError(f"lora.targets={names!r} is one text; give a tuple of names")
+    short = [name.removesuffix("_proj") for name in names]
+    for name in short:
+        if name not in LORA_TARGETS:
+            raise unknown("lora.targets entry", name, LORA_TARGETS)
+    if not short:
+        raise UserError(f"lora.targets is empty; give some of {', '.join(LORA_TARGETS)}")
+    return tuple(name for name in LORA_TARGETS if name in short)
+
+
+def _check_lora(config: ConfigDict) -> None:
+    _at_least(config, "lora.rank", 0)
+    if not 0 < config.lora.alpha < float("inf"):
+        raise UserError(f"lora.alpha={config.lora.alpha} must be above 0 and finite")
+    lora_targets(config.lora.targets)
+    if config.lora.rank and config.reference.mode == "ema":
+        raise UserError(
+            "reference.mode=ema does not go with lora.rank: an average of adapters is not the "
+            "adapter of an average; use frozen or copy"
+        )
+    if config.fleet.publish == "adapter" and not config.lora.rank:
+        raise UserError(
+            "fleet.publish=adapter needs adapters and lora.rank=0; set lora.rank, or publish by "
+            "path, stream or delta"
         )
 
 

@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 
 from rlx import memory, records, remedies, teacher
 from rlx.base import Group
+from rlx.export import Export
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
@@ -37,7 +38,6 @@ from rlx.interrupts import interrupts
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
 from rlx.model import hf
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
@@ -121,7 +121,10 @@ class _Run:
             self.model_dir = self.workdir / "initial"
             key = jax.random.key(self.config.seed)
             weights = parameters.init(inputs.model_config, key, self.config.model.dtype)
-            self._export(self.model_dir, inputs.model_config, weights)
+            hf.save(
+                self.model_dir, inputs.model_config, weights, self.config.model.publish_dtype,
+                source=inputs.model_dir,
+            )  # fmt: skip
         if teacher.has_teacher(self.config):
             options, say = server_options(self.config), self.progress.message
             beside = Teacher(self.config, self.workdir, plan.servers[own:], options, say)
@@ -140,13 +143,15 @@ class _Run:
 
     def _build_trainer(self) -> None:
         """The train state: the checkpoint's, or that of the model directory."""
-        dtype = self.config.model.dtype
+
+        def first() -> parameters.Params:
+            """The policy the run began with; KL terms and LoRA's adapters begin there too."""
+            return hf.load(self.model_dir, self.config.model.dtype)[1]
+
         self.update = make_update(
-            self.inputs.model_config,
-            self.config,
-            # Of KL terms: the policy the run began with.
-            reference_params=lambda: hf.load(self.model_dir, dtype)[1],
+            self.inputs.model_config, self.config, reference_params=first, base_params=first
         )
+        self.export = Export(self.config, self.update, self.model_dir, self.inputs.model_dir)
         self.restored, self.step, self.earlier = None, 0, 0.0
         if self.config.checkpoint.recover_mode == "auto":
             self.restored = checkpoint.restore_latest(
@@ -154,11 +159,11 @@ class _Run:
             )
         if self.restored:
             self.state, host = self.restored.state, self.restored.host
+            self.export.require_base(host)
             self.step, self.earlier = host["step"], host["elapsed_seconds"]
             self.progress.message(f"continuing after step {self.step}")
         else:
-            _, weights = hf.load(self.model_dir, dtype)
-            self.state = self.update.init(weights)
+            self.state = self.update.init({} if self.update.lora else first())
 
     def _start_executor(self, stack: ExitStack, addresses: tuple[str, ...]) -> None:
         """Connects the fleet, gives it the state's version, and begins to admit prompts."""
@@ -192,7 +197,8 @@ class _Run:
         if self.restored:
             self.executor.restore(self.restored.host["executor"], self.restored.groups)
         if self.restored or c.fleet.addresses:  # local servers have just read these very weights
-            self.executor.run(self.fleet.publish(self.step, self._weights(), c.fleet.publish))
+            weights = self.export.weights(self.state.params)
+            self.executor.run(self.fleet.publish(self.step, weights, c.fleet.publish))
         self.executor.set_version(self.step)
 
     def _fleet(self, addresses: tuple[str, ...]) -> Fleet:
@@ -271,7 +277,7 @@ class _Run:
         with self._phase("publish", version=self.step):
             if self.publishing:
                 self.publishing.result()
-            weights = self._weights() if self.served else {}
+            weights = self.export.weights(self.state.params) if self.served else {}
         self.publishing = self.executor.submit(self._deliver(self.step, weights))
         if self._due(self.config.gate.every_steps):
             self._ask_servers()
@@ -291,19 +297,15 @@ class _Run:
         if not self.gate or not self.gate.asked:
             return
         with self._phase("gate", version=self.step):
-            verdict = self.gate.verdict(self.state.params, lambda: self.stopping)
+            whole = self.update.whole(self.state.params)
+            verdict = self.gate.verdict(whole, lambda: self.stopping)
         if verdict:
             self.writer.write_gate(verdict.record)
             if verdict.error:
                 raise verdict.error
             self.progress.message(sentence(verdict.record))
 
-    def _weights(self) -> dict[str, Any]:
-        """The policy of now as the fleet takes it: HF names, on the host."""
-        dtype = self.config.model.publish_dtype
-        return hf.to_hf(self.state.params, self.inputs.model_config, dtype)
-
-    async def _deliver(self, version: int, weights: dict[str, Any]) -> None:
+    async def _deliver(self, version: int, weights: Any) -> None:
         """Publishes `version`; its tokens count once every live server has acknowledged it."""
         if self.served:
             with self.timeline.span("publish", f"version {version}"):
@@ -384,17 +386,14 @@ class _Run:
                     "executor": host,
                     "config": as_json(self.config),
                     "model": self.update.model.to_hf(),
+                    "lora_base": self.export.base.hex(),
                 },
                 groups,
                 keep=self.config.checkpoint.keep,
             )
-            self._export(self.workdir / "hf", self.update.model, self.state.params)
+            self.export.save(self.workdir, self.state.params)
         self.saved = self.step
         self.last_save = time.monotonic()
-
-    def _export(self, path: Path, model: ModelConfig, weights: parameters.Params) -> None:
-        dtype, source = self.config.model.publish_dtype, self.inputs.model_dir
-        hf.save(path, model, weights, dtype, source=source)
 
     def _finish(self) -> int:
         """Saves, scores the final weights if the run is complete, and writes the report."""

@@ -8,7 +8,6 @@ The rows of `table` say their shapes, their sharding and PEFT's names for them. 
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rlx.base import UserError
-from rlx.config import LORA_TARGETS, unknown
+from rlx.config import LORA_TARGETS, lora_targets
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.params import Params, Row
@@ -43,29 +42,12 @@ class LoraConfig:
             raise UserError(f"lora.rank={self.rank} is below 1; set it to 1 or more")
         if not 0 < self.alpha < math.inf:
             raise UserError(f"lora.alpha={self.alpha} must be above 0 and finite")
-        object.__setattr__(self, "targets", target_names(self.targets))
+        object.__setattr__(self, "targets", lora_targets(self.targets))
 
     @property
     def scale(self) -> float:
         """alpha / rank."""
         return self.alpha / self.rank
-
-
-def target_names(names: Iterable[str]) -> tuple[str, ...]:
-    """`names` as LORA_TARGETS has them, in its order.
-
-    Raises:
-      UserError: a name that is none, with the nearest that is; or no name at all.
-    """
-    if isinstance(names, str):
-        raise UserError(f"lora.targets={names!r} is one text; give a tuple of names")
-    short = [name.removesuffix("_proj") for name in names]
-    for name in short:
-        if name not in LORA_TARGETS:
-            raise unknown("lora.targets entry", name, LORA_TARGETS)
-    if not short:
-        raise UserError(f"lora.targets is empty; give some of {', '.join(LORA_TARGETS)}")
-    return tuple(name for name in LORA_TARGETS if name in short)
 
 
 def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:

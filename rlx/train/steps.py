@@ -23,8 +23,10 @@ from rlx.algorithms import critic as critic_lib
 from rlx.algorithms import kl, losses, supervised
 from rlx.algorithms.presets import Algorithm
 from rlx.model import decoder
+from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
+from rlx.model.lora import LoraConfig
 from rlx.model.params import Params
 
 Batch = Mapping[str, Array]
@@ -160,6 +162,8 @@ class Steps:
 
     Attributes:
       model, algorithm: static descriptions; a reward model's has a value head.
+      lora: of the adapters, where they are trained in place of the model; `frozen` parameters then
+        are the base, and parameters that are None are the base without them.
       optimizer: of `params`.
       critic_model, critic_optimizer: of the critic; None without one.
       critic_warmup: train batches in which the critic alone learns.
@@ -183,6 +187,7 @@ class Steps:
     compute_dtype: Any = jnp.float32
     chunk: int = 1024
     clip_norm: float = 0.0
+    lora: LoraConfig | None = None
 
     # What learns.
 
@@ -222,16 +227,23 @@ class Steps:
 
     # Forward passes.
 
-    def logprobs(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Array]:
+    def whole(self, params: Any, frozen: Any) -> Params:
+        """What the decoder computes with: `params`, or the base with these adapters."""
+        if self.lora is None:
+            return params
+        return frozen if params is None else lora_lib.attach(frozen, params, self.lora)
+
+    def logprobs(
+        self, params: Params | None, frozen: Params | None, batch: Batch
+    ) -> tuple[Array, Array]:
         """Log-probabilities and entropies of a microbatch's tokens, [B, T] float32 each."""
-        del frozen
         return decoder.logprobs(
-            params, self.model, batch,
+            self.whole(params, frozen), self.model, batch,
             temperature=self.temperature, remat=self.remat,
             compute_dtype=self.compute_dtype, chunk=self.chunk,
         )  # fmt: skip
 
-    def logprob_step(self, params: Params, frozen: Params | None, batch: Batch) -> Array:
+    def logprob_step(self, params: Params | None, frozen: Params | None, batch: Batch) -> Array:
         """Log-probabilities alone, for policies that are not trained: [B, T] float32."""
         return self.logprobs(params, frozen, batch)[0]
 

@@ -21,9 +21,11 @@ from ml_collections import ConfigDict
 
 from rlx.algorithms import losses, presets
 from rlx.base import Group, UserError
+from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model import sharding
 from rlx.model.config import ModelConfig
+from rlx.model.lora import LoraConfig
 from rlx.train import metrics as metrics_lib
 from rlx.train import packing, steps
 from rlx.train.metrics import Metrics
@@ -37,6 +39,7 @@ class Update(NamedTuple):
     Attributes:
       init: params → the state before the first update; copies params, and puts them on the mesh. A
         critic begins as a copy of them, a reward model is one, both with a value head of zeros.
+        With LoRA the state begins with adapters that add nothing, and params are not looked at.
       update: (state, groups) → (new state, metrics). The old state's arrays are given up to the new
         one: whoever needs the parameters must read them before the next update. Metrics are read
         lazily, see `Metrics`.
@@ -45,6 +48,9 @@ class Update(NamedTuple):
       evaluate: (state, groups) → the metrics of the loss on groups that are not trained on.
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
       model: the config of what is trained; a reward model's has a value head.
+      lora: of the adapters, which then are all that `state.params` holds; None without.
+      whole: state.params → parameters that the decoder computes the policy with.
+      merged: state.params → parameters of `model` alone, to publish and to export.
     """
 
     init: Callable[[parameters.Params], TrainState]
@@ -53,6 +59,9 @@ class Update(NamedTuple):
     evaluate: Callable[[TrainState, Sequence[Group]], dict[str, float]]
     abstract_state: TrainState
     model: ModelConfig
+    lora: LoraConfig | None
+    whole: Callable[[parameters.Params], parameters.Params]
+    merged: Callable[[parameters.Params], parameters.Params]
 
 
 def make_update(
@@ -60,6 +69,7 @@ def make_update(
     config: ConfigDict,
     *,
     reference_params: Callable[[], parameters.Params] | None = None,
+    base_params: Callable[[], parameters.Params] | None = None,
     mesh: Mesh | None = None,
 ) -> Update:
     """The trainer of a run.
@@ -68,12 +78,14 @@ def make_update(
       model_config: the model.
       config: the whole config of the run.
       reference_params: gives the frozen policy of KL terms; called only when there is one.
+      base_params: gives what LoRA's adapters are added to, which then is the frozen policy of KL
+        terms as well; called only with `config.lora.rank`.
       mesh: devices to use; made from `config.train.mesh` when None.
 
     Raises:
       UserError: the algorithm needs a reference policy and there is none, or a name is unknown.
     """
-    trainer = _Trainer(model_config, config, reference_params, mesh)
+    trainer = _Trainer(model_config, config, reference_params, base_params, mesh)
     return Update(
         trainer.init,
         trainer.update,
@@ -81,6 +93,9 @@ def make_update(
         trainer.evaluate,
         trainer.abstract_state(),
         trainer.steps.model,
+        trainer.steps.lora,
+        trainer.whole,
+        trainer.merged,
     )
 
 
@@ -89,6 +104,12 @@ def make_steps(model_config: ModelConfig, config: ConfigDict) -> Steps:
     algorithm = presets.resolve(
         config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples
     )
+    if config.lora.rank and (algorithm.critic or algorithm.loss == "bradley_terry"):
+        what = "a critic" if algorithm.critic else "a reward model"
+        raise UserError(
+            f"algorithm {algorithm.name} trains {what}, whose value head is no adapter's; set "
+            "lora.rank=0"
+        )
     updates = _total_updates(config)
     valued = dataclasses.replace(model_config, value_head=True)
     critic = dict(config.optimizer) | {"learning_rate": config.critic.learning_rate}
@@ -107,7 +128,13 @@ def make_steps(model_config: ModelConfig, config: ConfigDict) -> Steps:
         compute_dtype=jnp.dtype(config.model.compute_dtype),
         chunk=config.model.logprob_chunk,
         clip_norm=config.optimizer.clip_norm,
+        lora=make_lora(config.lora),
     )
+
+
+def make_lora(config: ConfigDict) -> LoraConfig | None:
+    """What `config.lora` describes; None where the whole model is trained."""
+    return LoraConfig(config.rank, config.alpha, tuple(config.targets)) if config.rank else None
 
 
 # How much longer attention takes than its arithmetic says, beside matrix products. Measured on a
@@ -143,22 +170,24 @@ class _Jitted(NamedTuple):
 class _Trainer:
     """Jitted steps and where arrays go; holds nothing that changes."""
 
-    def __init__(self, model_config, config, reference_params, mesh):
+    def __init__(self, model_config, config, reference_params, base_params, mesh):
         self.config, self.model_config = config, model_config
         self.steps = make_steps(model_config, config)
         self.schedule = make_schedule(config.optimizer, _total_updates(config))
         self.attention_cost = attention_cost(model_config, jax.default_backend())
         self.mesh = sharding.make_mesh(config.train.mesh) if mesh is None else mesh
         algorithm = self.steps.algorithm
-        if algorithm.needs_reference and reference_params is None:
+        if self.steps.lora and base_params is None:
+            raise UserError("lora.rank without a base; give base_params")
+        if algorithm.needs_reference and reference_params is None and not self.steps.lora:
             raise UserError(
                 f"algorithm {algorithm.name} with kl_placement={algorithm.kl_placement} needs a "
                 "reference policy and there is none; give reference_params or set "
                 "algorithm.kl_placement=none"
             )
-        self.frozen = None
-        self.reference_params = None
-        if algorithm.needs_reference and not self.steps.follows:
+        self.frozen = self._place(base_params(), model_config) if self.steps.lora else None
+        self.reference_params = None  # with LoRA: of the base, without adapters
+        if algorithm.needs_reference and not self.steps.follows and not self.steps.lora:
             self.reference_params = self._place(reference_params(), model_config)
         self._jit()
 
@@ -199,13 +228,22 @@ class _Trainer:
     def _replicated(self):
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def _learned_shardings(self, model, optimizer):
-        """Of parameters, and of what the optimizer keeps of each of them."""
-        params = sharding.named_shardings(model, self.mesh)
+    def _trained_shapes(self):
+        """Of what the learner trains: the model's parameters, or the adapters."""
+        s = self.steps
+        if s.lora:
+            return lora_lib.shapes(s.model, s.lora)
+        return parameters.shapes(s.model, jnp.dtype(self.config.model.dtype))
+
+    def _learned_shardings(self, model, optimizer, lora=None):
+        """Of parameters (or adapters), and of what the optimizer keeps of each of them."""
+        rows = lora_lib.table(model, lora) if lora else None
+        params = sharding.named_shardings(model, self.mesh, rows)
+        shapes = lora_lib.shapes(model, lora) if lora else parameters.shapes(model)
         moments = optax.tree.map_params(
             optimizer,
             lambda _, place: place,
-            jax.eval_shape(optimizer.init, parameters.shapes(model)),
+            jax.eval_shape(optimizer.init, shapes),
             params,
             transform_non_params=lambda _: self._replicated(),
         )
@@ -215,7 +253,7 @@ class _Trainer:
         if self.mesh is None:
             return None
         s, everywhere = self.steps, self._replicated()
-        params, moments = self._learned_shardings(s.model, s.optimizer)
+        params, moments = self._learned_shardings(s.model, s.optimizer, s.lora)
         critic = None
         if s.critic_model is not None:
             own = self._learned_shardings(s.critic_model, s.critic_optimizer)
@@ -238,6 +276,15 @@ class _Trainer:
             return params
         return jax.device_put(params, sharding.named_shardings(model, self.mesh))
 
+    def _adapters(self):
+        """New adapters where they belong."""
+        model, lora = self.model_config, self.steps.lora
+        adapters = lora_lib.init(model, lora, jax.random.key(self.config.seed))
+        if self.mesh is None:
+            return adapters
+        rows = lora_lib.table(model, lora)
+        return jax.device_put(adapters, sharding.named_shardings(model, self.mesh, rows))
+
     def _put(self, arrays: packing.Arrays, spec: PartitionSpec):
         if self.mesh is None:
             return jax.device_put(arrays)
@@ -246,7 +293,7 @@ class _Trainer:
     def abstract_state(self) -> TrainState:
         dtype, s = jnp.dtype(self.config.model.dtype), self.steps
         critic = s.critic_model and parameters.shapes(s.critic_model, dtype)
-        state = jax.eval_shape(s.init, parameters.shapes(s.model, dtype), critic)
+        state = jax.eval_shape(s.init, self._trained_shapes(), critic)
         if self.mesh is None:
             return state
         return jax.tree.map(
@@ -257,11 +304,20 @@ class _Trainer:
 
     def init(self, params) -> TrainState:
         s, critic = self.steps, None
+        if s.lora:
+            return self.jit_init(self._adapters(), None)
         if s.critic_model is not None:
             valued, _ = parameters.with_value_head(params, self.model_config)
             critic = self._place(valued, s.critic_model)
         trained = steps.trained_model(self.model_config, params, s.algorithm)
         return self.jit_init(self._place(trained, s.model), critic)
+
+    def whole(self, params):
+        return self.steps.whole(params, self.frozen)
+
+    def merged(self, params):
+        lora = self.steps.lora
+        return lora_lib.merge(self.frozen, params, lora) if lora else params
 
     # One batch.
 

@@ -35,35 +35,37 @@ def groups(seed):
     return out
 
 
-def run(mesh_text, minibatches, budget):
+def run(mesh_text, minibatches, budget, rank=0):
     config = config_lib.default()
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (32, 64), budget
-    config.train.minibatches = minibatches
+    config.train.minibatches, config.lora.rank = minibatches, rank
     if mesh_text:
         mesh = sharding.make_mesh(mesh_text)
     else:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-    trainer = update.make_update(MODEL, config, mesh=mesh)
-    state = trainer.init(parameters.init(MODEL, jax.random.key(0)))
+    params = parameters.init(MODEL, jax.random.key(0))
+    trainer = update.make_update(MODEL, config, mesh=mesh, base_params=lambda: params)
+    state = trainer.init(params)
     for seed in range(2):
         state, metrics = trainer.update(state, groups(seed))
     return trainer, state, metrics
 
 
 CASES = (
-    # mesh, minibatches, token budget a device
-    ("data:4,tensor:2", 2, 64),
-    ("data:8", 1, 2048),
+    # mesh, minibatches, token budget a device, rank of LoRA's adapters, a parameter that is cut
+    ("data:4,tensor:2", 2, 64, 0, "q"),
+    ("data:8", 1, 2048, 0, "q"),
+    ("data:4,tensor:2", 2, 2048, 3, "q_lora_b"),
 )
 
 
 def main():
     jax.config.update("jax_disable_most_optimizations", True)
-    for mesh, minibatches, budget in CASES:
-        _, alone, expected = run("", minibatches, 2048)
-        trainer, state, metrics = run(mesh, minibatches, budget)
-        q = state.params["layers"]["q"]
+    for mesh, minibatches, budget, rank, name in CASES:
+        _, alone, expected = run("", minibatches, 2048, rank)
+        trainer, state, metrics = run(mesh, minibatches, budget, rank)
+        q = state.params["layers"][name]
         assert len(q.sharding.device_set) == 8
         assert not q.sharding.is_fully_replicated
         for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(state), strict=True):
