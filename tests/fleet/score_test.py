@@ -84,6 +84,24 @@ def test_a_malformed_score_is_a_value_error_and_costs_no_server(tools, tmp_path)
     tools.run(main())
 
 
+def test_a_server_without_its_engine_or_of_another_life_is_unavailable(tools):
+    async def main():
+        async with tools.server() as (engine, server), tools.stub(server) as stub:
+
+            async def broken(request):
+                raise EngineStopped("the device is lost")
+
+            with pytest.raises(grpc.aio.AioRpcError, match="was restarted") as other:
+                await stub.Score(pb.ScoreRequest(tokens=TOKENS, first=1, instance="another"))
+            engine.score = broken
+            with pytest.raises(grpc.aio.AioRpcError, match="the device is lost") as lost:
+                await stub.Score(pb.ScoreRequest(tokens=TOKENS, first=1))
+            for caught in (other, lost):
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    tools.run(main())
+
+
 @pytest.fixture
 def servers(tools, tmp_path, monkeypatch):
     """Two processes that take half a second for a score."""

@@ -144,17 +144,21 @@ def test_scores_under_way_are_made_again_by_new_weights(changing, tiny_model_dir
     tensors = load_file(tiny_model_dir / "model.safetensors")
     path = tmp_path / "halved.safetensors"
     save_file({name: tensor * np.float32(0.5) for name, tensor in tensors.items()}, path)
-    tokens = sequence(3, 50)
+    engine, tokens = changing.engine, sequence(3, 50)
     before = changing.score(tokens)
 
     async def change():
-        await changing.engine.pause()
-        score = asyncio.create_task(changing.engine.score(request_of(tokens)))
-        withdrawn = asyncio.create_task(changing.engine.score(request_of(tokens)))
-        await changing.engine.load(str(path), 5)
+        await engine.pause()
+        score = asyncio.create_task(engine.score(request_of(tokens)))
+        withdrawn = asyncio.create_task(engine.score(request_of(tokens)))
+        while len(engine._scores) < 2:
+            await asyncio.sleep(0.001)
+        for _ in range(9):  # turns of the engine's thread, more than two sequences take
+            await engine.pause()
         assert not score.done(), "a paused engine scores nothing"
+        await engine.load(str(path), 5)
         withdrawn.cancel()
-        await changing.engine.resume()
+        await engine.resume()
         return await score
 
     after = changing.do(change())
