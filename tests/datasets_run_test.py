@@ -1,0 +1,237 @@
+"""SFT, reward models and DPO through the whole loop, on a tiny model and six rows."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlx import convert, inputs, loop
+from rlx.base import UserError
+from rlx.config import check, default
+from rlx.model import decoder, hf
+from rlx.train import checkpoint
+
+ROWS = [
+    {"question": f"{i} + {i} =", "answer": str(2 * i), "completion": f"it is {2 * i}",
+     "chosen": f"it is {2 * i}", "rejected": f"it may be {2 * i + 1}?"}
+    for i in range(6)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Programs here run for milliseconds and compile for seconds: do not optimise them."""
+    name = "jax_disable_most_optimizations"
+    jax.config.update(name, True)
+    os.environ[name.upper()] = "1"  # of the servers
+    yield
+    jax.config.update(name, False)
+    del os.environ[name.upper()]
+
+
+@pytest.fixture
+def config(tiny_model_dir, tmp_path):
+    """config(preset): of a run without servers, four rows a batch."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def make(preset: str, steps: int = 2):
+        c = default()
+        c.total_steps = steps
+        c.model.path = str(tiny_model_dir)
+        c.algorithm.preset = preset
+        c.data.train = c.data.eval = str(data)
+        c.data.max_prompt_tokens = 64
+        c.sampling.max_new_tokens = 24
+        c.rollout.batch_prompts = 4
+        c.optimizer.learning_rate = 1e-3
+        c.train.max_tokens_per_microbatch = 512
+        c.train.row_buckets = (128,)
+        c.fleet.num_servers = 0
+        c.eval.every_steps = 2
+        c.eval.num_questions = 3
+        c.observe.tensorboard = False
+        return c
+
+    return make
+
+
+def run(config, workdir: Path) -> list[dict]:
+    """The records of a run that must end well."""
+    check(config)
+    assert loop.run(config, workdir) == 0
+    return records(workdir / "metrics.jsonl")
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(workdir: Path) -> bytes:
+    return (workdir / "hf" / hf.WEIGHTS).read_bytes()
+
+
+def test_sft_without_servers_stopped_and_resumed_is_the_run_that_was_not(config, tmp_path, capsys):
+    steps = run(config("sft", steps=4), tmp_path / "whole")
+    assert [step["epoch"] for step in steps] == [0, 1, 1, 2], "six rows, four a batch"
+    assert [step["n_prompts"] for step in steps] == [4] * 4
+    assert steps[-1]["sft_loss"] < steps[0]["sft_loss"]
+    assert all(step["failed"] == step["dropped"] == 0 for step in steps)
+    assert not {"task_reward", "staleness_mean", "publish_seconds"} & steps[0].keys()
+    answers = [ROWS[index]["completion"] for index in order(4)]
+    assert steps[0]["n_valid_tokens"] == sum(len(text) + 1 for text in answers), "and end tokens"
+
+    scores = records(tmp_path / "whole" / "eval.jsonl")
+    assert [(s["step"], s["version"], s["num_questions"]) for s in scores] == [
+        (0, 0, 3), (2, 2, 3), (4, 4, 3),
+    ]  # fmt: skip
+    losses = [score["held_out_sft_loss"] for score in scores]
+    assert losses == sorted(losses, reverse=True)
+    assert "greedy_acc" not in scores[0]
+    shown = capsys.readouterr().out
+    assert f"held_out_sft_loss {losses[0]:.2f}"[:-1] in shown
+    assert "reward" not in shown
+    assert not (tmp_path / "whole" / "gate.jsonl").exists()
+    page = (tmp_path / "whole" / "report.html").read_text()
+    assert "Held-out loss" in page
+    assert "Task reward" not in page
+
+    halves = [config("sft", steps=2), config("sft", steps=4)]
+    for half in halves:
+        half.eval.num_questions = 0  # evaluating changes nothing
+    first, second = (run(half, tmp_path / "halves") for half in halves)
+    assert second[:2] == first
+    assert [step["sft_loss"] for step in second] == [step["sft_loss"] for step in steps]
+    assert weights(tmp_path / "halves") == weights(tmp_path / "whole")
+
+
+def order(count: int) -> list[int]:
+    """The first rows that a run of seed 0 is given."""
+    from rlx.rollout.data import Cursor
+
+    cursor = Cursor(list(range(6)), seed=0)
+    return [cursor.next()[1] for _ in range(count)]
+
+
+@pytest.fixture
+def reward_model(config, tmp_path):
+    run(config("reward_model"), tmp_path / "rm")
+    return tmp_path / "rm"
+
+
+def test_a_reward_model_is_what_transformers_calls_a_sequence_classifier(reward_model, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    scores = records(reward_model / "eval.jsonl")
+    assert scores[0]["held_out_pair_margin"] == 0, "a head of zeros prefers nothing"
+    assert scores[0]["held_out_pair_loss"] == pytest.approx(np.log(2))
+    assert scores[-1]["held_out_pair_loss"] < scores[0]["held_out_pair_loss"]
+
+    model, params = hf.load(reward_model / "hf")
+    assert model.value_head
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reward_model / "hf")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        reward_model / "hf", dtype=torch.float32
+    )
+    assert type(theirs).__name__ == "Qwen2ForSequenceClassification"
+    assert theirs.config.num_labels == 1
+    margins = []
+    for row in ROWS[:3]:
+        pair = []
+        for answer in (row["chosen"], row["rejected"]):
+            chat = [{"role": "user", "content": row["question"]}]
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(text + answer + "<|im_end|>", return_tensors="np")["input_ids"]
+            places = jnp.arange(ids.shape[1])[None]
+            batch = {"tokens": ids, "positions": places, "segment_ids": jnp.ones_like(places)}
+            ours = float(decoder.values(params, model, batch)[0, -1])
+            with torch.no_grad():
+                found = theirs(torch.tensor(ids)).logits
+            assert found.shape == (1, 1)
+            assert abs(float(found) - ours) < 1e-5
+            pair.append(ours)
+        margins.append(pair[0] - pair[1])
+    assert np.ptp(margins) > 0
+    assert np.mean(margins) == pytest.approx(scores[-1]["held_out_pair_margin"], abs=1e-5)
+
+    convert.to_hf(checkpoint.find(str(reward_model)), tmp_path / "converted", "", "")
+    for name in (hf.WEIGHTS, "config.json"):
+        converted, exported = (d / name for d in (tmp_path / "converted", reward_model / "hf"))
+        assert converted.read_bytes() == exported.read_bytes(), name
+
+    with pytest.raises(UserError, match=r"is a reward model.*give a Qwen2ForCausalLM directory"):
+        inputs.prepare(refused(reward_model))
+
+
+def refused(workdir: Path):
+    """The config of SFT from the directory that a reward model was exported to."""
+    config = default()
+    config.model.path = str(workdir / "hf")
+    config.algorithm.preset = "sft"
+    config.data.kind = "arithmetic"
+    config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, 64
+    return config
+
+
+def test_dpo_begins_at_its_reference_and_prefers_what_it_is_shown(config, tmp_path):
+    steps = run(config("dpo", steps=3), tmp_path)
+    assert steps[0]["pair_loss"] == pytest.approx(np.log(2))
+    scores = records(tmp_path / "eval.jsonl")
+    assert scores[0]["held_out_pair_margin"] == pytest.approx(0, abs=1e-6)
+    assert scores[-1]["held_out_pair_margin"] > 0
+    samples = records(next((tmp_path / "rollouts").glob("*.jsonl")))
+    assert {sample["reward"] for sample in samples} == {0.0, 1.0}
+
+
+def test_sft_with_a_server_records_loss_and_greedy_accuracy(config, tmp_path):
+    c = config("sft", steps=3)
+    c.fleet.num_servers = 1
+    c.fleet.slots = 4
+    c.gate.every_steps = 1
+    steps = run(c, tmp_path)
+    scores = records(tmp_path / "eval.jsonl")
+    assert [(s["step"], s["version"]) for s in scores] == [(0, 0), (2, 2), (3, 3)]
+    for score in scores:
+        assert 0 <= score["greedy_acc"] <= 1
+        assert score["version_end"] == score["version"], "answered by the weights of its step"
+    losses = [score["held_out_sft_loss"] for score in scores]
+    assert losses == sorted(losses, reverse=True)
+    assert [(r["step"], r["ok"]) for r in records(tmp_path / "gate.jsonl")] == [
+        (0, True), (1, True), (2, True),
+    ]  # fmt: skip
+    assert steps[-1]["publish_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "words"),
+    [
+        ("reward_model", {"fleet.num_servers": 1}, ["reward model", "fleet.num_servers=0"]),
+        ("reward_model", {"fleet.addresses": ("127.0.0.1:1",)}, ["generates nothing"]),
+        ("grpo", {}, ["fleet.num_servers=0", "grpo", "rollouts"]),
+        ("sft", {"sampling.temperature": 0.5}, ["sampling.temperature=0.5", "set it to 1"]),
+        ("sft", {"data.completion_key": "solution"}, ["rows.jsonl:1", "data.completion_key"]),
+        ("dpo", {"data.rejected_key": "worse"}, ["rows.jsonl:1", "data.rejected_key"]),
+        ("dpo", {"data.rejected_key": "chosen"}, ["both 'chosen'"]),
+        ("sft", {"sampling.max_new_tokens": 5}, ["completion of row 1", "8 tokens", "is 5"]),
+        (
+            "ipo",
+            {"data.max_prompt_tokens": 40, "train.max_tokens_per_microbatch": 70},
+            ["chosen and rejected of row 1", "is 70 and they must share one"],
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_one_sentence(config, preset, changes, words):
+    c = config(preset)
+    for key, value in changes.items():
+        part, name = key.split(".")
+        c[part][name] = value
+    check(c)
+    with pytest.raises(UserError) as error:
+        inputs.prepare(c)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
