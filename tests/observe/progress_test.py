@@ -79,6 +79,36 @@ def test_the_panel_shows_everything_and_fits(record):
     assert {len(line) for line in shown} == {80}, "the panel's edges are not straight"
 
 
+PAIRS = {"step": 3, "pair_loss": 0.5, "pair_accuracy": 0.75, "pair_margin": 0.0, "n_tokens": 900}
+
+
+def test_a_run_on_a_dataset_shows_its_losses_and_no_reward():
+    console = Console(file=io.StringIO(), width=80)
+    with Progress(20, console, clock=Clock()) as progress:
+        progress.evaluation({"step": 0, "held_out_pair_loss": 0.7, "held_out_pair_accuracy": 0.5})
+        progress.update(PAIRS)
+    evaluation, step = console.file.getvalue().splitlines()
+    wanted = "eval 0/20  held_out_pair_loss 0.700  held_out_pair_accuracy 0.500  questions"
+    assert evaluation.startswith(wanted)
+    wanted = "step 3/20  epoch 0  loss 0.500  accuracy 0.750  margin 0  held-out-loss 0.700  "
+    assert step.startswith(f"{wanted}held-out-accuracy 0.500  tokens 900  trained/s")
+    for word in ("reward", "staleness", "generated", "greedy"):
+        assert word not in evaluation + step
+
+
+def test_the_panel_of_a_run_on_a_dataset_has_both_held_out_numbers():
+    console = terminal()
+    progress = Progress(20, console, clock=Clock())
+    progress.update({"step": 3, "sft_loss": 0.04, "n_tokens": 900})
+    progress.evaluation({"step": 2, "greedy_acc": 0.9, "held_out_sft_loss": 0.03})
+    text = "\n".join(panel(progress, console))
+    for part in ("loss       0.0400", "held-out   0.900", "greedy, step 2", "held-out   0.0300",
+                 "loss, step 2"):  # fmt: skip
+        assert part in text, part
+    assert "reward" not in text
+    assert "staleness" not in text
+
+
 def test_running_prompts_are_the_live_ones(record):
     console = terminal(120)
     progress = Progress(20, console, clock=Clock())

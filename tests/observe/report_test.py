@@ -12,6 +12,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.observe.lanes import color_of, covered, overview
+from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report import page, write_report
 from rlx.observe.rundir import TraceSpan, load
 from rlx.observe.samples import card, choose, shaded, visible
@@ -211,3 +212,24 @@ def test_busy_time_counts_overlaps_once():
     assert drawn.count("<rect") < 2000, "what is too small to see apart is drawn as one"
     assert color_of("Waiting") == color_of("Waiting")
     assert color_of("wait") == "c-wait"
+
+
+def test_a_run_on_a_dataset_shows_its_losses_and_margins_and_no_reward(tmp_path):
+    config = {"algorithm": {"preset": "dpo"}, "fleet": {"num_servers": 0}, "total_steps": 3,
+              "rollout": {"batch_prompts": 32, "max_staleness": 2}, "reward": {"name": "gsm8k"},
+              "sampling": {"n_samples": 8}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sample = {"prompt": "q", "completion": "a", "reward": 1.0, "versions": [], "logprobs": []}
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 4):
+            pairs = {"pair_loss": 0.7 - step / 10, "pair_accuracy": 0.6, "pair_margin": step / 5}
+            writer.write({"step": step, "elapsed_seconds": step, "n_valid_tokens": 9, **pairs})
+            writer.write_rollouts(step, [sample | {"step": step}])
+        writer.write_eval({"step": 3, "held_out_pair_loss": 0.5, "held_out_pair_accuracy": 0.9})
+    text = " ".join(Page(write_report(tmp_path).read_text()).text)
+    for part in ("DPO", "32 rows a batch", "no servers", "Held-out loss", "Held-out pairs right",
+                 "held-out pairs", "Margin"):  # fmt: skip
+        assert part in text, part
+    for part in ("Task reward", "Held-out accuracy", "gsm8k · ", "max staleness", "version lag",
+                 "Asynchrony", "samples"):  # fmt: skip
+        assert part not in text.replace("sampling.n_samples", ""), part

@@ -7,7 +7,7 @@ import string
 import pytest
 
 from rlx.base import UserError
-from rlx.rollout import arithmetic
+from rlx.rollout import arithmetic, rewards
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +71,28 @@ def test_careful_solution_writes_every_step_then_the_boxed_answer():
 def test_unknown_split_suggests_the_nearest():
     with pytest.raises(UserError, match="did you mean 'held_out'"):
         next(arithmetic.stream(0, "heldout"))
+
+
+def test_a_wrong_solution_is_plausible_wrong_and_always_the_same():
+    given_up = 0
+    for row in arithmetic.problems(3, "train", 400):
+        question = row["question"]
+        wrong, careful = arithmetic.wrong_solution(question), arithmetic.careful_solution(question)
+        assert wrong == arithmetic.wrong_solution(question)
+        assert rewards.arithmetic("", wrong, [], [], answer=row["answer"]) == 0.0
+        lines, right = wrong.split("\n"), careful.split("\n")
+        assert lines[0] == right[0]
+        if "~" in lines[-1]:
+            given_up += 1
+            at = len(lines) - 1
+            assert lines[:at] == right[:at], "careful until it gives up"
+            assert lines[at].split("~")[0] == right[at].split(":")[0]
+        else:
+            found = [int(line.split(":")[1]) for line in lines[:-1]]
+            true = [int(line.split(":")[1]) for line in right[:-1]]
+            errors = [a - b for a, b in zip(found, true, strict=True)]
+            assert errors == sorted(errors, key=bool), "one mistake, carried through"
+            assert len(set(errors) - {0}) == 1
+            assert all(0 <= value <= arithmetic.LARGEST_VALUE for value in found)
+            assert lines[-1] == f"\\boxed{{{found[-1]}}}"
+    assert 150 < given_up < 250

@@ -242,3 +242,15 @@ def test_state_of_other_data_is_refused(other, message):
 def test_no_rows():
     with pytest.raises(UserError, match="no rows"):
         Cursor([])
+
+
+def test_further_texts_are_wanted_and_named(write):
+    path = write('{"question": "p", "good": "s", "bad": "t"}\n{"question": "p", "good": 3}')
+    texts = {"good": "data.chosen_key"}
+    with pytest.raises(UserError, match=r":2: 'good' must be text, got 3"):
+        data.load(str(path), "question", "", texts=texts)
+    texts = {"bad": "data.rejected_key"}
+    with pytest.raises(UserError, match=r":2: the row has no 'bad'.*set data.rejected_key"):
+        data.load(str(path), "question", "", texts=texts)
+    with pytest.raises(UserError, match=r":1: the row has no 'answer'"):
+        data.load(str(path), texts={})
