@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx.base import UserError
-from rlx.fleet import compile_cache
+from rlx.fleet import compile_cache, kv_memory
 from rlx.fleet.checks import check_request, check_score, model_len
 from rlx.fleet.engine import Chunk, EngineStatus, EngineStopped, Request, ScoreRequest, Scores
 from rlx.fleet.programs import Programs, make_plan
@@ -251,7 +251,13 @@ class JaxEngine:
         self._slots = Slots(plan.slots, self._steps, longest)
         self._programs = Programs(config, plan, self._steps, self._dtype)
         self._scoring = Scoring(self._programs)
-        self._cache = self._programs.start(self._params)
+        try:
+            self._cache = self._programs.start(self._params)
+        except (RuntimeError, MemoryError) as error:
+            known = kv_memory.explained(error, config, plan, self._dtype)
+            if known is None:
+                raise
+            raise known from error
 
     def _read(self, path: str) -> decode.ServingParams:
         """The weights of a safetensors file or HF directory, checked whole and in our layout."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlx.base import UserError
+from rlx.fleet.kv_memory import vllm_advice
 from rlx.model.config import ModelConfig
 
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
@@ -73,7 +74,9 @@ def start_llm(
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"vLLM cannot serve {model_path}: {cause(error)}") from error
+        words = cause(error)
+        more = vllm_advice(words, slots, max_model_len)
+        raise UserError(f"vLLM cannot serve {model_path}: {words}{more}") from error
 
 
 def _set_environment(cpu: bool) -> None:
