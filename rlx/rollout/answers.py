@@ -28,6 +28,8 @@ _MATH = re.compile(  # `$…$`, `$$…$$`, `\(…\)`, `\[…\]`; not the two sig
     re.DOTALL,
 )
 _TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
+_ONLY_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
+_ASIDE = re.compile(r",\s|\b(?:because|since|as|for|so|which|and not|not)\b")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 
 _CHARACTERS = {
@@ -100,11 +102,13 @@ def final_answers(text: str) -> tuple[str, ...]:
             return (line,)
     tail = text[-_TAIL:]
     stated = _stated(tail)
-    if stated:
+    if stated and not _ONLY_WORDS.fullmatch(stated[0]):
         return stated
     formula = _last_formula(tail)
     if formula:
-        return (formula,)
+        return (*stated, formula)
+    if stated:
+        return stated
     whole = (tail,) if len(text.strip()) <= _WHOLE and text.strip() else ()
     number = numbers.last_number(tail)
     return (*whole, number) if number else whole
@@ -218,7 +222,8 @@ def _stated(text: str) -> tuple[str, ...]:
     sentence = (rest[: end.start()] if end else rest)[: MAX_LENGTH + 1].strip()
     if not _PROSE.search(sentence):
         return (sentence,) if sentence else ()
-    inner = _last_formula(sentence) or numbers.last_number(sentence)
+    claim = _ASIDE.split(sentence, maxsplit=1)[0]
+    inner = _last_formula(claim) or numbers.last_number(claim)
     return (sentence, inner) if inner else (sentence,) if len(sentence) <= _WHOLE else ()
 
 

@@ -18,7 +18,7 @@ _MAX_DEPTH = 4  # of tuples in sets in lists
 _MAX_ITEMS = 16  # more than that is compared as text
 
 _CHOICE = re.compile(
-    r"(?:choice|option|answer)?\s*(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])(?=[.):]|$))(.*)",
+    r"(?i:choice|option|answer)?\s*(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])(?=[.):]|$))(.*)",
     re.DOTALL,
 )
 _NAME = re.compile(

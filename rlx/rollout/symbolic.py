@@ -1,9 +1,10 @@
 r"""Whether two short LaTeX expressions are equal, by math-verify, within bounds of its work.
 
-math-verify's own limit is an alarm of whole seconds on the main thread, and a number that sympy
-computes in one step, like `9^{9^9}`, ends for no alarm. So a text is measured before sympy sees
-it, and what then still takes long is stopped after CPU_SECONDS of processor time: on the main
-thread by a timer, on another by a trace function. Nothing here raises on any text.
+math-verify's own limit is an alarm: seconds of the wall's clock, on the main thread only, and
+`9^{9^9}` uses all of it (where sympy computes with gmpy2, no alarm ends it). So a text is measured
+before sympy sees it, and what then still takes long is stopped after CPU_SECONDS of processor time,
+which is the same on a busy machine: on the main thread by a timer, on another by a trace function.
+Nothing here raises on any text.
 """
 
 import functools
@@ -88,6 +89,11 @@ def warm() -> None:
     _library()
     for text in (r"\sqrt{12}", "(1,2]", r"\frac{x+1}{2}"):
         equal(text, text + "+1")
+
+
+def forget() -> None:
+    """Drops the expressions remembered from earlier answers, for measurements."""
+    _parse.cache_clear()
 
 
 @functools.cache

@@ -58,6 +58,14 @@ from rlx.rollout.numbers import last_box, read_answer
         (r"-\dfrac{3}{4}", Fraction(-3, 4)),
         (r"1\frac{1}{2}", Fraction(3, 2)),
         (r"\frac12", Fraction(1, 2)),
+        ("½", Fraction(1, 2)),
+        ("1½ cups", Fraction(3, 2)),
+        # powers of ten
+        ("1e3", 1000),
+        ("2.5E-1 of it", Fraction(1, 4)),
+        ("1e999", None),
+        ("3 eggs", 3),
+        ("3em", 3),
         ("60/2 = 30", 30),
         ("5 and then 3/0", 5),
         # the marker

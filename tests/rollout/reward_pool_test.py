@@ -174,3 +174,15 @@ def test_workers_die_with_a_killed_parent(tmp_path, busy_with):
     finally:
         if alive(worker):
             os.kill(worker, signal.SIGKILL)
+
+
+def test_a_hard_answer_is_a_zero_and_costs_no_worker():
+    pool = RewardPool("math", workers=1, timeout=30.0)
+    try:
+        texts = (r"\boxed{1/2}", r"\boxed{(x+y+z+1)^{200}(x-y)^{200}}", r"\boxed{9^{9^9}}", "0.5")
+        calls = [call(text, answer=r"\frac{1}{2}") for text in texts]
+        values, spans = asyncio.run(pool.rewards(calls))
+    finally:
+        pool.close()
+    assert values == [1.0, 0.0, 0.0, 1.0]
+    assert len(spans) == 1  # one task: nothing was killed and tried again alone
