@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlx.algorithms.presets import Algorithm
 from rlx.base import UserError
@@ -15,6 +16,7 @@ from rlx_torch import kl
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
 EPS = 1e-5
+BLOCK = 32  # tokens that `_recur` walks through one by one
 
 
 @torch.no_grad()
@@ -256,13 +258,22 @@ def gae(
 
 
 def _recur(a: Tensor, b: Tensor) -> Tensor:
-    """x with x[t] = b[t] + a[t]·x[t + 1] and x[T] = 0, in ⌈log₂ T⌉ doublings."""
-    size, step = a.shape[0], 1
-    while step < size:
-        ahead_a = torch.nn.functional.pad(a[step:], (0, step))
-        ahead_b = torch.nn.functional.pad(b[step:], (0, step))
-        a, b, step = a * ahead_a, b + a * ahead_b, 2 * step
-    return b
+    """x with x[t] = b[t] + a[t]·x[t + 1] and x[T] = 0: step by step in blocks, all blocks at once.
+
+    Then the blocks' own recurrence, of a BLOCK-th of the size, gives each what follows it.
+    """
+    size = a.shape[0]
+    if size == 1:
+        return b
+    missing = -size % BLOCK
+    a, b = (pad(x, (0, missing)).view(-1, BLOCK).t().contiguous() for x in (a, b))
+    products, sums = [a[-1]], [b[-1]]
+    for step in reversed(range(BLOCK - 1)):
+        products.append(a[step] * products[-1])
+        sums.append(torch.addcmul(b[step], a[step], sums[-1]))
+    after = pad(_recur(products[-1], sums[-1])[1:], (0, 1))
+    x = torch.addcmul(torch.stack(sums[::-1]), torch.stack(products[::-1]), after)
+    return x.t().reshape(-1)[:size]
 
 
 def next_trained(loss_mask_T: Tensor, sequence_ids_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,6 +282,6 @@ def next_trained(loss_mask_T: Tensor, sequence_ids_T: Tensor) -> tuple[Tensor, T
     index = torch.arange(size, device=loss_mask_T.device)
     index = torch.where(loss_mask_T, index, size)
     at_or_after = index.flip(0).cummin(0).values.flip(0)
-    following = torch.nn.functional.pad(at_or_after[1:], (0, 1), value=size)
+    following = pad(at_or_after[1:], (0, 1), value=size)
     safe = following.clamp(max=size - 1)
     return safe, (following < size) & (sequence_ids_T[safe] == sequence_ids_T)

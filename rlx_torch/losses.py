@@ -69,7 +69,7 @@ def policy_loss(
             "entropy_loss": entropy_loss,
             "actor_clip_ratio": clipped & used,
             "importance_weight": torch.where(used, log_ratio.exp(), 0.0),
-            "ppo_approx_kl": -log_ratio,
+            "ppo_approx_kl": torch.where(used, -log_ratio, 0.0),
             "behaviour_weight": torch.where(used, weight, 0.0),
             "behaviour_weight_out_of_bounds": used & ~in_bounds,
             "behaviour_kl": torch.where(

@@ -32,12 +32,17 @@ SEQUENCES = {"tiny": 64, "25m": 32}
 
 
 class Worker:
-    """One side's process."""
+    """One side's process: `module` as train_step_workers, which speaks lines of JSON."""
 
-    def __init__(self, options: dict, cores: list[int]):
+    def __init__(
+        self,
+        options: dict,
+        cores: list[int],
+        module: str = "experiments.bench.train_step_workers",
+    ):
         threads = str(options["threads"])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.bench.train_step_workers", json.dumps(options)],
+            [sys.executable, "-m", module, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
