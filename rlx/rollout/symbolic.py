@@ -3,16 +3,16 @@ r"""Whether two short LaTeX expressions are equal, by math-verify, within bounds
 math-verify's own limit is an alarm: seconds of the wall's clock, on the main thread only, and
 `9^{9^9}` uses all of it (where sympy computes with gmpy2, no alarm ends it). So a text is measured
 before sympy sees it, and what then still takes long is stopped after CPU_SECONDS of processor time,
-which is the same on a busy machine: on the main thread by a timer, on another by a trace function.
+which is the same on a busy machine: on the main thread by a timer, on another by a watching thread.
 Nothing here raises on any text.
 """
 
+import ctypes
 import functools
 import logging
 import math
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def limited(function: Callable[..., bool], *args: Any, seconds: float = CPU_SECO
     Works in any thread; on the main one SIGVTALRM is borrowed meanwhile.
     """
     main = threading.current_thread() is threading.main_thread()
-    return (_timed if main else _traced)(function, args, seconds)
+    return (_timed if main else _watched)(function, args, seconds)
 
 
 @functools.cache
@@ -211,18 +211,37 @@ def _timed(function: Callable[..., bool], args: tuple[Any, ...], seconds: float)
         signal.signal(signal.SIGVTALRM, previous or signal.SIG_DFL)
 
 
-def _traced(function: Callable[..., bool], args: tuple[Any, ...], seconds: float) -> bool:
-    end = time.thread_time() + seconds
-    previous = sys.gettrace()
+def _watched(function: Callable[..., bool], args: tuple[Any, ...], seconds: float) -> bool:
+    """For a thread that cannot have signals: a second thread raises _Expired in it."""
+    thread, armed, finished = threading.get_ident(), True, threading.Event()
+    lock, clock = threading.Lock(), time.pthread_getcpuclockid(threading.get_ident())
+    end = time.clock_gettime(clock) + seconds
 
-    def expire(frame: Any, event: str, argument: Any) -> None:  # at each call in Python
-        if time.thread_time() > end:
-            raise _Expired
+    def watch() -> None:
+        while not finished.wait(0.05):
+            with lock:
+                if armed and time.clock_gettime(clock) > end:
+                    _raise_in(thread, _Expired)
 
-    sys.settrace(expire)
+    watcher = threading.Thread(target=watch, name="rlx-grade-limit", daemon=True)
+    watcher.start()
     try:
-        return function(*args)
+        try:
+            return function(*args)
+        finally:
+            with lock:
+                armed = False
     except _Expired:
         return False
     finally:
-        sys.settrace(previous)
+        with lock:
+            armed = False
+            _raise_in(thread, None)
+        finished.set()
+        watcher.join()
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raises `error` in the thread at its next step; None takes back one not yet raised."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
