@@ -25,15 +25,18 @@ COMMON = (
     "--config.observe.tensorboard=False",
     "--config.gate.enabled=False",
 )
-OBJECTIVES = {"decoupled": True, "coupled": False}
+# All are GRPO. Coupled is PPO's clip about the behaviour policy; M2PO drops the tokens that are
+# farthest off policy and clips nothing; it is asked only where data are old.
+OBJECTIVES = {
+    "decoupled": ["--config.algorithm.decoupled=True"],
+    "coupled": ["--config.algorithm.decoupled=False"],
+    "m2po": ["--config.algorithm.preset=m2po"],
+}
 VARIANTS = {
-    f"{name}-{eta}": [
-        *COMMON,
-        f"--config.rollout.max_staleness={eta}",
-        f"--config.algorithm.decoupled={decoupled}",
-    ]
+    f"{name}-{eta}": [*COMMON, f"--config.rollout.max_staleness={eta}", *flags]
+    for name, flags in OBJECTIVES.items()
     for eta in STALENESS
-    for name, decoupled in OBJECTIVES.items()
+    if name != "m2po" or eta >= 8
 }
 
 
@@ -52,9 +55,10 @@ def spread(values: list[float]) -> str:
 def table(out: Path) -> None:
     """One row for each bound and objective, over seeds."""
     print(
-        "| lag | objective | seeds | at step 30 | best | final | worst final | clipped | lag seen |"
+        "| lag | objective | seeds | at step 10 | at step 30 | best | final | worst final "
+        "| clipped | behaviour KL | lag seen |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for eta in STALENESS:
         for name in OBJECTIVES:
             runs = curves(out, f"{name}-{eta}")
@@ -65,16 +69,17 @@ def table(out: Path) -> None:
                 for path in sorted((out / f"{name}-{eta}").glob("seed-*"))
                 for record in sweep.records(path / "metrics.jsonl")
             ]
-            early = [dict(run).get(30, float("nan")) for run in runs]
+            early, later = ([dict(run).get(s, float("nan")) for run in runs] for s in (10, 30))
             final = [run[-1][1] for run in runs]
             clipped = statistics.mean(record["actor_clip_ratio"] for record in steps)
+            far = statistics.median(record["behaviour_kl"] for record in steps)
             settled = [r for r in steps if r["step"] > eta]
             lags = {(r["staleness_min"], r["staleness_max"]) for r in settled}
             seen = ", ".join(f"{low}" if low == high else f"{low}–{high}" for low, high in lags)
             print(
-                f"| {eta} | {name} | {len(runs)} | {spread(early)} "
+                f"| {eta} | {name} | {len(runs)} | {spread(early)} | {spread(later)} "
                 f"| {spread([max(acc for _, acc in run) for run in runs])} | {spread(final)} "
-                f"| {min(final):.3f} | {clipped:.3f} | {seen} |"
+                f"| {min(final):.3f} | {100 * clipped:.1f} % | {far:.4f} | {seen} |"
             )
 
 
@@ -87,7 +92,8 @@ def plot(out: Path, picture: Path) -> None:
 
     figure, axes = plt.subplots(1, len(STALENESS), figsize=(12, 3.2), sharey=True)
     for axis, eta in zip(axes, STALENESS, strict=True):
-        for name, color in (("decoupled", "tab:blue"), ("coupled", "tab:orange")):
+        colors = ("tab:blue", "tab:orange", "tab:green")
+        for name, color in zip(OBJECTIVES, colors, strict=True):
             runs = curves(out, f"{name}-{eta}")
             for run in runs:
                 axis.plot(*zip(*run, strict=True), color=color, lw=0.7, alpha=0.5)
@@ -99,7 +105,8 @@ def plot(out: Path, picture: Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("held-out greedy accuracy")
-    axes[-1].legend(frameon=False, loc="lower right")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    axes[0].legend(handles, labels, frameon=False, loc="lower right")
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
 
