@@ -126,11 +126,14 @@ def _activations(
     """
     wide, mlp, layers = model.model_dim, model.mlp_dim, model.num_layers
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    width = 4 if platform == "cpu" else jnp.dtype(config.model.compute_dtype).itemsize
+    half = jnp.dtype(config.model.compute_dtype).itemsize == 2
+    width = 2 if half else 4
+    if platform == "cpu":  # computes half precision in float32, with casts beside it
+        width = 4.4 if half else 4
     length = row_length(config)
     block = max(256, length // 16)
     scores = model.num_heads * block * (length / block + 1) * 2 / 3  # float32, see attention.py
-    if platform == "gpu" and width == 2:
+    if platform == "gpu" and half:
         scores = length / 2  # cuDNN's kernel reads a mask alone
     if config.model.remat == "none":
         kept = layers * (7.5 * wide + 4.5 * q + 2 * kv + 3 * mlp) * width
@@ -176,7 +179,7 @@ def changes(config: ConfigDict) -> dict[str, Any]:
     """Settings that may save memory in the trainer, without changing what is learned."""
     most, least = config.train.max_tokens_per_microbatch, longest(config)
     out: dict[str, Any] = {"train.max_tokens_per_microbatch": max(most // 2, least)}
-    if config.train.minibatches < config.rollout.batch_prompts and not config.train.minibatches > 1:
+    if config.train.minibatches == 1 and config.rollout.batch_prompts > 1:
         out["train.minibatches"] = 2
     out["model.remat"] = "full"
     out["model.logprob_chunk"] = min(256, config.model.logprob_chunk)
@@ -185,28 +188,55 @@ def changes(config: ConfigDict) -> dict[str, Any]:
 
 
 def savings(
-    config: ConfigDict, model: ModelConfig, platform: str = "cpu", devices: int = 1
+    config: ConfigDict,
+    model: ModelConfig,
+    platform: str = "cpu",
+    devices: int = 1,
+    there: int = 0,
 ) -> list[tuple[str, int]]:
     """(setting as written on the command line, bytes it saves), most first; those that save 2 %."""
-    now = sum(trainer(config, model, platform, devices).values())
-    found = []
+
+    def need(changed: ConfigDict) -> int:
+        return sum(trainer(changed, model, platform, devices).values())
+
+    now, found = need(config), []
     for key, value in changes(config).items():
-        other = copy.deepcopy(config)
-        with other.unlocked():
-            other.update_from_flattened_dict({key: value})
-        saved = now - sum(trainer(other, model, platform, devices).values())
-        if saved >= 0.02 * now:
+        other = with_value(config, key, value)
+        if key == "train.max_tokens_per_microbatch":
+            while there and need(other) > there and value > longest(config):
+                value = max(value // 2, longest(config))
+                other = with_value(config, key, value)
+        if (saved := now - need(other)) >= 0.02 * now:
             found.append((f"{key}={value}", saved))
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def remedy(config: ConfigDict, model: ModelConfig, platform: str = "cpu", devices: int = 1) -> str:
-    """What to change so that the trainer needs less, with what each saves."""
-    found = savings(config, model, platform, devices)[:3]
+def with_value(config: ConfigDict, key: str, value: Any) -> ConfigDict:
+    """A copy of `config` with `key`, dotted, set to `value`."""
+    other = copy.deepcopy(config)
+    with other.unlocked():
+        other.update_from_flattened_dict({key: value})
+    return other
+
+
+def remedy(
+    config: ConfigDict,
+    model: ModelConfig,
+    platform: str = "cpu",
+    devices: int = 1,
+    there: int = 0,
+) -> str:
+    """What to change so that the trainer needs less, with what each saves.
+
+    Args:
+      there: bytes that a step may take, where they are known: the token budget is then halved until
+        it fits.
+    """
+    found = savings(config, model, platform, devices, there)[:3]
+    more = ", or give train.mesh more devices" if platform != "cpu" else ""
     if not found:
-        return "nothing in the config saves much; use a smaller model, lora.rank or more devices"
-    most = ", ".join(f"{setting} (−{size(saved)})" for setting, saved in found)
-    return f"set {most}, or give train.mesh more devices"
+        return f"use a smaller model or lora.rank: nothing else in the config saves much{more}"
+    return "set " + " or ".join(f"{setting} (−{size(saved)})" for setting, saved in found) + more
 
 
 def listed(pieces: Mapping[str, int]) -> str:

@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 
 from rlx import config as configs
 from rlx import memory
-from rlx.algorithms import presets
 from rlx.base import UserError
 from rlx.checkup import machine
 from rlx.checkup.findings import Finding, attempt
@@ -26,6 +25,7 @@ from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
+from rlx.observe.text import number
 from rlx.train import packing
 from rlx.train.update import attention_cost
 
@@ -107,8 +107,8 @@ def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:
     return Finding("data", "prompts", "ok", f"{what}; the limit is {limit}")
 
 
-def _round(number: float) -> int:
-    return math.ceil(number / 64) * 64
+def _round(tokens: float) -> int:
+    return math.ceil(tokens / 64) * 64
 
 
 def arithmetic(
@@ -142,7 +142,7 @@ def judge_batch(config: ConfigDict, group: int, rows: int) -> Finding:
     what = (
         f"{batch} prompts × {group} = {batch * group} trajectories; {parts} minibatch"
         f"{'es' * (parts > 1)} of {batch / parts:g} prompts; {steps} steps see "
-        f"{steps * batch / rows:.2g} epochs of {rows} rows"
+        f"{number(steps * batch / rows)} epochs of {rows} rows"
     )
     if batch % parts:
         return Finding("config", "batch", "warning", f"{what}: they are not equally large",
@@ -174,8 +174,8 @@ def judge_microbatches(
     plan = packing.plan(sizes, budget, config.train.row_buckets, attention_cost=cost, shards=shards)
     full = sizes.sum() / plan.padded_tokens
     what = (
-        f"{budget} tokens: {budget / most:.1f} of the longest trajectories ({most} tokens), "
-        f"{budget / expected:.1f} of the expected ({expected:.0f}); a minibatch of {count} is "
+        f"{budget} tokens: {number(budget / most)} of the longest trajectories ({most} tokens), "
+        f"{number(budget / expected)} of the expected ({expected:.0f}); a minibatch of {count} is "
         f"{len(plan.microbatch_rows)} × rows of {plan.row_length}, {full:.0%} full"
     )
     if full < 0.5:
@@ -233,7 +233,8 @@ def room(
         yield machine.check_shared_memory(in_shm, config.fleet.publish_dir)
     host = own * config.fleet.num_servers + copies + in_shm * served
     host += sum(pieces.values()) if on_host else 0
-    yield judge_host(host, available, on_host)
+    if not on_host or sum(pieces.values()) <= available:  # else the trainer's row has said it
+        yield judge_host(host, available, on_host)
     place = machine.existing(workdir)
     state = sum(memory.state(config, model).values())
     exported = parameters.count(model) * (2 if config.model.publish_dtype == "bfloat16" else 4)
@@ -254,7 +255,7 @@ def judge_trainer(
     if not there or total <= _TIGHT * there:
         of = f"; {size(there)} there" if there else ""
         return Finding("memory", "trainer", "ok", what + of)
-    remedy = memory.remedy(config, model, devices.platform, devices.count)
+    remedy = memory.remedy(config, model, devices.platform, devices.count, int(_TIGHT * there))
     level = "problem" if total > there else "warning"
     return Finding("memory", "trainer", level, f"{what}; there are {size(there)}", remedy)
 
@@ -283,10 +284,3 @@ def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
         return Finding("memory", "disk", "problem", what,
                        "free some, give another --workdir, or lower checkpoint.keep")  # fmt: skip
     return Finding("memory", "disk", "ok", what)
-
-
-def algorithm_of(config: ConfigDict) -> presets.Algorithm:
-    """The algorithm with its overrides; UserError where they do not fit."""
-    return presets.resolve(
-        config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples
-    )

@@ -1,0 +1,138 @@
+"""The memory estimate against the compiler's own account of the same step."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlx import memory
+from rlx.config import default
+from rlx.model import decode, lora, params
+from rlx.model.config import ModelConfig
+from rlx.train.update import make_steps
+
+MODEL = ModelConfig(
+    "Qwen2ForCausalLM", vocab_size=2048, num_layers=4, model_dim=128, mlp_dim=512, num_heads=4,
+    num_kv_heads=2, head_dim=32, tie_embeddings=True, attention_bias=True,
+)  # fmt: skip
+ROW = 512
+
+
+def config_of(**values):
+    """A run whose microbatches are rows of 512 tokens."""
+    c = default()
+    c.data.max_prompt_tokens, c.sampling.max_new_tokens = 128, ROW - 128
+    for key, value in values.items():
+        c.update_from_flattened_dict({key.replace("__", "."): value})
+    return c
+
+
+def compiled_peak(config, tokens):
+    """Bytes that XLA plans for one train step of `tokens` tokens in rows of 512."""
+    steps = make_steps(MODEL, config)
+    shape = (tokens // ROW, ROW)
+
+    def of(dtype, shape=shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    floats = ("advantages", "loss_weights", "behaviour_logprobs", "proximal_logprobs")
+    batch = {name: of(np.float32) for name in floats}
+    batch |= {n: of(np.int32) for n in ("positions", "tokens", "segment_ids", "versions")}
+    batch |= {name: of(np.float32, ()) for name in ("target_version", "kl_coefficient")}
+    batch["loss_mask"] = of(bool)
+    state = jax.eval_shape(steps.init, params.shapes(MODEL, jnp.dtype(config.model.dtype)))
+    step = jax.jit(steps.learner.step, donate_argnums=0)
+    done = step.lower(state, None, batch, of(np.float32, ()), of(bool, ())).compile()
+    m = done.memory_analysis()
+    results = m.output_size_in_bytes - m.alias_size_in_bytes
+    return m.argument_size_in_bytes + m.temp_size_in_bytes + results
+
+
+@pytest.mark.parametrize(
+    ("tokens", "values"),
+    [
+        (8192, {"model__remat": "none"}),
+        (8192, {"model__remat": "full"}),
+        (2048, {"model__remat": "full", "model__logprob_chunk": 2048}),
+        (4096, {"model__remat": "none", "model__compute_dtype": "bfloat16"}),
+        (512, {"model__dtype": "bfloat16", "model__remat": "full"}),
+    ],
+)
+def test_the_estimate_is_what_the_compiler_plans(tokens, values):
+    config = config_of(train__max_tokens_per_microbatch=tokens, **values)
+    config.rollout.batch_prompts, config.sampling.n_samples = 1, tokens // ROW
+    planned = compiled_peak(config, tokens)
+    estimate = sum(memory.trainer(config, MODEL).values())
+    assert 0.85 * planned < estimate < 1.35 * planned, f"{estimate / planned:.2f}"
+
+
+def test_the_state_is_counted_exactly():
+    config = config_of(algorithm__preset="ppo")
+    steps, valued = make_steps(MODEL, config), dataclasses.replace(MODEL, value_head=True)
+    state = steps.init(params.init(MODEL, jax.random.key(0)), params.init(valued, jax.random.key(1)))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    pieces = memory.state(config, MODEL)
+    assert pieces.keys() == {"parameters", "optimizer", "critic"}
+    assert 0 <= held - sum(pieces.values()) <= 16, "two counters and a coefficient"
+
+
+def test_adapters_make_the_state_small_and_keep_the_base_beside_it():
+    config = config_of(lora__rank=4)
+    whole, count = memory.state(config_of(), MODEL), params.count(MODEL)
+    adapters = lora.count(MODEL, make_steps(MODEL, config).lora)
+    pieces = memory.trainer(config, MODEL)
+    assert pieces["parameters"] == 4 * adapters < whole["parameters"] / 3
+    assert pieces["frozen base"] == 4 * count
+    assert memory.published(config, MODEL) == 4 * count
+    config.fleet.publish = "adapter"
+    assert memory.published(config, MODEL) == 4 * adapters
+
+
+def test_the_kv_cache_is_the_engines_own():
+    config = config_of(fleet__slots=6, model__publish_dtype="bfloat16")
+    cache = jax.eval_shape(lambda: decode.init_cache(MODEL, 6, ROW, jnp.bfloat16))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert memory.server(config, MODEL)["KV cache"] == held
+
+
+def test_a_mesh_divides_the_state_and_a_reference_is_counted():
+    alone = config_of(algorithm__kl_placement="loss", algorithm__kl_coefficient=0.1)
+    pieces = memory.trainer(alone, MODEL, "gpu", 1)
+    four = memory.trainer(alone, MODEL, "gpu", 4)
+    assert pieces["reference"] == pieces["parameters"]
+    assert four["optimizer"] == pieces["optimizer"] // 4
+    assert four["activations"] == pieces["activations"], "the budget is each device's"
+
+
+def test_every_saving_is_a_setting_that_saves_as_much():
+    config = config_of(train__max_tokens_per_microbatch=8192)
+    now = sum(memory.trainer(config, MODEL).values())
+    found = memory.savings(config, MODEL)
+    assert {setting.split("=")[0] for setting, _ in found} >= {
+        "train.max_tokens_per_microbatch", "model.remat",
+    }  # fmt: skip
+    for setting, saved in found:
+        key, value = setting.split("=")
+        other = memory.with_value(config, key, int(value) if value.isdigit() else value)
+        assert now - sum(memory.trainer(other, MODEL).values()) == saved > 0
+    assert [saved for _, saved in found] == sorted((s for _, s in found), reverse=True)
+
+
+def test_the_token_budget_is_lowered_until_a_step_fits():
+    config = config_of(train__max_tokens_per_microbatch=65536, rollout__batch_prompts=64)
+    there = sum(memory.trainer(config, MODEL).values()) // 6
+    settings = dict(s.split("=") for s, _ in memory.savings(config, MODEL, there=there))
+    budget = int(settings["train.max_tokens_per_microbatch"])
+    assert budget == 8192
+    other = memory.with_value(config, "train.max_tokens_per_microbatch", budget)
+    assert sum(memory.trainer(other, MODEL).values()) <= there
+
+
+def test_sizes_are_read_at_a_glance():
+    sizes = {0: "0 B", 512: "512 B", 999_700: "1.0 MB", 1_640_000_000: "1.6 GB", 24e9: "24 GB"}
+    assert {number: memory.size(number) for number in sizes} == sizes
+    assert memory.listed({"a": 10**9, "b": 3 * 10**9, "c": 5}) == "b 3.0 GB, a 1.0 GB"
+    assert math.isclose(memory.minibatch_tokens(config_of(), 10.0), 8 * 8 * 10)
