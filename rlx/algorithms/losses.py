@@ -229,10 +229,15 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
     """
     square = jnp.where(used, log_weight**2, jnp.inf)
     square = jnp.where(jnp.isnan(square), jnp.inf, square)
-    order = jnp.argsort(square)
-    means = jnp.cumsum(square[order]) / jnp.arange(1, square.size + 1)  # never falls
-    kept = jnp.zeros(used.shape, bool).at[order].set(means < limit)
-    return used & kept
+    # Integers sort several times faster on a CPU, and the bits of such floats have their order.
+    bits = jnp.sort(lax.bitcast_convert_type(square, jnp.int32))
+    ordered = lax.bitcast_convert_type(bits, jnp.float32)
+    means = jnp.cumsum(ordered) / jnp.arange(1, square.size + 1)  # never falls
+    count = jnp.sum(means < limit)
+    first_dropped = ordered.at[count].get(mode="fill", fill_value=jnp.inf)
+    nearer, ties = square < first_dropped, square == first_dropped
+    room = count - jnp.sum(nearer)  # of equal ones, those that come first
+    return used & (nearer | (ties & (jnp.cumsum(ties) <= room)))
 
 
 def clipped_surrogate(
