@@ -1,7 +1,9 @@
 """`python -m rlx.convert SOURCE TARGET`: orbax checkpoint → HF directory, or back.
 
 The direction follows from SOURCE. A checkpoint is DIR/step_*, or the directory that holds several
-(a run's WORKDIR/checkpoints, or WORKDIR itself): the newest whole one. An HF directory has a
+(a run's WORKDIR/checkpoints, or WORKDIR itself): the newest whole one. One of a LoRA run holds
+adapters alone: they are merged into the model that the run began with (--model, or the one that
+the checkpoint names), and --adapter=DIR writes them as a PEFT directory too. An HF directory has a
 config.json; from it TARGET becomes a directory with one checkpoint that holds the parameters. To
 train an HF directory, give it to a run as model.path instead. TARGET must not exist.
 """
@@ -13,25 +15,11 @@ from rlx import command
 from rlx.base import UserError
 
 
-def to_hf(path: Path, target: Path, model: str, dtype: str) -> str:
+def to_hf(path: Path, target: Path, model: str, dtype: str, adapter: Path | None = None) -> str:
     """Writes the HF directory of a checkpoint's parameters; returns what was done."""
-    from rlx.model import hf, params
-    from rlx.model.config import ModelConfig
-    from rlx.train import checkpoint
+    from rlx.export import checkpoint_to_hf
 
-    host = checkpoint.read_host(path)
-    model = model or host.get("config", {}).get("model", {}).get("path", "")
-    directory = hf.resolve(model, "--model") if model else None
-    if "model" in host:
-        config = ModelConfig.from_hf(host["model"])
-    elif directory:
-        config = hf.load_config(directory)
-    else:
-        raise UserError(f"{path} does not say which model it is of; give --model=HF_DIRECTORY")
-    part = {"params": params.shapes(config, checkpoint.dtype_of(path, "params.embed"))}
-    restored = checkpoint.restore_part(path, part)["params"]
-    hf.save(target, config, restored, dtype or None, source=directory)
-    return f"{path} -> {target} (HF)"
+    return checkpoint_to_hf(path, target, model, dtype, adapter)
 
 
 def from_hf(source: Path, target: Path, dtype: str) -> str:
@@ -52,20 +40,25 @@ def main() -> None:
     parser.add_argument("source", help="checkpoint, HF directory or hub name")
     parser.add_argument("target", type=Path, help="directory to make")
     parser.add_argument("--model", default="", help="HF directory with the config and tokenizer")
+    parser.add_argument("--adapter", type=Path, help="PEFT directory to make; of a LoRA run")
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"))
     a = parser.parse_args()
-    if a.target.exists():
-        raise UserError(f"{a.target} exists; remove it or give another TARGET")
+    for made in filter(None, (a.target, a.adapter)):
+        if made.exists():
+            name = "TARGET" if made is a.target else "--adapter"
+            raise UserError(f"{made} exists; remove it or give another {name}")
     from rlx.model import hf
     from rlx.train import checkpoint
 
     if path := checkpoint.find(a.source):
-        print(to_hf(path, a.target, a.model, a.dtype), flush=True)
+        print(to_hf(path, a.target, a.model, a.dtype, a.adapter), flush=True)
         return
     if Path(a.source).is_dir() and not (Path(a.source) / "config.json").exists():
         raise UserError(
             f"{a.source} holds neither an HF config.json nor a checkpoint step_*; give one of them"
         )
+    if a.adapter:
+        raise UserError(f"{a.source} is no checkpoint of a LoRA run; drop --adapter")
     print(from_hf(hf.resolve(a.source, "SOURCE"), a.target, a.dtype), flush=True)
 
 

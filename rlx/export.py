@@ -10,8 +10,14 @@ from rlx.base import UserError
 from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
 from rlx.model import hf, peft
+from rlx.model import lora as lora_lib
+from rlx.model import params as parameters
+from rlx.model.config import ModelConfig
 from rlx.model.params import Params
-from rlx.train.update import Update
+from rlx.train import checkpoint
+from rlx.train.update import Update, make_lora
+
+INITIAL = "initial"  # directory of a run's first weights, where they are random
 
 
 class Export:
@@ -50,10 +56,70 @@ class Export:
 
     def require_base(self, host: Mapping[str, Any]) -> None:
         """Raises UserError when a checkpoint's adapters were trained on another model."""
-        wanted = host.get("lora_base", "")
-        if wanted != self.base.hex():
-            raise UserError(
-                f"the checkpoint's adapters belong to base {wanted[:12] or 'none'}, and "
-                f"{self._model_dir} is {self.base.hex()[:12] or 'no base'}; give the model it was "
-                "made with as model.path"
-            )
+        require_base(host, self.base, self._model_dir)
+
+
+def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
+    """Raises UserError unless a checkpoint's adapters belong to the base with this digest.
+
+    Args:
+      host: the checkpoint's own part; without LoRA its `lora_base` is empty, like `base`.
+      directory: that `base` is the digest of.
+    """
+    wanted = host.get("lora_base", "")
+    if wanted != base.hex():
+        raise UserError(
+            f"the checkpoint's adapters belong to base {wanted[:12] or 'none'} and {directory} is "
+            f"{base.hex()[:12]}; give the model that they were trained on"
+        )
+
+
+def checkpoint_to_hf(
+    path: Path, target: Path, model: str, dtype: str = "", peft_target: Path | None = None
+) -> str:
+    """Writes the HF directory of a checkpoint's parameters; returns what was done.
+
+    Args:
+      path: of the checkpoint; the adapters of a LoRA run are merged into the run's first weights.
+      model: HF directory or hub name, in place of the one that the checkpoint names.
+      dtype: of the tensors; "" keeps the checkpoint's, or the model's where adapters are merged.
+      peft_target: where to write the adapters of a LoRA run, for PEFT.
+
+    Raises:
+      UserError: the checkpoint is of another model, or has no adapters and they are wanted.
+    """
+    host = checkpoint.read_host(path)
+    run = host.get("config", {})
+    lora = make_lora(ConfigDict(run["lora"])) if "lora" in run else None
+    directory = _model_of(path, run, model, first=bool(lora))
+    if "model" in host:
+        config = ModelConfig.from_hf(host["model"])
+    elif directory:
+        config = hf.load_config(directory)
+    else:
+        raise UserError(f"{path} does not say which model it is of; give --model=HF_DIRECTORY")
+    if lora and directory:
+        require_base(host, adapter.digest(directory), directory)
+        part = {"params": lora_lib.shapes(config, lora)}
+        adapters = checkpoint.restore_part(path, part)["params"]
+        params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
+    elif peft_target:
+        raise UserError(f"{path} is of no LoRA run and has no adapters; drop --adapter")
+    else:
+        part = {"params": parameters.shapes(config, checkpoint.dtype_of(path, "params.embed"))}
+        params = checkpoint.restore_part(path, part)["params"]
+    hf.save(target, config, params, dtype or None, source=directory)
+    if not lora or not peft_target:
+        return f"{path} -> {target} (HF)"
+    peft.save(peft_target, config, lora, adapters, str(directory))
+    return f"{path} -> {target} (HF), {peft_target} (PEFT)"
+
+
+def _model_of(path: Path, run: Mapping[str, Any], model: str, first: bool) -> Path | None:
+    """The HF directory of the checkpoint's model; with `first`, that of the run's first weights."""
+    described = run.get("model", {})
+    begun = path.absolute().parents[1] / INITIAL
+    if first and not model and described.get("random_init") and begun.is_dir():
+        return begun
+    model = model or described.get("path", "")
+    return hf.resolve(model, "--model") if model else None

@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 
 from rlx import memory, records, remedies, teacher
 from rlx.base import Group
-from rlx.export import Export
+from rlx.export import INITIAL, Export
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
@@ -118,7 +118,7 @@ class _Run:
         stack.callback(os.sched_setaffinity, 0, cores)
         self.model_dir = inputs.model_dir
         if self.config.model.random_init:
-            self.model_dir = self.workdir / "initial"
+            self.model_dir = self.workdir / INITIAL
             key = jax.random.key(self.config.seed)
             weights = parameters.init(inputs.model_config, key, self.config.model.dtype)
             hf.save(

@@ -1,6 +1,7 @@
 """`python -m rlx.convert` in both directions: bit for bit, from a whole train state and back."""
 
 import dataclasses
+import json
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from safetensors.numpy import load_file
 from rlx import convert
 from rlx.base import UserError
 from rlx.config import default
-from rlx.model import hf
+from rlx.fleet.adapter import digest
+from rlx.model import hf, lora, peft
 from rlx.model import params as parameters
 from rlx.train import checkpoint
 from rlx.train.update import make_update
@@ -54,6 +56,64 @@ def test_train_state_to_hf_to_orbax_to_hf(workdir, tiny_model_dir, tmp_path):
     again = (tmp_path / "again" / hf.WEIGHTS).read_bytes()
     assert again == (tmp_path / "hf" / hf.WEIGHTS).read_bytes()
     assert hf.load_config(tmp_path / "again") == hf.load_config(tmp_path / "hf")
+
+
+@pytest.fixture(scope="module")
+def lora_run(tiny_model_dir, tmp_path_factory):
+    """A LoRA run's directory with a checkpoint; its adapters and the settings they have."""
+    config = default()
+    config.model.path, config.lora.rank = str(tiny_model_dir), 3
+    model, params = hf.load(tiny_model_dir)
+    update = make_update(model, config, base_params=lambda: params)
+    state = update.init({})
+    state = state.replace(params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
+    path = tmp_path_factory.mktemp("lora")
+    host = {
+        "config": json.loads(config.to_json_best_effort()),
+        "model": model.to_hf(),
+        "lora_base": digest(tiny_model_dir).hex(),
+    }
+    checkpoint.save(path / "checkpoints", 7, state, host)
+    return path, state.params, update.lora
+
+
+def test_a_lora_checkpoint_is_merged_and_given_to_peft(lora_run, tiny_model_dir, tmp_path):
+    path, adapters, settings = lora_run
+    done = run(path, tmp_path / "hf", f"--adapter={tmp_path / 'adapter'}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("(PEFT)")
+    model, params = hf.load(tiny_model_dir)
+    wanted = hf.to_hf(lora.merge(params, adapters, settings), model)
+    merged = load_file(tmp_path / "hf" / hf.WEIGHTS)
+    assert merged.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        np.testing.assert_array_equal(merged[name], tensor, err_msg=name)
+    found, back = peft.load(tmp_path / "adapter", model)
+    assert found == settings
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, back, adapters)))
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_adapters_are_merged_into_their_own_base_alone(
+    lora_run, workdir, tiny_model_dir, tmp_path, monkeypatch
+):
+    path, *_ = lora_run
+    model, params = hf.load(tiny_model_dir)
+    hf.save(tmp_path / "other", model, jax.tree.map(lambda leaf: leaf * 1.01, params))
+    (tmp_path / "precious").mkdir()
+    other, out, new = str(tmp_path / "other"), str(tmp_path / "out"), str(tmp_path / "new")
+    for arguments, words in (
+        ([str(path), out, f"--model={other}"], "the checkpoint's adapters belong to base"),
+        ([str(path), out, f"--adapter={tmp_path / 'precious'}"], "give another --adapter"),
+        ([str(workdir), out, f"--adapter={new}"], "of no LoRA run and has no adapters"),
+        ([str(tiny_model_dir), out, f"--adapter={new}"], "no checkpoint of a LoRA run"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["rlx.convert", *arguments])
+        with pytest.raises(UserError) as error:
+            convert.main()
+        assert words in str(error.value)
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "new").exists()
 
 
 def test_dtype_is_converted(workdir, tmp_path):
