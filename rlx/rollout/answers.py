@@ -52,6 +52,7 @@ _REWRITES = tuple(
         (r"√", r"\\sqrt "),
         (r"(?<=[0-9])\s?(?=[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])", " "),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm)(?![A-Za-z])", ""),
+        (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
         (

@@ -69,13 +69,13 @@ def _same(gold: str, got: str, depth: int) -> bool:
         return False
     if (name or "=" not in gold) and (got_name or "=" not in got):  # else equations
         gold, got = value, got_value
+    words, other = _words(gold), _words(got)
+    if words:
+        return words == other or (words in _SHORT_WORDS and other.split(" ")[0] == words)
+    gold, got = (_TEXT.sub(r"\1", t).strip() if _TEXT.fullmatch(t) else t for t in (gold, got))
     wanted, found = quantity.read(gold), quantity.read(got)
     if wanted and found:
         return quantity.same(wanted, found)
-    words = _words(gold)
-    if words:
-        other = _words(got)
-        return words == other or (words in _SHORT_WORDS and other.split(" ")[0] == words)
     if depth < _MAX_DEPTH:
         verdict = _same_parts(gold, got, depth)
         if verdict is not None:

@@ -36,6 +36,7 @@ _PERCENT = re.compile(r"\s*(?:%|\\text\s*\{\s*(?:%|per\s?cent)\s*\}|per\s?cent\b
 _UNIT = re.compile(
     r"""\s*(?:
       \\text\s*\{(?P<text>[^{}]{0,60})\}
+    | \\frac\s*\{\s*\\text\s*\{[^{}]{0,30}\}\s*\}\s*\{\s*\\text\s*\{[^{}]{0,30}\}\s*\}
     | \^\s*\\circ\s*(?:\\text\s*\{)?\s*(?P<scale>[CFK]?)\s*\}?
     | (?P<bare>\s?[A-Za-z][A-Za-z./ -]{0,60}?)
     )\s*(?:\^\s*(?:[1-4]|\{\s*-?[1-4]\s*\}))?\s*\.?\s*""",
