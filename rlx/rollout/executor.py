@@ -27,8 +27,9 @@ from typing import Any
 from rlx.base import Group, UserError
 from rlx.fleet.engine import Sampling
 from rlx.rollout import buffer as buffers
-from rlx.rollout import evaluation, staleness
+from rlx.rollout import evaluation, reward_pool, staleness
 from rlx.rollout.data import Cursor
+from rlx.rollout.reward_pool import RewardError
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.workflows import Generator, Workflow
 
@@ -340,6 +341,7 @@ class Executor:
                 group = await self._workflow.run(
                     self._fleet, row, group_id=ticket.group_id, seed=seed
                 )
+                self._check_rewards(group, row)
         except asyncio.CancelledError as error:
             if self._end is None or self._end.is_set():
                 raise
@@ -349,6 +351,16 @@ class Executor:
         else:
             self._finish(ticket, group)
         self._admit()
+
+    def _check_rewards(self, group: Group, row: Mapping[str, Any]) -> None:
+        """Raises for a reward that training would choke on, whichever workflow it is from."""
+        for trajectory in group.trajectories:
+            found = reward_pool.problem(trajectory.reward)
+            if found is not None:
+                raise RewardError(
+                    f"workflow {type(self._workflow).__name__} gave trajectory "
+                    f"{trajectory.trajectory_id} of row {str(dict(row))[:200]} the reward {found}"
+                )
 
     def _too_slow(self) -> TimeoutError:
         limit = f"rollout.request_timeout_seconds={self._request_timeout:g}"

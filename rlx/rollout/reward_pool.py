@@ -14,7 +14,6 @@ code.
 
 import asyncio
 import ctypes
-import math
 import multiprocessing
 import numbers
 import os
@@ -32,11 +31,26 @@ from pebble import ProcessExpired, ProcessPool
 from rlx.rollout import rewards, symbolic
 
 _RESERVED = ("prompt", "completion", "prompt_ids", "completion_ids")  # row keys that would clash
+_LARGEST = float(np.finfo(np.float32).max)
 _START_SECONDS = 60.0  # a worker's start and imports; generous, for a loaded machine
 
 
 class RewardError(RuntimeError):
     """A reward function failed on a completion; the message names both and the reason."""
+
+
+def problem(value: Any) -> str | None:
+    """Why a value is no reward, or None where it is one: a number that is finite in float32.
+
+    Python's and numpy's integers, floats and truth values all are numbers; text and arrays are not.
+    """
+    if isinstance(value, numbers.Real | np.bool_):
+        try:
+            if abs(float(value)) <= _LARGEST:
+                return None
+        except OverflowError:  # an integer beyond any float
+            pass
+    return f"{repr(value)[:80]}; a reward is a finite number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +212,9 @@ def _compute(name: str, calls: Sequence[Call]) -> tuple[list[float], str | None,
             value = function(
                 call.prompt, call.completion, call.prompt_ids, call.completion_ids, **row
             )
-            if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
-                error = f"it returned {value!r}; a reward is a finite number"
+            error = problem(value)
+            if error is not None:
+                error = f"it returned {error}"
                 break
             values.append(float(value))
     except BaseException:  # SystemExit too: the worker reports and lives

@@ -1,10 +1,12 @@
 """The executor against an in-process fleet: real threads, every order, no sleeping for luck."""
 
 import asyncio
+import re
 import threading
 import time
 import traceback
 
+import numpy as np
 import pytest
 
 from rlx.base import UserError
@@ -168,6 +170,27 @@ def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workf
     assert executor.counters()["dropped"] == 0
     with pytest.raises(RolloutError):
         collect(executor)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), None, "1.0", 1e39, 10**400])
+def test_a_reward_that_is_none_names_the_workflow_and_the_row(bad, make, fake_fleet, fake_workflow):
+    """Whichever workflow it is from: a NaN in one reward would be one in the whole batch."""
+    executor = make(
+        Limits(1, 0, 1), workflow=fake_workflow(misbehave=lambda *_: [1.0, bad]), max_failures=0
+    )
+    executor.set_version(0)
+    words = r"FakeWorkflow gave trajectory 0\.1 of row .*'question': 'q\d+'.* the reward "
+    with pytest.raises(RolloutError, match=words + re.escape(repr(bad)[:60])):
+        collect(executor)
+    assert executor.counters()["failed"] == 1
+
+
+@pytest.mark.parametrize("number", [1, True, np.float32(0.5), np.int64(3), np.bool_(False)])
+def test_numbers_of_any_kind_are_rewards(number, make, fake_workflow):
+    executor = make(Limits(1, 0, 1), workflow=fake_workflow(misbehave=lambda *_: [0.0, number]))
+    executor.set_version(0)
+    (group,) = collect(executor)
+    assert group.trajectories[1].reward == number
 
 
 def test_a_batch_renews_the_budget(make, fake_fleet, fake_workflow):

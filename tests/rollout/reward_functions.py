@@ -5,6 +5,8 @@ import os
 import signal
 import time
 
+import numpy as np
+
 
 def length(prompt, completion, prompt_ids, completion_ids, *, answer, **row):
     return len(completion) + len(completion_ids) / 10
@@ -31,7 +33,10 @@ def echo(prompt, completion, prompt_ids, completion_ids, *, answer, **row):
         raise SystemExit(3)
     if completion == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    returned = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}
+    returned = {
+        "nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0, 0.0],
+        "array": np.ones(1), "huge": 1e39, "endless": 10**400,
+    }  # fmt: skip
     return returned.get(completion, 1.0)
 
 

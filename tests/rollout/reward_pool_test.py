@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from rlx.rollout.reward_pool import Call, RewardError, RewardPool
+from rlx.rollout.reward_pool import Call, RewardError, RewardPool, problem
 
 HERE = str(Path(__file__).parent)
 
@@ -96,6 +98,10 @@ def test_a_slow_group_within_the_limit_of_each_completion_gets_its_rewards(echo)
         ("inf", "returned inf"),
         ("none", "returned None"),
         ("text", "returned '1.0'"),
+        ("list", r"returned \[1.0, 0.0\]; a reward is a finite number"),
+        ("array", r"returned array\(\[1.0*\.?\]\)"),
+        ("huge", "returned 1e\\+39"),
+        ("endless", "returned 1000000"),
     ],
 )
 def test_a_failure_names_function_row_and_reason(echo, how, message):
@@ -137,6 +143,14 @@ def test_arguments_and_kinds_of_numbers():
         assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [0, 1, True, 0.5, np.float32(0.5), np.float64(2), np.int8(3), np.bool_(True), Fraction(1, 3)],
+)
+def test_numbers_of_any_kind_are_rewards(number):
+    assert problem(number) is None
 
 
 PARENT = """
