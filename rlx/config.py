@@ -295,6 +295,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"train.minibatches={config.train.minibatches} exceeds rollout.batch_prompts="
             f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"
         )
+    if not trains and not config.fleet.addresses and config.fleet.num_servers < 1:
+        raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
     if config.fleet.tls.ca and not config.fleet.addresses:
         raise UserError(
             f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses: local servers listen on "
