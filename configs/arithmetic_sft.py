@@ -1,4 +1,12 @@
-"""SFT."""
+"""SFT on careful solutions of arithmetic chains, with the model that comes with rlx.
+
+Command:   python -m rlx.main --config=configs/arithmetic_sft.py
+Hardware:  two CPU cores, no network; about two minutes when they are free.
+           Without answers to held-out questions: --config.fleet.num_servers=0
+Expect:    held-out loss from 0.0386 to 0.0004 nats a token and greedy accuracy on 200 held-out
+           problems from 0.345 to 0.99 after 20 steps and 1.00 after 60. The run behind this:
+           experiments/2026-11-other-trainers.
+"""
 
 from rlx.config import default
 
