@@ -25,6 +25,57 @@ def test_grpo_is_the_papers():
     assert (a.advantage_mean, a.advantage_std) == ("none", "none")
 
 
+# What sets each apart, by its paper; whatever a row does not name here is "none", 0 or False.
+PAPERS = {
+    "ppo": {"critic": True, "lam": 0.95, "reduction": "token_mean"},
+    "grpo": {"reward_mean": "group", "reward_std": "group",
+             "reduction": "sequence_mean_token_mean"},
+    "dr_grpo": {"reward_mean": "group", "reduction": "constant"},
+    "dapo": {"reward_mean": "group", "reward_std": "group", "clip_high": 0.28,
+             "drop_equal_rewards": True, "overlong_buffer": 0.2, "reduction": "token_mean"},
+    "rloo": {"reward_mean": "group", "leave_one_out": True, "loss": "reinforce",
+             "reduction": "sequence_mean_token_sum"},
+    "reinforce_pp": {"advantage_mean": "batch", "advantage_std": "batch",
+                     "kl_placement": "reward", "kl_estimator": "k1", "reduction": "token_mean"},
+    "reinforce_pp_baseline": {"reward_mean": "group", "advantage_mean": "batch",
+                              "advantage_std": "batch", "kl_placement": "loss",
+                              "kl_estimator": "k2", "reduction": "token_mean"},
+    "gspo": {"reward_mean": "group", "reward_std": "group", "ratio_level": "sequence",
+             "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence_mean_token_mean"},
+    "sapo": {"reward_mean": "group", "reward_std": "group", "loss": "sapo",
+             "sapo_positive": 1.0, "sapo_negative": 1.05, "decoupled": False,
+             "reduction": "sequence_mean_token_mean"},
+    "lite_ppo": {"reward_mean": "group", "reward_std": "batch", "reduction": "token_mean"},
+    "m2po": {"reward_mean": "group", "reward_std": "group", "second_moment": 0.04,
+             "clip_low": 1.0, "clip_high": math.inf, "reduction": "token_mean"},
+    "sft": {"loss": "nll", "reduction": "token_mean"},
+    "reward_model": {"loss": "bradley_terry"},
+    "dpo": {"loss": "dpo", "reduction": "sequence_mean_token_sum", "pair_beta": 0.1},
+    "ipo": {"loss": "ipo", "reduction": "sequence_mean_token_mean", "pair_beta": 0.1},
+}  # fmt: skip
+OTHERWISE = {
+    "critic": False, "reward_mean": "none", "reward_std": "none", "leave_one_out": False,
+    "advantage_mean": "none", "advantage_std": "none", "kl_placement": "none", "loss": "clip",
+    "ratio_level": "token", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0,
+    "drop_equal_rewards": False, "overlong_filter": False, "overlong_buffer": 0.0,
+    "second_moment": 0.0, "decoupled": True, "gamma": 1.0, "lam": 1.0, "peers": "prompt",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_preset_is_its_papers_row(name):
+    """The reference system standardises every one of them over the batch once more."""
+    for field, value in {**OTHERWISE, **PAPERS[name]}.items():
+        assert getattr(PRESETS[name], field) == value, field
+
+
+def test_dapos_soft_zone_is_a_fifth_of_the_limit():
+    """4096 of 20480 tokens in the paper; a count of tokens stays one."""
+    assert resolve(overrides(preset="dapo"), 20_480).overlong_buffer == 4096
+    assert resolve(overrides(preset="dapo", overlong_limit=100), 20_480).overlong_buffer == 20
+    assert resolve(overrides(preset="dapo", overlong_buffer=7.0), 20_480).overlong_buffer == 7
+
+
 def test_every_override_is_a_field_of_its_type():
     fields = Algorithm.__dataclass_fields__
     assert set(fields) == set(ALGORITHM_OVERRIDES) | {"name", "source"}
