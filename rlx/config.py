@@ -54,7 +54,7 @@ def default() -> ConfigDict:
     c.sampling.temperature = 1.0
     c.sampling.top_p = 1.0
     c.sampling.top_k = 0  # 0: off
-    c.sampling.max_new_tokens = 256
+    c.sampling.max_new_tokens = 256  # also of the answers in a dataset
     c.sampling.min_new_tokens = 0
     c.sampling.stop = ()  # stop strings
 

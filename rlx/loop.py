@@ -284,7 +284,8 @@ class _Run:
 
     def _wanted(self) -> bool:
         """Whether a version that no rollout waits for is evaluated or checked."""
-        return self.held_out.due(self.step) or self._due(self.config.gate.every_steps)
+        checked = self.gate is not None and self._due(self.config.gate.every_steps)
+        return checked or self.held_out.due(self.step)
 
     def _ask_servers(self) -> None:
         """Begins a check of the servers' tokens, which the next update waits for."""
