@@ -14,6 +14,8 @@ from rlx_torch import kl
 from rlx_torch.advantages import require_reference
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
+LARGEST_LOG = 88.72  # nats: of the largest float32
+
 
 def policy_loss(
     target_logprobs_BT: Tensor,
@@ -272,4 +274,4 @@ def _kl_loss(
 
 def _finite_ratio(log_ratio: Tensor) -> Tensor:
     """Whether both the log-ratio and its exponential are finite numbers."""
-    return torch.isfinite(log_ratio) & torch.isfinite(log_ratio.exp())
+    return (log_ratio > -torch.inf) & (log_ratio < LARGEST_LOG)

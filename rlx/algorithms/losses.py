@@ -21,6 +21,7 @@ from rlx.algorithms.presets import Algorithm
 COUNTS = ("n_valid_tokens", "n_nonfinite_tokens", "n_pairs")
 LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss")
 PAIRS = "pair_"  # means over pairs begin so
+LARGEST_LOG = 88.72  # nats: of the largest float32
 
 
 def policy_loss(
@@ -345,4 +346,4 @@ def _kl_loss(
 
 def _finite_ratio(log_ratio: Array) -> Array:
     """Whether both the log-ratio and its exponential are finite numbers."""
-    return jnp.isfinite(log_ratio) & jnp.isfinite(jnp.exp(log_ratio))
+    return (log_ratio > -jnp.inf) & (log_ratio < LARGEST_LOG)

@@ -16,12 +16,12 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def groups(seed):
+def groups(seed, samples=8):
     rng = np.random.default_rng(seed)
     out = []
     for g in range(4):
         trajectories = []
-        for i in range(8):
+        for i in range(samples):
             prompt, size = 3 + g, int(rng.integers(5, 25))
             sampled = np.arange(size + prompt) >= prompt
             trajectories.append(
@@ -35,8 +35,10 @@ def groups(seed):
     return out
 
 
-def run(mesh_text, minibatches, budget, rank=0):
+def run(mesh_text, minibatches, budget, rank, preset):
     config = config_lib.default()
+    config.algorithm.preset = preset
+    config.critic.learning_rate = 0.1
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (32, 64), budget
     config.train.minibatches, config.lora.rank = minibatches, rank
@@ -45,32 +47,39 @@ def run(mesh_text, minibatches, budget, rank=0):
     else:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
     params = parameters.init(MODEL, jax.random.key(0))
-    trainer = update.make_update(MODEL, config, mesh=mesh, base_params=lambda: params)
+    trainer = update.make_update(
+        MODEL, config, mesh=mesh, base_params=lambda: params, reference_params=lambda: params
+    )
     state = trainer.init(params)
     for seed in range(2):
-        state, metrics = trainer.update(state, groups(seed))
+        state, metrics = trainer.update(state, groups(seed, 2 if preset == "dpo" else 8))
     return trainer, state, metrics
 
 
 CASES = (
-    # mesh, minibatches, token budget a device, rank of LoRA's adapters, a parameter that is cut
-    ("data:4,tensor:2", 2, 64, 0, "q"),
-    ("data:8", 1, 2048, 0, "q"),
-    ("data:4,tensor:2", 2, 2048, 3, "q_lora_b"),
+    # mesh, minibatches, token budget a device, rank of LoRA's adapters, algorithm, a parameter that
+    # is cut
+    ("data:4,tensor:2", 2, 64, 0, "ppo", "q"),
+    ("data:8", 1, 64, 0, "dpo", "q"),
+    ("data:4,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
 )
+METRICS = (
+    "actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward", "value_loss",
+    "critic_grad_norm", "pair_loss", "pair_margin",
+)  # fmt: skip
 
 
 def main():
     jax.config.update("jax_disable_most_optimizations", True)
-    for mesh, minibatches, budget, rank, name in CASES:
-        _, alone, expected = run("", minibatches, 2048, rank)
-        trainer, state, metrics = run(mesh, minibatches, budget, rank)
+    for mesh, minibatches, budget, rank, preset, name in CASES:
+        _, alone, expected = run("", minibatches, 2048, rank, preset)
+        trainer, state, metrics = run(mesh, minibatches, budget, rank, preset)
         q = state.params["layers"][name]
         assert len(q.sharding.device_set) == 8
         assert not q.sharding.is_fully_replicated
         for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(state), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
-        for name in ("actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward"):
+        for name in set(METRICS) & set(expected):
             np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-3, atol=1e-6)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, state, trainer.abstract_state)
         assert all(jax.tree.leaves(same)), same
