@@ -105,6 +105,8 @@ def trainer(
     several = minibatch_tokens(config, longest(config)) > config.train.max_tokens_per_microbatch
     if several:
         gradients += 4 * numbers  # the accumulator
+    if platform == "cpu" and width < 4:
+        gradients += 4 * numbers  # computed in float32
     kept, layer = _activations(config, model, tokens, platform)
     head = 0 if model.value_head else _logits(config, model, tokens)
     update = _UPDATE * 4 * numbers

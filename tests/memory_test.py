@@ -72,7 +72,8 @@ def test_the_estimate_is_what_the_compiler_plans(tokens, values):
 def test_the_state_is_counted_exactly():
     config = config_of(algorithm__preset="ppo")
     steps, valued = make_steps(MODEL, config), dataclasses.replace(MODEL, value_head=True)
-    state = steps.init(params.init(MODEL, jax.random.key(0)), params.init(valued, jax.random.key(1)))
+    critic = params.init(valued, jax.random.key(1))
+    state = steps.init(params.init(MODEL, jax.random.key(0)), critic)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     pieces = memory.state(config, MODEL)
     assert pieces.keys() == {"parameters", "optimizer", "critic"}
