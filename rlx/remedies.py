@@ -15,6 +15,8 @@ from pathlib import Path
 from rlx.base import UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# XLA's two ways to say it: of an allocation, and of a computation that it could not begin.
+_DEVICE_FULL = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORECASE)
 
 
@@ -75,13 +77,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             waiting.append(each.__cause__)
 
 
-def device_is_full(error: BaseException) -> bool:
-    """Whether JAX, or what it was caused by, ran out of a device's memory."""
-    return any(_device_is_full(each) for each in _causes(error))
-
-
 def _device_is_full(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    """Whether JAX (whose error is a RuntimeError) ran out of a device's memory."""
+    return isinstance(error, RuntimeError) and bool(_DEVICE_FULL.search(str(error)))
 
 
 def _errno(error: BaseException) -> int | None:

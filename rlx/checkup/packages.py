@@ -157,10 +157,10 @@ def _import_some(modules: list[str], seconds: float, python: str) -> Iterator[tu
     try:
         for text in process.stdout:
             record = _record(text)
-            if name := record.get("begun"):
+            if (name := record.get("begun")) in modules:
                 timer.cancel()
                 current, timer = name, watch()
-            elif name := record.get("done") or record.get("failed"):
+            elif (name := record.get("done") or record.get("failed")) in modules:
                 done.add(name)
                 yield name, " ".join(str(record.get("why", "")).split())[:200]
         code = process.wait()

@@ -21,8 +21,8 @@ def explained(error: Exception, config: ModelConfig, plan: Any, dtype: Any) -> U
     Args:
       plan: with `slots` and `length`, as rlx.fleet.programs has it.
     """
-    full = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    if not full and not isinstance(error, MemoryError):
+    full = re.search("RESOURCE_EXHAUSTED|Out of memory", str(error))
+    if not (full and isinstance(error, RuntimeError)) and not isinstance(error, MemoryError):
         return None
     whole = token_bytes(config, dtype) * plan.slots * plan.length
     half = max(plan.slots // 2, 1)

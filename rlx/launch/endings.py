@@ -18,6 +18,18 @@ def oom_kills(vmstat: Path = _VMSTAT) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
+def peak_memory(pid: int) -> int:
+    """Bytes of the most resident memory that a running process has had; 0 if unknown.
+
+    Not what `wait4` says: that begins with the memory of whoever forked it.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
 def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str:
     """`with status 2`, `by SIGTERM`, and of a SIGKILL the most memory that the process had.
 
@@ -31,7 +43,7 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
     name = signal.Signals(-code).name
     if -code != signal.SIGKILL:
         return f"by {name}"
-    peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "an unknown peak"
+    peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "nobody knows how much"
     if not killed_for_memory:
         return f"by {name} at a peak of {peak} of memory"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

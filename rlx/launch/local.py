@@ -252,7 +252,8 @@ class _Server:
         self.started = 0.0
         self._command, self._cpus, self._env, self._token = command, cpus, env, token
         self._process: subprocess.Popen | None = None
-        self._oom_kills = 0  # in this machine, when the process was last seen running
+        # When the process was last seen running: kills in this machine, and its own peak in bytes.
+        self._oom_kills = self._peak = 0
         self._ending = ""
         self._log_start = 0
 
@@ -279,7 +280,7 @@ class _Server:
         finally:
             os.sched_setaffinity(0, ours)
         self.started, self.retry_at = time.monotonic(), 0.0
-        self._oom_kills = endings.oom_kills()
+        self._oom_kills, self._peak = endings.oom_kills(), 0
         self._take_pulse(ready=False)
 
     def poll(self) -> str | None:
@@ -290,14 +291,11 @@ class _Server:
         if process.returncode is None:
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 self._oom_kills = endings.oom_kills()
+                self._peak = endings.peak_memory(process.pid) or self._peak
                 return None
             self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
-            _, status, usage = os.wait4(process.pid, 0)  # as Popen.wait, and says how large it was
-            process.returncode = os.waitstatus_to_exitcode(status)
             short = endings.oom_kills() > self._oom_kills
-            self._ending = endings.words(
-                process.returncode, usage.ru_maxrss * 1024, killed_for_memory=short
-            )
+            self._ending = endings.words(process.wait(), self._peak, killed_for_memory=short)
         return self._ending
 
     def read_port(self) -> int:

@@ -1,0 +1,145 @@
+"""A run's rows: the packaged model and real files, good and bad; the commands that show them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs import arithmetic
+from rlx.checkup import job
+from rlx.checkup.machine import Devices
+
+GB = 10**9
+
+
+@pytest.fixture
+def config():
+    return arithmetic.get_config()
+
+
+def rows_of(config, tmp_path, devices=Devices()):  # noqa: B008 - frozen
+    return {row.name: row for row in job.check(config, tmp_path / "run", devices)}
+
+
+def test_a_good_config_has_no_problem_and_writes_nothing(config, tmp_path):
+    found = rows_of(config, tmp_path)
+    assert not [row for row in found.values() if row.level == "problem"]
+    assert {"tensors", "tokenizer", "rows", "batch", "microbatches", "staleness", "trainer",
+            "servers", "publishing", "disk"} <= found.keys()  # fmt: skip
+    assert "16 prompts × 8 = 128 trajectories" in found["batch"].found
+    assert "(2 + 1) × 16 = 48 prompts ahead" in found["staleness"].found
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_problems_are_shown_together(config, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(Path("rlx/assets/arithmetic"), model)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    whole = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**whole, "vocab_size": 277}))
+    config.model.path, config.train.minibatches = str(model), 99
+    found = rows_of(config, tmp_path)
+    bad = {name for name, row in found.items() if row.level == "problem"}
+    assert {"config", "tensors", "tokenizer"} <= bad
+    assert "chat template" in found["tokenizer"].found
+    assert "99 exceeds" in found["config"].found
+
+
+def test_a_missing_model_ends_what_follows_from_it(config, tmp_path):
+    config.model.path = str(tmp_path / "none")
+    found = rows_of(config, tmp_path)
+    assert found.keys() == {"directory"}
+    assert found["directory"].level == "problem"
+
+
+def test_the_first_bad_row_is_named(config, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1", "answer": "2"}\n{"question": \n')
+    config.data.kind, config.data.train = "jsonl", str(rows)
+    config.reward.name = "gsm8k"
+    found = rows_of(config, tmp_path)
+    assert found["rows"].level == "problem"
+    assert "rows.jsonl:2" in found["rows"].found
+    assert "trainer" not in found
+
+
+def test_uneven_minibatches_and_empty_slots_are_warned_of(config):
+    config.rollout.batch_prompts, config.train.minibatches = 15, 4
+    row = job.judge_batch(config, 8, 1000)
+    assert row.level == "warning"
+    assert "not equally large" in row.found
+    assert job.judge_batch(config, 8, 10).level == "warning"
+    config.rollout.batch_prompts, config.fleet.slots = 16, 4096
+    assert "half of them stay empty" in job.judge_staleness(config, 8).found
+    config.rollout.max_concurrent_rollouts = 8
+    assert "not even one batch" in job.judge_staleness(config, 8).found
+
+
+def test_long_rows_for_short_trajectories_are_mostly_padding(config):
+    config.train.row_buckets, config.train.max_tokens_per_microbatch = (1024,), 65536
+    config.rollout.batch_prompts = config.sampling.n_samples = 2
+    row = job.judge_microbatches(config, 2, expected=60.0)
+    assert row.level == "warning"
+    assert "padding" in row.found
+    prompts = job.judge_prompts(np.array([10, 12]), 1024)
+    assert prompts.remedy == "set data.max_prompt_tokens=64"
+
+
+def test_an_earlier_part_of_the_run_says_what_to_expect(config, tmp_path):
+    assert job.expected_tokens(config, np.array([20, 40]), tmp_path) == 30 + 64
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "avg_seq_len": 77.0}\n{"step": 2}\n')
+    assert job.expected_tokens(config, np.array([20, 40]), tmp_path) == 77
+
+
+def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
+    config.train.max_tokens_per_microbatch = 24576
+    found = rows_of(config, tmp_path, Devices("gpu", "small", 1, 200_000_000))
+    assert found["trainer"].level == "problem"
+    assert "train.max_tokens_per_microbatch=" in found["trainer"].remedy
+    assert "model.remat=full" in found["trainer"].remedy
+
+
+def test_disk_and_memory_are_weighed():
+    assert job.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
+    short = job.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
+    assert short.level == "problem"
+    assert "2 + 1 checkpoints of 4.0 GB" in short.found
+    levels = [job.judge_host(need * GB, 10 * GB, True).level for need in (1, 9.5, 11)]
+    assert levels == ["ok", "warning", "problem"]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False,
+    )  # fmt: skip
+
+
+def test_a_dry_run_shows_the_rows_and_makes_nothing(tmp_path):
+    workdir = tmp_path / "run"
+    command = ["rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}", "--dry_run"]
+    done = run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "config: batch: 16 prompts × 8" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("no problem")
+    assert not workdir.exists()
+    done = run(*command, "--config.rollout.batch_prompts=1", "--config.train.minibatches=2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "problem config: config: train.minibatches=2 exceeds" in done.stdout
+
+
+def test_the_doctor_takes_a_config_and_refuses_what_it_does_not_know():
+    done = run("rlx.doctor", "--config=configs/arithmetc.py")
+    assert done.returncode == 2
+    assert "did you mean configs/arithmetic.py" in done.stderr
+    done = run("rlx.doctor", "--config.model.path=x")
+    assert done.returncode == 2
+    assert "no --config=FILE given" in done.stderr
