@@ -1,0 +1,1 @@
+"""Agents of any framework: found by name, served by HTTP, recorded as trajectories."""

@@ -1,0 +1,218 @@
+"""Classes that a command line names: agents, and workflows of rlx.
+
+    package.module.Class        as Python imports it
+    path/to/file.py:Class       a file that is in no package
+    package.module:Class        as rewards are named
+
+An agent has `async run(self, data, **extra_kwargs)`; a workflow is a
+`rlx.rollout.workflows.Workflow`. What goes wrong in here is the user's: a UserError of one line.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import pkgutil
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from rlx.base import UserError
+from rlx.config import unknown
+
+GIVEN = ("base_url", "api_key", "http_client")  # what `run` of an agent gets by name
+_WORKFLOW_NEEDS = ("group_id", "seed", "sampling", "n", "priority")
+
+
+def load_class(text: str) -> type:
+    """The class that `text` names.
+
+    Raises:
+      UserError: no such file, module or class (the nearest name is suggested), or the module
+        cannot be imported.
+    """
+    place, separator, name = text.rpartition(":" if ":" in text else ".")
+    if not separator or not place or not name.isidentifier():
+        raise UserError(
+            f"{text!r} names no class; write package.module.Class or path/to/file.py:Class"
+        )
+    module = _of_file(Path(place)) if place.endswith(".py") else _by_name(place)
+    found = getattr(module, name, None)
+    if inspect.isclass(found):
+        return found
+    if found is not None:
+        kind = type(found).__name__
+        raise UserError(f"{name} of {place} is a {kind}, not a class; name a class with `run`")
+    choices = _classes(module)
+    if not choices:
+        raise UserError(f"{place} has no class {name!r}, nor any other; is it the right file?")
+    raise unknown(f"class of {place}", name, choices)
+
+
+def kind(cls: type) -> Literal["agent", "workflow"]:
+    """Whether `cls` is an agent or a workflow of rlx, by what its `run` takes.
+
+    Raises:
+      UserError: it is neither.
+    """
+    run = inspect.unwrap(getattr(cls, "run", None) or _missing)
+    if run is _missing:
+        near = difflib.get_close_matches("run", [n for n in dir(cls) if n[0] != "_"], n=1)
+        hint = f"; did you mean it by {near[0]!r}?" if near else ""
+        raise UserError(
+            f"class {cls.__name__} has no `run`{hint}; an agent has "
+            "`async def run(self, data, **extra_kwargs)`"
+        )
+    if not inspect.iscoroutinefunction(run):
+        raise UserError(
+            f"{cls.__name__}.run is not async; write `async def run(self, data, **extra_kwargs)`"
+        )
+    takes = inspect.signature(run).parameters
+    if hasattr(cls, "drain_spans") and {"group_id", "seed"} <= set(takes):
+        _check(cls, run, ("fleet", "row"), _WORKFLOW_NEEDS)
+        return "workflow"
+    _check(cls, run, ("data",), GIVEN)
+    return "agent"
+
+
+def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """`cls(**kwargs)`.
+
+    Raises:
+      UserError: a name that it does not take, one that it needs, or an exception of its own.
+    """
+    kwargs = dict(kwargs or {})
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):  # some of C's have none
+        signature = None
+    if signature is not None:
+        _check_names(cls, signature, kwargs)
+    try:
+        return cls(**kwargs)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{cls.__name__}({_spelled(kwargs)}) failed: {_where(error)}") from error
+
+
+def parse_kwargs(text: str, flag: str = "--workflow_kwargs") -> dict[str, Any]:
+    """The arguments in a JSON object; none when empty.
+
+    Raises:
+      UserError: anything else.
+    """
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except ValueError as error:
+        raise UserError(
+            f"{flag}={text!r} is not JSON ({error}); write {flag}='{{\"name\": 1}}'"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(f"{flag}={text!r} is no JSON object; write {flag}='{{\"name\": 1}}'")
+    return found
+
+
+def _missing() -> None:
+    """Stands for a `run` that is not there."""
+
+
+def _check(cls: type, run: Any, positional: Iterable[str], named: Iterable[str]) -> None:
+    """Raises UserError where `run` could not be called as it will be."""
+    given = dict.fromkeys(named)
+    try:
+        inspect.signature(run).bind(None, *positional, **given)
+    except TypeError as error:
+        takes = ", ".join(("self", *positional))
+        raise UserError(
+            f"{cls.__name__}.run cannot be called with {', '.join(named)}: {error}; write "
+            f"`async def run({takes}, **extra_kwargs)`"
+        ) from None
+
+
+def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
+    takes = signature.parameters.values()
+    named = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind == p.VAR_KEYWORD for p in takes):
+        for name in kwargs:
+            if name not in named and not named:
+                raise UserError(f"{cls.__name__}() takes no arguments and was given {name!r}")
+            if name not in named:
+                raise unknown(f"argument of {cls.__name__}", name, named)
+    needed = [p.name for p in takes if p.name in named and p.default is p.empty]
+    absent = [name for name in needed if name not in kwargs]
+    if absent:
+        raise UserError(f"{cls.__name__}({_spelled(kwargs)}) lacks {', '.join(absent)}; give them")
+
+
+def _by_name(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):
+            raise UserError(f"cannot import {name}: {_where(error)}") from error
+        raise UserError(
+            f"there is no module {error.name!r}{_near_module(error.name)}; is its directory on "
+            "PYTHONPATH? A file is named as path/to/file.py:Class"
+        ) from None
+    except Exception as error:
+        raise UserError(f"cannot import {name}: {_where(error)}") from error
+
+
+def _near_module(name: str) -> str:
+    parent, _, last = name.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    siblings = [found.name for found in pkgutil.iter_modules(path)] if path or not parent else []
+    near = difflib.get_close_matches(last, siblings, n=1)
+    return f", did you mean {'.'.join(filter(None, (parent, near[0])))!r}?" if near else ""
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module of a file; its directory is importable afterwards, behind everything else."""
+    if not path.is_file():
+        others = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), others, n=1)
+        hint = f"did you mean {near[0]}?" if near else "give its path from here, or the whole one"
+        raise UserError(f"there is no file {path}; {hint}")
+    path = path.resolve()
+    name = "file_" + "".join(c if c.isalnum() else "_" for c in str(path.with_suffix("")))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look there
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"cannot import {path}: {_where(error)}") from error
+    return module
+
+
+def _classes(module: ModuleType) -> list[str]:
+    """The classes that a module itself defines, or all that it has when it defines none."""
+    every = {k: v for k, v in vars(module).items() if inspect.isclass(v) and k[0] != "_"}
+    own = [k for k, v in every.items() if v.__module__ == module.__name__]
+    return own or list(every)
+
+
+def _spelled(kwargs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}"[:60] for key, value in kwargs.items())
+
+
+def _where(error: BaseException) -> str:
+    """An exception in one line, with the line of the source that it is from."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith("<frozen")]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text
