@@ -36,7 +36,7 @@ def number(values, name: str, kind, default):
 
 def main() -> int:
     """Parses, asks, prints the table."""
-    config, values = flags.parse(sys.argv, **FLAGS)
+    config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
     from rlx import evaluation
     from rlx.observe.counting import Counting
 

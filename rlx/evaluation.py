@@ -2,6 +2,7 @@
 
     OUT/settings.json              what was asked for; another evaluation does not continue it
     OUT/MODEL/SET.jsonl            every finished sample, appended as it comes
+    OUT/MODEL/hf                   what a checkpoint was converted to
     OUT/results.json, table.txt    the table, with bootstrap intervals in the former
 
 The fleet is the one of training: local servers, or `fleet.addresses`.
@@ -21,6 +22,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.base import Group, UserError
+from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
@@ -36,6 +38,7 @@ from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
 from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR
+from rlx.train import checkpoint
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question
 GREEDY = -1  # the sample number of the answer at temperature 0
@@ -87,7 +90,7 @@ def run(
     Args:
       config: of a run; `sampling.max_new_tokens` is the budget of an answer, `fleet`, `data` and
         `reward` are as in training.
-      models: name → HF directory.
+      models: name → HF directory or checkpoint.
       show: told (what, finished, wanted) samples as they come.
 
     Returns:
@@ -100,11 +103,14 @@ def run(
     names = options.columns
     if not config.fleet.addresses and config.fleet.num_servers < 1:
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
-    for directory in models.values():
-        _check_context(config, directory)
-    _claim(config, models, sets, options, out)
+    settings = _settings(config, models, sets, options, out)
+    directories = {name: directory_of(path, out / name) for name, path in models.items()}
+    for directory in directories.values():
+        _check_model(config, directory)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "settings.json", json.dumps(settings, indent=2).encode())
     rows = []
-    for model, directory in models.items():
+    for model, directory in directories.items():
         files = {found.name: out / model / f"{found.name}.jsonl" for found, _ in sets}
         todo = {
             found.name: pending(files[found.name], len(questions), options.n_samples)
@@ -314,23 +320,40 @@ class _connected:
             self._servers.stop()
 
 
-def _check_context(config: ConfigDict, directory: Path) -> None:
+def _check_model(config: ConfigDict, directory: Path) -> None:
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    context = load_config(directory).max_position
-    if longest > context:
+    model = load_config(directory)
+    if model.value_head:
+        raise UserError(f"{directory} values texts and writes none; give a language model")
+    if longest > model.max_position:
         raise UserError(
             f"data.max_prompt_tokens + --max_gen_tokens = {longest} exceeds the context of "
-            f"{directory}, {context} tokens; lower one of them"
+            f"{directory}, {model.max_position} tokens; lower one of them"
         )
 
 
+def directory_of(path: Path, out: Path) -> Path:
+    """The HF directory of a model: `path` itself, or `out`/hf for a checkpoint, written once."""
+    if not checkpoint.is_one(path):
+        return path
+    target = out / "hf"
+    if not target.exists():  # it appears whole
+        out.mkdir(parents=True, exist_ok=True)
+        checkpoint_to_hf(path, target, "")
+    return target
+
+
 def named(sources: Sequence[str]) -> dict[str, Path]:
-    """HF directories by a short name: the last part of their path that tells them apart.
+    """Models by a short name: the last part of their path that tells them apart.
+
+    Args:
+      sources: HF directories, hub names, checkpoints, or runs, whose newest checkpoint is meant.
 
     Raises:
       UserError: a source that is no model, or one given twice.
     """
-    paths = {source.strip(): resolve(source.strip(), "--models") for source in sources}
+    paths = {text: checkpoint.find(text) or resolve(text, "--models")
+             for text in (source.strip() for source in sources)}  # fmt: skip
     if len(paths) < len(sources):
         raise UserError(f"--models={','.join(sources)} names a model twice; name each once")
     for depth in range(1, 64):
@@ -340,10 +363,10 @@ def named(sources: Sequence[str]) -> dict[str, Path]:
     raise AssertionError("distinct paths have distinct names")
 
 
-def _claim(config, models, sets, options: Options, out: Path) -> None:
-    """Writes settings.json, or raises UserError where OUT has other ones."""
+def _settings(config, models, sets, options: Options, out: Path) -> dict[str, Any]:
+    """What settings.json shall say; raises UserError where OUT's says otherwise."""
     settings = {
-        "models": {name: str(path) for name, path in models.items()},
+        "models": {name: str(path.absolute()) for name, path in models.items()},
         "datasets": {found.name: [found.source, len(rows)] for found, rows in sets},
         "max_gen_tokens": config.sampling.max_new_tokens,
         "system_prompt": config.data.system_prompt,
@@ -368,8 +391,7 @@ def _claim(config, models, sets, options: Options, out: Path) -> None:
                         "another --output"
                     )
             settings[key] = {**before[key], **settings[key]}
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(settings, indent=2).encode())
+    return settings
 
 
 def _write(out: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Evaluations: what is still to ask, continuing, names, and the command on the packaged model."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from rlx import config as rlx_config
 from rlx import evaluation
 from rlx.base import UserError
 from rlx.evaluation import GREEDY, Job, Options
+from rlx.model import directory
 from rlx.observe.jsonl import append_jsonl, read_jsonl
 from rlx.rollout import benchmarks
 
@@ -102,6 +104,54 @@ def test_too_long_an_answer_for_the_model_is_explained(tmp_path):
     models = evaluation.named(["rlx:arithmetic"])
     with pytest.raises(UserError, match="exceeds the context"):
         evaluation.run(config, models, [], Options(), Path(tmp_path), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run's directory with a checkpoint: one step of LoRA on demonstrations."""
+    workdir = tmp_path_factory.mktemp("run")
+    command = [
+        sys.executable, "-m", "rlx.main", "--config=configs/arithmetic_sft.py",
+        "--config.lora.rank=2", "--config.fleet.num_servers=0", "--config.rollout.batch_prompts=4",
+        "--config.total_steps=1", f"--workdir={workdir}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def test_a_checkpoint_is_asked_beside_an_hf_directory(trained, tmp_path):
+    """Both are one policy, and float32 all the way, so greedy answers are the same."""
+    command = [
+        sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",
+        "--datasets=arithmetic",
+        f"--models={trained},{trained / 'hf'}", "--limit=3", "--n_samples=0",
+        "--max_gen_tokens=16", f"--output={tmp_path}", "--config.model.publish_dtype=float32",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    names = list(settings["models"])
+    assert names == [trained.name, "hf"]
+    assert settings["models"][trained.name].endswith("checkpoints/step_00000001")
+    answers = [
+        {r["index"]: r["completion"] for r in read_jsonl(tmp_path / name / "arithmetic.jsonl")}
+        for name in names
+    ]
+    assert answers[0] == answers[1]
+    assert (tmp_path / names[0] / "hf" / "model.safetensors").exists()
+    assert f"\n{names[0]}\n" in f"\n{done.stdout}"
+
+
+def test_a_reward_model_is_refused(tmp_path):
+    config, valued = rlx_config.default(), tmp_path / "valued"
+    shutil.copytree(directory.resolve("rlx:arithmetic"), valued)
+    described = json.loads((valued / "config.json").read_text())
+    described["architectures"] = ["Qwen2ForSequenceClassification"]
+    (valued / "config.json").write_text(json.dumps(described | {"id2label": {"0": "reward"}}))
+    with pytest.raises(UserError, match="values texts and writes none"):
+        evaluation.run(config, {"a": valued}, [], Options(), tmp_path / "out", lambda *_: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_data_sets_by_name_path_or_both():

@@ -34,8 +34,8 @@ ORDER = (
     ("memory", "remedies"),
     ("teacher",),
     ("inputs", "records", "interrupts"),
-    ("export", "gate", "held_out", "pairs", "evaluation"),
-    ("loop", "checkup"),
+    ("export", "gate", "held_out", "pairs"),
+    ("loop", "checkup", "evaluation"),
     ("command", "flags"),
     COMMANDS,
 )

@@ -140,6 +140,11 @@ def _newest_whole(directory: str | Path) -> Path | None:
     return None
 
 
+def is_one(path: Path) -> bool:
+    """Whether a path is a checkpoint, whole or not."""
+    return bool(_NAME.fullmatch(path.absolute().name)) and (path / "host.json").exists()
+
+
 def find(source: str | Path) -> Path | None:
     """The checkpoint that a path is, or the newest whole one of a run; None where there is none.
 
@@ -150,7 +155,7 @@ def find(source: str | Path) -> Path | None:
       UserError: the checkpoint, or every one there, is damaged.
     """
     source = Path(source)
-    if _NAME.fullmatch(source.absolute().name) and (source / "host.json").exists():
+    if is_one(source):
         if problem := verify(source):
             raise UserError(f"checkpoint {source} is not whole: {problem}; take another")
         return source
