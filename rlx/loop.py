@@ -87,6 +87,7 @@ class _Run:
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
         self.teacher: Teacher | None = None
+        self.tutor: Fleet | None = None  # in front of it
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
@@ -171,8 +172,8 @@ class _Run:
         self.fleet: Fleet | Nobody = self._fleet(addresses) if self.served else Nobody()
         workflow: Workflow = self.inputs.workflow
         if self.teacher:
-            tutor = self.teacher.fleet()
-            workflow = Taught(workflow, tutor, c.sampling.temperature)
+            self.tutor = self.teacher.fleet()
+            workflow = Taught(workflow, self.tutor, c.sampling.temperature)
         self.executor = Executor(
             workflow,
             Cursor(self.inputs.train_rows, c.seed, c.data.shuffle),
@@ -190,9 +191,9 @@ class _Run:
         )
         self.executor.start()
         stack.callback(self._stop_executor)
-        if self.teacher:
-            stack.callback(self._let_go, tutor)
-            self.executor.run(teacher.connect(tutor))
+        if self.tutor:
+            stack.callback(self._let_go, self.tutor)
+            self.executor.run(teacher.connect(self.tutor))
         self.executor.run(self.fleet.connect())
         if self.restored:
             self.executor.restore(self.restored.host["executor"], self.restored.groups)
@@ -319,20 +320,21 @@ class _Run:
     def _record(self, groups: list[Group], metrics: Mapping[str, Any]) -> None:
         """Writes and shows the step."""
         now = time.monotonic()
-        spans = self.executor.run(self.fleet.drain_spans())
         counters = self.executor.counters()
         generated = int(counters.pop("generated_tokens"))
+        busy = {"server_busy_seconds": self._engines("server", self.fleet)}
+        if self.tutor:
+            busy["teacher_busy_seconds"] = self._engines("teacher", self.tutor)
         record = records.step_record(
             self.step,
             metrics,
             self.seconds,
-            {**counters, **self.published},
+            {**counters, **self.published, **busy},
             version=self.executor.version,
             epoch=groups[-1].group_id // len(self.inputs.train_rows),
             step_seconds=now - self.last_record,
             elapsed_seconds=self._elapsed(),
             generated_tokens=generated - self.generated,
-            server_busy_seconds=records.busy_seconds(spans.values()),
             data=self.data,
         )
         self.last_record, self.generated, self.seconds = now, generated, {}
@@ -340,12 +342,17 @@ class _Run:
         count = self.config.observe.transcripts_per_step
         self.writer.write_rollouts(self.step, records.transcripts(self.step, groups, count))
         self.progress.update(record)
-        for index, server in enumerate(spans.values()):
-            for name, start, end in server:
-                self.timeline.add(f"server {index}", "engine", name, start, end)
         for name, start, end in self.executor.drain_spans():
             self.timeline.add("rewards", "worker", name, start, end)
         self._record_evaluations()
+
+    def _engines(self, process: str, fleet: Fleet | Nobody) -> float:
+        """Puts what a fleet's engines did since the last record on the timeline; busy seconds."""
+        spans = list(self.executor.run(fleet.drain_spans()).values())
+        for index, server in enumerate(spans):
+            for name, start, end in server:
+                self.timeline.add(f"{process} {index}", "engine", name, start, end)
+        return records.busy_seconds(spans)
 
     # Held-out evaluation.
 

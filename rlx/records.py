@@ -6,7 +6,7 @@ from typing import Any
 from rlx.base import Group, Trajectory
 from rlx.fleet.client import PublishReport
 
-BUSY = ("prefill", "decode")  # server spans in which the engine computes tokens
+BUSY = ("prefill", "decode", "score")  # server spans in which the engine computes tokens
 # Metrics of rewards and of sampling, which say nothing where a dataset is trained on.
 OF_ROLLOUTS = (
     "task_reward", "kl_reward", "final_reward", "n_nonfinite_kl", "kl_coefficient", "no_eos_ratio",
@@ -26,17 +26,17 @@ def step_record(
     step_seconds: float,
     elapsed_seconds: float,
     generated_tokens: int,
-    server_busy_seconds: float,
     data: str = "rollouts",
 ) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
     Args:
       step: train batches done, from 1.
-      metrics: of `update`. seconds: of each phase of this step. counters: of the executor, totals,
-        and `publish_record` of the last publish that is over.
+      metrics: of `update`. seconds: of each phase of this step. counters: of the executor, totals;
+        `publish_record` of the last publish that is over; `busy_seconds` of the fleet, and of the
+        teacher's where there is one.
       version: the newest version that every live server has acknowledged.
-      generated_tokens: finished since the last record. server_busy_seconds: mean over servers.
+      generated_tokens: finished since the last record.
       data: what the algorithm is trained on; of a dataset OF_ROLLOUTS is left out.
     """
     record = {
@@ -49,7 +49,6 @@ def step_record(
         "seconds": dict(seconds),
         "generated_tokens_per_second": generated_tokens / step_seconds,
         "consumed_tokens_per_second": metrics["n_valid_tokens"] / step_seconds,
-        "server_busy_seconds": server_busy_seconds,
         **counters,
         **metrics,
     }

@@ -157,6 +157,8 @@ def test_a_run_learns_from_its_teacher_and_leaves_no_server(other, tmp_path):
     (record,) = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert record["reference_kl"] > 1e-3, "the teacher's other weights are seen"
     assert record["behaviour_kl"] < 1e-6
+    assert record["teacher_busy_seconds"] > 0
+    assert "score" in spans_of(workdir / "timeline.json", "teacher 0")
     (ready,) = [
         json.loads(line)
         for line in (workdir / "logs" / "teacher-0.log").read_text().splitlines()
@@ -169,6 +171,13 @@ def test_a_run_learns_from_its_teacher_and_leaves_no_server(other, tmp_path):
         if entry.name.isdigit() and str(path).encode() in _command(entry)
     ]
     assert not running
+
+
+def spans_of(timeline: Path, process: str) -> set[str]:
+    """The kinds of what a process did."""
+    events = json.loads(timeline.read_text())["traceEvents"]
+    (pid,) = {e["pid"] for e in events if e["ph"] == "M" and e["args"].get("name") == process}
+    return {e["name"] for e in events if e["ph"] == "X" and e["pid"] == pid}
 
 
 def _command(entry: Path) -> bytes:

@@ -15,7 +15,7 @@ COLORS = {
     "wait": "c-wait", "idle": "c-wait", "paused": "c-wait", "pause": "c-wait",
     "train": "c1", "train step": "c1", "step": "c-outer", "publish": "c4", "load": "c4",
     "version": "c4", "verify": "c7",
-    "decode": "c3", "generate": "c3", "prefill": "c7", "pack": "c7", "flatten": "c7",
+    "decode": "c3", "generate": "c3", "score": "c6", "prefill": "c7", "pack": "c7", "flatten": "c7",
     "reward": "c5", "evaluate": "c6", "evaluation": "c6", "eval": "c6", "checkpoint": "c8",
     "proximal": "c2", "gate": "c6", "other": "c-other",
 }  # fmt: skip
@@ -59,7 +59,7 @@ def overview(spans: Sequence[TraceSpan], seconds: float) -> str:
 def busy_shares(spans: Sequence[TraceSpan]) -> str:
     """A bar for each server: the share of the run that each kind of work took, rest idle."""
     servers = sorted(
-        {s.process for s in spans if s.process.startswith("server")}, key=process_order
+        {s.process for s in spans if s.process.startswith(("server", "teacher"))}, key=process_order
     )
     if not servers:
         return ""

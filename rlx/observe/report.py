@@ -50,6 +50,8 @@ _SMALL = (
     ("Cut completions", "share that hit the token limit", 0, (("no_eos_ratio", "cut", "c5"),)),
     ("Chosen and rejected", "their scores, or β·log(π/π_ref)", None,
      (("pair_chosen", "chosen", "c3"), ("pair_rejected", "rejected", "c8"))),
+    ("Distance to the anchor", "KL to the reference or the teacher, nats a token", 0,
+     (("reference_kl", "KL", "c8"),)),
     ("Learning rate", "after the schedule", 0, (("learning_rate", "rate", "c7"),)),
 )  # fmt: skip
 

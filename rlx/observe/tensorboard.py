@@ -24,7 +24,7 @@ SECTIONS = {
                   "tokens_per_version"),
     "prompts": ("admitted", "accepted", "rejected", "failed", "dropped", "queued", "live"),
     "speed": ("seconds", "step_seconds", "generated_tokens_per_second",
-              "consumed_tokens_per_second", "server_busy_seconds"),
+              "consumed_tokens_per_second", "server_busy_seconds", "teacher_busy_seconds"),
 }  # fmt: skip
 _SECTION = {name: section for section, names in SECTIONS.items() for name in names}
 

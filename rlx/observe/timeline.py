@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rlx.observe.jsonl import jsonable, write_atomically
 
-PROCESSES = ("trainer", "server", "rewards", "publish", "evaluation")  # top to bottom
+PROCESSES = ("trainer", "server", "teacher", "rewards", "publish", "evaluation")  # top to bottom
 
 
 class Span(NamedTuple):

@@ -16,6 +16,7 @@ from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report import page, write_report
 from rlx.observe.rundir import TraceSpan, load
 from rlx.observe.samples import card, choose, shaded, visible
+from rlx.observe.timeline import Timeline
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -233,3 +234,16 @@ def test_a_run_on_a_dataset_shows_its_losses_and_margins_and_no_reward(tmp_path)
     for part in ("Task reward", "Held-out accuracy", "gsm8k · ", "max staleness", "version lag",
                  "Asynchrony", "samples"):  # fmt: skip
         assert part not in text.replace("sampling.n_samples", ""), part
+
+
+def test_a_distillation_shows_its_distance_to_the_teacher_and_what_the_teacher_did(tmp_path):
+    timeline = Timeline()
+    timeline.add("teacher 0", "engine", "score", 0, 600_000_000)
+    timeline.add("trainer", "main", "train", 0, 1_000_000_000)
+    timeline.save(tmp_path / "timeline.json")
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 4):
+            writer.write({"step": step, "elapsed_seconds": step, "reference_kl": 1 / step})
+    text = " ".join(" ".join(Page(write_report(tmp_path).read_text()).text).split())
+    for part in ("Distance to the anchor", "teacher 0", "score 60 %"):
+        assert part in text, part

@@ -134,7 +134,9 @@ def test_many_threads_lose_nothing(tmp_path):
 
 
 def test_processes_have_a_natural_order():
-    names = ["evaluation", "server 10", "other", "server 2", "trainer", "rewards", "publish"]
+    names = [
+        "evaluation", "server 10", "teacher 0", "other", "server 2", "trainer", "rewards", "publish"
+    ]  # fmt: skip
     assert sorted(names, key=process_order) == [
-        "trainer", "server 2", "server 10", "rewards", "publish", "evaluation", "other"
+        "trainer", "server 2", "server 10", "teacher 0", "rewards", "publish", "evaluation", "other"
     ]  # fmt: skip
