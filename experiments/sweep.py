@@ -50,6 +50,16 @@ def done(out: Path, name: str, seed: int) -> bool:
     return (place(out, name, seed) / "seconds.json").exists()
 
 
+def keep(out: Path, variants: Mapping[str, Sequence[str]], target: Path) -> None:
+    """Copies the evaluations of finished runs to TARGET/VARIANT-SEED.jsonl."""
+    target.mkdir(exist_ok=True)
+    for name in variants:
+        for over in sorted((out / name).glob("seed-*/seconds.json")):
+            source, seed = over.parent / "eval.jsonl", over.parent.name.removeprefix("seed-")
+            if source.exists():
+                shutil.copyfile(source, target / f"{name}-{seed}.jsonl")
+
+
 def records(path: Path) -> list[dict]:
     """The objects of a .jsonl file; none where there is no file."""
     if not path.exists():

@@ -1,7 +1,7 @@
 """Does every preset learn, and which survive too large a step? The runs, the table and the plot.
 
     python experiments/2026-11-presets/presets.py run OUT --cores=0,1 [--seeds=0,1,2] [--rates=5e-5]
-    python experiments/2026-11-presets/presets.py table OUT   # prints it, writes curve.png
+    python experiments/2026-11-presets/presets.py table OUT   # prints it, writes curve.png and evaluations/
 
 `run` goes on where it stopped. Two of them may share OUT if their seeds or rates differ.
 """
@@ -72,8 +72,8 @@ def table(out: Path) -> None:
     for rate in RATES:
         print(f"\nLearning rate {rate}:\n")
         print(f"| preset | seeds | at step {EARLY} | mean of all steps | final | worst final "
-              "| gradient norm | clipped | left out | groups a batch | seconds |")  # fmt: skip
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+              "| gradient norm | clipped | left out | groups a batch |")  # fmt: skip
+        print("|---|---|---|---|---|---|---|---|---|---|")
         for name in NAMES:
             if curves(out, f"{name}-{rate}"):
                 print(row(out, name, f"{name}-{rate}"))
@@ -93,12 +93,11 @@ def row(out: Path, name: str, place: str) -> str:
     asked = [
         (r["accepted"] + r["rejected"]) / (r["accepted"] / 16) for r in (x[-1] for x in records)
     ]
-    seconds = statistics.mean(float((path / "seconds.json").read_text()) for path in over)
     return (
         f"| {name} | {len(runs)} | {spread(early)} | {spread(overall)} | {spread(finals)} "
         f"| {min(finals):.3f} | {statistics.median(r['grad_norm'] for r in steps):.2g} "
         f"| {100 * statistics.mean(r['actor_clip_ratio'] for r in steps):.2g} % "
-        f"| {100 * left_out:.2g} % | {statistics.mean(asked):.1f} | {seconds:.0f} |"
+        f"| {100 * left_out:.2g} % | {statistics.mean(asked):.1f} |"
     )
 
 
@@ -153,6 +152,7 @@ def main() -> None:
     else:
         table(a.out)
         plot(a.out, a.picture)
+        sweep.keep(a.out, variants(list(RATES)), HERE / "evaluations")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the vLLM benchmarks share: models, and vLLM as its own documentation would use it.
 
-    python -m experiments.bench.vllm_workers offline|reload --model=DIR …
+    python -m experiments.bench.vllm_workers offline|evaluate|reload --model=DIR …
 
 A rival runs in a process of its own on the server's core, with the settings that VllmEngine gives
 vLLM (rlx/fleet/engine_vllm.py: eager, one process for EngineCore and worker, blocks of 32, whole
@@ -76,9 +76,9 @@ def kv_bytes(path: Path, tokens: int, dtype: str) -> int:
 
 
 class Rival:
-    """One of this file's programs in a process on `core`."""
+    """One of this file's programs in a process on `core` (or several: "0,1")."""
 
-    def __init__(self, program: str, model: Path, core: int, log: Path, **options: Any):
+    def __init__(self, program: str, model: Path, core: int | str, log: Path, **options: Any):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         self._log = open(log, "ab")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -174,6 +174,32 @@ def offline(args: argparse.Namespace) -> None:
         answer([tokens, seconds])
 
 
+def evaluate(args: argparse.Namespace) -> None:
+    """LLM.generate as an evaluation script calls it, texts and all, with natural ends.
+
+    Work: [[prompt ids, n, temperature, top_p, seed, most new tokens], …]; answers tokens, seconds.
+    """
+    from vllm import LLM, SamplingParams
+
+    answer, works = _wire()
+    llm = LLM(**_settings(args))
+    answer("ready")
+    for work in works:
+        prompts = [{"prompt_token_ids": ids} for ids, *_ in work]
+        params = [
+            SamplingParams(
+                n=n, temperature=temperature, top_p=top_p, seed=seed, max_tokens=most,
+                stop_token_ids=args.stop,
+            )
+            for _, n, temperature, top_p, seed, most in work
+        ]  # fmt: skip
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+        answer([tokens, seconds])
+
+
 async def reload(args: argparse.Namespace) -> None:
     """pause_generation(keep) → reload_weights → resume_generation, with requests in flight.
 
@@ -235,7 +261,7 @@ async def reload(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(allow_abbrev=False)
-    p.add_argument("program", choices=("offline", "reload", "make"))
+    p.add_argument("program", choices=("offline", "evaluate", "reload", "make"))
     p.add_argument("--model", required=True)
     p.add_argument("--dtype", default="float32")
     p.add_argument("--max-model-len", type=int, default=512)
@@ -251,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         make(args.model)
     elif args.program == "offline":
         offline(args)
+    elif args.program == "evaluate":
+        evaluate(args)
     else:
         asyncio.run(reload(args))
 

@@ -1,0 +1,126 @@
+"""What rlx.evaluate costs: its tokens/s on vLLM beside vLLM's own offline LLM.generate.
+
+    python -m experiments.bench.evaluation                       # tiny, about ten minutes
+    python -m experiments.bench.evaluation --model=0.5b --questions=16 --samples=8 --most=64
+    python -m experiments.bench.evaluation --dry                 # a minute; figures mean nothing
+
+Both answer the same prompts: of each question one greedy completion and `samples` at temperature
+0.6 and top-p 0.95, which end where the model ends them, at `most` tokens at the latest. rlx: all of
+`rlx.evaluation.run` from the first request to the last sample in its file: gRPC, a seed for every
+sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with the same engine
+settings and `n` samples of a prompt; it grades and writes nothing. Draws differ, so tokens are
+counted on each side. Each side has the same two cores: rlx's server has the second of them alone,
+the rival's two processes float. They take turns; the share is the median of the rounds' quotients.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from experiments.bench import process, vllm_workers
+from experiments.bench.vllm_fleet import spread
+from rlx import evaluation
+from rlx.config import default
+from rlx.inputs import load_tokenizer
+from rlx.launch.local import CpuPlan, LocalServers
+from rlx.model.directory import load_config
+from rlx.observe.jsonl import read_jsonl
+from rlx.rollout import arithmetic, benchmarks
+from rlx.rollout.workflows import encode, render
+
+TARGET = 0.95
+
+
+class Clock:
+    """Seconds from the first request to the last sample, as `show` tells them."""
+
+    def show(self, what: str, done: int, wanted: int) -> None:
+        if done == 0:
+            self._start = time.perf_counter()
+        self.seconds = time.perf_counter() - self._start
+
+
+def ours(config, model: Path, rows, options, out: Path) -> float:
+    """Tokens/s of one evaluation through the fleet."""
+    clock = Clock()
+    sets = [(benchmarks.BENCHMARKS["arithmetic"], rows)]
+    evaluation.run(config, {"model": model}, sets, options, out, clock.show)
+    samples = list(read_jsonl(out / "model" / "arithmetic.jsonl"))
+    assert len(samples) == len(rows) * (1 + options.n_samples)
+    return sum(sample["tokens"] for sample in samples) / clock.seconds
+
+
+def theirs(rival: vllm_workers.Rival, prompts, options, most: int) -> float:
+    """Tokens/s of the same requests in one call."""
+    greedy = [[ids, 1, 0.0, 1.0, None, most] for ids in prompts]
+    drawn = [
+        [ids, options.n_samples, options.temperature, options.top_p, None, most] for ids in prompts
+    ]
+    tokens, seconds = rival.ask(greedy + drawn)
+    return tokens / seconds
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(allow_abbrev=False)
+    p.add_argument("--model", default="tiny", choices=vllm_workers.MODELS)
+    p.add_argument("--cores", default="0,1", help="client, engine; the rival has both")
+    p.add_argument("--slots", type=int, default=64, help="sequences decoded together")
+    p.add_argument("--questions", type=int, default=24)
+    p.add_argument("--samples", type=int, default=32)
+    p.add_argument("--most", type=int, default=128, help="new tokens")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--scratch", default="", help="where the large model is kept")
+    p.add_argument("--dry", action="store_true", help="as small as it gets")
+    args = p.parse_args()
+    if args.dry:
+        args.rounds, args.questions, args.samples, args.most = 1, 2, 8, 8
+    cores = process.cores_of(args.cores)
+    os.sched_setaffinity(0, cores)
+    dtype = "float32" if args.model == "tiny" else "bfloat16"
+    engine = {"slots": args.slots, "max_model_len": args.most + 64, "dtype": dtype}
+    config = default()
+    config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, args.most
+    config.rollout.max_concurrent_rollouts = args.slots
+    options = evaluation.Options(args.samples, pass_at=(), maj_at=())
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(args.scratch or directory)
+        with vllm_workers.model_dir(args.model, scratch) as model:
+            plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2]),))
+            stop = list(load_config(model).eos_token_ids)
+            log = Path(directory) / "rival.log"
+            both = ",".join(map(str, cores))
+            with (
+                LocalServers(model, workdir=Path(directory), plan=plan, engine="vllm", **engine) as
+                local,
+                vllm_workers.Rival("evaluate", model, both, log, stop=stop, **engine) as rival,
+            ):  # fmt: skip
+                rival.ask()
+                config.fleet.addresses = tuple(local.wait())
+                os.sched_setaffinity(0, cores[:1])
+                tokenizer, rounds = load_tokenizer(model), []
+                for number in range(-1, args.rounds):  # the first one warms up
+                    rows = arithmetic.problems(number + 1, "train", args.questions)
+                    prompts = [encode(tokenizer, render(tokenizer, r["question"])) for r in rows]
+                    out = Path(directory) / f"round-{number}"
+                    sides = {
+                        "rlx": lambda rows=rows, out=out: ours(config, model, rows, options, out),
+                        "LLM": lambda prompts=prompts: theirs(rival, prompts, options, args.most),
+                    }
+                    names = list(sides)[:: 1 if number % 2 else -1]
+                    rounds.append({name: sides[name]() for name in names})
+    rounds = rounds[1:]
+    shares = [r["rlx"] / r["LLM"] for r in rounds]
+    print(
+        f"{args.model}, {dtype}, {args.questions} questions x (1 + {args.samples}) answers of at "
+        f"most {args.most} tokens, {args.slots} sequences, {args.rounds} rounds; load average "
+        f"{os.getloadavg()[0]:.1f}\n\n"
+        "| rlx.evaluate, tokens/s | LLM.generate | share | target |\n|---|---|---|---|\n"
+        f"| {spread([r['rlx'] for r in rounds])} | {spread([r['LLM'] for r in rounds])} "
+        f"| {process.median_spread(shares)} | {TARGET} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
