@@ -32,7 +32,7 @@ from rlx.inputs import load_tokenizer, server_options
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_jsonl, write_atomically
-from rlx.rollout import benchmarks, numbers, scores
+from rlx.rollout import benchmarks, scores
 from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
@@ -112,16 +112,12 @@ def run(
     rows = []
     for model, directory in directories.items():
         files = {found.name: out / model / f"{found.name}.jsonl" for found, _ in sets}
-        todo = {
-            found.name: pending(files[found.name], len(questions), options.n_samples)
-            for found, questions in sets
-        }
-        if any(todo.values()):
-            with _connected(config, directory, out / model) as connect:
-                for found, questions in sets:
-                    if todo[found.name]:
-                        ask = _Asking(config, directory, found, options, files[found.name])
-                        ask.all(connect, questions, todo[found.name], model, show)
+        asked = []
+        for found, questions in sets:
+            if jobs := pending(files[found.name], len(questions), options.n_samples):
+                ask = _Asking(config, directory, found, options, files[found.name])
+                asked.append((ask, questions, jobs))
+        _ask_all(asked, _connected(config, directory, out / model), model, show)
         for found, questions in sets:
             row = summary(found.name, files[found.name], len(questions), options, names)
             rows.append({"model": model, **row})
@@ -174,6 +170,25 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
+def _ask_all(asked, connected: "_connected", model: str, show) -> None:
+    """Asks one set after the other; graders import their libraries while something else goes on."""
+    if not asked:
+        return
+    try:
+        for ask, questions, _ in asked:
+            ask.check(questions)
+        asked[0][0].start()
+        with connected as connect:
+            for index, (ask, questions, jobs) in enumerate(asked):
+                for following, *_ in asked[index + 1 : index + 2]:
+                    following.start()
+                ask.all(connect, questions, jobs, model, show)
+                ask.close()
+    finally:
+        for ask, *_ in asked:
+            ask.close()
+
+
 class _Asking:
     """One model, one set: a workflow, a grader, and the file that samples go to."""
 
@@ -192,49 +207,56 @@ class _Asking:
         )
         self._lock = threading.Lock()
 
+    def check(self, questions: Sequence[Mapping[str, Any]]) -> None:
+        """Raises UserError for a question that is too long."""
+        self._workflow.check(questions, self._name)
+
+    def start(self) -> None:
+        """Starts the graders, and returns at once."""
+        self._pool.start()
+
+    def close(self) -> None:
+        """Ends the graders."""
+        self._pool.close()
+
     def all(self, connect, questions, jobs: Sequence[Job], model: str, show) -> None:
         """Answers every job; raises the first failure after the others' samples are written."""
-        self._workflow.check(questions, self._name)
-        self._pool.start()
         wanted, done = sum(job.count for job in jobs), 0
         what = f"{model} {self._name}"
         show(what, 0, wanted)
         c = self._config
-        try:
-            with Evaluator(
-                connect,
-                self._workflow,
-                concurrency=c.rollout.max_concurrent_rollouts,
-                max_failures=c.rollout.max_failures,
-                timeout=c.rollout.request_timeout_seconds,
-            ) as evaluator:
-                futures: list[Future[Group]] = []
+        with Evaluator(
+            connect,
+            self._workflow,
+            concurrency=c.rollout.max_concurrent_rollouts,
+            max_failures=c.rollout.max_failures,
+            timeout=c.rollout.request_timeout_seconds,
+        ) as evaluator:
+            futures: list[Future[Group]] = []
 
-                def finished(job: Job, future: Future) -> None:
-                    nonlocal done
-                    if future.cancelled() or future.exception():
-                        return
-                    with self._lock:
-                        self._keep(job, questions[job.index], future.result())
-                        done += job.count
-                        show(what, done, wanted)
+            def finished(job: Job, future: Future) -> None:
+                nonlocal done
+                if future.cancelled() or future.exception():
+                    return
+                with self._lock:
+                    self._keep(job, questions[job.index], future.result())
+                    done += job.count
+                    show(what, done, wanted)
 
-                for job in jobs:
-                    future = evaluator.submit(
-                        questions[job.index],
-                        n=job.count,
-                        sampling=self._sampling(job),
-                        group_id=job.index,
-                        seed=group_seed(c.seed, job.index, job.first),
-                    )
-                    future.add_done_callback(partial(finished, job))
-                    futures.append(future)
-                wait(futures, return_when=FIRST_EXCEPTION)
-                for future in futures:
-                    if future.done():
-                        future.result()
-        finally:
-            self._pool.close()
+            for job in jobs:
+                future = evaluator.submit(
+                    questions[job.index],
+                    n=job.count,
+                    sampling=self._sampling(job),
+                    group_id=job.index,
+                    seed=group_seed(c.seed, job.index, job.first),
+                )
+                future.add_done_callback(partial(finished, job))
+                futures.append(future)
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future.done():
+                    future.result()
 
     def _sampling(self, job: Job) -> Sampling:
         s = self._config.sampling
@@ -253,22 +275,12 @@ class _Asking:
                 "question": row["question"],
                 "answer_key": row.get("answer"),
                 "completion": t.completion,
-                "answer": spoken(t.completion),
+                "answer": scores.ballot(t.completion),
                 "reward": t.reward,
                 "tokens": t.num_trained,
                 "stop_reason": t.stop_reason,
             }
             append_jsonl(self._path, record)
-
-
-def spoken(completion: str) -> str | None:
-    """What a completion answers, as text to vote with: its last box, else its last number."""
-    box = numbers.last_box(completion)
-    if box is not None:
-        value = numbers.read_answer(f"\\boxed{{{box}}}")
-        return str(value) if value is not None else "".join(box.split())
-    value = numbers.read_answer(completion)
-    return None if value is None else str(value)
 
 
 class _connected:

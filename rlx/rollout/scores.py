@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlx.base import UserError
+from rlx.rollout import quantity
+from rlx.rollout.answers import compact, final_answers, tidy
 
 RIGHT = 0.5  # a reward above it counts as a right answer
 _RESAMPLES = 2000
@@ -45,6 +47,18 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
             winner = votes.most_common(1)[0][0]
             won += right[start + answers[start : start + k].index(winner)]
     return won / blocks
+
+
+def ballot(completion: str) -> str | None:
+    """What a completion answers, as text to vote with; equal numbers are equal texts.
+
+    Of several readings the first that is a number counts, else the first. None: no answer.
+    """
+    found = final_answers(completion)
+    for reading in map(tidy, found):
+        if number := quantity.read(reading):
+            return f"{number.value}{'%' if number.percent else ''}"
+    return compact(tidy(found[0])) or None if found else None
 
 
 def interval(

@@ -74,3 +74,21 @@ def test_a_row_has_the_tables_columns_in_their_order():
 def test_a_k_beyond_the_samples_is_explained():
     with pytest.raises(UserError, match=r"pass@16 needs 16 samples .* n_samples=8"):
         scores.check_samples(8, (8, 16), ())
+
+
+@pytest.mark.parametrize(
+    ("completions", "vote"),
+    [
+        (
+            (r"so \boxed{1/2}", r"it is $\boxed{\frac{1}{2}}$", "#### 0.5", "the answer is 0.50."),
+            "1/2",
+        ),
+        ((r"\boxed{1,200}", "#### $1200", "The answer is 1200 apples."), "1200"),
+        ((r"\boxed{50\%}", "#### 50%"), "50%"),
+        ((r"\boxed{(1, 2]}", r"\boxed{\left(1,2\right]}"), "(1,2]"),
+        ((r"\boxed{\text{Sunday}}",), "Sunday"),
+        ((r"I think \boxed{12", ""), None),
+    ],
+)
+def test_answers_that_say_the_same_vote_together(completions, vote):
+    assert [scores.ballot(completion) for completion in completions] == [vote] * len(completions)
