@@ -149,6 +149,7 @@ class Fleet:
         *,
         session: str | None = None,
         priority: int = 0,
+        watch: Callable[[int, np.ndarray, np.ndarray], None] | None = None,
     ) -> list[Completion]:
         """Draws `n` completions of one prompt.
 
@@ -158,6 +159,7 @@ class Fleet:
           n: ≥ 1; sample i is a function of (seed, i) and the weights.
           session: calls with the same one go to the same server while it lives.
           priority: higher first, where the engine has priorities.
+          watch: called with a sample's index, tokens and logprobs whenever it has new ones.
 
         Raises:
           ValueError: the request cannot be served; the message says why.
@@ -168,7 +170,7 @@ class Fleet:
             sampling = replace(sampling, seed=random.getrandbits(31))
         prompt = np.asarray(prompt_tokens, np.int32)
         samples = [Sample(index) for index in range(n)]
-        await self._finish(Job(prompt, sampling, session, priority), samples)
+        await self._finish(Job(prompt, sampling, session, priority, watch), samples)
         return [sample.completion() for sample in samples]
 
     async def score(self, tokens: Any, first: int, *, temperature: float = 1.0) -> np.ndarray:
@@ -354,6 +356,8 @@ class Fleet:
                             f"{member.address} sent sample {piece[0]}, which nobody asked for"
                         )
                     samples[k].add(piece)
+                    if job.watch and len(piece[1]):
+                        job.watch(piece[0], piece[1], piece[2])
         finally:
             await stream.aclose()
 

@@ -1,7 +1,7 @@
 """The samples of one `generate`, over as many calls as they take. Pure; the client drives them."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,12 +57,16 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What the samples of one `generate` share."""
+    """What the samples of one `generate` share.
+
+    `watch` is told a sample's index, and its next tokens and logprobs, as they come.
+    """
 
     prompt: np.ndarray
     sampling: Sampling
     session: str | None
     priority: int
+    watch: Callable[[int, np.ndarray, np.ndarray], None] | None = None
 
     def request(self, samples: Sequence[Sample]) -> Request:
         """The rest of `samples`: fresh neighbours, or one that has tokens already."""

@@ -51,6 +51,7 @@ class Evaluator:
         self._connect, self._workflow, self._seed = connect, workflow, seed
         self._concurrency, self._timeout = max(1, concurrency), timeout
         self._max_failures, self._failures = max_failures, 0
+        self._used = [workflow]
         self._waiting: deque[Future] = deque()
         self._submitted = 0
         self._finished: list[Group] = []
@@ -107,6 +108,8 @@ class Evaluator:
         number = self._submitted if group_id is None else group_id
         self._submitted += 1
         drawn = group_seed(self._seed, number, 0) if seed is None else seed
+        if workflow is not None and workflow not in self._used:
+            self._used.append(workflow)
         work = self._answer(workflow or self._workflow, row, number, drawn, n, sampling)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._waiting.append(future)
@@ -197,6 +200,9 @@ class Evaluator:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
+            for workflow in self._used:
+                if aclose := getattr(workflow, "aclose", None):
+                    await aclose()
             if close := getattr(self._fleet, "close", None):
                 await close()
 

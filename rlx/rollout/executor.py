@@ -303,7 +303,14 @@ class Executor:
     async def _main(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self._started.set()
-        await self._end.wait()  # then asyncio.run cancels whatever is left
+        await self._end.wait()
+        if aclose := getattr(self._workflow, "aclose", None):
+            under_way = list(self._tasks)
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            await aclose()
+        # asyncio.run cancels whatever is left
 
     def _admit(self) -> None:
         """Starts as many prompts as the rules allow, with a look at the network in between."""

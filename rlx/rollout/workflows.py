@@ -28,7 +28,11 @@ class Generator(Protocol):
 
 
 class Workflow(Protocol):
-    """What the executor needs of a workflow."""
+    """What the executor needs of a workflow.
+
+    One that holds processes or sockets has `async aclose()` too, called at the end on the loop that
+    `run` was on.
+    """
 
     async def run(
         self,
@@ -50,7 +54,18 @@ def render(tokenizer: Any, question: str, system_prompt: str = "") -> str:
     messages = [{"role": "user", "content": question}]
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return chat(tokenizer, messages)
+
+
+def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
+    """A conversation's text up to the start of the answer's turn.
+
+    Args:
+      template: further variables of the chat template, `tools` for one.
+    """
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **template
+    )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

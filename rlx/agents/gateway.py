@@ -1,0 +1,388 @@
+"""OpenAI's HTTP API in front of the fleet, for agents of any framework.
+
+    POST /v1/chat/completions   messages → chat template → tokens → fleet → text, tool calls
+    GET  /v1/models, /health
+
+Every request belongs to a session: by its API key, or by the key in the address
+(/KEY/v1/…), for agents that use another key or none. What a session was answered is recorded with
+its tokens. The one file that imports aiohttp (the extra `agents`).
+"""
+
+import asyncio
+import inspect
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from rlx.agents import chat, tool_calls
+from rlx.agents.chat import ApiError, ChatRequest
+from rlx.agents.sessions import Interaction, Session, Sessions
+from rlx.agents.stream_text import StreamText, cut
+from rlx.base import UserError
+from rlx.fleet.client import Fleet
+from rlx.fleet.member import Failed
+from rlx.fleet.sample import Completion
+from rlx.rollout import workflows
+
+MAX_BODY = 64 << 20  # bytes of a request
+_BACKLOG = 4096  # connections that a burst of agents may open at once
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request on its way to the fleet."""
+
+    session: Session
+    chat: ChatRequest
+    completion_id: str
+    created: int
+    text: str
+    tokens: np.ndarray
+    parent: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One choice as the agent gets it."""
+
+    content: str | None
+    calls: list[dict[str, Any]]
+    reason: str
+
+
+class Gateway:
+    """The server, on the running event loop from `start` to `stop`.
+
+    Args:
+      fleet: generates; on the same loop.
+      tokenizer: of the served model, with its chat template.
+      name: what /v1/models calls the model.
+      host, port: to listen at; port 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        tokenizer: Any,
+        *,
+        name: str = "default",
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ):
+        self.sessions = Sessions()
+        self._fleet, self._tokenizer, self._name = fleet, tokenizer, name
+        self._host, self._port = host, port
+        self._has_tools = tool_calls.known(str(tokenizer.chat_template))
+        self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._created = int(time.time())
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Begins to listen.
+
+        Raises:
+          UserError: the port cannot be had.
+        """
+        app = web.Application(middlewares=[_told_as_json], client_max_size=MAX_BODY)
+        app.router.add_get("/health", self._health)
+        for prefix in ("", "/{key}"):
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
+        # A client that goes away takes its request with it, down to the engine.
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )  # fmt: skip
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port, backlog=_BACKLOG).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise UserError(
+                f"cannot listen at {self._host}:{self._port}: {error.strerror}; choose another port"
+            ) from None
+        self._runner, self._port = runner, runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Ends its connections and everything under way."""
+        if self._runner:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def base_url(self, session: Session | None = None) -> str:
+        """What clients are given; with a session's key in it, any API key will do."""
+        key = f"/{session.key}" if session else ""
+        return f"http://{self._host}:{self._port}{key}/v1"
+
+    # The calls.
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": self._name, "object": "model", "created": self._created, "owned_by": "rlx"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        task = asyncio.current_task()
+        assert task is not None
+        session.tasks.add(task)
+        try:
+            asked = chat.read(
+                await request.read(), session.defaults, temperature_fixed=session.temperature_fixed
+            )
+            prepared = self._prepare(session, asked)
+            if asked.stream:
+                return await self._stream(request, prepared)
+            completions = await self._generate(prepared)
+            said = self._keep(prepared, completions)
+            choices = [
+                chat.choice(i, s.content, s.calls, s.reason, self._logprobs(prepared, c))
+                for i, (s, c) in enumerate(zip(said, completions, strict=True))
+            ]
+            usage = _usage(prepared, completions)
+            return web.json_response(
+                chat.answer(asked, prepared.completion_id, prepared.created, choices, usage)
+            )
+        finally:
+            session.tasks.discard(task)
+
+    def _session(self, request: web.Request) -> Session:
+        """Whose the request is; raises ApiError."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = request.match_info.get("key") or (key.strip() if scheme.lower() == "bearer" else "")
+        session = self.sessions.find(key)
+        if session:
+            return session
+        if self.sessions.ended(key):
+            raise ApiError(
+                410, "this run of the agent has ended; take base_url and api_key of this call of "
+                "`run`", code="session_ended",
+            )  # fmt: skip
+        message = "an unknown API key" if key else "no API key"
+        raise ApiError(
+            401, f"{message}; send the api_key that `run` was given", code="invalid_api_key"
+        )
+
+    def _prepare(self, session: Session, asked: ChatRequest) -> Prepared:
+        """Renders and tokenises; raises ApiError for what the chat template does not take."""
+        if asked.tools and not self._has_tools:
+            raise ApiError(
+                400,
+                "the model's chat template does not describe tools in the format of Hermes and "
+                "Qwen (<tool_call>), the one that is read here; leave tools out",
+                "tools",
+            )
+        text, tokens, parent = self._tokens(session, asked)
+        if not len(tokens):
+            raise ApiError(
+                400, "the rendered prompt is empty; give a message with text", "messages"
+            )
+        if asked.sampling.seed is None:
+            drawn = session.seed(tokens)
+        else:
+            drawn = asked.sampling.seed % 2**31
+        asked = replace(asked, sampling=replace(asked.sampling, seed=drawn))
+        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        return Prepared(session, asked, completion_id, int(time.time()), text, tokens, parent)
+
+    def _tokens(self, session: Session, asked: ChatRequest) -> tuple[str, np.ndarray, int | None]:
+        template = dict(asked.template_kwargs)
+        for name in template:
+            if name in self._template_own:
+                message = f"{name} is not a variable of the chat template; leave it out"
+                raise ApiError(400, message, "chat_template_kwargs")
+        if asked.tools:
+            template["tools"] = list(asked.tools)
+        try:
+            text = workflows.chat(self._tokenizer, session.verbatim(asked.messages), **template)
+            return text, *session.prompt(text, partial(workflows.encode, self._tokenizer))
+        except Exception as error:  # templates raise what they like
+            why = " ".join(str(error).split())[:300]
+            message = f"the model's chat template does not take these messages: {why}"
+            raise ApiError(400, message, "messages") from error
+
+    async def _generate(self, p: Prepared, **options: Any) -> list[Completion]:
+        try:
+            return await self._fleet.generate(
+                p.tokens, p.chat.sampling, p.chat.n, session=p.session.key,
+                priority=p.session.priority, **options,
+            )  # fmt: skip
+        except ValueError as error:
+            code = "context_length_exceeded" if "max_model_len" in str(error) else ""
+            raise ApiError(400, str(error), "messages", code) from error
+        except (UserError, Failed) as error:
+            raise ApiError(503, str(error), code="no_server") from error
+
+    def _keep(self, p: Prepared, completions: Sequence[Completion]) -> list[Said]:
+        """Records the completions; returns the choices."""
+        said = []
+        for number, completion in enumerate(completions):
+            words = self._decode(completion.tokens)
+            found = self._read(p, words, completion)
+            if found.calls:
+                p.session.remember(found.content, found.calls, words)
+            p.session.record(
+                Interaction(
+                    completion_id=p.completion_id,
+                    choice=number,
+                    prompt_tokens=p.tokens,
+                    prompt_text=p.text,
+                    completion=completion,
+                    raw=self._decode(completion.tokens, special=True),
+                    text=cut(words, p.chat.sampling.stop),
+                    parent=p.parent,
+                    tool_calls=len(found.calls),
+                )
+            )
+            said.append(found)
+        return said
+
+    def _read(self, p: Prepared, words: str, completion: Completion) -> Said:
+        content: str | None = cut(words, p.chat.sampling.stop)
+        calls: list[dict[str, Any]] = []
+        if p.chat.tools and content:
+            content, calls = tool_calls.split(content, lambda: f"call_{uuid.uuid4().hex[:24]}")
+        length = completion.stop_reason == "length"
+        reason = "length" if length else "tool_calls" if calls else "stop"
+        return Said(content, calls, reason)
+
+    def _decode(self, ids: Any, special: bool = False) -> str:
+        return self._tokenizer.decode(
+            list(map(int, ids)),
+            skip_special_tokens=not special,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _logprobs(self, p: Prepared, completion: Completion) -> dict[str, Any] | None:
+        if not p.chat.logprobs:
+            return None
+        return self._token_logprobs(completion.tokens, completion.logprobs)
+
+    def _token_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+        texts = [self._decode([t], special=True) for t in tokens]
+        return chat.token_logprobs(texts, [chat.finite(float(v)) for v in logprobs])
+
+    # Streams.
+
+    async def _stream(self, request: web.Request, p: Prepared) -> web.StreamResponse:
+        """Server-sent events; nothing is sent before the first token, so that errors have a status.
+
+        An error after that is an event of its own, as OpenAI's clients expect it.
+        """
+        events = self._events(p)
+        try:
+            first = await anext(events)
+            response = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            )
+            await response.prepare(request)
+            await response.write(_sse(first))
+            try:
+                async for event in events:
+                    await response.write(_sse(event))
+            except ApiError as error:
+                await response.write(_sse(error.body()))
+            else:
+                await response.write(b"data: [DONE]\n\n")
+            with suppress(ConnectionError):
+                await response.write_eof()
+            return response
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    async def _events(self, p: Prepared) -> AsyncIterator[dict[str, Any]]:
+        marks = (tool_calls.OPEN,) if p.chat.tools else ()
+        texts = [StreamText(self._decode, p.chat.sampling.stop, marks) for _ in range(p.chat.n)]
+        event = _Events(p)
+        coming: asyncio.Queue[tuple | None] = asyncio.Queue()
+        work = asyncio.create_task(
+            self._generate(p, watch=lambda i, tokens, logs: coming.put_nowait((i, tokens, logs)))
+        )
+        work.add_done_callback(lambda _: coming.put_nowait(None))
+        unsaid: dict[int, list[dict]] = {}
+        begun = set()
+        try:
+            while (piece := await coming.get()) is not None:
+                index, tokens, logs = piece
+                if index not in begun:
+                    begun.add(index)
+                    yield event(index, {"role": "assistant", "content": ""})
+                if p.chat.logprobs:
+                    unsaid.setdefault(index, []).extend(
+                        self._token_logprobs(tokens, logs)["content"]
+                    )
+                if words := texts[index].add(tokens.tolist()):
+                    yield event(index, {"content": words}, logprobs=_taken(unsaid, index))
+            completions = await work
+            for index, said in enumerate(self._keep(p, completions)):
+                words = texts[index].rest(said.content or "")
+                logprobs = _taken(unsaid, index)
+                if words or logprobs:
+                    yield event(index, {"content": words}, logprobs=logprobs)
+                for number, call in enumerate(said.calls):
+                    yield event(index, {"tool_calls": [{"index": number, **call}]})
+                yield event(index, {}, reason=said.reason)
+            if p.chat.include_usage:
+                usage = _usage(p, completions)
+                yield chat.usage_chunk(p.chat, p.completion_id, p.created, usage)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+class _Events:
+    """The events of one answer."""
+
+    def __init__(self, p: Prepared):
+        self._p = p
+
+    def __call__(self, index: int, delta: dict, **rest: Any) -> dict[str, Any]:
+        p = self._p
+        return chat.chunk(p.chat, p.completion_id, p.created, index, delta, **rest)
+
+
+def _taken(unsaid: dict[int, list[dict]], index: int) -> dict[str, Any] | None:
+    found = unsaid.pop(index, None)
+    return {"content": found, "refusal": None} if found else None
+
+
+def _usage(p: Prepared, completions: Sequence[Completion]) -> dict[str, int]:
+    return chat.usage(len(p.tokens), sum(len(c.tokens) for c in completions))
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(event)}\n\n".encode()
+
+
+@web.middleware
+async def _told_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Every error as OpenAI's error object."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _refusal(error)
+    except web.HTTPRequestEntityTooLarge:
+        return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB"))
+    except web.HTTPNotFound:
+        known = "POST /v1/chat/completions, GET /v1/models, GET /health"
+        return _refusal(ApiError(404, f"no {request.path} here; there are {known}"))
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.path} does not take {request.method}, only {allowed}"
+        return _refusal(ApiError(405, message))
+
+
+def _refusal(error: ApiError) -> web.Response:
+    return web.json_response(error.body(), status=error.status)

@@ -1,0 +1,43 @@
+"""The `http_client` that agents are given: one pool of connections for all runs of a process."""
+
+import importlib
+from typing import Any
+
+
+class HttpClients:
+    """Makes clients of the HTTP library that the installed `openai` is written for.
+
+    Closing one (`async with AsyncOpenAI(http_client=…)` does) leaves the others' connections be.
+    Without `openai` there is none to fit, and agents get None.
+    """
+
+    def __init__(self) -> None:
+        try:
+            base = importlib.import_module("openai").DefaultAsyncHttpxClient
+        except (ImportError, AttributeError):
+            self._library: Any = None
+            return
+        names = [c.__module__ for c in base.__mro__ if c.__name__ == "AsyncClient"]
+        self._library = importlib.import_module(names[0].partition(".")[0])
+        limits = self._library.Limits(max_connections=None, max_keepalive_connections=256)
+        self._pool = self._library.AsyncHTTPTransport(limits=limits, trust_env=False)
+        pool = self._pool
+
+        class Lent(self._library.AsyncBaseTransport):  # type: ignore[name-defined]
+            async def handle_async_request(self, request: Any) -> Any:
+                return await pool.handle_async_request(request)
+
+        self._lent = Lent
+
+    def new(self) -> Any:
+        """A client for one run; proxies of the environment are not asked on the way to loopback."""
+        if self._library is None:
+            return None
+        return self._library.AsyncClient(
+            transport=self._lent(), trust_env=False, follow_redirects=True, timeout=None
+        )
+
+    async def close(self) -> None:
+        """Closes the pool."""
+        if self._library is not None:
+            await self._pool.aclose()

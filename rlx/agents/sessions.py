@@ -1,0 +1,165 @@
+"""Sessions of the gateway: one run of an agent, its key, and all that it asked. Pure.
+
+Each prompt that goes on from an earlier one of the session, text for text, takes over that one's
+tokens, sampled ones included, so that a conversation is one sequence of tokens however a tokenizer
+would cut its text a second time.
+"""
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlx.fleet.engine import Sampling
+from rlx.fleet.sample import Completion
+
+_REMEMBERED = 100_000  # ended keys, which are answered otherwise than wrong ones
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interaction:
+    """One completion that an agent was given.
+
+    Attributes:
+      completion_id: of the answer; `choice`: which of its choices.
+      prompt_tokens: [P] int32. prompt_text: as rendered.
+      completion: the tokens, logprobs and versions.
+      raw: the completion's text with its special tokens; `text`: as the agent got it, tool calls
+        included.
+      parent: the interaction of the session (its number) whose tokens the prompt begins with.
+      tool_calls: how many it has.
+    """
+
+    completion_id: str
+    choice: int
+    prompt_tokens: np.ndarray
+    prompt_text: str
+    completion: Completion
+    raw: str
+    text: str
+    parent: int | None = None
+    tool_calls: int = 0
+
+    @property
+    def whole(self) -> str:
+        """Prompt and completion, as the model saw them."""
+        return self.prompt_text + self.raw
+
+
+@dataclass(eq=False)
+class Session:
+    """What one run of an agent may do, and what it did.
+
+    Attributes:
+      defaults: of its requests; `defaults.seed` is the run's.
+      temperature_fixed: see `chat.read`.
+      interactions: in the order in which they were finished.
+      tasks: requests under way, cancelled when the session ends.
+    """
+
+    key: str
+    defaults: Sampling
+    temperature_fixed: bool = False
+    priority: int = 0
+    interactions: list[Interaction] = field(default_factory=list)
+    tasks: set[asyncio.Task] = field(default_factory=set)
+    _asked: dict[bytes, int] = field(default_factory=dict)
+    _said: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
+
+    def prompt(
+        self, text: str, encode: Callable[[str], list[int]]
+    ) -> tuple[np.ndarray, int | None]:
+        """The tokens of a rendered prompt and the interaction that it goes on from.
+
+        Args:
+          encode: text to tokens.
+
+        Returns:
+          ([P] int32, number of the interaction or None).
+        """
+        parent, length = None, 0
+        for number, earlier in enumerate(self.interactions):
+            whole = len(earlier.prompt_text) + len(earlier.raw)
+            if length < whole <= len(text) and text.startswith(earlier.whole):
+                parent, length = number, whole
+        if parent is None:
+            return np.array(encode(text), np.int32), None
+        before = self.interactions[parent]
+        parts = (before.prompt_tokens, before.completion.tokens, encode(text[length:]))
+        return np.concatenate([np.asarray(p, np.int32) for p in parts]), parent
+
+    def seed(self, prompt_tokens: np.ndarray) -> int:
+        """A seed in [0, 2³¹) for a prompt: of the session's, the prompt, and how often it came.
+
+        So what an agent asks side by side does not depend on which request is first.
+        """
+        tokens = prompt_tokens.astype(np.int32).tobytes()
+        asked = self._asked[tokens] = self._asked.get(tokens, -1) + 1
+        start = f"{self.defaults.seed} {asked} ".encode()
+        return int.from_bytes(hashlib.blake2b(start + tokens, digest_size=4).digest(), "big") >> 1
+
+    def record(self, interaction: Interaction) -> None:
+        """Keeps a finished interaction."""
+        self.interactions.append(interaction)
+
+    def remember(self, content: str | None, calls: Sequence[dict[str, Any]], raw: str) -> None:
+        """Keeps what the model wrote for the tool calls that the agent gets."""
+        self._said[tuple(call["id"] for call in calls)] = (_told(content, calls), raw)
+
+    def verbatim(self, messages: Sequence[Any]) -> list[Any]:
+        """The messages, with our own tool calls in the model's words again where unchanged."""
+        out = []
+        for message in messages:
+            calls = message.get("tool_calls") or []
+            told, raw = self._said.get(tuple(call["id"] for call in calls), ("", ""))
+            same = calls and told == _told(message["content"], calls)
+            out.append({"role": "assistant", "content": raw} if same else message)
+        return out
+
+
+class Sessions:
+    """All sessions of a gateway, by key."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def open(self, defaults: Sampling, **options: Any) -> Session:
+        """A new session; `options` as the attributes of Session."""
+        session = Session("rlx-" + secrets.token_urlsafe(24), defaults, **options)
+        self._open[session.key] = session
+        return session
+
+    def find(self, key: str) -> Session | None:
+        """The open session of a key."""
+        return self._open.get(key)
+
+    def ended(self, key: str) -> bool:
+        """Whether a key was one that has ended."""
+        return key in self._ended
+
+    def end(self, session: Session) -> list[Interaction]:
+        """Ends a session, and the requests that it has under way; returns what it did."""
+        if self._open.pop(session.key, None):
+            self._ended[session.key] = None
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+        for task in list(session.tasks):
+            task.cancel()
+        return session.interactions
+
+
+def _told(content: str | None, calls: Sequence[dict[str, Any]]) -> str:
+    """What an agent must send back for its message to be the same."""
+    found = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        found.append((call["function"]["name"], read))
+    return json.dumps([content or "", found], sort_keys=True)

@@ -1,0 +1,157 @@
+"""From what an agent was answered, and its rewards, to trajectories. Pure.
+
+A conversation is a chain: each prompt begins with all the tokens before it, sampled ones included.
+A number is the reward of the whole run: one trajectory a chain, its observations masked off. With
+rewards by completion each completion is a trajectory of its own (AReaL's individual export), so
+that its reward lands on its own tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlx.agents.sessions import Interaction
+from rlx.base import Trajectory
+
+
+def chains(interactions: Sequence[Interaction]) -> list[list[int]]:
+    """The conversations of a run, as numbers of its interactions in order.
+
+    Where two go on from the same place, the first has the common beginning and the second
+    begins anew, so that every completion is in one chain.
+    """
+    found: list[list[int]] = []
+    for number, interaction in enumerate(interactions):
+        chain = next((c for c in found if c[-1] == interaction.parent), None)
+        if chain is None:
+            found.append([number])
+        else:
+            chain.append(number)
+    return found
+
+
+def of_run(
+    interactions: Sequence[Interaction],
+    value: float | Mapping[str, float],
+    run_id: str,
+    *,
+    agent: str = "",
+    turn_discount: float = 1.0,
+    individual: bool = False,
+) -> list[Trajectory]:
+    """The trajectories of one run.
+
+    Args:
+      interactions: of its session, ≥ 1.
+      value: a reward for the run, or rewards by completion id; completions without one have 0.
+      run_id: `"{group_id}.{sample}"`; the only trajectory's id, several have it with `.0`, `.1`, ….
+      agent: a name for statistics.
+      turn_discount: γ in R_i = r_i + γ·R_{i+1} along a conversation, of rewards by completion.
+      individual: one trajectory a completion also for a number, which is then the last one's r.
+
+    Returns:
+      In the order of the conversations; `info["run_reward"]` is `outcome(…)` in each.
+    """
+    info = {
+        "run_reward": outcome(interactions, value),
+        "interactions": float(len(interactions)),
+        "tool_calls": float(sum(i.tool_calls for i in interactions)),
+    }
+    every: list[tuple[list[Interaction], int, float]] = []  # turns, number of the first, reward
+    for chain in chains(interactions):
+        turns = [interactions[k] for k in chain]
+        if isinstance(value, Mapping) or individual:
+            rewards = _returns(turns, value, turn_discount)
+            every += [([turn], k, rewards[k]) for k, turn in enumerate(turns)]
+        else:
+            every.append((turns, 0, float(value)))
+    several = len(every) > 1
+    return [
+        _trajectory(
+            turns, first, reward, f"{run_id}.{k}" if several else run_id, agent=agent, info=info
+        )
+        for k, (turns, first, reward) in enumerate(every)
+    ]
+
+
+def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> float:
+    """One number for a run: its reward, or that of the latest completion that has one."""
+    if not isinstance(value, Mapping):
+        return float(value)
+    return next(
+        float(value[i.completion_id]) for i in reversed(interactions) if i.completion_id in value
+    )
+
+
+def turns(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """The turns of a trajectory for a transcript: what came before each completion, and it."""
+    mask, out = trajectory.loss_mask, []
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    before = 0
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        out.append({
+            "prompt": decode(trajectory.tokens[before:begin].tolist()),
+            "completion": decode(trajectory.tokens[begin:end].tolist()),
+        })  # fmt: skip
+        before = end
+    return out
+
+
+def _returns(
+    turns: Sequence[Interaction], value: float | Mapping[str, float], discount: float
+) -> list[float]:
+    if isinstance(value, Mapping):
+        rewards = [float(value.get(turn.completion_id, 0.0)) for turn in turns]
+    else:
+        rewards = [0.0] * (len(turns) - 1) + [float(value)]
+    for k in reversed(range(len(turns) - 1)):
+        rewards[k] += discount * rewards[k + 1]
+    return rewards
+
+
+def _trajectory(
+    turns: Sequence[Interaction],
+    first: int,
+    reward: float,
+    trajectory_id: str,
+    *,
+    agent: str,
+    info: Mapping[str, float],
+) -> Trajectory:
+    """One sequence; `first` is the number of its first turn in its conversation."""
+    columns: list[list[np.ndarray]] = [[], [], [], [], []]
+    length = 0
+    for k, turn in enumerate(turns):
+        seen, sampled = turn.prompt_tokens[length:], turn.completion
+        blank, drawn = len(seen), len(sampled.tokens)
+        for column, head, tail in zip(
+            columns,
+            (seen, np.zeros(blank, bool), np.zeros(blank), np.full(blank, -1), np.zeros(blank)),
+            (sampled.tokens, np.ones(drawn, bool), sampled.logprobs, sampled.versions,
+             np.zeros(drawn)),
+            strict=True,
+        ):  # fmt: skip
+            column += [head, tail]
+        columns[4][-2:] = [np.full(blank, first + k), np.full(drawn, first + k)]
+        length += blank + drawn
+    kinds = (np.int32, bool, np.float32, np.int32, np.int32)
+    tokens, mask, logprobs, versions, turn_ids = (
+        np.concatenate(column).astype(kind) for column, kind in zip(columns, kinds, strict=True)
+    )
+    last = turns[-1]
+    begun = turns[0].prompt_text
+    return Trajectory(
+        tokens=tokens,
+        loss_mask=mask,
+        behaviour_logprobs=logprobs,
+        versions=versions,
+        reward=reward,
+        stop_reason=last.completion.stop_reason,
+        trajectory_id=trajectory_id,
+        turn_ids=turn_ids,
+        agent=agent,
+        prompt=begun,
+        completion=last.text if len(turns) == 1 else last.whole[len(begun) :],
+        info=info,
+    )

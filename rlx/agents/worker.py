@@ -1,0 +1,141 @@
+"""A process that runs agents: `python -m rlx.agents.worker IN OUT`, by `workers.py` alone.
+
+    IN    a line of JSON each: {"class", "kwargs", "path"} first, then
+          {"id", "data", "base_url", "api_key"} starts a run and {"cancel": id} stops one
+    OUT   {"ready": true} | {"wrong": text}, then {"id", "value"} | {"id", "error", "traceback"};
+          {"blocked": text, "seconds": s} while a run keeps the loop from turning
+
+In the main thread, as libraries that use signals want it (math-verify does). Whoever blocks the
+loop blocks this process and not the gateway; past a limit it is killed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from rlx.agents import loading, returned
+from rlx.agents.http_clients import HttpClients
+from rlx.agents.stalls import Watchdog, causes
+from rlx.base import UserError
+
+BLOCKED_SECONDS = 5.0  # of a loop that does not turn, before it is reported
+_LOOK_SECONDS = 0.5
+_PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
+
+
+class Worker:
+    """The runs of one agent class in this process."""
+
+    def __init__(self, incoming: int, outgoing: int):
+        self._in, self._out = incoming, outgoing
+        self._write = threading.Lock()
+        self._runs: dict[int, asyncio.Task] = {}
+
+    def say(self, **message: Any) -> None:
+        """Writes one line, from any thread."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._write:
+            while data:
+                data = data[os.write(self._out, data) :]
+
+    async def serve(self) -> None:
+        """Until the other end closes."""
+        reader = await _reader(self._in)
+        first = json.loads(await reader.readline())
+        sys.path[:] = [p for p in first["path"] if p not in sys.path] + sys.path
+        try:
+            cls = loading.load_class(first["class"])
+            loading.instance(cls, first["kwargs"])
+            loading.kind(cls)
+        except UserError as error:
+            self.say(wrong=str(error))
+            return
+        self._clients, watchdog = HttpClients(), Watchdog()
+        self.say(ready=True)
+        watchdog.start()
+        threading.Thread(target=self._watch, args=(watchdog,), daemon=True).start()
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "cancel" in message:
+                if task := self._runs.get(message["cancel"]):
+                    task.cancel()
+                continue
+            task = asyncio.create_task(self._run(cls, first["kwargs"], message))
+            self._runs[message["id"]] = task
+        for task in self._runs.values():
+            task.cancel()
+        await asyncio.gather(*self._runs.values(), return_exceptions=True)
+        await self._clients.close()
+
+    async def _run(self, cls: type, kwargs: Mapping[str, Any], message: Mapping) -> None:
+        number = message["id"]
+        try:
+            client = self._clients.new()
+            value = await loading.instance(cls, kwargs).run(
+                message["data"],
+                base_url=message["base_url"],
+                api_key=message["api_key"],
+                http_client=client,
+            )
+            ids = list(value) if isinstance(value, Mapping) else []
+            if wrong := returned.mistake(value, ids):
+                self.say(id=number, error=wrong, traceback="")
+            else:
+                self.say(id=number, value=plain(value))
+        except asyncio.CancelledError:
+            self.say(id=number, error="it was cancelled", traceback="")
+        except BaseException as error:  # SystemExit too: the process has other runs
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+            self.say(id=number, error=text, traceback=traceback.format_exc()[-8000:])
+        finally:
+            del self._runs[number]
+
+    def _watch(self, watchdog: Watchdog) -> None:
+        """Reports a blocked loop again and again; ends a process that nobody waits for."""
+        parent = os.getppid()
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            if os.getppid() != parent:
+                os._exit(1)
+            stall = watchdog.blocked()
+            watchdog.stalls.clear()
+            if stall and stall.seconds > BLOCKED_SECONDS:
+                found, _ = causes([stall])
+                where = f"{found[0].blocking}: {found[0].blocking.call}" if found else "unknown"
+                remedy = f"; {found[0].remedy}" if found else ""
+                self.say(blocked=f"{where}{remedy}", seconds=stall.seconds)
+
+
+def plain(value: Any) -> float | dict[str, float]:
+    """A reward, or rewards by completion id, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: float(reward) for key, reward in value.items()}
+    return float(value)
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=1 << 30)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
+    )
+    return reader
+
+
+def main() -> None:
+    """Serves; what agents print goes to standard error, as standard output is a command's."""
+    os.dup2(2, 1)
+    os.environ.setdefault("OPENAI_API_KEY", _PLACEHOLDER)
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        asyncio.run(Worker(int(sys.argv[1]), int(sys.argv[2])).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The processes that agents run in, seen from the loop that has the gateway.
+
+run ─▶ the process with the fewest runs ─▶ value, or AgentError
+                 │ cancelled and still there after a while, or blocked for too long: killed,
+                 ▼ and another is started for the next run
+      its other runs are Displaced: through no fault of theirs, to be done again
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rlx.base import UserError
+
+CANCEL_SECONDS = 10.0  # that a cancelled run may take to end
+_END_SECONDS = 2.0  # that a process may take to end, once its input has
+
+
+class AgentError(RuntimeError):
+    """An agent failed; the message has its reason, and its traceback if it raised."""
+
+
+class Displaced(Exception):
+    """A run's process was killed because of another run in it."""
+
+
+class Workers:
+    """Processes of one agent class; all methods on one loop.
+
+    Args:
+      name: of the class, as `loading.load_class` takes it.
+      kwargs: of its constructor, JSON.
+      count: processes, ≥ 1; more than one for agents that compute or block.
+      block_seconds: how long an agent may keep its process's event loop from turning.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kwargs: Mapping[str, Any],
+        count: int = 1,
+        *,
+        block_seconds: float = 300.0,
+        cancel_seconds: float = CANCEL_SECONDS,
+    ):
+        self._first = {"class": name, "kwargs": dict(kwargs), "path": sys.path}
+        self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
+        self._processes: list[_Process | None] = [None] * max(1, count)
+        self._numbers = 0
+        self._closed = False
+
+    async def start(self) -> None:
+        """Starts all processes, and returns when the class is loaded in each.
+
+        Raises:
+          UserError: it cannot be loaded.
+        """
+        await asyncio.gather(*(self._process(i) for i in range(len(self._processes))))
+
+    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """What `run` of a new agent returns for `data`: a float or {completion id: float}.
+
+        Cancelling it cancels the agent.
+
+        Raises:
+          AgentError, Displaced.
+          UserError: `data` cannot be sent.
+        """
+        index = min(range(len(self._processes)), key=self._load)
+        process = await self._process(index)
+        self._numbers += 1
+        message = {"id": self._numbers, "data": data, "base_url": base_url, "api_key": api_key}
+        try:
+            line = json.dumps(message)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"a row cannot be given to an agent, {error}; rows are JSON: {str(data)[:120]}"
+            ) from None
+        return await process.run(self._numbers, line)
+
+    async def close(self) -> None:
+        """Ends the processes, busy or not."""
+        self._closed = True
+        await asyncio.gather(*(p.close() for p in self._processes if p))
+
+    def _load(self, index: int) -> int:
+        process = self._processes[index]
+        return len(process.runs) if process else 0
+
+    async def _process(self, index: int) -> "_Process":
+        process = self._processes[index]
+        if process is None or process.over:
+            if self._closed:
+                raise AgentError("the agents' processes are closed")
+            process = _Process(self._first, self._block_seconds, self._cancel_seconds)
+            self._processes[index] = process
+        await process.ready()
+        return process
+
+
+class _Process:
+    """One child and the runs in it."""
+
+    def __init__(self, first: Mapping[str, Any], block_seconds: float, cancel_seconds: float):
+        self.runs: dict[int, asyncio.Future] = {}
+        self.over = False
+        self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
+        self._blocked = ""  # where, when it was last heard of
+        self._killed: Exception | None = None  # what its other runs are told
+        self._input: asyncio.WriteTransport | None = None
+        self._output: asyncio.ReadTransport | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._main = asyncio.create_task(self._live(first))
+
+    async def ready(self) -> None:
+        """Returns when it takes runs; raises why it does not."""
+        await asyncio.shield(self._ready)
+
+    async def run(self, number: int, line: str) -> Any:
+        """Sends a run and waits for its value."""
+        if self.over:
+            raise Displaced
+        future = self.runs[number] = asyncio.get_running_loop().create_future()
+        self._send(line)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not future.done():
+                self._cancel(number)
+            raise
+
+    async def close(self) -> None:
+        """Ends it, busy or not."""
+        self._killed = self._killed or Displaced()
+        if not self.over and self._input:
+            self._input.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._main), _END_SECONDS)
+        if not self._main.done():
+            self._main.cancel()
+        await asyncio.gather(self._main, return_exceptions=True)
+
+    async def _live(self, first: Mapping[str, Any]) -> None:
+        """From its start to its end, whichever way it ends."""
+        child = None
+        try:
+            child, reader = await self._begin()
+            self._send(json.dumps(first))
+            while line := await reader.readline():
+                self._hear(json.loads(line))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(child.wait, _END_SECONDS)
+        except OSError as error:
+            self._killed = AgentError(f"cannot start a process for agents: {error}")
+        finally:
+            self.over = True
+            if child:
+                child.kill()
+                child.wait()
+            if self._input:
+                self._input.abort()
+            if self._output:
+                self._output.close()
+            self._end(child.returncode if child else None)
+
+    async def _begin(self) -> tuple[subprocess.Popen, asyncio.StreamReader]:
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        command = [sys.executable, "-m", "rlx.agents.worker", str(theirs_in), str(theirs_out)]
+        try:
+            child = subprocess.Popen(
+                command,
+                pass_fds=(theirs_in, theirs_out),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us to pass on
+            )
+        except OSError:
+            os.close(ours_in)
+            os.close(ours_out)
+            raise
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        self._pid = child.pid
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 30)
+        self._output, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours_in, "rb")
+        )
+        self._input, _ = await loop.connect_write_pipe(
+            asyncio.BaseProtocol, os.fdopen(ours_out, "wb")
+        )
+        return child, reader
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        if "ready" in message:
+            self._ready.set_result(None)
+        elif "wrong" in message:
+            self._ready.set_exception(UserError(message["wrong"]))
+        elif "blocked" in message:
+            self._blocked = message["blocked"]
+            if message["seconds"] > self._block_seconds:
+                self._kill(AgentError(
+                    f"an agent blocked the event loop for {message['seconds']:.0f} s and its "
+                    f"process was killed; it was at {self._blocked}"
+                ))  # fmt: skip
+        elif (future := self.runs.pop(message["id"], None)) and not future.done():
+            if "value" in message:
+                future.set_result(message["value"])
+            else:
+                trace = f"\n{message['traceback']}" if message["traceback"] else ""
+                future.set_exception(AgentError(message["error"] + trace))
+
+    def _cancel(self, number: int) -> None:
+        self.runs[number].cancel()
+        self._send(json.dumps({"cancel": number}))
+
+        def late() -> None:
+            if number in self.runs and not self.over:
+                self._kill(Displaced())
+
+        asyncio.get_running_loop().call_later(self._cancel_seconds, late)
+
+    def _kill(self, told: Exception) -> None:
+        self._killed = self._killed or told
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def _end(self, code: int | None) -> None:
+        """Tells every run that was in it."""
+        where = f"; it was last blocked at {self._blocked}" if self._blocked else ""
+        died = AgentError(f"the agent's process died (exit code {code}){where}")
+        for future in [*self.runs.values(), self._ready]:
+            if not future.done():
+                future.set_exception(self._killed or died)
+                future.exception()  # a run that was cancelled does not look
+        self.runs.clear()
+
+    def _send(self, line: str) -> None:
+        if self._input and not self._input.is_closing():
+            self._input.write(line.encode() + b"\n")

@@ -1,0 +1,233 @@
+"""Agents as a workflow: n runs of an agent for a row, at once, become a group of trajectories.
+
+    row ─▶ session × n ─▶ Workers (other processes) ── HTTP ──▶ Gateway ─▶ fleet
+                               │ reward                            │ what it was answered
+                               ▼                                   ▼
+                               └────────────▶ trajectories ◀───────┘
+
+Trained and evaluated alike (`rlx.rollout.workflows.Workflow`).
+"""
+
+import asyncio
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from rlx.agents import loading, returned, trajectories
+from rlx.agents.sessions import Session
+from rlx.agents.workers import AgentError, Displaced, Workers
+from rlx.base import Group, Trajectory, UserError
+from rlx.fleet.engine import Sampling
+from rlx.rollout.reward_pool import Span
+from rlx.rollout.workflows import Generator
+
+if TYPE_CHECKING:
+    from rlx.agents.gateway import Gateway
+    from rlx.fleet.client import Fleet
+
+_MOVES = 3  # processes that a run may lose through others before it is a failure
+_ROW_CHARACTERS = 200
+
+
+@dataclass(frozen=True, eq=False)
+class _Front:
+    """What stands between agents and one fleet."""
+
+    fleet: Generator
+    gateway: "Gateway"
+    workers: Workers
+
+
+class AgentWorkflow:
+    """Runs of an agent class; see docs/agents.md for how to write one.
+
+    Args:
+      agent: the class, or its name as `loading.load_class` takes it. It is imported again in the
+        processes that run it, so a class of a notebook must move to a file.
+      tokenizer: a transformers tokenizer with the model's chat template.
+      sampling: of training: what requests do not say themselves. `max_new_tokens` is also the most
+        that one may ask for, and another temperature is refused, as the losses count on it.
+      n: runs of a group.
+      kwargs: of the class's constructor, JSON values.
+      system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
+      workers: processes; one serves many runs, as long as they wait rather than compute.
+      turn_discount, individual: see `trajectories.of_run`.
+      block_seconds: how long an agent may block its process's event loop.
+
+    Raises:
+      UserError: it is no agent class, or the extra `agents` is not installed.
+    """
+
+    def __init__(
+        self,
+        agent: str | type,
+        tokenizer: Any,
+        sampling: Sampling,
+        n: int,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str = "",
+        question_key: str = "question",
+        workers: int = 1,
+        turn_discount: float = 1.0,
+        individual: bool = False,
+        block_seconds: float = 300.0,
+    ):
+        cls = loading.load_class(agent) if isinstance(agent, str) else agent
+        if loading.kind(cls) != "agent":
+            raise UserError(f"{cls.__name__} is a workflow of rlx, not an agent; use it as it is")
+        self.agent = cls.__name__
+        self._gateway_class = _gateway_class()
+        self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
+        self._system_prompt, self._question_key = system_prompt, question_key
+        self._turn_discount, self._individual = turn_discount, individual
+        name = agent if isinstance(agent, str) else name_of(cls)
+        loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
+        self._new_workers = partial(
+            Workers, name, kwargs or {}, workers, block_seconds=block_seconds
+        )
+        self._front: _Front | None = None
+        self._starting = asyncio.Lock()
+
+    async def run(
+        self,
+        fleet: Generator,
+        row: Mapping[str, Any],
+        *,
+        group_id: int,
+        seed: int,
+        sampling: Sampling | None = None,
+        n: int | None = None,
+        priority: int = 0,
+    ) -> Group:
+        """The group of `row`: the trajectories of all runs, in order.
+
+        Raises:
+          AgentError: a run failed; names agent and row, and has the agent's traceback.
+        """
+        front = await self._at(fleet)
+        data, defaults = self.data(row), sampling or self._sampling
+        runs = []
+        try:
+            async with asyncio.TaskGroup() as together:
+                for i in range(n or self._n):
+                    session = partial(
+                        front.gateway.sessions.open,
+                        replace(defaults, seed=_seed(seed, i)),
+                        temperature_fixed=sampling is None,
+                        priority=priority,
+                    )
+                    run = self._run_once(front, data, f"{group_id}.{i}", session)
+                    runs.append(together.create_task(run))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return Group(group_id, tuple(t for run in runs for t in run.result()), row)
+
+    def data(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What an agent gets of a row: the row, with `messages` made of the question if need be."""
+        if "messages" in row or self._question_key not in row:
+            return dict(row)
+        messages = [{"role": "user", "content": str(row[self._question_key])}]
+        if self._system_prompt:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return {**row, "messages": messages}
+
+    def drain_spans(self) -> list[Span]:
+        """None: agents compute their rewards themselves, between their calls."""
+        return []
+
+    async def aclose(self) -> None:
+        """Ends the processes and the gateway; on the loop that `run` was on."""
+        front, self._front = self._front, None
+        if front:
+            await front.workers.close()
+            await front.gateway.stop()
+
+    async def _at(self, fleet: Generator) -> "_Front":
+        """The gateway in front of `fleet`, and workers that are ready."""
+        async with self._starting:
+            if self._front is None or self._front.fleet is not fleet:
+                await self.aclose()
+                gateway = self._gateway_class(cast("Fleet", fleet), self._tokenizer)
+                self._front = _Front(fleet, gateway, self._new_workers())
+                await gateway.start()
+                await self._front.workers.start()
+            return self._front
+
+    async def _run_once(
+        self,
+        front: "_Front",
+        data: Mapping[str, Any],
+        run_id: str,
+        new_session: Callable[[], Session],
+    ) -> list[Trajectory]:
+        """One run, begun anew where it lost its process through another's fault."""
+        for _ in range(_MOVES):
+            session = new_session()
+            try:
+                url = front.gateway.base_url(session)
+                value = await front.workers.run(data, url, session.key)
+                ids = {i.completion_id for i in session.interactions}
+                if not ids:
+                    raise AgentError(
+                        "it asked for no completion; does it use the base_url that `run` is given?"
+                    )
+                if wrong := returned.mistake(value, ids):
+                    raise AgentError(wrong)
+                return trajectories.of_run(
+                    session.interactions,
+                    value,
+                    run_id,
+                    agent=self.agent,
+                    turn_discount=self._turn_discount,
+                    individual=self._individual,
+                )
+            except Displaced:
+                continue
+            except AgentError as error:
+                raise self._failure(error, data) from error
+            finally:
+                front.gateway.sessions.end(session)
+        raise self._failure(AgentError(f"its process was killed {_MOVES} times"), data)
+
+    def _failure(self, error: AgentError, data: Mapping[str, Any]) -> AgentError:
+        row = str({k: v for k, v in data.items() if k not in ("answer", "messages")})
+        return AgentError(f"agent {self.agent} failed on row {row[:_ROW_CHARACTERS]}: {error}")
+
+
+def name_of(cls: type) -> str:
+    """The name that another process can load a class by.
+
+    Raises:
+      UserError: there is none, as for classes made in a function or a notebook.
+    """
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    if module is None or getattr(module, cls.__qualname__, None) is not cls:
+        raise UserError(f"{cls.__qualname__} is not at the top of a module; move it there")
+    if cls.__module__ != "__main__" and not cls.__module__.startswith("file_"):
+        return f"{cls.__module__}:{cls.__qualname__}"
+    if not file or not file.endswith(".py"):
+        raise UserError(
+            f"{cls.__qualname__} is in no file, and agents run in processes of their own; put it "
+            "into one"
+        )
+    return f"{os.path.abspath(file)}:{cls.__qualname__}"
+
+
+def _seed(seed: int, run: int) -> int:
+    """A run's seed in [0, 2³¹)."""
+    digest = hashlib.blake2b(f"{seed} run {run}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _gateway_class() -> "type[Gateway]":
+    try:
+        from rlx.agents.gateway import Gateway
+    except ImportError as error:
+        raise UserError(f"agents need the extra: pip install 'rlx[agents]' ({error})") from None
+    return Gateway

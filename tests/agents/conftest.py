@@ -1,0 +1,92 @@
+"""A gateway over a real fleet: gRPC on loopback, with an engine that answers by a script."""
+
+import asyncio
+import importlib.util
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlx.agents.gateway import Gateway
+from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.engine import Sampling
+from rlx.fleet.server import Server
+
+HERE = Path(__file__).parent
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+scripted = _load("scripted_engine")
+LIMITS = Limits(connect=10, request=20, probe=1.0, probe_every=0.1, outage=0.5, backoff=0.2)
+
+
+class AgentTools:
+    """What the tests of agents start things with."""
+
+    engine = scripted.ScriptedEngine
+    tokenizer = staticmethod(scripted.make_tokenizer)
+    classes = str(HERE / "agent_classes.py")
+    sampling = Sampling(temperature=1.0, max_new_tokens=200, seed=1)
+
+    @staticmethod
+    def run(coroutine, seconds=30):
+        """Runs a test's coroutine to its end, or fails it."""
+        return asyncio.run(asyncio.wait_for(coroutine, seconds))
+
+    @staticmethod
+    @asynccontextmanager
+    async def fleet(engine):
+        """A connected Fleet of one server with `engine`."""
+        server = Server(lambda: engine)
+        await server.start()
+        fleet = Fleet([f"127.0.0.1:{server.port}"], limits=LIMITS)
+        try:
+            await fleet.connect()
+            yield fleet, server
+        finally:
+            await fleet.close()
+            await server.stop()
+
+    @classmethod
+    @asynccontextmanager
+    async def gateway(cls, engine=None, sampling=None, template=None, **options):
+        """A gateway with a session; yields gateway, session, engine, server, fleet."""
+        engine = engine or cls.engine()
+        tokenizer = cls.tokenizer(template) if template else cls.tokenizer()
+        async with cls.fleet(engine) as (fleet, server):
+            gateway = Gateway(fleet, tokenizer)
+            await gateway.start()
+            try:
+                yield SimpleNamespace(
+                    gateway=gateway,
+                    session=gateway.sessions.open(sampling or cls.sampling, **options),
+                    engine=engine,
+                    server=server,
+                    fleet=fleet,
+                )
+            finally:
+                await gateway.stop()
+
+    @staticmethod
+    def client(found, session=None, **options):
+        """The official client of a session, without retries."""
+        from openai import AsyncOpenAI
+
+        key = (session or found.session).key
+        options = {"max_retries": 0, "api_key": key, **options}
+        return AsyncOpenAI(base_url=found.gateway.base_url(), **options)
+
+
+@pytest.fixture(scope="session")
+def agents():
+    """See AgentTools."""
+    return AgentTools

@@ -1,0 +1,111 @@
+"""A real asyncio Engine that answers by a script: what it says is a function of the prompt's text.
+
+    reply(prompt text, seed, sample index) → text; then the end token, if the budget has room
+
+One token a byte, so that every character can be watched on its way through the fleet. Stop strings
+end it as a model's engine would. Without a script it repeats what the last user said.
+"""
+
+import asyncio
+import re
+
+from rlx.fleet.engine import Chunk, EngineStatus
+
+TEMPLATE = (
+    "{% if tools %}<|system|>tools <tool_call>: {{ tools | map(attribute='function') "
+    "| map(attribute='name') | join(' ') }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(template=TEMPLATE):
+    """One token a byte and five specials, with a chat template that knows tools."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    found.add_special_tokens(
+        {"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]}
+    )
+    found.chat_template = template
+    return found
+
+
+def repeat(prompt, seed, index):
+    """What the last user said."""
+    return re.findall(r"<\|user\|>(.*?)<\|end\|>", prompt, re.DOTALL)[-1]
+
+
+class ScriptedEngine:
+    def __init__(self, reply=repeat, *, slots=512, max_model_len=4096, step_seconds=0.0):
+        self.tokenizer, self.reply = make_tokenizer(), reply
+        self.slots, self.max_model_len, self.step_seconds = slots, max_model_len, step_seconds
+        self.decode_steps = 3
+        self.version = 0
+        self.requests, self.aborted, self.running = [], 0, 0
+        self.most_running = 0
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def pause(self):
+        pass
+
+    async def resume(self):
+        pass
+
+    async def load(self, path, version, kv="keep"):
+        self.version = version
+        return 0
+
+    async def score(self, request):
+        raise NotImplementedError
+
+    def status(self):
+        return EngineStatus(self.version, self.running, 0, self.slots, self.max_model_len, 0, False)
+
+    async def generate(self, request):
+        if len(request.prompt_tokens) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(request.prompt_tokens)} tokens, max_model_len is "
+                f"{self.max_model_len}; shorten it"
+            )
+        self.requests.append(request)
+        s, live = request.sampling, {}
+        prompt = self.tokenizer.decode(request.prompt_tokens.tolist())
+        for index in range(request.first_index, request.first_index + request.n):
+            text = self.reply(prompt, s.seed, index)
+            stops = [text.find(x) + len(x) for x in s.stop if x in text]
+            text = text[: min(stops)] if stops else text
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += [] if stops else [self.tokenizer.eos_token_id]
+            live[index] = (ids[: s.max_new_tokens], len(ids) > s.max_new_tokens)
+        at = dict.fromkeys(live, 0)
+        self.running += request.n
+        self.most_running = max(self.most_running, self.running)
+        try:
+            while at:
+                await asyncio.sleep(self.step_seconds)
+                for index in list(at):
+                    ids, cut = live[index]
+                    k = at[index]
+                    new = ids[k : k + self.decode_steps]
+                    at[index] += len(new)
+                    over = at[index] >= len(ids)
+                    reason = ("length" if cut else "stop") if over else None
+                    if over:
+                        del at[index]
+                    logs = [-0.5 - 0.001 * (k + i) for i in range(len(new))]
+                    yield Chunk(index, new, logs, [self.version] * len(new), reason)
+        finally:
+            self.aborted += len(at)
+            self.running -= request.n
