@@ -20,6 +20,9 @@ FLAGS = {
     "top_p": "of the sampled answers; default 0.95",
     "pass_at": "k of the pass@k columns; default 8,16",
     "maj_at": "k of the maj@k columns; default: none",
+    "workflow": "class of a workflow or an agent, package.module.Class or FILE.py:Class; default: "
+    "one turn, graded",
+    "workflow_kwargs": "of its constructor, a JSON object",
     "limit": "questions of each set; default: all",
     "output": "directory; default: runs/evaluation-MODEL",
 }
@@ -38,6 +41,7 @@ def main() -> int:
     """Parses, asks, prints the table."""
     config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
     from rlx import evaluation
+    from rlx.agents import loading
     from rlx.observe.counting import Counting
 
     ks = {
@@ -52,6 +56,8 @@ def main() -> int:
         pass_at=ks["pass_at"] if n_samples else (),
         maj_at=ks["maj_at"] if n_samples else (),
         limit=number(values, "limit", int, 0),
+        workflow=values.workflow,
+        workflow_kwargs=loading.parse_kwargs(values.workflow_kwargs),
     )
     with config.unlocked():
         config.sampling.max_new_tokens = number(

@@ -21,6 +21,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from rlx.agents import chosen
 from rlx.base import Group, UserError
 from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
@@ -37,7 +38,6 @@ from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
 from rlx.rollout.reward_pool import RewardPool
-from rlx.rollout.workflows import RLVR
 from rlx.train import checkpoint
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question
@@ -53,6 +53,8 @@ class Options:
       temperature, top_p: of the sampled ones.
       pass_at, maj_at: the k of the columns.
       limit: questions of each set; 0: all.
+      workflow: a workflow's or an agent's class, by name; empty: one turn, graded (RLVR).
+      workflow_kwargs: of its constructor.
     """
 
     n_samples: int = 32
@@ -61,6 +63,8 @@ class Options:
     pass_at: tuple[int, ...] = (8, 16)
     maj_at: tuple[int, ...] = ()
     limit: int = 0
+    workflow: str = ""
+    workflow_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -196,24 +200,30 @@ class _Asking:
         self._options, self._path, self._config, self._name = options, path, config, found.name
         reward = config.reward
         self._pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds)
-        self._workflow = RLVR(
-            load_tokenizer(directory),
-            Sampling(),
-            self._pool,
-            1,
+        self._tokenizer = load_tokenizer(directory)
+        self._workflow, self._graded = chosen.build(
+            options.workflow,
+            options.workflow_kwargs,
+            tokenizer=self._tokenizer,
+            sampling=Sampling(),
+            reward_pool=self._pool,
+            n=1,
             system_prompt=config.data.system_prompt,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_model_len=load_config(directory).max_position,
+            workers=reward.workers,
         )
         self._lock = threading.Lock()
 
     def check(self, questions: Sequence[Mapping[str, Any]]) -> None:
         """Raises UserError for a question that is too long."""
-        self._workflow.check(questions, self._name)
+        if check := getattr(self._workflow, "check", None):
+            check(questions, self._name)
 
     def start(self) -> None:
         """Starts the graders, and returns at once."""
-        self._pool.start()
+        if self._graded:
+            self._pool.start()
 
     def close(self) -> None:
         """Ends the graders."""
@@ -233,13 +243,17 @@ class _Asking:
             timeout=c.rollout.request_timeout_seconds,
         ) as evaluator:
             futures: list[Future[Group]] = []
+            unkept: list[Exception] = []
 
             def finished(job: Job, future: Future) -> None:
                 nonlocal done
                 if future.cancelled() or future.exception():
                     return
                 with self._lock:
-                    self._keep(job, questions[job.index], future.result())
+                    try:
+                        self._keep(job, questions[job.index], future.result())
+                    except Exception as error:  # a callback's would be lost
+                        unkept.append(error)
                     done += job.count
                     show(what, done, wanted)
 
@@ -257,6 +271,8 @@ class _Asking:
             for future in futures:
                 if future.done():
                     future.result()
+            if unkept:
+                raise unkept[0]
 
     def _sampling(self, job: Job) -> Sampling:
         s = self._config.sampling
@@ -268,17 +284,15 @@ class _Asking:
         )
 
     def _keep(self, job: Job, row: Mapping[str, Any], group: Group) -> None:
-        for i, t in enumerate(group.trajectories):
+        for i, parts in enumerate(chosen.samples(group, job.count)):
+            found = chosen.record(parts, self._tokenizer)
             record = {
                 "index": job.index,
                 "sample": job.first + i if job.first != GREEDY else GREEDY,
                 "question": row["question"],
                 "answer_key": row.get("answer"),
-                "completion": t.completion,
-                "answer": scores.ballot(t.completion),
-                "reward": t.reward,
-                "tokens": t.num_trained,
-                "stop_reason": t.stop_reason,
+                "answer": scores.ballot(found["completion"]),
+                **found,
             }
             append_jsonl(self._path, record)
 
@@ -385,11 +399,13 @@ def _settings(config, models, sets, options: Options, out: Path) -> dict[str, An
         "seed": config.seed,
         "temperature": options.temperature,
         "top_p": options.top_p,
+        "workflow": options.workflow or None,
+        "workflow_kwargs": dict(options.workflow_kwargs) or None,
     }
     path = out / "settings.json"
     if path.exists():
         before = json.loads(path.read_text())
-        for key in ("max_gen_tokens", "system_prompt", "seed", "temperature", "top_p"):
+        for key in (key for key in settings if key not in ("models", "datasets")):
             if before.get(key) != settings[key]:
                 raise UserError(
                     f"{out} holds an evaluation with {key}={before.get(key)!r}, this one has "

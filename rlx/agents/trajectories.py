@@ -6,8 +6,8 @@ rewards by completion each completion is a trajectory of its own (AReaL's indivi
 that its reward lands on its own tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,16 +84,20 @@ def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, flo
     )
 
 
-def turns(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """The turns of a trajectory for a transcript: what came before each completion, and it."""
-    mask, out = trajectory.loss_mask, []
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    before = 0
+class Turn(NamedTuple):
+    """What came before a completion, and it; token ids."""
+
+    prompt: list[int]
+    completion: list[int]
+
+
+def turns(trajectory: Trajectory) -> list[Turn]:
+    """The turns of a trajectory, for a transcript."""
+    steps = np.diff(trajectory.loss_mask.astype(np.int8), prepend=0, append=0)
+    edges, out, before = np.flatnonzero(steps), [], 0
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        out.append({
-            "prompt": decode(trajectory.tokens[before:begin].tolist()),
-            "completion": decode(trajectory.tokens[begin:end].tolist()),
-        })  # fmt: skip
+        tokens = trajectory.tokens
+        out.append(Turn(tokens[before:begin].tolist(), tokens[begin:end].tolist()))
         before = end
     return out
 
