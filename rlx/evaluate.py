@@ -28,15 +28,6 @@ FLAGS = {
 }
 
 
-def number(values, name: str, kind, default):
-    """A flag's value as a number."""
-    text = getattr(values, name)
-    try:
-        return kind(text) if text else default
-    except ValueError:
-        raise UserError(f"--{name}={text} is not a number; give one like {default}") from None
-
-
 def main() -> int:
     """Parses, asks, prints the table."""
     config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
@@ -45,17 +36,17 @@ def main() -> int:
     from rlx.observe.counting import Counting
 
     ks = {
-        name: tuple(number(values, name, lambda t: [*map(int, t.split(","))], default))
+        name: tuple(flags.number(values, name, lambda t: [*map(int, t.split(","))], default))
         for name, default in (("pass_at", (8, 16)), ("maj_at", ()))
     }
-    n_samples = number(values, "n_samples", int, 32)
+    n_samples = flags.number(values, "n_samples", int, 32)
     options = evaluation.Options(
         n_samples=n_samples,
-        temperature=number(values, "temperature", float, 0.6),
-        top_p=number(values, "top_p", float, 0.95),
+        temperature=flags.number(values, "temperature", float, 0.6),
+        top_p=flags.number(values, "top_p", float, 0.95),
         pass_at=ks["pass_at"] if n_samples else (),
         maj_at=ks["maj_at"] if n_samples else (),
-        limit=number(values, "limit", int, 0),
+        limit=flags.number(values, "limit", int, 0),
         workflow=values.workflow,
         workflow_kwargs=loading.parse_kwargs(values.workflow_kwargs),
     )

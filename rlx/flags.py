@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,19 @@ def parse(
     values = _flags(strings, switches or {}, argv)
     _parse(values, argv)
     return values["config"].value, values
+
+
+def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> Any:
+    """The value of a string flag as `kind` reads it; `default` where it is empty.
+
+    Raises:
+      UserError: `kind` does not take it.
+    """
+    text = getattr(values, name)
+    try:
+        return kind(text) if text else default
+    except ValueError:
+        raise UserError(f"--{name}={text} is not a number; give one like {default}") from None
 
 
 def _flags(

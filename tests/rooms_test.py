@@ -15,7 +15,7 @@ import pytest
 import rlx
 
 PACKAGE = Path(rlx.__file__).parent
-COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "doctor")
+COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "doctor", "debug_workflow")
 ORDER = (
     ("",),  # rlx/__init__.py
     ("base",),

@@ -21,19 +21,31 @@ def show(findings: Iterable[Finding], console: "Console | None" = None) -> list[
 
     console = console or Console(highlight=False)
     every: list[Finding] = []
-    plain = not console.is_terminal or console.is_dumb_terminal
+    plain = _plain(console)
     for area, rows in groupby(findings, key=lambda finding: finding.area):
-        if plain:
-            for finding in rows:
-                every.append(finding)
-                console.print(line(finding), markup=False, soft_wrap=True)
-        else:
-            section = list(rows)
-            every += section
-            console.print(_section(area, section, min(console.width, _WIDEST)))
+        section(area, _kept(rows, every), console)
     worst = next((x for x in ("problem", "warning") if any(f.level == x for f in every)), "ok")
     console.print(summary(every), style=None if plain else STYLES[worst], soft_wrap=True)
     return every
+
+
+def section(area: str, findings: Iterable[Finding], console: "Console") -> None:
+    """Prints one section: a table once it is whole, or a line as soon as it is found."""
+    if _plain(console):
+        for finding in findings:
+            console.print(line(finding), markup=False, soft_wrap=True)
+    else:
+        console.print(_section(area, list(findings), min(console.width, _WIDEST)))
+
+
+def _kept(findings: Iterable[Finding], every: list[Finding]) -> Iterator[Finding]:
+    for finding in findings:
+        every.append(finding)
+        yield finding
+
+
+def _plain(console: "Console") -> bool:
+    return not console.is_terminal or console.is_dumb_terminal
 
 
 def line(finding: Finding) -> str:

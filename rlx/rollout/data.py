@@ -227,7 +227,7 @@ def _check_keys(
     row: Row, where: str, question_key: str, answer_key: str, texts: Mapping[str, str]
 ) -> None:
     options = {question_key: "data.question_key", **texts}
-    for key in (question_key, *([answer_key] if answer_key else []), *texts):
+    for key in (*filter(None, (question_key, answer_key)), *texts):
         if key not in row:
             keys = ", ".join(map(repr, row)) or "no keys at all"
             remedy = f"set {options[key]}" if key in options else "rename one"
@@ -235,8 +235,9 @@ def _check_keys(
     for key in texts:
         if not isinstance(row[key], str):
             raise UserError(f"{where}: {key!r} must be text, got {row[key]!r}")
-    if not isinstance(row[question_key], str) or not row[question_key].strip():
-        raise UserError(f"{where}: {question_key!r} must be text, got {row[question_key]!r}")
+    question = row[question_key] if question_key else "not asked for"
+    if not isinstance(question, str) or not question.strip():
+        raise UserError(f"{where}: {question_key!r} must be text, got {question!r}")
 
 
 def _default_config(names: Sequence[str]) -> str | None:

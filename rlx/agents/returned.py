@@ -1,0 +1,73 @@
+"""What an agent's `run` returned: a reward, rewards by completion id, or a mistake with a name."""
+
+import inspect
+import math
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_WANTED = "return a float, or {completion id: float}"
+
+
+def mistake(value: Any, ids: Collection[str]) -> str:
+    """What is wrong with a returned value, in one line; empty where nothing is.
+
+    Args:
+      value: a finite number, or a mapping of completion ids to finite numbers.
+      ids: of the completions that the server gave this very run.
+    """
+    if isinstance(value, Mapping):
+        return _of_mapping(value, ids)
+    return _of_number(value, "run returned")
+
+
+def total(value: Any) -> float:
+    """One number for a value without mistake: itself, or the mean over completions; finite."""
+    if isinstance(value, Mapping):
+        return sum(map(float, value.values())) / len(value)
+    return float(value)
+
+
+def _of_mapping(value: Mapping, ids: Collection[str]) -> str:
+    if not value:
+        return f"run returned {{}}, a reward for no completion; {_WANTED}"
+    for key, reward in value.items():
+        if not isinstance(key, str):
+            return (
+                f"run returned a dict with the key {_shown(key)}; its keys are ids of completions "
+                "(`completion.id`)"
+            )
+        if key not in ids:
+            known = ", ".join(list(ids)[:3]) if ids else "none"
+            return (
+                f"run rewards {_shown(key)}, an id that the server gave no completion of this run "
+                f"(it gave {known}); use `completion.id`"
+            )
+        if wrong := _of_number(reward, f"the reward of {key} is"):
+            return wrong
+    return ""
+
+
+def _of_number(value: Any, what: str) -> str:
+    if value is None:
+        path = "is a `return` missing on some path?" if what == "run returned" else _WANTED
+        return f"{what} None; {path}"
+    if inspect.isawaitable(value):
+        return f"{what} {type(value).__name__}, not yet awaited; write `return await …`"
+    if isinstance(value, numbers.Real):
+        if math.isfinite(value):
+            return ""
+        return f"{what} {float(value)}; a reward is finite: mend the division or logarithm"
+    if hasattr(value, "shape"):  # an array or tensor of numpy, torch, JAX
+        kind = f"{type(value).__module__.split('.')[0]}.{type(value).__name__}"
+        if math.prod(value.shape) == 1:
+            return f"{what} a {kind}; write float(reward)"
+        return f"{what} a {kind} of shape {tuple(value.shape)}; {_WANTED}"
+    if isinstance(value, list | tuple):
+        return f"{what} a {type(value).__name__} of {len(value)}; {_WANTED}"
+    return f"{what} {_shown(value)}, a {type(value).__name__}; {_WANTED}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,277 @@
+"""Finds what blocks an event loop: a thread looks at the loop's stack while its heartbeat is late.
+
+    loop:      beat .. beat .. beat ........................ beat
+    watchdog:                       late? look, look, look    → a stall, and where it was
+
+A call that also holds the interpreter (a long json.loads, a regular expression) keeps the watchdog
+from looking; it then looks once, as soon as the call is over: CPython is still at the call then.
+"""
+
+import asyncio
+import re
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from types import CodeType
+
+from rlx.agents.frames import Place, at, blamed, stack
+
+TICK = 0.02  # seconds between two beats, and between two looks
+THRESHOLD = 0.1  # seconds a beat may be late
+_SLOW_TICK = 0.1  # between looks, once a stall is longer than
+_LONG = 2.0
+_STACK_LIMIT = 12
+
+# What a line of the stack fits → what to write in its place. The first that fits counts.
+_REMEDIES = (
+    (r"\btime\.sleep\(|: sleep\(", "await asyncio.sleep(…)"),
+    (r"\bSyncAPIClient\.", "use the async client (AsyncOpenAI, AsyncAnthropic)"),
+    (r"create_default_context|load_verify_locations",
+     "a new client reads all certificates: pass http_client=kwargs['http_client'] on to it"),
+    (r"<frozen importlib|importlib/", "import it before, at the top of the file"),
+    (r"requests/|urllib3/|http/client\.py|urllib/request\.py|httpx\w*/_client\.py:\d+ Client\.|"
+     r"httpcore\w*/_sync",
+     "use an async HTTP client (httpx.AsyncClient, aiohttp), or await asyncio.to_thread(…)"),
+    (r"subprocess\.py|\bos\.(system|popen|wait)", "use asyncio.create_subprocess_exec"),
+    (r"threading\.py:\d+ |queue\.py|concurrent/futures/|\.acquire\(|\.join\(\)|\.result\(",
+     "wait by asyncio's own Lock, Queue or Event, or await asyncio.to_thread(…)"),
+    (r"asyncio/runners\.py|run_until_complete|nest_asyncio",
+     "await it: a loop inside the loop blocks both"),
+    (r"sqlite3|psycopg|pymysql|\.execute\w*\(|\.fetch\w*\(",
+     "await asyncio.to_thread(…), or use an async driver"),
+)  # fmt: skip
+_COMPUTES = "it computes: do less of it, or loop.run_in_executor with a ProcessPoolExecutor"
+_WAITS = "await asyncio.to_thread(…), or make it asynchronous"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the loop's thread did at one time.
+
+    Attributes:
+      time: seconds, monotonic.
+      computed: seconds in which its thread computed, or wanted to.
+      task: which task ran, 0 for none.
+      frames: outermost first.
+    """
+
+    time: float
+    computed: float
+    task: int
+    frames: Sequence[tuple[CodeType, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The loop did not turn from `begin` for `seconds`.
+
+    Attributes:
+      computed: as of a Look, at `begin` and at the end.
+    """
+
+    begin: float
+    seconds: float
+    looks: Sequence[Look]
+    computed: tuple[float, float]
+
+
+@dataclass(slots=True)
+class Cause:
+    """A place in the code that stalls were at.
+
+    Attributes:
+      seconds: in all; `longest`: in one go, of one task; `computing`: of them, computing.
+      stalls: how many it had a part in.
+      tasks: how many tasks were seen at it.
+      blocking: the user's (or a framework's) line whose call does not return.
+      waiting: the deepest line, where it is another's; None where it is the same.
+      path: the lines from the user's code down, for the report.
+    """
+
+    blocking: Place
+    waiting: Place | None
+    path: list[str]
+    seconds: float = 0.0
+    longest: float = 0.0
+    computing: float = 0.0
+    stalls: int = 0
+    tasks: set[int] = field(default_factory=set)
+
+    @property
+    def computes(self) -> bool:
+        """It computed, and waited for nothing but a processor."""
+        return self.computing > 0.4 * self.seconds
+
+    @property
+    def remedy(self) -> str:
+        """What to write instead."""
+        text = [f": {self.blocking.call}", *self.path]
+        for pattern, remedy in _REMEDIES:
+            if any(re.search(pattern, line) for line in text):
+                return remedy
+        return _COMPUTES if self.computes else _WAITS
+
+
+class Watchdog:
+    """Watches the running loop from `start` to `stop`, both called in the loop's thread."""
+
+    def __init__(self) -> None:
+        self.stalls: list[Stall] = []
+        self.begin = self.end = 0.0
+        self.busy_seconds = 0.0  # in which the loop's thread computed, or wanted to
+        self.queued_seconds = 0.0  # of them, those without a processor
+        self._looks: list[Look] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rlx-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._loop = asyncio.get_running_loop()
+        self._ident = threading.get_ident()
+        self._clock = _ThreadClock(self._ident, threading.get_native_id())
+        self._used_before = self._clock.read()
+        self._computed = sum(self._used_before)
+        self.begin = self._last = time.monotonic()
+        self._handle = self._loop.call_later(TICK, self._beat)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends; what is late now still counts."""
+        self._handle.cancel()
+        self._close(time.monotonic())
+        self.end = self._last
+        self._ended.set()
+        self._thread.join()
+
+    def blocked(self) -> Stall | None:
+        """The stall that is not over, from any thread; None while the loop turns."""
+        late = time.monotonic() - self._last - TICK if self.begin and not self.end else 0.0
+        if late <= THRESHOLD:
+            return None
+        return Stall(self._last, late, list(self._looks), (self._computed, sum(self._clock.read())))
+
+    def every(self) -> list[Stall]:
+        """All stalls until now, with the one that is not over."""
+        last = self.blocked()
+        return [*self.stalls, *([last] if last else [])]
+
+    def _beat(self) -> None:
+        self._close(time.monotonic())
+        self._handle = self._loop.call_later(TICK, self._beat)
+
+    def _close(self, now: float) -> None:
+        late = now - self._last - TICK
+        looks, self._looks = self._looks, []
+        used = self._clock.read()
+        before, self._computed = self._computed, sum(used)
+        if late > THRESHOLD and not _debugging(looks):
+            self.stalls.append(Stall(self._last, late, looks, (before, self._computed)))
+        self._last = now
+        self.busy_seconds = self._computed - sum(self._used_before)
+        self.queued_seconds = used[1] - self._used_before[1]
+
+    def _watch(self) -> None:
+        tick = TICK
+        while not self._ended.wait(tick):
+            last, now = self._last, time.monotonic()
+            late = now - last - TICK
+            tick = TICK if late < _LONG else _SLOW_TICK
+            if late < THRESHOLD / 2:
+                continue
+            frame = sys._current_frames().get(self._ident)
+            task = asyncio.current_task(self._loop)
+            if last == self._last:  # it has not turned meanwhile
+                self._looks.append(
+                    Look(now, sum(self._clock.read()), id(task) if task else 0, stack(frame))
+                )
+
+
+def causes(stalls: Iterable[Stall]) -> tuple[list[Cause], float]:
+    """(where the loop was blocked, worst first; seconds in which it only waited its turn).
+
+    A stall is shared out between its looks by the time since the one before. The second number is
+    of looks at a loop that was idle: the machine or another thread had the interpreter.
+    """
+    found: dict[tuple[str, int, str], Cause] = {}
+    idle = 0.0
+    for stall in stalls:
+        seen: set[tuple[str, int, str]] = set()
+        stretch: dict[tuple, float] = defaultdict(float)
+        for look, seconds, computing in _shared_out(stall):
+            cause = _cause(look)
+            if cause is None:
+                idle += seconds
+                continue
+            key = (cause.blocking.file, cause.blocking.line, cause.blocking.function)
+            cause = found.setdefault(key, cause)
+            cause.seconds += seconds
+            cause.computing += computing
+            cause.tasks.add(look.task)
+            stretch[key, look.task] += seconds
+            seen.add(key)
+        idle += 0.0 if stall.looks else stall.seconds
+        for key in seen:
+            found[key].stalls += 1
+        for (key, _), seconds in stretch.items():
+            found[key].longest = max(found[key].longest, seconds)
+    return sorted(found.values(), key=lambda cause: -cause.seconds), idle
+
+
+def _shared_out(stall: Stall) -> Iterator[tuple[Look, float, float]]:
+    """(look, seconds, processor seconds) of each look: the last one's go on to the stall's end."""
+    before, computed = stall.begin, stall.computed[0]
+    for i, look in enumerate(stall.looks):
+        last = i + 1 == len(stall.looks)
+        until = stall.begin + stall.seconds if last else look.time
+        until_computed = stall.computed[1] if last else look.computed
+        yield look, max(until - before, 0.0), max(until_computed - computed, 0.0)
+        before, computed = until, until_computed
+
+
+class _ThreadClock:
+    """(seconds on a processor, seconds queued for one) of a thread, read from any thread.
+
+    On a crowded machine the second is most of what a computation takes, and tells it from a wait.
+    """
+
+    def __init__(self, ident: int, native_id: int):
+        self._file = f"/proc/self/task/{native_id}/schedstat"
+        self._clock = None
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(ident)
+
+    def read(self) -> tuple[float, float]:
+        """Zeros where the system does not tell."""
+        try:
+            ran, queued, _ = Path(self._file).read_text().split()
+            return int(ran) / 1e9, int(queued) / 1e9
+        except (OSError, ValueError):  # no Linux, or one without these statistics
+            return (time.clock_gettime(self._clock) if self._clock else 0.0), 0.0
+
+
+def _cause(look: Look) -> Cause | None:
+    """Of one look; None where the loop waited for events, as it should."""
+    places = [at(code, instruction) for code, instruction in look.frames]
+    inner = [p for p in places if p.owner != "rlx"]
+    if not inner or (inner[-1].function == "select" and inner[-1].file.endswith("selectors.py")):
+        return None
+    index = blamed(places)
+    path = places[index:]
+    waiting = path[-1] if len(path) > 1 else None
+    lines = [f"{place}: {place.call}" for place in path]
+    if len(lines) > _STACK_LIMIT:
+        half = _STACK_LIMIT // 2
+        lines = [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
+    return Cause(places[index], waiting, lines)
+
+
+def _debugging(looks: Sequence[Look]) -> bool:
+    """Whether a person at a debugger's prompt is what it waits for."""
+    names = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+    return any(
+        PurePath(code.co_filename).name in names for look in looks for code, _ in look.frames
+    )

@@ -1,0 +1,77 @@
+"""`python -m rlx.debug_workflow --workflow=agent.py:Agent --base_url=http://127.0.0.1:8000/v1`.
+
+Looks at the server, at one run of the agent, and at many runs at once: what it asks and returns,
+what raises, what blocks the event loop, what takes turns, what is left behind. Any server with
+OpenAI's API will do. Exit status 0 without a problem, 1 with one.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from rlx import command, flags
+from rlx.agents import debug, loading
+from rlx.base import UserError
+from rlx.checkup.findings import Finding
+from rlx.checkup.table import section
+from rlx.observe.jsonl import jsonable, write_atomically
+
+FLAGS = {
+    "workflow": "the agent: path/to/file.py:Class or package.module.Class",
+    "workflow_kwargs": "arguments of the class, as JSON",
+    "base_url": "of the server, as a client takes it: http://127.0.0.1:8000/v1",
+    "api_key": "of the server; default: the variable OPENAI_API_KEY",
+    "model": "of the server, put in every call of the agent; default: what the agent asks for",
+    "data": "rows.jsonl; default: data.train of --config, or one question",
+    "rows": "of the data, from 0: 7, 7:20 or 7:; default: all. One run takes the first",
+    "batch": "rows at once; default: rollout.batch_prompts of --config, or 32",
+    "group": "runs of each row; default: sampling.n_samples of --config, or 8",
+    "timeout": "seconds of a run, 0 for none; default 300",
+    "steps": "1 (one run), 2 (many at once); default 1,2",
+    "output": "where the report goes; default: workflow_report.json",
+}
+
+
+def main() -> int:
+    """Parses, takes the steps, writes the report; returns the exit status."""
+    config, values = flags.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
+    if not values.workflow or not values.base_url:
+        raise UserError(
+            "give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1; see --help"
+        )
+    cls = loading.load_class(values.workflow)
+    if loading.kind(cls) == "workflow":
+        raise UserError(f"{values.workflow} is no agent but a workflow of rlx; use rlx.evaluate")
+    steps = tuple(part.strip() for part in (values.steps or "1,2").split(","))
+    if not set(steps) <= set(debug.STEPS):
+        raise UserError(f"--steps={values.steps} is neither 1, 2 nor 1,2; give one of them")
+    sizes = {"batch": config.rollout.batch_prompts if config else 32,
+             "group": config.sampling.n_samples if config else 8}  # fmt: skip
+    batch, group = (flags.number(values, name, int, default) for name, default in sizes.items())
+    if min(batch, group) < 1:
+        raise UserError(f"--batch={batch} and --group={group} must be 1 or more")
+    plan = debug.Plan(
+        loading.instance(cls, loading.parse_kwargs(values.workflow_kwargs)),
+        debug.chosen(debug.load_rows(values.data, config), values.rows),
+        values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,
+        batch, group, flags.number(values, "timeout", float, 300.0), steps,
+    )  # fmt: skip
+
+    console = Console(highlight=False)
+    screen = debug.Screen(
+        lambda area, remarks: section(area, [Finding(area, *r) for r in remarks], console),
+        lambda line: print(line, flush=True),
+    )
+    report = debug.run(plan, screen)
+    path = Path(values.output or "workflow_report.json")
+    write_atomically(path, json.dumps(jsonable(report), indent=1).encode())
+    print(f"\nall of it: {path}\nthen, in a fleet of rlx: python -m rlx.evaluate --config=FILE "
+          f"--workflow={values.workflow}")  # fmt: skip
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    command.run(main, teardown=False)
