@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from rlx import command, flags
-from rlx.base import UserError
 from rlx.config import check
 
 FLAGS = {
@@ -51,7 +50,7 @@ def main() -> int:
         workflow_kwargs=loading.parse_kwargs(values.workflow_kwargs),
     )
     with config.unlocked():
-        config.sampling.max_new_tokens = number(
+        config.sampling.max_new_tokens = flags.number(
             values, "max_gen_tokens", int, config.sampling.max_new_tokens
         )
         config.eval.max_new_tokens = 0
