@@ -8,6 +8,7 @@ OpenAI's API will do. Exit status 0 without a problem, 1 with one.
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -45,6 +46,8 @@ def main() -> int:
     cls = loading.load_class(values.workflow)
     if loading.kind(cls) == "workflow":
         raise UserError(f"{values.workflow} is no agent but a workflow of rlx; use rlx.evaluate")
+    make = partial(loading.instance, cls, loading.parse_kwargs(values.workflow_kwargs))
+    make()  # here rather than in every run, if it cannot be made
     steps = tuple(part.strip() for part in (values.steps or "1,2").split(","))
     if not set(steps) <= set(debug.STEPS):
         raise UserError(f"--steps={values.steps} is neither 1, 2 nor 1,2; give one of them")
@@ -54,7 +57,7 @@ def main() -> int:
     if min(batch, group) < 1:
         raise UserError(f"--batch={batch} and --group={group} must be 1 or more")
     plan = debug.Plan(
-        loading.instance(cls, loading.parse_kwargs(values.workflow_kwargs)),
+        make,
         debug.chosen(debug.load_rows(values.data, config), values.rows),
         values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,
         batch, group, flags.number(values, "timeout", float, 300.0), steps,

@@ -1,6 +1,7 @@
-"""Runs an agent once or many times at once, on a loop of its own, watched.
+"""Runs an agent once or many times at once, watched.
 
-The loop lives in a thread, as in training, so that one that blocks for ever can still be reported.
+Its loop is in the main thread, as in training: some libraries set signals. A thread attends to it,
+so that a loop that is blocked for ever is still reported.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import copy
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -17,11 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.agents.frames import Place, at, awaited, trimmed
-from rlx.agents.stalls import Stall, Watchdog
+from rlx.agents.http_clients import HttpClients
+from rlx.agents.stalls import Stall, Watchdog, causes
 
 _GRACE = 2.0  # seconds a cancelled run has to end
 _SETTLE = 1.0  # seconds for connections to close behind the runs
 _BLOCKED_NEWS = 5.0  # seconds of a blocked loop that are told at once
+_INTERRUPTS = 5  # a second apart, before the program is ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,81 +104,98 @@ class Session:
 
 
 class Crowd:
-    """All jobs at once.
+    """All jobs at once, each on an instance and with a client of its own, as in training.
 
     Args:
-      agent: one object for all runs.
+      make: a new instance of the agent's class.
       base_url: of a run's number.
       timeout: seconds a run may take; 0: as long as it likes.
     """
 
     def __init__(
         self,
-        agent: Any,
+        make: Callable[[], Any],
         jobs: Sequence[Job],
         base_url: Callable[[int], str],
         api_key: str,
         timeout: float,
     ):
-        self._agent, self._jobs, self._timeout = agent, jobs, timeout
+        self._make, self._jobs, self._timeout = make, jobs, timeout
         self._base_url, self._api_key = base_url, api_key
         self.outcomes: list[Outcome] = []
         self._background: Counter = Counter()
         self._left = Left()
         self._watchdog = Watchdog()
         self._finished = threading.Event()
-        self._broken: BaseException | None = None
         self._begun: dict[int, float] = {}
+        self._gave_up = ""
 
     def run(
         self,
         show: Callable[[int, int], None] = lambda done, wanted: None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> Session:
-        """Runs until every job ended, or the loop is blocked beyond hope.
+        """Runs until every job ended, Ctrl-C, or the loop is blocked beyond hope.
+
+        In the main thread, whose calls a signal can end.
 
         Args:
-          show: told (done, wanted), several times a second.
-          tell: told a line of what cannot wait.
-
-        Raises:
-          KeyboardInterrupt: never; an interruption ends the session, which says so.
+          show: told (done, wanted), several times a second, from a thread.
+          tell: told a line of what cannot wait, likewise.
         """
-        before = _population()
-        thread = threading.Thread(target=self._thread, args=(before,), name="agents", daemon=True)
-        begin = time.monotonic()
-        thread.start()
-        gave_up = ""
+        before, begin = _population(), time.monotonic()
+        attending = threading.Thread(
+            target=self._attend, args=(show, tell), name="rlx-attending", daemon=True
+        )
+        attending.start()
+        loop = asyncio.new_event_loop()
         try:
-            gave_up = self._attend(show, tell)
+            loop.run_until_complete(self._main(before))
         except KeyboardInterrupt:
-            gave_up = "interrupted"
-        if self._broken is not None:
-            raise self._broken
-        stalls = self._watchdog.every()
-        lost = [] if not gave_up else self._lost()
-        end = self._watchdog.end or time.monotonic()
+            self._gave_up = self._gave_up or "interrupted"
+            self._watchdog.stop()
+        finally:
+            self._finished.set()
+            attending.join()
+        if not self._gave_up:  # else what is left in it would run on while it ends
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+        lost = self._lost() if self._gave_up else []
         return Session(
-            [*self.outcomes, *lost], stalls, self._left, self._watchdog.begin or begin, end,
-            self._watchdog.busy_seconds, self._watchdog.queued_seconds, self._background, gave_up,
+            [*self.outcomes, *lost], self._watchdog.stalls, self._left, self._watchdog.begin or begin,
+            self._watchdog.end, self._watchdog.busy_seconds, self._watchdog.queued_seconds,
+            self._background, self._gave_up,
         )  # fmt: skip
 
-    def _attend(self, show: Callable[[int, int], None], tell: Callable[[str], None]) -> str:
-        """Waits for the loop's end; why it did not come, if it did not."""
+    def _attend(self, show: Callable[[int, int], None], tell: Callable[[str], None]) -> None:
+        """Shows how far it is; interrupts a loop that is blocked for longer than a run may take."""
         told, shown = 0.0, -1
         while not self._finished.wait(0.1):
             if (done := len(self.outcomes)) != shown:
                 shown = done
                 show(done, len(self._jobs))
             stall = self._watchdog.blocked()
-            if stall and stall.seconds > _BLOCKED_NEWS and stall.begin != told:
+            if stall is None or self._watchdog.debugging():
+                continue
+            if stall.seconds > _BLOCKED_NEWS and stall.begin != told:
                 told = stall.begin
-                tell(f"the event loop has been blocked for {stall.seconds:.0f} s")
-            if stall and self._timeout and stall.seconds > self._timeout + _GRACE:
-                return f"the event loop is blocked, for {stall.seconds:.0f} s by now"
+                tell(
+                    f"the event loop is blocked, for {stall.seconds:.0f} s by now: {_where(stall)}"
+                )
+            if self._timeout and stall.seconds > self._timeout + _GRACE:
+                self._gave_up = f"the event loop was blocked for {stall.seconds:.0f} s: ended"
+                self._interrupt(tell, stall)
         if shown != len(self.outcomes):
             show(len(self.outcomes), len(self._jobs))
-        return ""
+
+    def _interrupt(self, tell: Callable[[str], None], stall: Stall) -> None:
+        """As Ctrl-C does; a call of C's that does not listen ends the program without a report."""
+        for _ in range(_INTERRUPTS):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            if self._finished.wait(1):
+                return
+        tell(f"it cannot be interrupted; ended without a report: {_where(stall)}")
+        os._exit(1)
 
     def _lost(self) -> list[Outcome]:
         """Runs without an end."""
@@ -186,37 +207,24 @@ class Crowd:
                 out.append(Outcome(job, "lost", begin, now - begin))
         return out
 
-    def _thread(self, before: "_Population") -> None:
-        try:
-            asyncio.run(self._main(before))
-        except BaseException as error:
-            if not self._finished.is_set():
-                self._broken = error
-        finally:
-            self._finished.set()
-
     async def _main(self, before: "_Population") -> None:
-        import httpx
-
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._unhandled)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(limits=limits, timeout=None) as client:
-            self._watchdog.start()
-            runs = [asyncio.create_task(self._one(job, client)) for job in self._jobs]
-            await asyncio.gather(*runs)
-            self._watchdog.stop()
+        asyncio.get_running_loop().set_exception_handler(self._unhandled)
+        self._clients = HttpClients()
+        self._watchdog.start()
+        runs = [asyncio.create_task(self._one(job)) for job in self._jobs]
+        await asyncio.gather(*runs)
+        self._watchdog.stop()
         del runs
+        await self._clients.close()
         self._left = await _left(before)
-        self._finished.set()
 
     def _unhandled(self, loop: Any, context: Mapping[str, Any]) -> None:
         error = context.get("exception")
         self._background[_failure(error).message if error else str(context.get("message"))] += 1
 
-    async def _one(self, job: Job, client: Any) -> None:
+    async def _one(self, job: Job) -> None:
         begin = self._begun[job.run] = time.monotonic()
-        task = asyncio.create_task(_guarded(self._agent, job, self._kwargs(job, client)))
+        task = asyncio.create_task(_guarded(self._make, job, self._kwargs(job)))
         await asyncio.wait({task}, timeout=self._timeout or None)
         if task.done():
             outcome = _ended(task, job, begin)
@@ -229,22 +237,25 @@ class Crowd:
             outcome = Outcome(job, end, begin, time.monotonic() - begin, None, where)
         self.outcomes.append(outcome)
 
-    def _kwargs(self, job: Job, client: Any) -> dict[str, Any]:
+    def _kwargs(self, job: Job) -> dict[str, Any]:
         return {
             "base_url": self._base_url(job.run),
             "api_key": self._api_key,
-            "http_client": client,
+            "http_client": self._clients.new(),
         }
 
 
-async def _guarded(agent: Any, job: Job, kwargs: Mapping[str, Any]) -> Any:
-    """The run, on a copy of its row; what would end the loop ends the run alone."""
+async def _guarded(make: Callable[[], Any], job: Job, kwargs: Mapping[str, Any]) -> Any:
+    """The run, on a copy of its row; what would end the program ends the run alone."""
     try:
-        return await agent.run(copy.deepcopy(dict(job.row)), **kwargs)
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise _Exited(f"{type(error).__name__}: {error}").with_traceback(
-            error.__traceback__
-        ) from None
+        return await make().run(copy.deepcopy(dict(job.row)), **kwargs)
+    except SystemExit as error:
+        raise _Exited(f"exit({error})").with_traceback(error.__traceback__) from None
+
+
+def _where(stall: Stall) -> str:
+    found, _ = causes([stall])
+    return f"{found[0].blocking}: {found[0].blocking.call}" if found else "unknown"
 
 
 class _Exited(Exception):
@@ -313,7 +324,7 @@ def _threads() -> Counter:
     """Threads by name without its numbers; not asyncio's own workers, which stay."""
     names = (thread.name for thread in threading.enumerate())
     stems = (re.sub(r"[-_(]?\d+\)?", "", name) for name in names)
-    ours = {"MainThread", "agents", "rlx-watchdog", "asyncio"}
+    ours = {"MainThread", "rlx-attending", "rlx-watchdog", "asyncio"}
     return Counter(stem for stem in stems if stem not in ours)
 
 

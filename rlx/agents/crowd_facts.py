@@ -118,7 +118,7 @@ class Facts:
 
     def speed_up(self) -> float | None:
         """How many times as many runs a second as one after another."""
-        if self.single is None or not self.good:
+        if self.single is None or not self.good or self.session.gave_up:
             return None
         return len(self.good) * self.single.seconds / self.seconds
 
@@ -211,7 +211,7 @@ def _cause_record(cause: Cause) -> dict[str, Any]:
         "at": str(cause.blocking), "file": cause.blocking.file, "call": cause.blocking.call,
         "seconds": cause.seconds, "computing_seconds": cause.computing, "longest": cause.longest,
         "stalls": cause.stalls,
-        "tasks": len(cause.tasks), "stack": cause.path, "remedy": cause.remedy,
+        "tasks": len(cause.tasks), "stack": cause.lines, "remedy": cause.remedy,
     }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ SAMPLE = {
     "answer": "42",
 }
 _TEXT = 400  # characters of a message that are shown
+_GENERATED = 4096  # rows of a config whose data is generated
 STEPS = ("1", "2")
 
 
@@ -35,15 +36,15 @@ class Plan:
     """What is to be done.
 
     Attributes:
-      agent: the object whose `run` is debugged.
-      rows: (index in the data, row).
+      make: gives an instance of the agent's class, a new one for each run.
+      rows: (index in the data, row as agents get it).
       model: of the server; "": its first, and agents' own names are kept.
       batch, group: different rows at once, and runs of each.
       timeout: seconds of a run; 0: none.
       steps: of STEPS.
     """
 
-    agent: Any
+    make: Callable[[], Any]
     rows: Sequence[tuple[int, Mapping[str, Any]]]
     base_url: str
     api_key: str
@@ -131,18 +132,31 @@ def chosen(rows: Sequence[Mapping[str, Any]], text: str) -> list[tuple[int, Mapp
 def load_rows(path: str, config: Any = None) -> list[Mapping[str, Any]]:
     """Rows of a file, or those that a config trains on, or one that is made up.
 
+    As in training, a row with a question and no `messages` gets them.
+
     Raises:
       UserError: as rlx.rollout.data.
     """
+    key, system = "question", ""
+    if config is not None:
+        key, system, path = (
+            config.data.question_key, config.data.system_prompt, path or config.data.train
+        )  # fmt: skip
     if path:
-        return list(data.load(path, "", ""))
+        return [_with_messages(row, key, system) for row in data.load(path, "", "")]
     if config is None:
         return [SAMPLE]
-    if config.data.kind == "arithmetic":
-        return list(arithmetic.problems(config.seed, "train", 4096))
-    if not config.data.train:
+    if config.data.kind != "arithmetic":
         raise UserError("data.train of the config is empty; give --data=FILE.jsonl")
-    return list(data.load(config.data.train, "", ""))
+    rows = arithmetic.problems(config.seed, "train", _GENERATED)
+    return [_with_messages(row, key, system) for row in rows]
+
+
+def _with_messages(row: Mapping[str, Any], key: str, system: str) -> Mapping[str, Any]:
+    if "messages" in row or key not in row:
+        return row
+    prompt = [{"role": "system", "content": system}] if system else []
+    return {**row, "messages": [*prompt, {"role": "user", "content": str(row[key])}]}
 
 
 def transcript(calls: Sequence[Call], begin: float) -> Iterator[str]:
@@ -209,7 +223,7 @@ def _one_remarks(facts: Facts) -> list[Remark]:
         for r in remarks(facts)
         if r.name not in ("concurrency", "rewards")
     ]
-    loop = ("event loop", "blocked by", "kept busy by")
+    loop = ("event loop", "blocked by", "kept busy by", "machine")
     found = [r for r in found if r.name not in loop or r.level == "problem"]
     return [r._replace(remedy="") if r.name == "exception" else r for r in found]
 
@@ -226,6 +240,6 @@ def _many(plan: Plan, recorder: Recorder, screen: Screen, single: Alone | None) 
 def _crowd(
     plan: Plan, recorder: Recorder, jobs: Sequence[Job], screen: Screen, what: str
 ) -> Session:
-    crowd = Crowd(plan.agent, jobs, recorder.base_url, recorder.api_key, plan.timeout)
+    crowd = Crowd(plan.make, jobs, recorder.base_url, recorder.api_key, plan.timeout)
     with Counting() as counting:
         return crowd.run(lambda done, wanted: counting.show(what, done, wanted), screen.text)

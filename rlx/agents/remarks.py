@@ -144,9 +144,6 @@ def _addresses(facts: Facts) -> Iterator[Remark]:
         found = f"{len(silent)} of {len(runs)} runs made no call by kwargs['base_url']"
         remedy = "use it, not an address of your own; a run without a completion teaches nothing"
         yield Remark("base_url", "problem", found, remedy)
-    if own := sum(c.own_key for c in facts.calls):
-        found = f"{own} calls came with another key than kwargs['api_key']"
-        yield Remark("api_key", "problem", found, "pass it on: in training it names the run")
 
 
 def _calls(facts: Facts) -> Iterator[Remark]:

@@ -27,12 +27,14 @@ _LONG = 2.0
 _STACK_LIMIT = 12
 
 # What a line of the stack fits → what to write in its place. The first that fits counts.
-_REMEDIES = (
-    (r"\btime\.sleep\(|: sleep\(", "await asyncio.sleep(…)"),
-    (r"\bSyncAPIClient\.", "use the async client (AsyncOpenAI, AsyncAnthropic)"),
+_ONCE = (
     (r"create_default_context|load_verify_locations",
      "a new client reads all certificates: pass http_client=kwargs['http_client'] on to it"),
     (r"<frozen importlib|importlib/", "import it before, at the top of the file"),
+)  # fmt: skip
+_REMEDIES = (
+    (r"\btime\.sleep\(|: sleep\(", "await asyncio.sleep(…)"),
+    (r"\bSyncAPIClient\.", "use the async client (AsyncOpenAI, AsyncAnthropic)"),
     (r"requests/|urllib3/|http/client\.py|urllib/request\.py|httpx\w*/_client\.py:\d+ Client\.|"
      r"httpcore\w*/_sync",
      "use an async HTTP client (httpx.AsyncClient, aiohttp), or await asyncio.to_thread(…)"),
@@ -88,13 +90,11 @@ class Cause:
       stalls: how many it had a part in.
       tasks: how many tasks were seen at it.
       blocking: the user's (or a framework's) line whose call does not return.
-      waiting: the deepest line, where it is another's; None where it is the same.
-      path: the lines from the user's code down, for the report.
+      paths: the places from the user's code down → seconds.
     """
 
     blocking: Place
-    waiting: Place | None
-    path: list[str]
+    paths: dict[tuple[Place, ...], float]
     seconds: float = 0.0
     longest: float = 0.0
     computing: float = 0.0
@@ -107,11 +107,30 @@ class Cause:
         return self.computing > 0.4 * self.seconds
 
     @property
+    def path(self) -> tuple[Place, ...]:
+        """Where it was for most of the time."""
+        return max(self.paths, key=lambda path: self.paths[path])
+
+    @property
+    def waiting(self) -> Place | None:
+        """The deepest line, where it is another's than the user's."""
+        return self.path[-1] if len(self.path) > 1 else None
+
+    @property
+    def lines(self) -> list[str]:
+        """The path as text, without the middle of a long one."""
+        lines = [f"{place}: {place.call}" for place in self.path]
+        if len(lines) <= _STACK_LIMIT:
+            return lines
+        half = _STACK_LIMIT // 2
+        return [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
+
+    @property
     def remedy(self) -> str:
         """What to write instead."""
-        text = [f": {self.blocking.call}", *self.path]
-        for pattern, remedy in _REMEDIES:
-            if any(re.search(pattern, line) for line in text):
+        known = _ONCE if self.computes else (*_ONCE, *_REMEDIES)
+        for pattern, remedy in known:
+            if any(re.search(pattern, line) for line in self.lines):
                 return remedy
         return _COMPUTES if self.computes else _WAITS
 
@@ -154,10 +173,9 @@ class Watchdog:
             return None
         return Stall(self._last, late, list(self._looks), (self._computed, sum(self._clock.read())))
 
-    def every(self) -> list[Stall]:
-        """All stalls until now, with the one that is not over."""
-        last = self.blocked()
-        return [*self.stalls, *([last] if last else [])]
+    def debugging(self) -> bool:
+        """Whether a person at a debugger's prompt is what it waits for now."""
+        return _debugging(self._looks)
 
     def _beat(self) -> None:
         self._close(time.monotonic())
@@ -207,7 +225,9 @@ def causes(stalls: Iterable[Stall]) -> tuple[list[Cause], float]:
                 idle += seconds
                 continue
             key = (cause.blocking.file, cause.blocking.line, cause.blocking.function)
+            (path,) = cause.paths
             cause = found.setdefault(key, cause)
+            cause.paths[path] = cause.paths.get(path, 0.0) + seconds
             cause.seconds += seconds
             cause.computing += computing
             cause.tasks.add(look.task)
@@ -260,13 +280,7 @@ def _cause(look: Look) -> Cause | None:
     if not inner or (inner[-1].function == "select" and inner[-1].file.endswith("selectors.py")):
         return None
     index = blamed(places)
-    path = places[index:]
-    waiting = path[-1] if len(path) > 1 else None
-    lines = [f"{place}: {place.call}" for place in path]
-    if len(lines) > _STACK_LIMIT:
-        half = _STACK_LIMIT // 2
-        lines = [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
-    return Cause(places[index], waiting, lines)
+    return Cause(places[index], {tuple(places[index:]): 0.0})
 
 
 def _debugging(looks: Sequence[Look]) -> bool:
