@@ -162,8 +162,8 @@ class Crowd:
             loop.close()
         lost = self._lost() if self._gave_up else []
         return Session(
-            [*self.outcomes, *lost], self._watchdog.stalls, self._left, self._watchdog.begin or begin,
-            self._watchdog.end, self._watchdog.busy_seconds, self._watchdog.queued_seconds,
+            [*self.outcomes, *lost], self._watchdog.stalls, self._left,
+            self._watchdog.begin or begin, self._watchdog.end, self._watchdog.busy_seconds, self._watchdog.queued_seconds,
             self._background, self._gave_up,
         )  # fmt: skip
 
@@ -179,9 +179,8 @@ class Crowd:
                 continue
             if stall.seconds > _BLOCKED_NEWS and stall.begin != told:
                 told = stall.begin
-                tell(
-                    f"the event loop is blocked, for {stall.seconds:.0f} s by now: {_where(stall)}"
-                )
+                since = f"for {stall.seconds:.0f} s by now"
+                tell(f"the event loop is blocked, {since}: {_where(stall)}")
             if self._timeout and stall.seconds > self._timeout + _GRACE:
                 self._gave_up = f"the event loop was blocked for {stall.seconds:.0f} s: ended"
                 self._interrupt(tell, stall)

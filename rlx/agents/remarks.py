@@ -14,7 +14,7 @@ from rlx.agents.exchange import Call
 from rlx.agents.stalls import Cause
 from rlx.observe.text import duration
 
-_BLOCKS = 0.05  # share of the time that waiting inside the loop may take before it is a problem
+_BLOCKS = 0.02  # share of the time that waiting inside the loop may take before it is a problem
 _COMPUTES = 0.5  # seconds of one computation that hold all other runs up
 _BUSY = 0.75  # share of the time that the loop's thread may compute
 _FEW = 4  # calls at once below which nothing is said of turns
@@ -163,7 +163,8 @@ def _calls(facts: Facts) -> Iterator[Remark]:
 def _concurrency(facts: Facts) -> Iterator[Remark]:
     runs, calls = facts.flights()
     up = facts.speed_up()
-    found = f"at most {calls.most} calls at once, {calls.mean:.1f} on average, of {runs.most} runs"
+    most = "1 call" if calls.most == 1 else f"{calls.most} calls"
+    found = f"at most {most} at once, {calls.mean:.1f} on average, of {runs.most} runs"
     if up is not None:
         found += f"; {up:.1f} times as fast as one run after another"
     busy = facts.session.busy_seconds / facts.seconds

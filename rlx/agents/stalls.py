@@ -277,7 +277,9 @@ def _cause(look: Look) -> Cause | None:
     """Of one look; None where the loop waited for events, as it should."""
     places = [at(code, instruction) for code, instruction in look.frames]
     inner = [p for p in places if p.owner != "rlx"]
-    if not inner or (inner[-1].function == "select" and inner[-1].file.endswith("selectors.py")):
+    if not inner or (
+        inner[-1].function.endswith("select") and inner[-1].file.endswith("selectors.py")
+    ):
         return None
     index = blamed(places)
     return Cause(places[index], {tuple(places[index:]): 0.0})
