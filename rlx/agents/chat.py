@@ -346,7 +346,8 @@ def _number(
     if value is None:
         return default
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    whole = number and (kind is float or value == int(value))
+    sound = number and (isinstance(value, int) or math.isfinite(value))  # 1e400 is JSON
+    whole = sound and (kind is float or value == int(value))
     if not whole or not good(value):
         raise _wrong(name, value, f"a {'whole ' if kind is int else ''}number {wanted}")
     return kind(value)

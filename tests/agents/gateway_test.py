@@ -2,28 +2,57 @@
 
 import asyncio
 import json
+import time
 
-import numpy as np
+import aiohttp
 import openai
 import pytest
 
 HELLO = [{"role": "user", "content": "hello there"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+async def ask(client, content="hello there", **options):
+    messages = [{"role": "user", "content": content}]
+    return await client.chat.completions.create(**{"model": "m", "messages": messages, **options})
+
+
+async def read(stream):
+    """(texts of the choices, tool calls, finish reasons, usage) of a stream, and how many events"""
+    texts, calls, reasons, usage, events = {}, [], {}, None, 0
+    async for event in stream:
+        events += 1
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            calls += choice.delta.tool_calls or []
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    return texts, calls, reasons, usage, events
+
+
+async def until(true, seconds=10):
+    """Waits for something that happens elsewhere."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        await asyncio.sleep(0.005)
 
 
 def test_a_completion_is_what_the_model_said_and_is_recorded(agents):
     async def main():
         async with agents.gateway() as g, agents.client(g) as client:
-            got = await client.chat.completions.create(model="any", messages=HELLO, logprobs=True)
+            got = await ask(client, logprobs=True)
             (kept,) = g.session.interactions
             return got, kept, g.engine.requests[0]
 
     got, kept, request = agents.run(main())
     (choice,) = got.choices
     assert (choice.message.content, choice.finish_reason) == ("hello there", "stop")
-    assert got.model == "any"
+    assert got.model == "m"
     prompt = "<|user|>hello there<|end|><|assistant|>"
-    tokenizer = agents.tokenizer()
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = agents.tokenizer()(prompt, add_special_tokens=False)["input_ids"]
     assert request.prompt_tokens.tolist() == kept.prompt_tokens.tolist() == ids
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(ids), 12)
     assert kept.completion_id == got.id
@@ -33,3 +62,365 @@ def test_a_completion_is_what_the_model_said_and_is_recorded(agents):
     )
     assert [t.token for t in choice.logprobs.content] == [*"hello there", "<|end|>"]
     assert kept.completion.versions.tolist() == [0] * 12
+
+
+def test_a_stream_says_the_same_as_a_whole_answer_bit_by_bit(agents):
+    words = "żółw 🐢 says: " + "a longer answer, " * 5
+
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            whole = await ask(client, words)
+            stream = await ask(
+                client, words, stream=True, stream_options={"include_usage": True}, n=2
+            )
+            return whole, await read(stream), g.session.interactions
+
+    whole, (texts, _, reasons, usage, events), kept = agents.run(main())
+    assert texts == {0: words, 1: words}
+    assert whole.choices[0].message.content == words
+    assert reasons == {0: "stop", 1: "stop"}
+    assert usage.completion_tokens == 2 * whole.usage.completion_tokens
+    assert events > 10
+    tokens = [k.completion.tokens.tolist() for k in kept]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert len({k.completion_id for k in kept}) == 2
+
+
+@pytest.mark.parametrize("stop", ["END", ["never", "END", "ND."]])
+def test_a_stop_string_ends_the_text_and_is_not_in_it(agents, stop):
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            whole = await ask(client, "one EN two END. three", stop=stop)
+            stream = await ask(client, "one EN two END. three", stop=stop, stream=True)
+            return whole.choices[0], (await read(stream))[0], g.session.interactions
+
+    choice, texts, kept = agents.run(main())
+    assert choice.message.content == texts[0] == "one EN two "
+    assert choice.finish_reason == "stop"
+    assert all(k.raw == "one EN two END" for k in kept)  # the tokens have it
+
+
+def test_the_budget_of_a_request_is_cut_to_the_sessions(agents):
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            short = await ask(client, "hello", max_tokens=2)
+            same = await ask(client, "hello", max_completion_tokens=2, max_tokens=4)
+            long = await ask(client, "x" * 500, max_tokens=100_000)
+            return short.choices[0], same.choices[0], long
+
+    short, same, long = agents.run(main())
+    assert (short.message.content, short.finish_reason) == ("he", "length")
+    assert same.message.content == "he"
+    assert long.usage.completion_tokens == 200
+
+
+def test_draws_depend_on_the_session_and_the_prompt_not_on_who_is_first(agents):
+    def reply(prompt, seed, index):
+        return f"{seed}.{index}"
+
+    async def draws(order):
+        async with agents.gateway(agents.engine(reply)) as g, agents.client(g) as client:
+            answers = await asyncio.gather(*(ask(client, text, n=2) for text in order))
+            texts = [[c.message.content for c in a.choices] for a in answers]
+            fixed = await ask(client, "a", seed=77)
+            again = await ask(client, "a")
+            return dict(zip(order, texts, strict=True)), fixed.choices[0], again.choices[0]
+
+    (first, fixed, again), (second, _, _) = agents.run(draws("abc")), agents.run(draws("cab"))
+    assert first == second
+    assert len({text for texts in first.values() for text in texts}) == 6
+    assert fixed.message.content == "77.0"
+    assert again.message.content not in first["a"]  # the same prompt again is a new draw
+
+
+def test_sixty_four_sessions_at_once_never_mix(agents):
+    async def one(g, http, number):
+        session = g.gateway.sessions.open(agents.sampling)
+        client, said = agents.client(g, session, http_client=http), []
+        for turn in range(3):
+            words = f"session {number} turn {turn}"
+            if (number + turn) % 2:
+                said.append((await ask(client, words)).choices[0].message.content)
+            else:
+                said.append((await read(await ask(client, words, stream=True)))[0][0])
+        own = [f"session {number} turn {turn}" for turn in range(3)]
+        assert said == own
+        assert [i.text for i in session.interactions] == own
+        assert all(f"session {number} turn" in i.prompt_text for i in session.interactions)
+
+    async def main():
+        async with (
+            agents.gateway(agents.engine(together=64)) as g,
+            openai.DefaultAsyncHttpxClient() as http,
+        ):
+            await asyncio.gather(*(one(g, http, k) for k in range(64)))
+
+    agents.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_the_engine(agents, stream):
+    async def main():
+        engine = agents.engine(step_seconds=0.01)
+        async with agents.gateway(engine) as g:
+            async with agents.client(g) as client:
+                work = asyncio.create_task(self_reading(client))
+                await until(lambda: engine.running)
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                await until(lambda: engine.aborted == 1)
+            assert engine.running == 0
+            assert g.session.interactions == []
+            assert not g.session.tasks
+
+    async def self_reading(client):
+        got = await ask(client, "x" * 199, stream=stream)
+        if stream:
+            await read(got)
+
+    agents.run(main())
+
+
+def test_the_end_of_a_session_ends_its_requests_and_its_key(agents):
+    async def main():
+        engine = agents.engine(step_seconds=0.01)
+        async with agents.gateway(engine) as g, agents.client(g) as client:
+            work = asyncio.create_task(ask(client, "x" * 199))
+            await until(lambda: engine.running)
+            assert g.gateway.sessions.end(g.session) == []
+            with pytest.raises(openai.APIConnectionError):
+                await work
+            await until(lambda: engine.aborted == 1)
+            with pytest.raises(openai.APIStatusError, match="has ended") as gone:
+                await ask(client)
+            assert gone.value.status_code == 410
+            async with agents.client(g, api_key="sk-wrong") as other:
+                with pytest.raises(openai.AuthenticationError, match="unknown API key"):
+                    await ask(other)
+            assert len(engine.requests) == 1
+
+    agents.run(main())
+
+
+def test_the_key_in_the_address_counts_more_than_any_other(agents):
+    async def main():
+        async with agents.gateway() as g:
+            url = g.gateway.base_url(g.session)
+            async with openai.AsyncOpenAI(base_url=url, api_key="whatever") as client:
+                await ask(client)
+                models = await client.models.list()
+            assert [m.id for m in models.data] == ["default"]
+            assert len(g.session.interactions) == 1
+
+    agents.run(main())
+
+
+def test_tool_calls_are_read_and_the_conversation_goes_on_in_the_models_words(agents):
+    said = iter([f"let me see {CALL}", "it is 3"] * 2)
+
+    async def converse(client, stream):
+        messages = [{"role": "user", "content": "1+2?"}]
+        got = await client.chat.completions.create(
+            model="m", messages=messages, tools=[ADD], stream=stream
+        )
+        if stream:
+            texts, calls, reasons, _, _ = await read(got)
+            words, reason = texts[0], reasons[0]
+        else:
+            choice = got.choices[0]
+            words, reason, calls = (
+                choice.message.content, choice.finish_reason, choice.message.tool_calls,
+            )  # fmt: skip
+        assert (words, reason) == ("let me see ", "tool_calls")
+        (call,) = calls
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "add", {"a": 1, "b": 2},
+        )  # fmt: skip
+        own = {"id": call.id, "type": "function", "function": {
+            "name": "add", "arguments": json.dumps({"b": 2, "a": 1})}}  # fmt: skip
+        messages += [
+            {"role": "assistant", "content": words, "tool_calls": [own]},
+            {"role": "tool", "tool_call_id": call.id, "content": "3"},
+        ]
+        last = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+        assert last.choices[0].message.content == "it is 3"
+
+    async def main():
+        engine = agents.engine(lambda *_: next(said))
+        async with agents.gateway(engine) as g, agents.client(g) as client:
+            await converse(client, stream=False)
+            await converse(client, stream=True)
+            return g.session.interactions
+
+    first, second, third, fourth = agents.run(main())
+    for before, after in ((first, second), (third, fourth)):
+        tokens = [*before.prompt_tokens, *before.completion.tokens]
+        assert after.prompt_tokens[: len(tokens)].tolist() == tokens
+    assert (first.parent, second.parent) == (None, 0)
+    assert first.tool_calls == 1
+    assert "tools <tool_call>: add" in first.prompt_text
+    assert "<|tool|>3<|end|>" in second.prompt_text
+
+
+def test_an_agent_that_edits_its_own_tool_call_is_taken_at_its_word(agents):
+    said = iter([CALL, "ok"])
+
+    async def main():
+        async with (
+            agents.gateway(agents.engine(lambda *_: next(said))) as g,
+            agents.client(g) as client,
+        ):
+            got = await ask(client, tools=[ADD])
+            (call,) = got.choices[0].message.tool_calls
+            edited = {"id": call.id, "type": "function", "function": {
+                "name": "add", "arguments": '{"a": 5}'}}  # fmt: skip
+            messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [edited]}]
+            await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+            return g.session.interactions[1]
+
+    kept = agents.run(main())
+    assert kept.parent is None
+    assert '"a": 5' in kept.prompt_text
+
+
+def test_tools_are_refused_where_the_template_has_no_word_for_them(agents):
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    async def main():
+        async with agents.gateway(template=plain) as g, agents.client(g) as client:
+            with pytest.raises(openai.BadRequestError, match="does not describe tools") as error:
+                await ask(client, tools=[ADD])
+            assert error.value.param == "tools"
+
+    agents.run(main())
+
+
+async def post(g, body, path="/v1/chat/completions", method="POST", key=None):
+    """(status, JSON) of a bare request."""
+    key = g.session.key if key is None else key
+    url = g.gateway.base_url().removesuffix("/v1") + path
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.request(method, url, data=body, headers=headers) as got,
+    ):
+        return got.status, await got.json()
+
+
+WRONG = {
+    "not JSON": (b"{", "not JSON"),
+    "not UTF-8": (b'{"\xff": 1}', "not JSON"),
+    "NaN": (b'{"messages": [], "temperature": NaN}', "NaN is no JSON number"),
+    "deep": (b"[" * 100_000, "not JSON"),
+    "a list": (b"[]", "it must be a JSON object"),
+    "no messages": (b'{"model": "m"}', "messages is None"),
+    "no role": (b'{"messages": [{"content": "x"}]}', r"messages\[0\] is"),
+    "an image": (
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        "a part of type 'image_url'; only text is read",
+    ),
+    "half a character": (
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half of a surrogate pair",
+    ),
+    "temperature": (b'{"messages": 1, "temperature": -1}', "messages is 1"),
+    "an unknown field": (b'{"mesages": []}', "did you mean 'messages'"),
+    "a field not done": (b'{"logit_bias": {"1": 2}}', "logit_bias is not supported"),
+    "JSON answers": (
+        b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json"}}',
+        "response_format",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_malformed_request_is_answered_with_what_is_wrong(agents, case):
+    import re
+
+    body, text = WRONG[case]
+
+    async def main():
+        async with agents.gateway() as g:
+            status, answer = await post(g, body)
+            assert status == 400
+            assert set(answer["error"]) == {"message", "type", "param", "code"}
+            assert answer["error"]["type"] == "invalid_request_error"
+            assert re.search(text, answer["error"]["message"])
+            assert not g.engine.requests
+            async with agents.client(g) as client:  # and it still answers
+                assert (await ask(client)).choices[0].message.content == "hello there"
+
+    agents.run(main())
+
+
+def test_other_paths_methods_and_keys_have_their_status(agents):
+    async def main():
+        async with agents.gateway() as g:
+            assert await post(g, None, "/health", "GET", key="") == (200, {"status": "ok"})
+            for want, path, method, key in (
+                (404, "/v1/completions", "POST", None),
+                (405, "/v1/chat/completions", "GET", None),
+                (401, "/v1/models", "GET", ""),
+                (401, "/v1/models", "GET", "nonsense"),
+                (401, "/nonsense/v1/chat/completions", "POST", None),
+            ):
+                status, answer = await post(g, b"", path, method, key)
+                assert status == want, (path, answer)
+                assert answer["error"]["message"]
+
+    agents.run(main())
+
+
+def test_what_the_fleet_refuses_or_cannot_do_has_its_status(agents):
+    async def main():
+        engine = agents.engine(max_model_len=64)
+        async with agents.gateway(engine) as g, agents.client(g) as client:
+            for stream in (False, True):
+                with pytest.raises(openai.BadRequestError, match="max_model_len is 64") as error:
+                    await ask(client, "x" * 80, stream=stream)
+                assert error.value.code == "context_length_exceeded"
+            await g.server.stop()
+            with pytest.raises(openai.InternalServerError) as down:
+                await ask(client)
+            assert down.value.status_code == 503
+
+    agents.run(main())
+
+
+def test_a_template_that_raises_says_so(agents):
+    strict = "{{ raise_exception('roles must alternate') }}"
+
+    async def main():
+        async with agents.gateway(template=strict) as g, agents.client(g) as client:
+            with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+                await ask(client)
+
+    agents.run(main())
+
+
+def test_variables_of_the_template_are_passed_on_and_its_own_arguments_are_not(agents):
+    thinking = "{% if think %}think!{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    async def main():
+        engine = agents.engine(lambda prompt, *_: prompt)
+        async with agents.gateway(engine, template=thinking) as g, agents.client(g) as client:
+            body = {"chat_template_kwargs": {"think": True}}
+            got = await ask(client, extra_body=body)
+            assert got.choices[0].message.content == "think!hello there"
+            for name in ("tokenize", "chat_template"):
+                with pytest.raises(openai.BadRequestError, match=f"{name} is not a variable"):
+                    await ask(client, extra_body={"chat_template_kwargs": {name: ""}})
+
+    agents.run(main())
+
+
+def test_training_refuses_another_temperature(agents):
+    async def main():
+        async with (
+            agents.gateway(temperature_fixed=True) as g,
+            agents.client(g) as client,
+        ):
+            await ask(client, temperature=1)
+            with pytest.raises(openai.BadRequestError, match="leave it out"):
+                await ask(client, temperature=0)
+
+    agents.run(main())

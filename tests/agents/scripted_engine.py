@@ -43,13 +43,16 @@ def repeat(prompt, seed, index):
 
 
 class ScriptedEngine:
-    def __init__(self, reply=repeat, *, slots=512, max_model_len=4096, step_seconds=0.0):
+    """`together`: how many requests must be there before the first is answered."""
+
+    def __init__(self, reply=repeat, *, max_model_len=4096, step_seconds=0.0, together=0):
         self.tokenizer, self.reply = make_tokenizer(), reply
-        self.slots, self.max_model_len, self.step_seconds = slots, max_model_len, step_seconds
+        self.max_model_len, self.step_seconds, self.together = max_model_len, step_seconds, together
+        self.slots = 512
+        self._met = asyncio.Event()
         self.decode_steps = 3
         self.version = 0
         self.requests, self.aborted, self.running = [], 0, 0
-        self.most_running = 0
 
     async def start(self):
         pass
@@ -91,8 +94,10 @@ class ScriptedEngine:
             live[index] = (ids[: s.max_new_tokens], len(ids) > s.max_new_tokens)
         at = dict.fromkeys(live, 0)
         self.running += request.n
-        self.most_running = max(self.most_running, self.running)
+        if self.running >= self.together:
+            self._met.set()
         try:
+            await self._met.wait()
             while at:
                 await asyncio.sleep(self.step_seconds)
                 for index in list(at):
