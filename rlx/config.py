@@ -238,8 +238,10 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         _at_least(config, "reference.every_steps", 1)
     if not 0 <= config.reference.decay < 1:
         raise UserError(f"reference.decay={config.reference.decay} must be in [0, 1)")
-    if config.critic.learning_rate < 0:
-        raise UserError(f"critic.learning_rate={config.critic.learning_rate} must be 0 or more")
+    if not 0 <= config.critic.learning_rate < float("inf"):
+        raise UserError(
+            f"critic.learning_rate={config.critic.learning_rate} must be finite and 0 or more"
+        )
     _choice(config, "optimizer.schedule", ("constant", "linear", "cosine"))
     for key in ("model.dtype", "model.compute_dtype", "model.publish_dtype"):
         _choice(config, key, ("float32", "bfloat16"))

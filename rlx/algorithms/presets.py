@@ -254,6 +254,7 @@ def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algo
         if getattr(algorithm, field) not in choices:
             raise unknown(f"algorithm.{field}", getattr(algorithm, field), choices)
     _check_weights(algorithm, given)
+    _check_kl(algorithm, given)
     limit, buffer = algorithm.overlong_limit or max_new_tokens, algorithm.overlong_buffer
     algorithm = dataclasses.replace(
         algorithm,
@@ -263,12 +264,40 @@ def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algo
     )
     _check_ranges(algorithm)
     _check_parts(algorithm)
-    if algorithm.drop_equal_rewards and n_samples == 1:
+    _check_samples(algorithm, n_samples)
+    return algorithm
+
+
+def _check_samples(algorithm: Algorithm, n_samples: int) -> None:
+    """A prompt's only sample has nothing to be compared with: its reward less the mean is 0."""
+    if n_samples > 1 or algorithm.data != "rollouts":
+        return
+    if algorithm.drop_equal_rewards:
         raise UserError(
             "algorithm.drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one "
             "reward is always equal; raise n_samples or set drop_equal_rewards=False"
         )
-    return algorithm
+    if algorithm.reward_mean == "group":
+        raise UserError(
+            f"algorithm.reward_mean=group ({algorithm.name}) with sampling.n_samples=1 compares "
+            "each reward with itself, so nothing is learned; raise n_samples or set "
+            "reward_mean=batch"
+        )
+
+
+def _check_kl(algorithm: Algorithm, given: dict) -> None:
+    """A coefficient and a place for it: half of a KL term would silently be none."""
+    placed, coefficient = algorithm.kl_placement != "none", algorithm.kl_coefficient
+    if placed and not coefficient and ("kl_coefficient" not in given or algorithm.kl_target):
+        raise UserError(
+            f"algorithm.kl_placement={algorithm.kl_placement} with kl_coefficient=0 is no KL term; "
+            "set algorithm.kl_coefficient, or kl_placement=none"
+        )
+    if not placed and "kl_placement" not in given and given.get("kl_coefficient"):
+        raise UserError(
+            f"algorithm.kl_coefficient={coefficient:g} has no KL term to weigh, for preset "
+            f"{algorithm.name} has none; set algorithm.kl_placement to reward or loss"
+        )
 
 
 def _check_weights(algorithm: Algorithm, given: dict) -> None:
@@ -300,6 +329,8 @@ def _check_ranges(algorithm: Algorithm) -> None:
         ("lam", 0.0, 1.0),
         ("clip_low", 0.0, 1.0),
         ("clip_high", 0.0, math.inf),
+        ("reward_bias", -math.inf, math.inf),
+        ("reward_scale", -math.inf, math.inf),
         ("reward_clip", 0.0, math.inf),
         ("overlong_buffer", 0, algorithm.overlong_limit),
         ("overlong_limit", 0, math.inf),
@@ -308,7 +339,10 @@ def _check_ranges(algorithm: Algorithm) -> None:
         ("kl_coefficient", 0.0, math.inf),
         ("kl_target", 0.0, math.inf),
         ("kl_horizon", 1, math.inf),
+        ("weight_upper", -math.inf, math.inf),
+        ("weight_lower", -math.inf, math.inf),
         ("second_moment", 0.0, math.inf),
+        ("dual_clip", 0.0, math.inf),
         ("sapo_positive", 1e-3, math.inf),
         ("sapo_negative", 1e-3, math.inf),
         ("value_clip", 0.0, math.inf),

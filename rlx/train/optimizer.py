@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedules by name."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,9 +73,9 @@ def make_optimizer(config: ConfigDict, total_steps: int) -> optax.GradientTransf
     """
     if config.name not in OPTIMIZERS:
         raise unknown("optimizer.name", config.name, OPTIMIZERS)
-    for key in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
-        if config[key] < 0:
-            raise UserError(f"optimizer.{key}={config[key]} is negative; set it to 0 or more")
+    for key in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm", "eps"):
+        if not 0 <= config[key] < math.inf:
+            raise UserError(f"optimizer.{key}={config[key]} must be finite and 0 or more")
     for key in ("b1", "b2"):
         if not 0 <= config[key] < 1:
             raise UserError(f"optimizer.{key}={config[key]} must be in [0, 1)")

@@ -110,6 +110,11 @@ def make_steps(model_config: ModelConfig, config: ConfigDict) -> Steps:
             f"algorithm {algorithm.name} trains {what}, whose value head is no adapter's; set "
             "lora.rank=0"
         )
+    if config.reference.mode != "frozen" and not algorithm.needs_reference:
+        raise UserError(
+            f"reference.mode={config.reference.mode} is of a reference policy and algorithm "
+            f"{algorithm.name} asks for none; set algorithm.kl_placement, or reference.mode=frozen"
+        )
     updates = _total_updates(config)
     valued = dataclasses.replace(model_config, value_head=True)
     critic = dict(config.optimizer) | {"learning_rate": config.critic.learning_rate}
@@ -411,6 +416,11 @@ class _Trainer:
             raise UserError(
                 "algorithm.kl_anchor=teacher and the trajectories have no logprobs of a teacher; "
                 "set teacher.path or teacher.addresses"
+            )
+        if algorithm.peers == "turn" and "turn_ids" not in flat.tokens:
+            raise UserError(
+                "algorithm.peers=turn and the trajectories tell no turns; use a workflow of "
+                "several turns, or set peers=prompt"
             )
 
     def update(self, state: TrainState, groups: Sequence[Group]) -> tuple[TrainState, Metrics]:

@@ -36,10 +36,12 @@ PAPERS = {
     "rloo": {"reward_mean": "group", "leave_one_out": True, "loss": "reinforce",
              "reduction": "sequence_mean_token_sum"},
     "reinforce_pp": {"advantage_mean": "batch", "advantage_std": "batch",
-                     "kl_placement": "reward", "kl_estimator": "k1", "reduction": "token_mean"},
+                     "kl_placement": "reward", "kl_estimator": "k1", "kl_coefficient": 1e-3,
+                     "reduction": "token_mean"},
     "reinforce_pp_baseline": {"reward_mean": "group", "advantage_mean": "batch",
                               "advantage_std": "batch", "kl_placement": "loss",
-                              "kl_estimator": "k2", "reduction": "token_mean"},
+                              "kl_estimator": "k2", "kl_coefficient": 1e-3,
+                              "reduction": "token_mean"},
     "gspo": {"reward_mean": "group", "reward_std": "group", "ratio_level": "sequence",
              "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence_mean_token_mean"},
     "sapo": {"reward_mean": "group", "reward_std": "group", "loss": "sapo",
@@ -47,11 +49,18 @@ PAPERS = {
              "reduction": "sequence_mean_token_mean"},
     "lite_ppo": {"reward_mean": "group", "reward_std": "batch", "reduction": "token_mean"},
     "m2po": {"reward_mean": "group", "reward_std": "group", "second_moment": 0.04,
-             "clip_low": 1.0, "clip_high": math.inf, "reduction": "token_mean"},
+             "clip_low": 1.0, "clip_high": math.inf, "weight_action": "none",
+             "reduction": "token_mean"},
     "sft": {"loss": "nll", "reduction": "token_mean"},
     "reward_model": {"loss": "bradley_terry"},
     "dpo": {"loss": "dpo", "reduction": "sequence_mean_token_sum", "pair_beta": 0.1},
     "ipo": {"loss": "ipo", "reduction": "sequence_mean_token_mean", "pair_beta": 0.1},
+    "distill": {"reward_scale": 0.0, "kl_anchor": "teacher", "kl_placement": "reward",
+                "kl_estimator": "k1", "kl_coefficient": 1.0, "gamma": 0.0,
+                "reduction": "token_mean"},
+    "distill_mixed": {"reward_mean": "group", "reward_std": "group", "kl_anchor": "teacher",
+                      "kl_placement": "loss", "kl_estimator": "k2", "kl_coefficient": 5e-3,
+                      "reduction": "sequence_mean_token_mean"},
 }  # fmt: skip
 OTHERWISE = {
     "critic": False, "reward_mean": "none", "reward_std": "none", "leave_one_out": False,
@@ -59,10 +68,13 @@ OTHERWISE = {
     "ratio_level": "token", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0,
     "drop_equal_rewards": False, "overlong_filter": False, "overlong_buffer": 0.0,
     "second_moment": 0.0, "decoupled": True, "gamma": 1.0, "lam": 1.0, "peers": "prompt",
+    "kl_anchor": "reference", "kl_coefficient": 0.0, "kl_target": 0.0, "reward_bias": 0.0,
+    "reward_scale": 1.0, "reward_clip": 20.0, "bootstrap_truncated": True, "value_clip": 0.5,
+    "proximal": "recompute", "weight_action": "mask", "weight_upper": 5.0, "entropy_coefficient": 0.0,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_papers_row(name):
     """The reference system standardises every one of them over the batch once more."""
     for field, value in {**OTHERWISE, **PAPERS[name]}.items():
@@ -106,10 +118,10 @@ def test_when_a_proximal_pass_is_due():
     a = resolve(overrides(), 8)
     assert not a.needs_proximal_pass(1)
     assert a.needs_proximal_pass(2)
-    assert resolve(overrides(kl_placement="reward"), 8).needs_proximal_pass(1)
+    assert resolve(overrides(preset="reinforce_pp"), 8).needs_proximal_pass(1)
     assert not resolve(overrides(proximal="loglinear"), 8).needs_proximal_pass(4)
     assert not a.needs_reference
-    assert resolve(overrides(kl_placement="loss"), 8).needs_reference
+    assert resolve(overrides(preset="reinforce_pp_baseline"), 8).needs_reference
 
 
 def test_an_unknown_preset_suggests_the_nearest():
@@ -137,6 +149,26 @@ def test_an_unknown_choice_names_its_key(field):
         ({"weight_statistic": "k2", "weight_action": "truncate"}, "use weight_action=mask"),
         ({"weight_action": "truncate", "weight_upper": -1.0}, "must be above 0"),
         ({"leave_one_out": True, "reward_mean": "none"}, "set algorithm.reward_mean"),
+        ({"weight_upper": math.nan}, "algorithm.weight_upper=nan"),
+        ({"reward_scale": math.nan}, "algorithm.reward_scale=nan"),
+        ({"dual_clip": math.nan}, "algorithm.dual_clip=nan"),
+        ({"kl_placement": "loss"}, "kl_placement=loss with kl_coefficient=0"),
+        (
+            {"kl_placement": "loss", "kl_coefficient": 0.0, "kl_target": 0.1},
+            "set algorithm.kl_coefficient",
+        ),
+        ({"kl_coefficient": 0.04}, "kl_coefficient=0.04 has no KL term .* grpo has none"),
+        ({"kl_target": 0.1}, "kl_target=0.1 steers a KL term and there is none"),
+        ({"kl_anchor": "teacher"}, "kl_anchor=teacher without a KL term"),
+        ({"second_moment": 0.04, "proximal": "loglinear"}, "set proximal=recompute"),
+        ({"second_moment": 0.04, "decoupled": False}, "set proximal=recompute"),
+        (
+            {"preset": "dpo", "kl_placement": "loss", "kl_coefficient": 0.1},
+            "kl_placement=loss is for rollouts; loss=dpo trains on pairs: set it to none",
+        ),
+        ({"preset": "sft", "critic": True}, "critic=True is for rollouts"),
+        ({"preset": "sft", "second_moment": 0.1}, "second_moment=0.1 is for rollouts"),
+        ({"preset": "ipo", "drop_equal_rewards": True}, "drop_equal_rewards=True is for rollouts"),
     ],
 )
 def test_what_cannot_work_is_explained(values, words):
@@ -147,3 +179,20 @@ def test_what_cannot_work_is_explained(values, words):
 def test_rejecting_equal_rewards_needs_something_to_compare():
     with pytest.raises(UserError, match=r"n_samples=1 .* raise n_samples"):
         resolve(overrides(preset="dapo"), 8, n_samples=1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_sample_a_prompt_is_refused_where_it_would_be_compared_with_itself(name):
+    row = PRESETS[name]
+    if row.reward_mean == "group":
+        with pytest.raises(UserError, match=r"n_samples=1 .* raise n_samples"):
+            resolve(overrides(preset=name), 8, n_samples=1)
+    else:
+        assert resolve(overrides(preset=name), 8, n_samples=1).name == name
+
+
+def test_a_kl_term_may_be_weighed_by_zero_or_switched_off_whole():
+    """Its divergence is then recorded, at the cost of the reference; or configs/gsm8k_grpo is."""
+    watched = resolve(overrides(kl_placement="loss", kl_coefficient=0.0), 8)
+    assert (watched.needs_reference, watched.kl_coefficient) == (True, 0.0)
+    assert not resolve(overrides(kl_placement="none", kl_coefficient=0.04), 8).needs_anchor

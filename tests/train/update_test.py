@@ -305,7 +305,18 @@ def test_kl_pulls_towards_the_reference(
 
 def test_kl_without_a_reference_is_an_error(model_config, make_config):
     with pytest.raises(UserError, match="needs a reference policy"):
-        update.make_update(model_config, make_config(**{"algorithm.kl_placement": "loss"}))
+        update.make_update(model_config, make_config(**{"algorithm.preset": "reinforce_pp"}))
+
+
+def test_a_reference_that_follows_needs_a_term_that_asks_for_one(model_config, make_config):
+    with pytest.raises(UserError, match="reference.mode=ema .* grpo asks for none"):
+        update.make_update(model_config, make_config(**{"reference.mode": "ema"}))
+
+
+def test_peers_of_a_turn_need_trajectories_that_tell_their_turns(trainer, params, make_groups):
+    by_turn = trainer(**{"algorithm.peers": "turn"})
+    with pytest.raises(UserError, match="peers=turn .* tell no turns; .* peers=prompt"):
+        by_turn.update(by_turn.init(params), make_groups())
 
 
 def test_bfloat16_parameters_have_float32_moments(trainer, params, make_groups):
