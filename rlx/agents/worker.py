@@ -1,6 +1,6 @@
 """A process that runs agents: `python -m rlx.agents.worker IN OUT`, by `workers.py` alone.
 
-    IN    a line of JSON each: {"class", "kwargs", "path"} first, then
+    IN    a line of JSON each: {"class", "kwargs", "path", "report": seconds} first, then
           {"id", "data", "base_url", "api_key"} starts a run and {"cancel": id} stops one
     OUT   {"ready": true} | {"wrong": text}, then {"id", "value"} | {"id", "error", "traceback"};
           {"blocked": text, "seconds": s} while a run keeps the loop from turning
@@ -25,7 +25,6 @@ from rlx.agents.http_clients import HttpClients
 from rlx.agents.stalls import Watchdog, causes
 from rlx.base import UserError
 
-BLOCKED_SECONDS = 5.0  # of a loop that does not turn, before it is reported
 _LOOK_SECONDS = 0.5
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
 
@@ -60,7 +59,7 @@ class Worker:
         self._clients, watchdog = HttpClients(), Watchdog()
         self.say(ready=True)
         watchdog.start()
-        threading.Thread(target=self._watch, args=(watchdog,), daemon=True).start()
+        threading.Thread(target=self._watch, args=(watchdog, first["report"]), daemon=True).start()
         while line := await reader.readline():
             message = json.loads(line)
             if "cancel" in message:
@@ -97,7 +96,7 @@ class Worker:
         finally:
             del self._runs[number]
 
-    def _watch(self, watchdog: Watchdog) -> None:
+    def _watch(self, watchdog: Watchdog, patience: float) -> None:
         """Reports a blocked loop again and again; ends a process that nobody waits for."""
         parent = os.getppid()
         while True:
@@ -106,7 +105,7 @@ class Worker:
                 os._exit(1)
             stall = watchdog.blocked()
             watchdog.stalls.clear()
-            if stall and stall.seconds > BLOCKED_SECONDS:
+            if stall and stall.seconds > patience:
                 found, _ = causes([stall])
                 where = f"{found[0].blocking}: {found[0].blocking.call}" if found else "unknown"
                 remedy = f"; {found[0].remedy}" if found else ""

@@ -19,6 +19,7 @@ from typing import Any
 from rlx.base import UserError
 
 CANCEL_SECONDS = 10.0  # that a cancelled run may take to end
+_REPORT_SECONDS = 5.0  # of a blocked loop, before its process says where
 _END_SECONDS = 2.0  # that a process may take to end, once its input has
 
 
@@ -49,7 +50,8 @@ class Workers:
         block_seconds: float = 300.0,
         cancel_seconds: float = CANCEL_SECONDS,
     ):
-        self._first = {"class": name, "kwargs": dict(kwargs), "path": sys.path}
+        report = min(_REPORT_SECONDS, block_seconds / 2)
+        self._first = {"class": name, "kwargs": dict(kwargs), "path": sys.path, "report": report}
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
         self._processes: list[_Process | None] = [None] * max(1, count)
         self._numbers = 0
@@ -163,7 +165,7 @@ class _Process:
             if child:
                 child.kill()
                 child.wait()
-            if self._input:
+            if self._input and not self._input.is_closing():
                 self._input.abort()
             if self._output:
                 self._output.close()

@@ -93,6 +93,14 @@ class Misbehaves:
         return returned[how] if how in returned else float(bool(got))
 
 
+class AsTheRowSays:
+    """Any of the others, so that one process does for many tests."""
+
+    async def run(self, data, **extra_kwargs):
+        agent = globals()[data["agent"]](**data.get("options", {}))
+        return await agent.run(data, **extra_kwargs)
+
+
 class Blocking:
     """Waits with the synchronous client: its process waits with it, the gateway does not."""
 

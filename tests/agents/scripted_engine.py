@@ -54,6 +54,11 @@ class ScriptedEngine:
         self.version = 0
         self.requests, self.aborted, self.running = [], 0, 0
 
+    def gather(self, together):
+        """From now on, so many requests must be there before one is answered, once."""
+        self.together = together
+        self._met.clear()
+
     async def start(self):
         pass
 

@@ -1,0 +1,298 @@
+"""rlx.debug_workflow against a real HTTP server: every mistake of an agent is named."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.agents import debug, loading, preflight
+from rlx.base import UserError
+from rlx.observe.jsonl import jsonable
+
+pytest.importorskip("openai")
+pytest.importorskip("aiohttp")
+HERE = Path(__file__).parent
+KEY = "sk-real"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The base_url of the test's server."""
+    process = subprocess.Popen(
+        [sys.executable, HERE / "model_server.py"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def command(server, agent, *flags, key=KEY):
+    """The command's words for one of the agents."""
+    return [
+        sys.executable, "-m", "rlx.debug_workflow",
+        f"--workflow={HERE / 'debugged_agents.py'}:{agent}", f"--base_url={server}", *flags,
+    ], {**os.environ, "OPENAI_API_KEY": key, "PYTHONUNBUFFERED": "1"}  # fmt: skip
+
+
+@pytest.fixture
+def debug_agent(server, tmp_path):
+    """Runs the command; gives (status, what it printed, report)."""
+
+    def go(agent, *flags, rows=None, steps="2"):
+        if rows is not None:
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+            flags = (f"--data={tmp_path / 'rows.jsonl'}", *flags)
+        out = tmp_path / "report.json"
+        words, env = command(server, agent, f"--steps={steps}", f"--output={out}", *flags)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
+        assert KEY not in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        report = json.loads(out.read_text()) if out.exists() else {}
+        return done.returncode, done.stdout + done.stderr, report
+
+    return go
+
+
+@pytest.fixture
+def take(server):
+    """The same in this process, where `openai` is imported once; gives the report."""
+
+    def go(agent, *, rows=({},), batch=1, group=1, timeout=60.0, steps=("2",), model=""):
+        cls = loading.load_class(f"{HERE / 'debugged_agents.py'}:{agent}")
+        numbered = list(enumerate(rows))
+        plan = debug.Plan(cls, numbered, server, KEY, model, batch, group, timeout, steps)
+        screen = debug.Screen(lambda area, remarks: None, lambda line: None)
+        report = json.loads(json.dumps(jsonable(debug.run(plan, screen))))
+        assert KEY not in json.dumps(report)
+        return report
+
+    return go
+
+
+def named(report, name):
+    """The remarks of a name: [(level, found, remedy)]."""
+    return [
+        (r["level"], r["found"], r["remedy"])
+        for step in ("one", "many")
+        for r in report.get(step, {}).get("remarks", [])
+        if r["name"] == name
+    ]
+
+
+def test_a_good_agent_passes_both_steps(debug_agent):
+    rows = [{"number": n, "wish": {"delay": 0.2}} for n in range(4)]
+    status, text, report = debug_agent("Good", "--batch=4", "--group=4", rows=rows, steps="1,2")
+    assert status == 0, text
+    assert report["ok"]
+    calls = report["one"]["calls"]
+    assert [(c["status"], c["streamed"], c["answer"]) for c in calls] == [
+        (200, False, "It is 42."),
+        (200, True, "Itis42."),
+    ]
+    assert (calls[0]["prompt_tokens"], calls[0]["completion_tokens"]) == (12, 5)
+    assert calls[1]["stop_reason"] == "stop"
+    assert calls[1]["begin"] < calls[1]["first"] < calls[1]["end"]
+    assert "call 1  /chat/completions  tiny-model" in text
+    assert '       user  {"delay": 0.2}' in text
+    many = report["many"]
+    assert many["runs"]["ok"] == 16
+    assert many["calls_per_run"]["max"] == 2
+    assert many["concurrency"]["calls_most"] == 16
+    assert many["concurrency"]["speed_up"] > 3
+    assert {row["row"] for row in many["outcomes"]} == {0, 1, 2, 3}
+    assert all(len(row["completions"]) == 2 for row in many["outcomes"])
+    assert 0.2 <= many["call_seconds"]["max"] < many["run_seconds"]["max"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "place", "remedy"),
+    [
+        ("Sleeps", r"debugged_agents\.py:\d+ Sleeps\.tool: time\.sleep\(0\.15\)", "asyncio.sleep"),
+        ("AsksInSync", r"AsksInSync\.run: urllib\.request\.urlopen\(request\), in", "async HTTP"),
+        ("Computes", r"Computes\.run: re\.match\(", "it computes"),
+    ],
+)
+def test_what_blocks_the_loop_is_named(take, agent, place, remedy):
+    report = take(agent, batch=4, group=2)
+    assert not report["ok"]
+    name = "kept busy by" if agent == "Computes" else "blocked by"
+    (found, *_) = [r for r in named(report, name) if r[0] == "problem"]
+    assert re.search(place, found[1]), found
+    assert remedy in found[2]
+    cause = report["many"]["stalls"]["causes"][0]
+    assert cause["stalls"] >= 1
+    if agent == "Sleeps":
+        assert cause["seconds"] == pytest.approx(8 * 0.15, rel=0.3)
+
+
+def test_exceptions_are_counted_and_shown_at_the_users_line(take, debug_agent):
+    rows = [{"answer": "42"}, {"question": "no answer"}]
+    report = take("RaisesForSome", batch=4, group=2, rows=rows)
+    assert not report["ok"]
+    ((_, found, remedy),) = named(report, "exception")
+    assert found.startswith("4 × KeyError: 'answer' at "), found
+    assert 'RaisesForSome.grade: data["answer"]' in found
+    assert found.endswith("(row 1)")
+    assert remedy.endswith("--steps=1 --rows=1")
+    status, text, _ = debug_agent("RaisesForSome", "--rows=1", rows=rows, steps="1,2")
+    assert status == 1
+    shown = text[text.index("KeyError") :].splitlines()
+    assert "RaisesForSome.run: self.grade(data)" in shown[1]
+    assert 'RaisesForSome.grade: data["answer"]' in shown[2]
+    assert "asyncio" not in "".join(shown[1:3])
+    assert "many runs come once this one has no problem" in text
+
+
+def test_runs_that_hang_are_ended_and_their_line_named(take):
+    report = take("Hangs", batch=4, timeout=4.0, rows=[{"number": n} for n in range(4)])
+    assert not report["ok"]
+    ((_, found, _),) = named(report, "timeout")
+    assert "1 × waited at" in found
+    assert "Hangs.run: await asyncio.Event().wait()" in found
+    assert found.endswith("(row 1)")
+    assert report["many"]["runs"] == {"returned": 3, "timeout": 1, "ok": 3}
+
+
+def test_what_does_not_end_is_named_and_left(debug_agent):
+    status, _, report = debug_agent("Deaf", "--batch=1", "--group=1", "--timeout=3")
+    assert status == 1
+    assert "catches CancelledError" in named(report, "timeout")[0][2]
+    assert "tasks: " in named(report, "left behind")[0][1]
+
+
+def test_a_loop_that_is_blocked_for_good_still_gives_a_report(debug_agent):
+    status, text, report = debug_agent("Deadlocks", "--batch=2", "--group=1", "--timeout=3")
+    assert status == 1, text
+    assert "Deadlocks.run: _turn.acquire()" in named(report, "blocked by")[0][1]
+    assert report["many"]["runs"]["lost"] >= 1
+    assert "the event loop was blocked for" in named(report, "runs")[0][1]
+
+
+def test_what_is_no_reward_is_named(take):
+    values = {
+        "nan": "run returned nan", "none": "run returned None", "text": "run returned '1.0', a str",
+        "unknown": "run rewards 'chatcmpl-999999', an id that the server gave no completion",
+        "empty": "run returned {}", "array": "run returned a numpy.ndarray of shape (3,)",
+        "coroutine": "run returned coroutine, not yet awaited", "none_of": "is None",
+    }  # fmt: skip
+    rows = [{"value": value} for value in [*values, "float32", "int"]]
+    report = take("Returns", batch=10, rows=rows)
+    mistakes = {r["row"]: r["mistake"] for r in report["many"]["outcomes"] if "mistake" in r}
+    for index, (value, words) in enumerate(values.items()):
+        assert words in mistakes[index], value
+    assert report["many"]["runs"]["ok"] == 2
+    assert len(named(report, "returned")) == 5  # the most frequent
+
+
+def test_runs_that_take_turns_are_seen(take):
+    report = take("TakesTurns", batch=4, group=2, steps=("1", "2"))
+    ((level, found, remedy),) = named(report, "concurrency")
+    assert level == "problem"
+    assert found.startswith("the runs take turns: at most 1 call at once")
+    assert "lock" in remedy
+    assert report["many"]["concurrency"]["speed_up"] < 2
+
+
+def test_refusals_are_grouped_by_status(take):
+    rows = [{"wish": {"status": 429}}, {"wish": {"status": 500}}, {"wish": {"drop": True}}, {}]
+    report = take("Refused", batch=4, group=2, rows=rows)
+    calls = {found.split(":")[0]: remedy for _, found, remedy in named(report, "calls")}
+    assert set(calls) == {"2 × answered 429", "2 × answered 500", "2 × not answered"}
+    assert "at its limit" in calls["2 × answered 429"]
+    assert named(report, "runs")[0][0] == "ok"  # the agent lived with it
+
+
+def test_calls_that_cannot_be_told_apart_are_a_problem(take, debug_agent):
+    _, _, report = debug_agent("KeepsItsClient", "--batch=4", "--group=1")
+    (found,) = named(report, "base_url")
+    assert found[0] == "problem"
+    assert "3 runs made no call of their own, and one made 4" in found[1]
+    _, _, report = debug_agent("KeepsItsClient", "--batch=4", "--group=1", steps="1,2")
+    (found,) = named(report, "base_url")
+    assert "4 calls went to the base_url of an earlier run" in found[1]
+    report = take("Silent", batch=2)
+    assert "2 of 2 runs made no call by kwargs['base_url']" in named(report, "base_url")[0][1]
+
+
+def test_what_is_left_behind_is_counted(debug_agent):
+    _, _, report = debug_agent("LeavesThings", "--batch=8", "--group=1")
+    found = [words for _, words, _ in named(report, "left behind")]
+    assert found == ["tasks: 8 × sleep", "threads: 8 × lost", "8 open connections after 8 runs"]
+
+
+def test_a_model_name_of_the_agents_own_can_be_replaced(take):
+    report = take("WrongModel", steps=("1",))
+    assert not report["ok"]
+    assert "--model=NAME" in named(report, "calls")[0][2]
+    report = take("WrongModel", model="other-model", steps=("1",))
+    assert report["ok"]
+    assert report["one"]["calls"][0]["model"] == "default"  # as it asked
+
+
+def test_an_agent_that_exits_ends_alone(take):
+    report = take("Exits", group=2)
+    assert "2 × SystemExit" in named(report, "exception")[0][1]
+
+
+def test_what_is_wrong_with_a_server_is_one_line(server):
+    root = server.removesuffix("/v1")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{found.getsockname()[1]}/v1"
+    cases = [
+        (closed, KEY, "", "nothing listens at .*connection refused"),
+        (server, "wrong", "", "refuses the API key that was given .401"),
+        (server, "", "", "a request without an API key .401"),
+        (root, KEY, "", f"give --base_url={server}$"),
+        (f"{root}/none/v1", KEY, "tiny-model", "does not exist .404"),
+        (f"{root}/wrong/v1", KEY, "", "something else than a list of models"),
+        (f"{root}/slow/v1", KEY, "", "gave no answer in 1 s"),
+        (server, KEY, "tiny-modle", "did you mean --model=tiny-model"),
+        (server.replace("http", "https"), KEY, "", "http:// where the server has no TLS"),
+        ("http://no-such-host.invalid/v1", KEY, "", "cannot reach"),
+    ]
+    for url, key, model, words in cases:
+        with pytest.raises(UserError, match=words) as caught:
+            preflight.check(url, key, model, timeout=1.0)
+        assert "\n" not in str(caught.value)
+        assert KEY not in str(caught.value)
+    for url in ("127.0.0.1:8000/v1", "http://host:port/v1", f"{server}/chat/completions"):
+        with pytest.raises(UserError, match="base_url"):
+            preflight.check_url(url)
+    assert preflight.check(server, KEY, "").model == "tiny-model"
+
+
+def test_mistakes_on_the_command_line_are_one_line(server, tmp_path):
+    for words, expected in (
+        (["--steps=3"], "--steps=3 is neither"),
+        (["--batch=no"], "--batch=no is not a number"),
+        (["--rows=9"], "--rows=9 names no row of 1"),
+        ([f"--data={tmp_path}/x.jsonl"], "no file"),
+        (["--workflow=x.py:A"], "there is no file x.py"),
+        (["--base_url="], "give --workflow=FILE.py:CLASS and --base_url"),
+    ):
+        line, env = command(server, "Good", *words)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=env)
+        assert done.returncode == 2, words
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+        assert expected in done.stderr
+
+
+def test_rows_are_chosen_by_index_or_range():
+    rows = [{"n": n} for n in range(5)]
+    assert debug.chosen(rows, "") == list(enumerate(rows))
+    assert debug.chosen(rows, "2") == [(2, {"n": 2})]
+    assert [i for i, _ in debug.chosen(rows, "3:")] == [3, 4]
+    assert [i for i, _ in debug.chosen(rows, "1:3")] == [1, 2]
+    for wrong in ("5", "x", "3:2", "-1"):
+        with pytest.raises(UserError, match="--rows="):
+            debug.chosen(rows, wrong)

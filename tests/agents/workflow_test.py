@@ -1,0 +1,270 @@
+"""Agents in their own processes, over a real gateway, gRPC and the evaluator."""
+
+import asyncio
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from rlx.agents import chosen
+from rlx.agents.workers import AgentError, Displaced, Workers
+from rlx.agents.workflow import AgentWorkflow
+from rlx.base import UserError
+from rlx.fleet.engine import Sampling
+from rlx.rollout.evaluator import Evaluator
+from rlx.rollout.executor import Executor, RolloutError
+from rlx.rollout.staleness import Limits
+
+ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]
+
+
+class Fleet:
+    """A fleet and its server, as an evaluator connects to them."""
+
+    def __init__(self, agents, engine):
+        self._agents, self._engine = agents, engine
+
+    async def connect(self):
+        self._whole = self._agents.fleet(self._engine)
+        self._fleet, _ = await self._whole.__aenter__()
+        self.generate = self._fleet.generate
+        return self
+
+    async def close(self):
+        await self._whole.__aexit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def shared(agents):
+    """An evaluator whose agent is the row's, with its engine and workflow; nothing is retried."""
+    engine = agents.engine()
+    workflow = AgentWorkflow(
+        f"{agents.classes}:AsTheRowSays", agents.tokenizer(), agents.sampling, 2
+    )
+    with Evaluator(Fleet(agents, engine).connect, workflow, max_failures=0) as run:
+        yield SimpleNamespace(run=run, engine=engine, workflow=workflow)
+        process = workflow._front.workers._processes[0]
+    with pytest.raises(ProcessLookupError):  # it ended with the evaluator
+        os.kill(process._pid, 0)
+    assert workflow._front is None
+
+
+def rows_of(agent, rows=ROWS, **options):
+    return [{**row, "agent": agent, "options": options} for row in rows]
+
+
+def test_sixty_four_runs_at_once_are_sixty_four_trajectories_of_their_own(shared, agents):
+    rows = rows_of("Repeat", turns=3)
+    shared.run.export_stats()
+    shared.engine.gather(64)
+    groups = shared.run.rollout_batch(rows, n=4, timeout=60)
+    assert [g.row for g in groups] == rows
+    for group, row in zip(groups, ROWS, strict=True):
+        assert [t.trajectory_id for t in group.trajectories] == [
+            f"{group.group_id}.{i}" for i in range(4)
+        ]
+        for t in group.trajectories:
+            assert (t.reward, t.agent) == (1.0, "AsTheRowSays")
+            assert t.prompt == f"<|user|>{row['question']}<|end|><|assistant|>"
+            again = f"<|user|>again 1 {row['question']}<|end|><|assistant|>"
+            assert again in t.completion
+            assert sorted(set(t.turn_ids.tolist())) == [0, 1, 2]
+            drawn = agents.tokenizer().decode(t.tokens[t.loss_mask].tolist())
+            parts = (row["question"], f"again 0 {row['question']}", f"again 1 {row['question']}")
+            assert drawn == "".join(f"{part}<|end|>" for part in parts)
+            assert (t.versions[~t.loss_mask] == -1).all()
+            assert (t.behaviour_logprobs[~t.loss_mask] == 0).all()
+            assert (t.behaviour_logprobs[t.loss_mask] < 0).all()
+            assert t.behaviour_logprobs.shape == t.tokens.shape
+    stats = shared.run.export_stats()
+    assert (stats["num_trajectories"], stats["reward"]) == (64, 1.0)
+    assert stats["info/interactions"] == 3.0
+
+
+def test_draws_are_a_function_of_the_seed_alone(shared, monkeypatch):
+    monkeypatch.setattr(shared.engine, "reply", lambda prompt, seed, index: f"{seed}")
+
+    def texts(order):
+        rows = rows_of("Repeat")
+        futures = {k: shared.run.submit(rows[k], n=3, group_id=k, seed=k) for k in order}
+        return [[t.completion for t in futures[k].result(60).trajectories] for k in sorted(order)]
+
+    one = texts(range(4))
+    assert one == texts((3, 1, 0, 2))
+    assert len({text for group in one for text in group}) == 12
+    shared.run.wait()
+
+
+def test_the_tutorials_agent_works_that_gives_no_key(shared):
+    rows = [{"question": "x", "answer": "x"}, {"question": "y", "answer": "z"}]
+    groups = shared.run.rollout_batch(rows_of("NoKey", rows), timeout=60)
+    assert [t.reward for g in groups for t in g.trajectories] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_rewards_by_completion_make_a_trajectory_each(shared):
+    (group,) = shared.run.rollout_batch(rows_of("Credits")[:1], n=2, timeout=60)
+    number = group.group_id
+    assert [t.trajectory_id for t in group.trajectories] == [
+        f"{number}.{run}.{part}" for run in range(2) for part in range(3)
+    ]
+    assert [t.reward for t in group.trajectories[:3]] == [1.25, 1.0, 1.0]
+    first, second = chosen.samples(group, 2)
+    assert len(first) == len(second) == 3
+    with pytest.raises(UserError, match="gave 2 samples where n=3"):
+        chosen.samples(group, 3)
+
+
+def test_a_library_that_needs_the_main_thread_has_it(shared):
+    row = {"question": r"\boxed{\frac{1}{2}}", "answer": r"$\frac{2}{4}$"}
+    (group,) = shared.run.rollout_batch(rows_of("MathVerify", [row]), n=1, timeout=60)
+    assert group.trajectories[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", "LookupError: no such tool\nTraceback"),
+        ("exits", "SystemExit: 3"),
+        ("nan", "run returned nan; a reward is finite"),
+        ("none", "run returned None"),
+        ("text", "run returned 'good', a str"),
+        ("other", "run rewards 'id', an id that the server gave no completion"),
+        ("silent", "asked for no completion; does it use the base_url"),
+        ("dies", r"process died \(exit code 3\)"),
+    ],
+)
+def test_a_run_that_fails_names_agent_row_and_reason(shared, how, said):
+    row = {"question": "which row?", "how": how}
+    with pytest.raises(RolloutError, match=said) as error:
+        shared.run.submit(rows_of("Misbehaves", [row])[0], n=1).result(60)
+    assert "agent AsTheRowSays failed on row {'question': 'which row?'" in str(error.value)
+    (well,) = rows_of("Misbehaves", [{"question": "x", "how": "well"}])
+    assert shared.run.submit(well, n=1).result(60).trajectories[0].reward == 1.0
+    shared.run._waiting.clear()
+
+
+def test_a_run_that_is_given_up_is_ended_down_to_the_engine(shared, monkeypatch):
+    monkeypatch.setattr(shared.engine, "reply", lambda *_: "x" * 190)
+    monkeypatch.setattr(shared.engine, "step_seconds", 0.2)
+    aborted = shared.engine.aborted
+    future = shared.run.submit(rows_of("Repeat")[0], n=2)
+    wait_until(lambda: shared.engine.running == 2)
+    future.cancel()
+    wait_until(lambda: shared.engine.running == 0)
+    assert shared.engine.aborted == aborted + 2
+    shared.run._waiting.clear()
+
+
+def test_training_is_strict_about_temperature_and_evaluation_is_not(shared):
+    (row,) = rows_of("Repeat", ROWS[:1], temperature=0.5)
+    with pytest.raises(RolloutError, match="training samples at 1"):
+        shared.run.submit(row).result(60)
+    greedy = Sampling(temperature=0.0, max_new_tokens=50)
+    assert shared.run.submit(row, sampling=greedy).result(60).trajectories[0].reward == 1.0
+    shared.run._waiting.clear()
+
+
+def test_what_cannot_be_given_to_an_agent_is_the_users_mistake(shared, agents):
+    with pytest.raises(UserError, match="rows are JSON"):
+        shared.run.submit({"question": object()}).result(60)
+    shared.run._waiting.clear()
+    with pytest.raises(UserError, match="is a workflow of rlx, not an agent"):
+        AgentWorkflow("rlx.rollout.workflows.RLVR", agents.tokenizer(), Sampling(), 1)
+
+    class Local:
+        async def run(self, data, **extra_kwargs):
+            return 1.0
+
+    with pytest.raises(UserError, match="is not at the top of a module"):
+        AgentWorkflow(Local, agents.tokenizer(), Sampling(), 1)
+
+
+@pytest.mark.parametrize(("name", "workers"), [("Counter", 1), ("Blocking", 2)])
+def test_runs_share_no_state_and_may_wait_synchronously(agents, name, workers):
+    workflow = AgentWorkflow(
+        f"{agents.classes}:{name}", agents.tokenizer(), agents.sampling, 2, workers=workers
+    )
+    with Evaluator(Fleet(agents, agents.engine()).connect, workflow) as run:
+        groups = run.rollout_batch(ROWS[:2], timeout=60)
+    assert {t.reward for g in groups for t in g.trajectories} == {1.0}
+
+
+def wait_until(true, seconds=20):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def workers(agents, name, **options):
+    return Workers(f"{agents.classes}:{name}", {}, 1, **options)
+
+
+async def row_of(g, own, how):
+    session = g.gateway.sessions.open(g.session.defaults)
+    data = {"how": how, "messages": [{"role": "user", "content": "x"}]}
+    return await own.run(data, g.gateway.base_url(session), session.key)
+
+
+def test_a_run_that_will_not_stop_is_killed_and_its_neighbours_are_moved(agents):
+    async def main():
+        async with agents.gateway() as g:
+            own = workers(agents, "Misbehaves", cancel_seconds=0.3)
+            await own.start()
+            stubborn = asyncio.create_task(row_of(g, own, "stubborn"))
+            beside = asyncio.create_task(row_of(g, own, "waits"))
+            while len(g.engine.requests) < 2 or g.engine.running:
+                await asyncio.sleep(0.01)
+            process = own._processes[0]
+            stubborn.cancel()
+            with pytest.raises(Displaced):
+                await beside
+            assert await row_of(g, own, "well") == 1.0
+            assert own._processes[0] is not process
+            with pytest.raises(ProcessLookupError):
+                os.kill(process._pid, 0)
+            await own.close()
+
+    agents.run(main())
+
+
+def test_who_blocks_the_loop_for_too_long_is_killed_and_the_line_is_named(agents):
+    async def main():
+        async with agents.gateway() as g:
+            own = workers(agents, "Misbehaves", block_seconds=1.0)
+            with pytest.raises(AgentError, match=r"agent_classes.py:\d+ .*time.sleep") as error:
+                await row_of(g, own, "blocks")
+            assert "blocked the event loop" in str(error.value)
+            await own.close()
+
+    agents.run(main())
+
+
+def test_the_executor_trains_on_agents_by_the_same_workflow(agents, tmp_path):
+    class Rows:
+        dealt = 0
+
+        def next(self):
+            self.dealt += 1
+            return self.dealt - 1, ROWS[(self.dealt - 1) % len(ROWS)]
+
+        def row(self, number):
+            return ROWS[number % len(ROWS)]
+
+    workflow = AgentWorkflow(
+        f"{agents.classes}:Repeat", agents.tokenizer(), agents.sampling, 2, kwargs={"turns": 2}
+    )
+    fleet = Fleet(agents, agents.engine())
+    executor = Executor(workflow, Rows(), Limits(2, 1, 4), fleet, request_timeout=30)
+    executor.start()
+    try:
+        executor.run(fleet.connect())
+        executor.set_version(0)
+        batch = executor.collect()
+    finally:
+        executor.run(fleet.close())
+        executor.close()
+    groups = getattr(batch, "groups", batch)
+    assert [len(g.trajectories) for g in groups] == [2, 2]
+    assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
