@@ -1,4 +1,4 @@
-"""Every file in configs/ is a run that could start, and every RL preset has one."""
+"""Every file in configs/ is a run that could start, and every preset has one."""
 
 import ast
 import sys
@@ -10,6 +10,8 @@ import pytest
 from rlx import flags
 from rlx.algorithms.presets import PRESETS
 from rlx.config import check
+from rlx.inputs import prepare
+from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.train.update import make_steps
 
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))
 RL = [row.name for row in PRESETS.values()
       if row.data == "rollouts" and row.kl_anchor == "reference"]  # fmt: skip
+OTHERS = [name for name in PRESETS if name not in RL]
 SMALL = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=32, num_layers=1, model_dim=8, mlp_dim=16, num_heads=2,
     num_kv_heads=1, head_dim=4,
@@ -55,6 +58,22 @@ def test_an_rl_preset_has_a_config_for_gsm8k(name):
     config = load(ROOT / "configs" / f"gsm8k_{name}.py")
     assert config.algorithm.preset == name
     assert config.data.train.startswith("openai/gsm8k")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_trainer_has_a_config_that_the_model_that_comes_with_rlx_can_run(name, monkeypatch):
+    path = ROOT / "configs" / f"arithmetic_{name}.py"
+    config = load(path)
+    assert config.algorithm.preset == name
+    if config.teacher.path:
+        workdir = Path(config.teacher.path).parent
+        made = f"--config=configs/arithmetic.py --workdir={workdir}"
+        assert made in ast.get_docstring(ast.parse(path.read_text())), "how to make the teacher"
+        config.teacher.path = config.model.path
+    monkeypatch.setattr("rlx.inputs.TRAIN_PROBLEMS", 200)
+    inputs = prepare(config)
+    assert inputs.model_dir == hf.resolve("rlx:arithmetic")
+    assert bool(inputs.held_out) == (inputs.algorithm.data != "rollouts")
 
 
 def test_a_config_finds_its_neighbours_wherever_it_lies(tmp_path):

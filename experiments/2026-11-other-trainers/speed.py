@@ -1,0 +1,90 @@
+"""How fast a teacher scores when it has a core of its own: solutions of the embedded task.
+
+    python -m experiments.2026-11-other-trainers.speed [MODEL] [--core=1] [--count=2000]
+
+Tokens are those scored, the answers'; the prompts are read besides. A second of processor time is
+what counts on a machine that does other work too.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from rlx.fleet.client import Fleet
+from rlx.inputs import load_tokenizer
+from rlx.launch.local import CpuPlan, LocalServers
+from rlx.model import hf
+from rlx.rollout import arithmetic
+
+AT_ONCE = 64
+
+
+def sequences(model: Path, count: int) -> list[tuple[np.ndarray, int]]:
+    """(tokens, the first one of the answer) of `count` careful solutions."""
+    tokenizer, found = load_tokenizer(model), []
+    for row in arithmetic.problems(0, "held_out", count):
+        chat = [{"role": "user", "content": row["question"]}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        solution = arithmetic.careful_solution(row["question"])
+        head, answer = (tokenizer(text)["input_ids"] for text in (prompt, solution))
+        found.append((np.array([*head, *answer], np.int32), len(head)))
+    return found
+
+
+async def score(addresses: tuple[str, ...], work: list[tuple[np.ndarray, int]]) -> float:
+    """Seconds that all of `work` takes, AT_ONCE at a time, the programs compiled before."""
+    fleet, gate = Fleet(addresses), asyncio.Semaphore(AT_ONCE)
+
+    async def one(tokens: np.ndarray, first: int) -> None:
+        async with gate:
+            await fleet.score(tokens, first)
+
+    await fleet.connect()
+    await one(*work[0])
+    start = time.monotonic()
+    await asyncio.gather(*(one(*item) for item in work))
+    seconds = time.monotonic() - start
+    await fleet.close()
+    return seconds
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has had, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Starts a server, has it score, prints a line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="rlx:arithmetic")
+    parser.add_argument("--core", type=int, default=1)
+    parser.add_argument("--count", type=int, default=2000)
+    a = parser.parse_args()
+    model = hf.resolve(a.model, "model")
+    work = sequences(model, a.count)
+    tokens = sum(len(all_) - first for all_, first in work)
+    options = {"engine": "jax", "slots": 1, "max_model_len": 192}
+    plan = CpuPlan((), ((a.core,),))
+    with (
+        tempfile.TemporaryDirectory() as workdir,
+        LocalServers(model, workdir=workdir, plan=plan, **options) as servers,
+    ):
+        addresses, (pid,) = servers.wait(), servers.pids
+        asyncio.run(score(addresses, work[:AT_ONCE]))
+        before = cpu_seconds(pid)
+        seconds = asyncio.run(score(addresses, work))
+        spent = cpu_seconds(pid) - before
+    print(
+        f"{len(work)} answers, {tokens} tokens (prompts have {sum(f for _, f in work)} more): "
+        f"{tokens / seconds:,.0f} a second, {tokens / spent:,.0f} a second of processor time"
+    )
+
+
+if __name__ == "__main__":
+    main()
