@@ -30,7 +30,11 @@ def init(config: ModelConfig, seed: int = 0) -> torch.nn.Module:
 
 
 def logprobs(
-    model: torch.nn.Module, batch: Batch, *, temperature: float = 1.0
+    model: torch.nn.Module,
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token given the earlier ones of its segment, and the entropy there.
 
@@ -40,6 +44,7 @@ def logprobs(
     Args:
       batch: tokens, positions, segment_ids, each [B, T] int64 (0 in segment_ids is padding).
       temperature: > 0.
+      entropy_gradient: whether entropies are differentiated too, at the cost of their memory.
 
     Returns:
       Two [B, T] float32 as `rlx.model.decoder.logprobs`: 0 at first tokens and padding.
@@ -55,11 +60,11 @@ def logprobs(
     logits = logits.float() if temperature == 1.0 else logits.float() / temperature
     normaliser = torch.logsumexp(logits, -1)
     picked = logits.gather(-1, tokens[:, 1:, None])[..., 0] - normaliser
-    with torch.no_grad():
-        mean = (torch.softmax(logits, -1) * logits).sum(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
     mask = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
 
     def shifted(x):
         return torch.nn.functional.pad(torch.where(mask, x, 0.0), (1, 0))
 
-    return shifted(picked), shifted(normaliser.detach() - mean)
+    return shifted(picked), shifted(entropy)

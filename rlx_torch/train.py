@@ -47,7 +47,10 @@ def train_step(
       that is not finite leaves the parameters as they were.
     """
     optimizer.zero_grad(set_to_none=True)
-    target, entropy = logprobs(model, batch, temperature=temperature)
+    target, entropy = logprobs(
+        model, batch, temperature=temperature,
+        entropy_gradient=algorithm.entropy_coefficient > 0,
+    )  # fmt: skip
     loss, stats = losses.policy_loss(target, entropy, batch, algorithm)
     (loss / denominator).backward()
     limit = clip_norm or float("inf")

@@ -221,8 +221,15 @@ class Steps:
             step=jnp.zeros((), jnp.int32),
             updates=jnp.zeros((), jnp.int32),
             kl_coefficient=jnp.float32(self.algorithm.kl_coefficient),
-            reference=jax.tree.map(jnp.copy, params) if self.follows else None,
+            reference=self._first_reference(params) if self.follows else None,
             critic=critic,
+        )
+
+    def _first_reference(self, params: Params) -> Params:
+        """A copy of the policy; float32 for an average, whose steps bfloat16 would round away."""
+        average = self.reference_mode == "ema"
+        return jax.tree.map(
+            lambda leaf: jnp.array(leaf, jnp.float32 if average else leaf.dtype), params
         )
 
     # Forward passes.

@@ -70,7 +70,8 @@ OTHERWISE = {
     "second_moment": 0.0, "decoupled": True, "gamma": 1.0, "lam": 1.0, "peers": "prompt",
     "kl_anchor": "reference", "kl_coefficient": 0.0, "kl_target": 0.0, "reward_bias": 0.0,
     "reward_scale": 1.0, "reward_clip": 20.0, "bootstrap_truncated": True, "value_clip": 0.5,
-    "proximal": "recompute", "weight_action": "mask", "weight_upper": 5.0, "entropy_coefficient": 0.0,
+    "proximal": "recompute", "weight_action": "mask", "weight_upper": 5.0,
+    "entropy_coefficient": 0.0,
 }  # fmt: skip
 
 

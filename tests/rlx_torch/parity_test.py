@@ -21,6 +21,7 @@ def make_run():
     config.optimizer.learning_rate = 1e-2
     config.optimizer.eps = 1e-4  # at 1e-8 Adam's first step is the gradient's sign, noise and all
     config.sampling.temperature = 0.8
+    config.algorithm.entropy_coefficient = 0.05  # its gradient is the model's own business
     lengths = np.random.default_rng(3).integers([4, 3], [12, 30], (16, 2))
     groups = workers.make_groups(lengths, vocab=128)
     return config, groups

@@ -175,6 +175,21 @@ def test_a_critic_learns_the_values(trainers, params, make_groups):
     assert errors[-1] < 0.7 * errors[0]
 
 
+def test_a_critic_divides_by_tokens_whatever_the_policy_divides_by(trainers, params, make_groups):
+    """Sixteen sequences have some 130 tokens: the policy's own divisor here is an eighth."""
+    norms = []
+    for reduction in ("token_mean", "sequence_mean_token_sum"):
+        options = {**SGD, "algorithm.preset": "ppo", "algorithm.reduction": reduction}
+        if reduction == "token_mean":
+            del options["algorithm.reduction"]  # as above: nothing compiles again
+        trainer = trainers(**options)
+        _, metrics = trainer.update(with_value_head(trainer.init(params)), make_groups(4))
+        norms.append((metrics["critic_grad_norm"], metrics["grad_norm"]))
+    (critic, policy), (same, larger) = norms
+    assert same == pytest.approx(critic, rel=1e-6)
+    assert larger > 4 * policy
+
+
 # However it is cut, packed or placed.
 
 
@@ -258,6 +273,17 @@ def test_a_copied_reference_stands_still_in_between():
     np.testing.assert_array_equal(seen, np.float32([0.0, 0.2, 0.2, 0.7, 0.7]))
     frozen = dataclasses.replace(steps, reference_mode="frozen")
     assert frozen.init({"x": jnp.float32(0.0)}).reference is None
+
+
+def test_an_average_of_a_bfloat16_policy_moves():
+    """A step of (1 − decay) of a small change is below half of bfloat16's spacing at 1."""
+    kl = dataclasses.replace(PRESETS["grpo"], kl_placement="loss", kl_coefficient=0.1)
+    steps = Steps(None, kl, optax.sgd(1.0), reference_mode="ema", reference_decay=0.99)
+    state = steps.init({"x": jnp.ones((), jnp.bfloat16)})
+    moved = state.replace(params={"x": jnp.bfloat16(1.125)})
+    state = jax.jit(steps.end_batch)(moved, jnp.float32(0.0), jnp.float32(1.0), jnp.float32(1.0))
+    assert float(state.reference["x"]) == pytest.approx(1.00125, abs=1e-6)
+    assert state.params["x"].dtype == jnp.bfloat16
 
 
 def test_resuming_ppo_gives_the_bits_of_the_run_that_never_stopped(

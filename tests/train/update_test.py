@@ -221,6 +221,26 @@ def test_minibatches_anchor_at_the_policy_before_the_batch(trainer, params, make
     assert metrics["importance_weight"] != pytest.approx(1.0, abs=1e-4)
 
 
+def test_an_interpolated_anchor_knows_which_minibatch_it_is_for(trainer, params, make_groups):
+    """Tokens of version 0 in the batch after version 1: α = (1 − 0)/(1 − 0), then 1/(1½ − 0)."""
+    options = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.0, "train.minibatches": 2}
+    still = trainer(**options, **{"algorithm.proximal": "loglinear"})
+    groups = make_groups()
+    state = still.init(params)
+    gaps = [
+        (scores - t.behaviour_logprobs)[t.loss_mask]
+        for t, scores in zip(
+            (t for g in groups for t in g.trajectories),
+            still.logprobs(params, groups),
+            strict=True,
+        )
+    ]
+    _, metrics = still.update(state.replace(step=jnp.int32(1)), groups)
+    second = np.concatenate(gaps[len(gaps) // 2 :])
+    want = -(1 - 1 / 1.5) * second.sum() / len(np.concatenate(gaps))
+    assert metrics["ppo_approx_kl"] == pytest.approx(want, rel=1e-4)
+
+
 def test_recomputed_anchor_equals_its_own_forward_pass(trainer, params, make_groups):
     """Two minibatches with a learning rate of 0: the anchor is the target in both."""
     still = trainer(**TWO, **{"optimizer.learning_rate": 0.0})
@@ -309,13 +329,13 @@ def test_kl_without_a_reference_is_an_error(model_config, make_config):
 
 
 def test_a_reference_that_follows_needs_a_term_that_asks_for_one(model_config, make_config):
-    with pytest.raises(UserError, match="reference.mode=ema .* grpo asks for none"):
+    with pytest.raises(UserError, match=r"reference.mode=ema .* grpo asks for none"):
         update.make_update(model_config, make_config(**{"reference.mode": "ema"}))
 
 
 def test_peers_of_a_turn_need_trajectories_that_tell_their_turns(trainer, params, make_groups):
     by_turn = trainer(**{"algorithm.peers": "turn"})
-    with pytest.raises(UserError, match="peers=turn .* tell no turns; .* peers=prompt"):
+    with pytest.raises(UserError, match=r"peers=turn .* tell no turns; .* peers=prompt"):
         by_turn.update(by_turn.init(params), make_groups())
 
 
