@@ -25,7 +25,8 @@ from rlx.agents.stalls import Stall, Watchdog, causes
 _GRACE = 2.0  # seconds a cancelled run has to end
 _SETTLE = 1.0  # seconds for connections to close behind the runs
 _BLOCKED_NEWS = 5.0  # seconds of a blocked loop that are told at once
-_INTERRUPTS = 5  # a second apart, before the program is ended
+_INTERRUPTS = 5  # before the program is ended
+_INTERRUPT_SECONDS = 2.0  # between two
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Crowd:
         self._background: Counter = Counter()
         self._left = Left()
         self._watchdog = Watchdog()
-        self._finished = threading.Event()
+        self._finished, self._interrupted = threading.Event(), threading.Event()
         self._begun: dict[int, float] = {}
         self._gave_up = ""
 
@@ -143,15 +144,16 @@ class Crowd:
           show: told (done, wanted), several times a second, from a thread.
           tell: told a line of what cannot wait, likewise.
         """
-        before, begin = _population(), time.monotonic()
+        begin = time.monotonic()
         attending = threading.Thread(
             target=self._attend, args=(show, tell), name="rlx-attending", daemon=True
         )
         attending.start()
         loop = asyncio.new_event_loop()
         try:
-            loop.run_until_complete(self._main(before))
+            loop.run_until_complete(self._main())
         except KeyboardInterrupt:
+            self._interrupted.set()
             self._gave_up = self._gave_up or "interrupted"
             self._watchdog.stop()
         finally:
@@ -163,7 +165,8 @@ class Crowd:
         lost = self._lost() if self._gave_up else []
         return Session(
             [*self.outcomes, *lost], self._watchdog.stalls, self._left,
-            self._watchdog.begin or begin, self._watchdog.end, self._watchdog.busy_seconds, self._watchdog.queued_seconds,
+            self._watchdog.begin or begin, self._watchdog.end, self._watchdog.busy_seconds,
+            self._watchdog.queued_seconds,
             self._background, self._gave_up,
         )  # fmt: skip
 
@@ -184,6 +187,7 @@ class Crowd:
             if self._timeout and stall.seconds > self._timeout + _GRACE:
                 self._gave_up = f"the event loop was blocked for {stall.seconds:.0f} s: ended"
                 self._interrupt(tell, stall)
+                break
         if shown != len(self.outcomes):
             show(len(self.outcomes), len(self._jobs))
 
@@ -191,7 +195,7 @@ class Crowd:
         """As Ctrl-C does; a call of C's that does not listen ends the program without a report."""
         for _ in range(_INTERRUPTS):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            if self._finished.wait(1):
+            if self._interrupted.wait(_INTERRUPT_SECONDS):
                 return
         tell(f"it cannot be interrupted; ended without a report: {_where(stall)}")
         os._exit(1)
@@ -206,8 +210,9 @@ class Crowd:
                 out.append(Outcome(job, "lost", begin, now - begin))
         return out
 
-    async def _main(self, before: "_Population") -> None:
+    async def _main(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._unhandled)
+        before = _population()
         self._clients = HttpClients()
         self._watchdog.start()
         runs = [asyncio.create_task(self._one(job)) for job in self._jobs]
@@ -269,7 +274,10 @@ def _ended(task: asyncio.Task, job: Job, begin: float) -> Outcome:
     error = task.exception()
     if error is not None:
         return Outcome(job, "raised", begin, seconds, None, _failure(error))
-    return Outcome(job, "returned", begin, seconds, task.result())
+    value = task.result()
+    if asyncio.iscoroutine(value):  # without an await: told as a mistake, once
+        value.close()
+    return Outcome(job, "returned", begin, seconds, value)
 
 
 def _failure(error: BaseException) -> Failure:

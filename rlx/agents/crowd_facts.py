@@ -66,7 +66,8 @@ class Facts:
 
     Args:
       calls: finished ones of any run; `unanswered` those that were open at the end.
-      single: a run alone; None where there was none: the fastest of the session stands for it.
+      single: a run alone, if there was one; the fastest of the session stands for it otherwise, or
+        where it was faster.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class Facts:
             if o.end == "returned" and (wrong := returned.mistake(o.value, self.ids[o.job.run]))
         }
         self.causes, self.idle = causes(session.stalls)
-        ended = [o for o in session.outcomes if o.end == "returned"]
+        ended = [o for o in session.outcomes if o.end == "returned" and self.ids[o.job.run]]
         fastest = min(ended, key=lambda o: o.seconds, default=None)
-        self.single = single or (alone(fastest, self.calls) if fastest else None)
+        # A process's first run imports and warms up; the fastest of many does not.
+        runs = [single, alone(fastest, self.calls) if fastest else None]
+        self.single = min(filter(None, runs), key=lambda run: run.seconds, default=None)
 
     @property
     def good(self) -> list[Outcome]:

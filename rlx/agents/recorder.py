@@ -39,7 +39,6 @@ class Recorder:
             "model": model,
         }
         self._done: list[Call] = []
-        self._open: list[Call] = []
 
     def __enter__(self) -> "Recorder":
         _spare_loopback()
@@ -94,8 +93,10 @@ class Recorder:
         with opener.open(f"{self._root}/calls?since={len(self._done)}", timeout=30) as answer:
             found = json.load(answer)
         self._done += [self._call(fields) for fields in found["done"]]
-        self._open = [self._call(fields) for fields in found["open"]]
-        return list(self._done), list(self._open)
+        open_ = [self._call(fields) for fields in found["open"]]
+        # Some agents leave a stream at its stop reason: that call is as good as finished.
+        stopped = [call for call in open_ if call.stop_reason]
+        return [*self._done, *stopped], [call for call in open_ if not call.stop_reason]
 
     def _call(self, fields: dict) -> Call:
         return Call(**{**fields, "path": fields["path"].removeprefix(self._path)})

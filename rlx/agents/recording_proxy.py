@@ -39,7 +39,7 @@ class Proxy:
         self._origin, self._key, self._secret, self._model = origin, api_key, secret, model
         self._session = session
         self._done: list[Call] = []
-        self._open: dict[int, Call] = {}
+        self._open: dict[int, _Exchange] = {}
         self._count = 0
 
     async def handle(self, request: Any) -> Any:
@@ -57,7 +57,7 @@ class Proxy:
         headers, own_key = self._headers(request.headers)
         number, self._count = self._count, self._count + 1
         exchange = _Exchange(dataclasses.replace(note, own_key=own_key))
-        self._open[number] = exchange.call
+        self._open[number] = exchange
 
         def finish(**fields: Any) -> None:
             if self._open.pop(number, None):
@@ -70,7 +70,7 @@ class Proxy:
                 request, self._origin + rest + query, headers, body, exchange, finish
             )
         finally:  # also where the agent hung up, and this handler was cancelled
-            finish(error="the agent hung up before the answer was whole")
+            finish(**exchange.cut())
 
     async def _forward(self, request, url, headers, body, exchange, finish) -> Any:
         import aiohttp
@@ -98,7 +98,7 @@ class Proxy:
     def _notes(self, since: int) -> dict[str, Any]:
         return {
             "done": [dataclasses.asdict(call) for call in self._done[since:]],
-            "open": [dataclasses.asdict(call) for call in self._open.values()],
+            "open": [dataclasses.asdict(exchange.so_far()) for exchange in self._open.values()],
         }
 
     def _headers(self, given: Any) -> tuple[list[tuple[str, str]], bool]:
@@ -133,10 +133,25 @@ class _Exchange:
 
     def __init__(self, call: Call):
         self.call = call
+        self.content = bytearray()  # of a stream
 
     def note(self, **fields: Any) -> None:
         """The answer begins."""
         self.call = dataclasses.replace(self.call, first=time.monotonic(), **fields)
+
+    def so_far(self) -> Call:
+        """The call with what came of its stream; it ends now if a stop reason did."""
+        if not self.content:
+            return self.call
+        found = answered(bytes(self.content), True)
+        return dataclasses.replace(self.call, end=time.monotonic(), **found)
+
+    def cut(self) -> dict[str, Any]:
+        """Of an agent that hung up: well enough, if it had the completion and its stop reason."""
+        found = answered(bytes(self.content), True) if self.content else {}
+        if not found.get("stop_reason"):
+            found["error"] = "the agent hung up before the answer was whole"
+        return found
 
     def whole(self, content: bytes) -> dict[str, Any]:
         """What the whole answer tells."""
@@ -150,7 +165,7 @@ async def _stream(request: Any, answer: Any, headers: Any, exchange: _Exchange, 
 
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
-    content = bytearray()
+    content = exchange.content
     async for chunk in answer.content.iter_any():
         content += chunk
         if ended(bytes(content[-len(chunk) - _TAIL :])):

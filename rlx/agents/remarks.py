@@ -216,6 +216,8 @@ def _loop(facts: Facts) -> Iterator[Remark]:
 
 def _level(cause: Cause, seconds: float) -> str:
     """A call that waits is a problem; short computations of many runs only add up."""
+    if cause.once:
+        return "warning"
     if cause.computes:
         return "problem" if cause.longest > _COMPUTES else "warning"
     return "problem" if cause.seconds > max(_BLOCKS * seconds, 0.25) else "warning"

@@ -26,11 +26,12 @@ _SLOW_TICK = 0.1  # between looks, once a stall is longer than
 _LONG = 2.0
 _STACK_LIMIT = 12
 
+_IMPORT = re.compile(r"<frozen importlib|importlib/")
 # What a line of the stack fits → what to write in its place. The first that fits counts.
 _ONCE = (
     (r"create_default_context|load_verify_locations",
      "a new client reads all certificates: pass http_client=kwargs['http_client'] on to it"),
-    (r"<frozen importlib|importlib/", "import it before, at the top of the file"),
+    (_IMPORT.pattern, "import it before, at the top of the file"),
 )  # fmt: skip
 _REMEDIES = (
     (r"\btime\.sleep\(|: sleep\(", "await asyncio.sleep(…)"),
@@ -124,6 +125,11 @@ class Cause:
             return lines
         half = _STACK_LIMIT // 2
         return [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
+
+    @property
+    def once(self) -> bool:
+        """It is an import, and will not be met again."""
+        return any(_IMPORT.search(line) for line in self.lines)
 
     @property
     def remedy(self) -> str:

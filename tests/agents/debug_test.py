@@ -1,4 +1,4 @@
-"""rlx.debug_workflow against a real HTTP server: every mistake of an agent is named."""
+"""rlx.debug_workflow against real HTTP servers: every mistake of an agent is named."""
 
 import json
 import os
@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rlx import debug_workflow
 from rlx.agents import debug, loading, preflight
 from rlx.base import UserError
+from rlx.launch.local import LocalServers
+from rlx.model.directory import resolve
 from rlx.observe.jsonl import jsonable
 
 pytest.importorskip("openai")
@@ -32,6 +35,13 @@ def server():
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def free_port():
+    """A port of loopback that nobody has."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def command(server, agent, *flags, key=KEY):
@@ -244,9 +254,7 @@ def test_an_agent_that_exits_ends_alone(take):
 
 def test_what_is_wrong_with_a_server_is_one_line(server):
     root = server.removesuffix("/v1")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{found.getsockname()[1]}/v1"
+    closed = f"http://127.0.0.1:{free_port()}/v1"
     cases = [
         (closed, KEY, "", "nothing listens at .*connection refused"),
         (server, "wrong", "", "refuses the API key that was given .401"),
@@ -270,21 +278,22 @@ def test_what_is_wrong_with_a_server_is_one_line(server):
     assert preflight.check(server, KEY, "").model == "tiny-model"
 
 
-def test_mistakes_on_the_command_line_are_one_line(server, tmp_path):
+def test_mistakes_on_the_command_line_are_told_before_anything_is_asked(monkeypatch, tmp_path):
     for words, expected in (
         (["--steps=3"], "--steps=3 is neither"),
         (["--batch=no"], "--batch=no is not a number"),
+        (["--batch=0"], "--batch=0 and --group=8 must be 1 or more"),
         (["--rows=9"], "--rows=9 names no row of 1"),
         ([f"--data={tmp_path}/x.jsonl"], "no file"),
         (["--workflow=x.py:A"], "there is no file x.py"),
+        (["--workflow=rlx.rollout.workflows:RLVR"], "is no agent but a workflow of rlx"),
+        (["--workflow_kwargs=[]"], "is no JSON object"),
         (["--base_url="], "give --workflow=FILE.py:CLASS and --base_url"),
     ):
-        line, env = command(server, "Good", *words)
-        done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=env)
-        assert done.returncode == 2, words
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
-        assert expected in done.stderr
+        line, _ = command("http://127.0.0.1:1/v1", "Good", *words)
+        monkeypatch.setattr(sys, "argv", line[2:])
+        with pytest.raises(UserError, match=re.escape(expected)):
+            debug_workflow.main()
 
 
 def test_rows_are_chosen_by_index_or_range():
@@ -296,3 +305,22 @@ def test_rows_are_chosen_by_index_or_range():
     for wrong in ("5", "x", "3:2", "-1"):
         with pytest.raises(UserError, match="--rows="):
             debug.chosen(rows, wrong)
+
+
+@pytest.mark.vllm
+def test_against_vllms_own_server(tmp_path):
+    port = free_port()
+    options = {"engine": "vllm", "slots": 8, "max_model_len": 256, "openai_port": port}
+    url = f"http://127.0.0.1:{port}/v1"
+    with LocalServers(resolve("rlx:arithmetic"), workdir=tmp_path, token=KEY, **options) as local:
+        local.wait()
+        words, env = command(
+            url, "Arithmetic", "--config=configs/arithmetic.py", "--batch=8", "--group=2",
+            f"--output={tmp_path / 'report.json'}",
+        )  # fmt: skip
+        done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    many = json.loads((tmp_path / "report.json").read_text())["many"]
+    assert many["runs"]["ok"] == 16
+    assert many["completion_tokens"] > 16
+    assert many["concurrency"]["calls_most"] > 8

@@ -208,3 +208,15 @@ class Exits:
     async def run(self, data, **kwargs):
         await ask(kwargs)
         raise SystemExit(3)
+
+
+class Arithmetic:
+    """Of the packaged model's task, as its server names the model."""
+
+    async def run(self, data, **kwargs):
+        async with client(kwargs) as found:
+            name = (await found.models.list()).data[0].id
+            answer = await found.chat.completions.create(
+                model=name, messages=data["messages"], max_tokens=48
+            )
+        return float(data["answer"] in answer.choices[0].message.content)

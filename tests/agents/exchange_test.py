@@ -1,0 +1,123 @@
+"""What is noted of a call, from whichever API's request and answer."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx.agents import exchange
+
+
+def sse(*events, named=False):
+    """Events as bytes; Anthropic's and those of /responses carry their names."""
+    lines = []
+    for event in events:
+        lines += [f"event: {event['type']}"] if named else []
+        lines += [f"data: {json.dumps(event)}", ""]
+    return "\n".join(lines).encode() + b"\n"
+
+
+def test_a_request_of_chat_with_parts_and_tools():
+    request = {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Look:"},
+                                         {"type": "image_url", "image_url": {"url": "x"}}]},
+            {"role": "assistant", "content": None,
+             "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+            {"role": "tool", "content": "3" * 5000},
+        ],
+    }  # fmt: skip
+    found = exchange.asked(json.dumps(request).encode())
+    assert found["model"] == "m"
+    texts = [text for _, text in found["messages"]]
+    assert texts[:3] == ["Be brief.", "Look: [image_url]", '→ add({"a": 1})']
+    assert len(texts[3]) <= exchange.TEXT_LIMIT + 3
+
+
+def test_long_conversations_keep_both_ends():
+    messages = [{"role": "user", "content": str(i)} for i in range(100)]
+    found = exchange.asked(json.dumps({"messages": messages}).encode())["messages"]
+    assert found[0] == ["user", "0"]
+    assert found[-1] == ["user", "99"]
+    assert ["…", "60 more"] in found
+
+
+def test_a_stream_of_chat_with_a_tool_call_is_one_answer():
+    def chunk(delta, reason=None, **more):
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        return {"id": "chatcmpl-7", "choices": [choice], **more}
+
+    body = sse(
+        chunk({"role": "assistant", "content": "Let"}),
+        chunk({"content": " me"}),
+        chunk({"tool_calls": [{"index": 0, "function": {"name": "add", "arguments": '{"a"'}}]}),
+        chunk({"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}),
+        chunk({}, "tool_calls"),
+        {"id": "chatcmpl-7", "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}},
+    )
+    found = exchange.answered(body + b"data: [DONE]\n\n", True)
+    assert found == {
+        "completion_id": "chatcmpl-7", "answer": 'Let me → add({"a": 1})',
+        "stop_reason": "tool_calls", "prompt_tokens": 9, "completion_tokens": 4, "error": "",
+    }  # fmt: skip
+    assert exchange.ended(b"x\n\ndata: [DONE]\n\n")
+    assert not exchange.ended(body)
+
+
+def test_anthropics_messages_whole_and_streamed():
+    usage = {"input_tokens": 11, "output_tokens": 3}
+    whole = {"id": "msg_1", "content": [{"type": "text", "text": "42"}], "stop_reason": "end_turn",
+             "usage": usage}  # fmt: skip
+    expected = {"completion_id": "msg_1", "answer": "42", "stop_reason": "end_turn",
+                "prompt_tokens": 11, "completion_tokens": 3, "error": ""}  # fmt: skip
+    assert exchange.answered(json.dumps(whole).encode(), False) == expected
+    begun = {"id": "msg_1", "usage": {"input_tokens": 11, "output_tokens": 1}}
+    body = sse(
+        {"type": "message_start", "message": begun},
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "4"}},
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "2"}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"},
+         "usage": {"output_tokens": 3}},
+        {"type": "message_stop"},
+        named=True,
+    )  # fmt: skip
+    assert exchange.answered(body, True) == expected
+    assert exchange.ended(body)
+
+
+def test_responses_whole_and_streamed():
+    whole = {
+        "id": "resp_1", "status": "completed", "usage": {"input_tokens": 2, "output_tokens": 1},
+        "output": [{"type": "message", "content": [{"type": "output_text", "text": "42"}]}],
+    }  # fmt: skip
+    found = exchange.answered(json.dumps(whole).encode(), False)
+    assert (found["completion_id"], found["answer"], found["completion_tokens"]) == (
+        "resp_1", "42", 1,
+    )  # fmt: skip
+    body = sse({"type": "response.created", "response": {"id": "resp_1", "usage": None}},
+               {"type": "response.output_text.delta", "delta": "42"},
+               {"type": "response.completed", "response": whole}, named=True)  # fmt: skip
+    assert exchange.answered(body, True) == found
+    assert exchange.ended(body)
+
+
+def test_refusals_in_the_shapes_that_servers_give_them():
+    for body in ({"error": {"message": "no"}}, {"error": "no"}, {"detail": "no"},
+                 {"message": "no"}, {"object": "error", "message": "no"}):  # fmt: skip
+        assert exchange.refusal(json.dumps(body).encode()) == "no"
+    assert exchange.refusal(b"<html>gone</html>") == "<html>gone</html>"
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(
+    inner, max_size=3) | st.dictionaries(st.sampled_from(
+        ["messages", "content", "choices", "message", "delta", "usage", "id", "error", "response",
+         "tool_calls", "function", "role", "text", "output", "type", "model"]), inner, max_size=4),
+    max_leaves=12))  # fmt: skip
+def test_no_body_breaks_the_notes(value):
+    body = json.dumps(value).encode()
+    exchange.asked(body)
+    exchange.answered(body, False)
+    exchange.answered(b"data: " + body + b"\n\n", True)
+    exchange.refusal(body)
