@@ -92,7 +92,7 @@ def asked(body: bytes) -> dict[str, Any]:
 def answered(body: bytes, streamed: bool) -> dict[str, Any]:
     """The fields of a Call that an answer of status 200 gives."""
     found = _assembled(body) if streamed else _object(body)
-    usage = found.get("usage") or {}
+    usage = _mapping(found.get("usage"))
     text, stop = _completion(found)
     return {
         "completion_id": str(found.get("id") or ""),
@@ -139,7 +139,7 @@ def _object(body: bytes) -> dict[str, Any]:
 def _said(message: Mapping[str, Any]) -> str:
     """Text of a message's content, its tool calls and results, in order."""
     parts = [_text(message.get("content", message.get("output", "")))]
-    parts += [_tool_call(call) for call in message.get("tool_calls") or []]
+    parts += [_tool_call(call) for call in _list(message.get("tool_calls"))]
     return " ".join(filter(None, parts))
 
 
@@ -181,7 +181,7 @@ def _completion(found: Mapping[str, Any]) -> tuple[str, Any]:
     choices = found.get("choices")
     if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
         first = choices[0]
-        text = _said(first.get("message") or {}) or str(first.get("text") or "")
+        text = _said(_mapping(first.get("message"))) or str(first.get("text") or "")
         more = f" [and {len(choices) - 1} more choices]" if len(choices) > 1 else ""
         return text + more, first.get("finish_reason")
     if isinstance(found.get("output"), list):  # of /responses
@@ -195,6 +195,15 @@ def _count(usage: Any, *names: str) -> int:
     return next((int(usage[n]) for n in names if isinstance(usage.get(n), int)), -1)
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Itself, or an empty one: servers send null, and some send anything."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []
+
+
 def _events(body: bytes) -> Iterator[dict[str, Any]]:
     for line in body.splitlines():
         if line.startswith(b"data:") and (event := _object(line[5:])):
@@ -203,38 +212,39 @@ def _events(body: bytes) -> Iterator[dict[str, Any]]:
 
 def _assembled(body: bytes) -> dict[str, Any]:
     """A stream's events put together to the object that one answer would have been."""
-    out: dict[str, Any] = {"usage": {}}
+    out: dict[str, Any] = {}
+    usage: dict[str, Any] = {}
     text: list[str] = []
-    calls: dict[int, dict[str, str]] = {}
+    calls: dict[str, dict[str, str]] = {}
     stop, chat = None, False
     for event in _events(body):
-        if isinstance(event.get("response"), Mapping):  # of /responses: the last one has it all
-            out |= event["response"]
-        begun = event.get("message")
-        out |= {k: v for k, v in (begun or {}).items() if k == "id"}  # of Anthropic's
-        for usage in ((begun or {}).get("usage"), event.get("usage")):
-            out["usage"] = {**(out["usage"] or {}), **(usage or {})}
+        out |= _mapping(event.get("response"))  # of /responses: the last one has it all
+        begun = _mapping(event.get("message"))  # of Anthropic's
+        if begun.get("id") or ("choices" in event and event.get("id")):
+            out["id"] = begun.get("id") or event["id"]
+        for part in (out.get("usage"), begun.get("usage"), event.get("usage")):
+            usage |= _mapping(part)
         if event.get("error"):
             out["error"] = event["error"]
-        delta = event.get("delta")
-        if isinstance(delta, Mapping):
-            text.append(str(delta.get("text") or ""))
-            stop = delta.get("stop_reason") or stop
-        for choice in (event.get("choices") or [])[:1]:
+        delta = _mapping(event.get("delta"))
+        text.append(str(delta.get("text") or ""))
+        stop = delta.get("stop_reason") or stop
+        for choice in map(_mapping, _list(event.get("choices"))[:1]):
             chat, stop = True, choice.get("finish_reason") or stop
-            delta = choice.get("delta") or {}
+            delta = _mapping(choice.get("delta"))
             text.append(str(delta.get("content") or choice.get("text") or ""))
-            for call in delta.get("tool_calls") or []:
-                _extend(calls.setdefault(call.get("index", 0), {}), call.get("function") or {})
-        if event.get("id") and "choices" in event:
-            out["id"] = event["id"]
+            for call in map(_mapping, _list(delta.get("tool_calls"))):
+                kept = calls.setdefault(str(call.get("index", 0)), {})
+                _extend(kept, _mapping(call.get("function")))
     if chat:
-        tools = [{"function": calls[i]} for i in sorted(calls)]
-        message = {"content": "".join(text), "tool_calls": tools}
+        message = {
+            "content": "".join(text),
+            "tool_calls": [{"function": c} for c in calls.values()],
+        }
         out["choices"] = [{"message": message, "finish_reason": stop}]
     elif "output" not in out:
         out |= {"content": "".join(text), "stop_reason": stop}
-    return out
+    return {**out, "usage": usage}
 
 
 def _extend(call: dict[str, str], piece: Mapping[str, Any]) -> None:
