@@ -175,6 +175,15 @@ def test_a_critic_learns_the_values(trainers, params, make_groups):
     assert errors[-1] < 0.7 * errors[0]
 
 
+def test_a_critic_has_a_learning_rate_of_its_own_and_the_policys_clip(model_config, make_config):
+    own = {"algorithm.preset": "ppo", "critic.learning_rate": 0.25, "optimizer.clip_norm": 0.5}
+    steps = update.make_steps(model_config, make_config(**{**SGD, **own}))
+    for learner, rate in ((steps.learner, 1.0), (steps.critic_learner, 0.25)):
+        one = jnp.ones(())
+        assert learner.optimizer.update(one, learner.optimizer.init(one))[0] == -rate
+        assert learner.clip_norm == 0.5
+
+
 def test_a_critic_divides_by_tokens_whatever_the_policy_divides_by(trainers, params, make_groups):
     """Sixteen sequences have some 130 tokens: the policy's own divisor here is an eighth."""
     norms = []

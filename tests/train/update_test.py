@@ -333,6 +333,12 @@ def test_a_reference_that_follows_needs_a_term_that_asks_for_one(model_config, m
         update.make_update(model_config, make_config(**{"reference.mode": "ema"}))
 
 
+def test_a_teacher_is_asked_for_where_trajectories_have_none(trainer, params, make_groups):
+    taught = trainer(**{"algorithm.preset": "distill"})
+    with pytest.raises(UserError, match=r"no logprobs of a teacher; set teacher.path"):
+        taught.update(taught.init(params), make_groups())
+
+
 def test_peers_of_a_turn_need_trajectories_that_tell_their_turns(trainer, params, make_groups):
     by_turn = trainer(**{"algorithm.peers": "turn"})
     with pytest.raises(UserError, match=r"peers=turn .* tell no turns; .* peers=prompt"):
