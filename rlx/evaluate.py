@@ -30,8 +30,11 @@ FLAGS = {
 def main() -> int:
     """Parses, asks, prints the table."""
     config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
-    from rlx import evaluation
     from rlx.agents import loading
+
+    if values.workflow:  # told of before what takes seconds to import
+        loading.kind(loading.load_class(values.workflow))
+    from rlx import evaluation
     from rlx.observe.counting import Counting
 
     ks = {
