@@ -394,10 +394,12 @@ class Steps:
         """
         algorithm, coefficient, step = self.algorithm, state.kl_coefficient, state.step + 1
         if algorithm.kl_target:
-            coefficient = kl.adapt(
+            adapted = kl.adapt(
                 coefficient, reference_kl / trained, trajectories,
                 target=algorithm.kl_target, horizon=algorithm.kl_horizon,
             )  # fmt: skip
+            # The divergence of a policy that stands still says nothing about β.
+            coefficient = jnp.where(self.waits(state.step), coefficient, adapted)
         reference = state.reference
         if self.follows:
             keep = jnp.float32(self.reference_decay)

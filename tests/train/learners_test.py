@@ -264,7 +264,8 @@ def test_an_averaged_reference_and_its_coefficient(trainers, params, make_groups
         assert gap(state.reference, want) < 1e-6
         error = np.clip(metrics["reference_kl"] / 0.02 - 1, -0.2, 0.2)
         assert metrics["kl_coefficient"] == pytest.approx(coefficient, rel=1e-6)
-        coefficient *= 1 + error * 16 / 100
+        if seed:  # in the first batch the policy waits for its critic
+            coefficient *= 1 + error * 16 / 100
         assert float(state.kl_coefficient) == pytest.approx(coefficient, rel=1e-5)
     assert gap(state.reference, state.params) > 1e-3
 
