@@ -212,7 +212,8 @@ class Facts:
 def _cause_record(cause: Cause) -> dict[str, Any]:
     return {
         "at": str(cause.blocking), "file": cause.blocking.file, "call": cause.blocking.call,
-        "seconds": cause.seconds, "computing_seconds": cause.computing, "longest": cause.longest,
+        "seconds": cause.seconds, "computing_seconds": cause.ran,
+        "queued_seconds": cause.queued, "longest": cause.longest,
         "stalls": cause.stalls,
         "tasks": len(cause.tasks), "stack": cause.lines, "remedy": cause.remedy,
     }  # fmt: skip

@@ -68,11 +68,11 @@ def at(code: CodeType, instruction: int) -> Place:
     if 0 <= instruction // 2 < len(positions):
         found = positions[instruction // 2]
         line, end_line, start, end = found[0] or line, found[1], found[2], found[3]
-    text = linecache.getline(code.co_filename, line)
-    if end_line == line and start is not None and end is not None:
-        call = text.encode()[start:end].decode("utf-8", "replace")
-    else:
-        call = text
+    call = linecache.getline(code.co_filename, line)
+    if end_line is not None and start is not None and end is not None:
+        lines = [linecache.getline(code.co_filename, n) for n in range(line, end_line + 1)]
+        lines[-1] = lines[-1].encode()[:end].decode("utf-8", "replace")
+        call = "".join(lines).encode()[start:].decode("utf-8", "replace")
     call = " ".join(call.split())
     call = call if len(call) <= _CALL_LIMIT else f"{call[: _CALL_LIMIT - 1]}…"
     name = code.co_qualname.replace(".<locals>", "")

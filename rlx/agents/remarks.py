@@ -204,14 +204,14 @@ def _loop(facts: Facts) -> Iterator[Remark]:
             if cause.seconds > 0.03 * total:
                 name = "kept busy by" if cause.computes else "blocked by"
                 yield Remark(name, levels[id(cause)], blocker(cause), cause.remedy)
-    if facts.idle > 0.2 * facts.seconds:
-        found = f"for {duration(facts.idle)} another thread kept it from turning"
-        yield Remark("event loop", "warning", found, "move what threads compute to processes")
     queued = facts.session.queued_seconds
     if queued > 0.3 * facts.seconds:
         found = f"for {duration(queued)} ({100 * queued / facts.seconds:.0f} %) no processor was " \
             "free for it: times are longer than they would be"  # fmt: skip
         yield Remark("machine", "warning", found, "end other programs, or believe half of it")
+    elif facts.idle > 0.2 * facts.seconds:
+        found = f"for {duration(facts.idle)} another thread kept it from turning"
+        yield Remark("event loop", "warning", found, "move what threads compute to processes")
 
 
 def _level(cause: Cause, seconds: float) -> str:
@@ -219,8 +219,8 @@ def _level(cause: Cause, seconds: float) -> str:
     if cause.once:
         return "warning"
     if cause.computes:
-        return "problem" if cause.longest > _COMPUTES else "warning"
-    return "problem" if cause.seconds > max(_BLOCKS * seconds, 0.25) else "warning"
+        return "problem" if cause.longest_ran > _COMPUTES else "warning"
+    return "problem" if cause.waited > max(_BLOCKS * seconds, 0.25) else "warning"
 
 
 def blocker(cause: Cause) -> str:

@@ -57,13 +57,13 @@ class Look:
 
     Attributes:
       time: seconds, monotonic.
-      computed: seconds in which its thread computed, or wanted to.
+      used: seconds in which its thread computed, and in which it wanted to and had no processor.
       task: which task ran, 0 for none.
       frames: outermost first.
     """
 
     time: float
-    computed: float
+    used: tuple[float, float]
     task: int
     frames: Sequence[tuple[CodeType, int]]
 
@@ -73,13 +73,13 @@ class Stall:
     """The loop did not turn from `begin` for `seconds`.
 
     Attributes:
-      computed: as of a Look, at `begin` and at the end.
+      used: as of a Look, at `begin` and at the end.
     """
 
     begin: float
     seconds: float
     looks: Sequence[Look]
-    computed: tuple[float, float]
+    used: tuple[tuple[float, float], tuple[float, float]]
 
 
 @dataclass(slots=True)
@@ -87,7 +87,9 @@ class Cause:
     """A place in the code that stalls were at.
 
     Attributes:
-      seconds: in all; `longest`: in one go, of one task; `computing`: of them, computing.
+      seconds: in all; `longest`: in one go, of one task.
+      ran, queued: of `seconds`, those of computing, and of waiting for a processor.
+      longest_ran: of computing in one go.
       stalls: how many it had a part in.
       tasks: how many tasks were seen at it.
       blocking: the user's (or a framework's) line whose call does not return.
@@ -98,14 +100,21 @@ class Cause:
     paths: dict[tuple[Place, ...], float]
     seconds: float = 0.0
     longest: float = 0.0
-    computing: float = 0.0
+    ran: float = 0.0
+    queued: float = 0.0
+    longest_ran: float = 0.0
     stalls: int = 0
     tasks: set[int] = field(default_factory=set)
 
     @property
     def computes(self) -> bool:
         """It computed, and waited for nothing but a processor."""
-        return self.computing > 0.4 * self.seconds
+        return self.ran + self.queued > 0.4 * self.seconds
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which it did not even want a processor."""
+        return max(self.seconds - self.ran - self.queued, 0.0)
 
     @property
     def path(self) -> tuple[Place, ...]:
@@ -158,8 +167,7 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         self._ident = threading.get_ident()
         self._clock = _ThreadClock(self._ident, threading.get_native_id())
-        self._used_before = self._clock.read()
-        self._computed = sum(self._used_before)
+        self._used_before = self._used = self._clock.read()
         self.begin = self._last = time.monotonic()
         self._handle = self._loop.call_later(TICK, self._beat)
         self._thread.start()
@@ -177,7 +185,7 @@ class Watchdog:
         late = time.monotonic() - self._last - TICK if self.begin and not self.end else 0.0
         if late <= THRESHOLD:
             return None
-        return Stall(self._last, late, list(self._looks), (self._computed, sum(self._clock.read())))
+        return Stall(self._last, late, list(self._looks), (self._used, self._clock.read()))
 
     def debugging(self) -> bool:
         """Whether a person at a debugger's prompt is what it waits for now."""
@@ -190,13 +198,12 @@ class Watchdog:
     def _close(self, now: float) -> None:
         late = now - self._last - TICK
         looks, self._looks = self._looks, []
-        used = self._clock.read()
-        before, self._computed = self._computed, sum(used)
+        before, self._used = self._used, self._clock.read()
         if late > THRESHOLD and not _debugging(looks):
-            self.stalls.append(Stall(self._last, late, looks, (before, self._computed)))
+            self.stalls.append(Stall(self._last, late, looks, (before, self._used)))
         self._last = now
-        self.busy_seconds = self._computed - sum(self._used_before)
-        self.queued_seconds = used[1] - self._used_before[1]
+        self.busy_seconds = sum(self._used) - sum(self._used_before)
+        self.queued_seconds = self._used[1] - self._used_before[1]
 
     def _watch(self) -> None:
         tick = TICK
@@ -210,7 +217,7 @@ class Watchdog:
             task = asyncio.current_task(self._loop)
             if last == self._last:  # it has not turned meanwhile
                 self._looks.append(
-                    Look(now, sum(self._clock.read()), id(task) if task else 0, stack(frame))
+                    Look(now, self._clock.read(), id(task) if task else 0, stack(frame))
                 )
 
 
@@ -224,8 +231,8 @@ def causes(stalls: Iterable[Stall]) -> tuple[list[Cause], float]:
     idle = 0.0
     for stall in stalls:
         seen: set[tuple[str, int, str]] = set()
-        stretch: dict[tuple, float] = defaultdict(float)
-        for look, seconds, computing in _shared_out(stall):
+        stretch: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for look, seconds, ran, queued in _shared_out(stall):
             cause = _cause(look)
             if cause is None:
                 idle += seconds
@@ -235,27 +242,31 @@ def causes(stalls: Iterable[Stall]) -> tuple[list[Cause], float]:
             cause = found.setdefault(key, cause)
             cause.paths[path] = cause.paths.get(path, 0.0) + seconds
             cause.seconds += seconds
-            cause.computing += computing
+            cause.ran += ran
+            cause.queued += queued
             cause.tasks.add(look.task)
-            stretch[key, look.task] += seconds
+            stretch[key, look.task][0] += seconds
+            stretch[key, look.task][1] += ran
             seen.add(key)
         idle += 0.0 if stall.looks else stall.seconds
         for key in seen:
             found[key].stalls += 1
-        for (key, _), seconds in stretch.items():
+        for (key, _), (seconds, ran) in stretch.items():
             found[key].longest = max(found[key].longest, seconds)
+            found[key].longest_ran = max(found[key].longest_ran, ran)
     return sorted(found.values(), key=lambda cause: -cause.seconds), idle
 
 
-def _shared_out(stall: Stall) -> Iterator[tuple[Look, float, float]]:
-    """(look, seconds, processor seconds) of each look: the last one's go on to the stall's end."""
-    before, computed = stall.begin, stall.computed[0]
+def _shared_out(stall: Stall) -> Iterator[tuple[Look, float, float, float]]:
+    """(look, seconds, of them computing, and queued) of each: the last one's go on to the end."""
+    before, used = stall.begin, stall.used[0]
     for i, look in enumerate(stall.looks):
         last = i + 1 == len(stall.looks)
         until = stall.begin + stall.seconds if last else look.time
-        until_computed = stall.computed[1] if last else look.computed
-        yield look, max(until - before, 0.0), max(until_computed - computed, 0.0)
-        before, computed = until, until_computed
+        then = stall.used[1] if last else look.used
+        ran, queued = (max(b - a, 0.0) for a, b in zip(used, then, strict=True))
+        yield look, max(until - before, 0.0), ran, queued
+        before, used = until, then
 
 
 class _ThreadClock:
