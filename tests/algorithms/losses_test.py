@@ -393,7 +393,8 @@ def test_dual_clip_bounds_only_negative_advantages():
 def test_statistics_are_means_over_trained_tokens(cases):
     batch = cases.random(6, count=5, empty=False)
     algorithm = variant(weight_action="truncate", weight_upper=1.2)
-    loss, stats, _, _ = run(cases, batch, algorithm, "proximal_logprobs")
+    known = ("proximal_logprobs", "reference_logprobs")
+    loss, stats, _, _ = run(cases, batch, algorithm, *known)
     denominator = 5.0
     metrics = losses.summarise(stats, denominator)
 
@@ -420,6 +421,9 @@ def test_statistics_are_means_over_trained_tokens(cases):
         "behaviour_weight_out_of_bounds": mean(lambda r: np.exp(r.proximal - r.behaviour) > 1.2),
         "behaviour_kl": mean(
             lambda r: np.exp(r.proximal - r.behaviour) - 1 - (r.proximal - r.behaviour)
+        ),
+        "reference_kl": mean(
+            lambda r: np.exp(r.reference - r.target) - 1 - (r.reference - r.target)
         ),
         "entropy": mean(lambda r: r.entropy),
         "advantage": mean(lambda r: r.advantages),
