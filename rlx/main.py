@@ -41,7 +41,7 @@ def main() -> int:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     if values.dry_run:
-        return status(show(findings(config, workdir, packages_too=False)))
+        return status(show(findings(config, workdir, every_extra=False)))
     keep_freed_memory()
     from rlx import loop  # JAX only after the command line was found good
 

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rlx.fleet.programs import make_plan
+from rlx.launch.allowance import Allowance
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
+from rlx.observe.text import size
 from rlx.train.steps import Steps
 from rlx.train.update import make_steps
 
@@ -27,24 +29,24 @@ _UPDATE = 2.6  # float32 copies of the parameters at an optimizer update, beside
 _VLLM_CPU_KV = 4 << 30  # the most that rlx.fleet.vllm_start asks for on a CPU
 
 
-def size(num_bytes: float) -> str:
-    """`512 kB`, `34 MB`, `1.6 GB`, `24 GB`: decimal units."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= 0.9995 * unit:
-            value = num_bytes / unit
-            return f"{value:.0f} {name}" if value >= 9.95 else f"{value:.1f} {name}"
-    return f"{num_bytes:.0f} B"
-
-
 def longest(config: ConfigDict) -> int:
-    """Tokens of the longest possible trajectory; of a pair, both of them."""
+    """Tokens of the longest possible trajectory, which may be one of a pair."""
     return int(config.data.max_prompt_tokens + config.sampling.max_new_tokens)
 
 
-def minibatch_tokens(config: ConfigDict, tokens_each: float) -> float:
-    """Tokens of the largest minibatch when every trajectory has `tokens_each`."""
+def minibatch_tokens(config: ConfigDict, tokens_each: float, group: int = 0) -> float:
+    """Tokens of the largest minibatch when every trajectory has `tokens_each`.
+
+    Args:
+      group: trajectories of a prompt; 0: sampling.n_samples.
+    """
     prompts = math.ceil(config.rollout.batch_prompts / config.train.minibatches)
-    return float(prompts * config.sampling.n_samples * tokens_each)
+    return float(prompts * (group or config.sampling.n_samples) * tokens_each)
+
+
+def group_size(config: ConfigDict, data: str) -> int:
+    """Trajectories of a prompt, for what an algorithm is trained on (Algorithm.data)."""
+    return {"pairs": 2, "demonstrations": 1}.get(data, int(config.sampling.n_samples))
 
 
 def row_length(config: ConfigDict) -> int:
@@ -101,8 +103,10 @@ def trainer(
     numbers = sum(leaf.size for leaf in jax.tree.leaves(s.params))
     gradients = numbers * width
     # At their longest, trajectories fill the budget sooner than on average.
-    tokens = min(config.train.max_tokens_per_microbatch, minibatch_tokens(config, longest(config)))
-    several = minibatch_tokens(config, longest(config)) > config.train.max_tokens_per_microbatch
+    group = group_size(config, steps.algorithm.data)
+    whole = minibatch_tokens(config, longest(config), group)
+    tokens = min(config.train.max_tokens_per_microbatch, whole)
+    several = whole > config.train.max_tokens_per_microbatch
     if several:
         gradients += 4 * numbers  # the accumulator
     if platform == "cpu" and width < 4:
@@ -110,7 +114,7 @@ def trainer(
     kept, layer = _activations(config, model, tokens, platform)
     head = 0 if model.value_head else _logits(config, model, tokens)
     update = _UPDATE * 4 * numbers
-    out = {name: part / places for name, part in held.items()}
+    out: dict[str, float] = {name: part / places for name, part in held.items()}
     out["gradients"] = gradients / places
     out["activations"] = (kept + layer) / tensor
     out["logits"] = max(head - layer, 0) / tensor
@@ -129,7 +133,7 @@ def _activations(
     wide, mlp, layers = model.model_dim, model.mlp_dim, model.num_layers
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     half = jnp.dtype(config.model.compute_dtype).itemsize == 2
-    width = 2 if half else 4
+    width = 2.0 if half else 4.0
     if platform == "cpu":  # computes half precision in float32, with casts beside it
         width = 4.4 if half else 4
     length = row_length(config)
@@ -248,15 +252,42 @@ def listed(pieces: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size(part)}" for name, part in sorted(large, key=lambda p: -p[1]))
 
 
-def advice(config: ConfigDict, model: ModelConfig) -> str:
-    """The trainer's estimate and what would lower it, for a trainer that has run out of memory."""
+def advice(config: ConfigDict, model: ModelConfig, *, started: bool = True) -> str:
+    """The trainer's estimate and what would lower it, for a trainer that has run out of memory.
+
+    Args:
+      started: a step was made; before that, it is others that may hold the device's memory.
+    """
     platform, devices = jax.default_backend(), jax.device_count()
     pieces = trainer(config, model, platform, devices)
+    first = ""
+    if not started and platform == "gpu":
+        first = "end what else uses the GPU (nvidia-smi lists it); "
     total = size(sum(pieces.values()))
     return (
-        f"a step is estimated at {total} ({listed(pieces)}); "
+        f"{first}a step is estimated at {total} ({listed(pieces)}); "
         f"{remedy(config, model, platform, devices)}"
     )
+
+
+def foresight(
+    config: ConfigDict, model: ModelConfig, there: Allowance, *, always: bool = False
+) -> str:
+    """What to say before a run that may find no memory on this machine; empty where it is enough.
+
+    On a CPU alone: a GPU's allocator fails with a message of its own, the kernel kills.
+
+    Args:
+      always: say how much is needed and free, also where it is enough.
+    """
+    if jax.default_backend() != "cpu":
+        return ""
+    pieces = trainer(config, model)
+    total = sum(pieces.values())
+    estimate = f"a step is estimated at {size(total)} ({listed(pieces)}), {there}"
+    if total <= there.free:
+        return estimate if always else ""
+    return f"memory may not do: {estimate}; {remedy(config, model, there=there.free)}"
 
 
 def _bytes(tree: Any) -> int:

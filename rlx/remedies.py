@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlx.base import UserError
+from rlx.launch import allowance
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # XLA's two ways to say it: of an allocation, and of a computation that it could not begin.
@@ -21,33 +22,37 @@ _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORE
 
 
 @contextmanager
-def explained(advice: Callable[[], str] = lambda: "") -> Iterator[None]:
+def explained(advice: Callable[[], str] = lambda: "", doing: str = "") -> Iterator[None]:
     """Turns a failure that is known here into a UserError; others pass.
 
     Args:
       advice: called when memory ran out; says how much was needed, and what lowers it.
+      doing: what the block does, for the same message.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        known = explain(error, advice)
+        known = explain(error, advice, doing)
         if known is None:
             raise
         raise known from error
 
 
-def explain(error: BaseException, advice: Callable[[], str] = lambda: "") -> UserError | None:
+def explain(
+    error: BaseException, advice: Callable[[], str] = lambda: "", doing: str = ""
+) -> UserError | None:
     """The UserError for a failure, or for what caused it; None when it is none of these."""
+    when = f" ({doing})" if doing else ""
     for each in _causes(error):
         if _device_is_full(each):
             wanted = f": {amount} more wanted" if (amount := _size(str(each))) else ""
             more = advice() or "use smaller batches, fewer sequences or a smaller model"
-            return UserError(f"out of memory{wanted}; {more}")
+            return UserError(f"out of memory{when}{wanted}; {more}")
         if isinstance(each, MemoryError) or _errno(each) == errno.ENOMEM:
-            more = advice() or "end other programs, or use a machine with more"
-            return UserError(f"this machine's memory is used up ({_memory()}); {more}")
+            there = allowance.memory()
+            return UserError(f"memory is used up{when}: {there}; {advice() or there.remedy}")
         if _errno(each) in _FULL:
             return UserError(_disk(each))
         if _errno(each) == errno.EADDRINUSE:
@@ -94,15 +99,6 @@ def _size(text: str) -> str:
     number, unit = float(found[1]), found[2].lower()
     scale = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}.get(unit[0], 1)
     return f"{number * scale / 1e9:.2f} GB"
-
-
-def _memory() -> str:
-    found = {}
-    with open("/proc/meminfo") as file:
-        for line in file:
-            name, value = line.split()[:2]
-            found[name] = int(value) * 1024 / 1e9
-    return f"{found['MemTotal:']:.1f} GB, {found['MemAvailable:']:.1f} GB of it free"
 
 
 def _disk(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from rlx import memory
 from rlx.config import default
+from rlx.launch.allowance import Allowance
 from rlx.model import decode, lora, params
 from rlx.model.config import ModelConfig
 from rlx.train.update import make_steps
@@ -64,6 +65,7 @@ def compiled_peak(config, tokens):
 def test_the_estimate_is_what_the_compiler_plans(tokens, values):
     config = config_of(train__max_tokens_per_microbatch=tokens, **values)
     config.rollout.batch_prompts, config.sampling.n_samples = 1, tokens // ROW
+    config.algorithm.reward_mean = "batch"  # which a single sample can have
     planned = compiled_peak(config, tokens)
     estimate = sum(memory.trainer(config, MODEL).values())
     assert 0.85 * planned < estimate < 1.35 * planned, f"{estimate / planned:.2f}"
@@ -137,3 +139,14 @@ def test_sizes_are_read_at_a_glance():
     assert {number: memory.size(number) for number in sizes} == sizes
     assert memory.listed({"a": 10**9, "b": 3 * 10**9, "c": 5}) == "b 3.0 GB, a 1.0 GB"
     assert math.isclose(memory.minibatch_tokens(config_of(), 10.0), 8 * 8 * 10)
+
+
+def test_a_run_that_may_be_killed_is_told_before():
+    config = config_of()
+    need = sum(memory.trainer(config, MODEL).values())
+    much = Allowance(4 * need, 2 * need, "on this machine")
+    assert memory.foresight(config, MODEL, much) == ""
+    assert "a step is estimated at " in memory.foresight(config, MODEL, much, always=True)
+    text = memory.foresight(config, MODEL, much._replace(free=need // 2))
+    assert text.startswith("memory may not do: ")
+    assert "; set " in text

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -46,7 +48,7 @@ def main():
     jax.block_until_ready(state)
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30),) * 2)
-    with remedies.explained(partial(memory.advice, config, model)):
+    with remedies.explained(partial(memory.advice, config, model), "train step 1"):
         jax.block_until_ready(update.update(state, groups)[0])
 
 command.run(main)
@@ -64,7 +66,7 @@ def test_a_trainer_out_of_memory_says_how_much_and_what_to_lower():
     done = run(TRAINER)
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "out of memory: " in line
+    assert "out of memory (train step 1): " in line
     assert " GB more wanted" in line
     assert "a step is estimated at " in line
     assert "activations" in line
@@ -114,7 +116,8 @@ def test_what_is_known_is_found_behind_other_errors():
     assert "/dev/shm/rlx-weights-1" in words
     assert "fleet.publish_dir" in words
     group = ExceptionGroup("two", [ValueError("no"), MemoryError()])
-    assert "memory is used up" in str(remedies.explain(raised(group)))
+    words = str(remedies.explain(raised(group), doing="wait"))
+    assert re.match(r"memory is used up \(wait\): [\d.]+ of [\d.]+ GB free ", words)
     files = OSError(errno.EMFILE, "Too many open files")
     assert "ulimit -n" in str(remedies.explain(files))
 
@@ -159,8 +162,9 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "prepare", lambda config: Inputs)
     monkeypatch.setattr(loop, "claim", lambda config, workdir: None)
     monkeypatch.setattr(loop, "_Run", fails)
-    monkeypatch.setattr(memory, "advice", lambda config, model: "lower this")
-    with pytest.raises(UserError, match=r"5\.00 GB more wanted; lower this"):
+    monkeypatch.setattr(memory, "advice", lambda config, model, started: "lower this")
+    monkeypatch.setattr(loop, "occupied", lambda workdir: nullcontext())
+    with pytest.raises(UserError, match=r"first step\): 5\.00 GB more wanted; lower this"):
         loop.run(None, tmp_path)
 
 
@@ -200,7 +204,7 @@ def test_a_killed_process_is_told_with_its_peak_memory():
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
     words = endings.words(child.returncode, peak, killed_for_memory=True)
-    assert words.startswith("by SIGKILL, because the machine ran out of memory: it had 0.2")
+    assert words.startswith("by SIGKILL, because memory ran out: it had 0.2")
     assert endings.peak_memory(child.pid) == 0, "it is gone"
     assert "fleet.slots" in words
     plain = endings.words(-9, 10**9)
@@ -213,3 +217,41 @@ def test_the_kernels_count_of_kills_is_read(tmp_path):
     (tmp_path / "vmstat").write_text("pgfault 12\noom_kill 3\noom_kill_other 9\n")
     assert endings.oom_kills(tmp_path / "vmstat") == 3
     assert endings.oom_kills(tmp_path / "none") == 0
+
+
+def test_a_kill_is_seen_though_its_process_took_a_moment_to_end():
+    now, kills = [0.0], [7]
+    watch = endings.OomKills(count=lambda: kills[0], clock=lambda: now[0])
+    for second in range(60):
+        now[0] = second
+        watch.look()
+    assert not watch.lately()
+    kills[0] = 8
+    for _ in range(5):  # the process is dying, and looks alive
+        now[0] += 1
+        watch.look()
+    assert watch.lately()
+    for _ in range(60):
+        now[0] += 1
+        watch.look()
+    assert not watch.lately(), "that was another's, a minute ago"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (['{"port": 1, "pid": 2}', ""], ""),
+        (["error: no such model; give one"], "no such model; give one"),
+        (["CUDA error: an illegal memory access", "EngineDeadError"],
+         "CUDA error: an illegal memory access … EngineDeadError; lower fleet.slots"),
+        (["torch.OutOfMemoryError: CUDA out of memory."],
+         "torch.OutOfMemoryError: CUDA out of memory; lower fleet.slots"),
+        (["out of memory; lower fleet.slots (with 2: 1 GB)"],
+         "out of memory; lower fleet.slots (with 2: 1 GB)"),
+    ],
+)  # fmt: skip
+def test_what_a_server_wrote_last_is_told_with_what_to_lower(lines, said):
+    found = endings.last_words(lines)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+    assert found.count("fleet.slots") <= 1

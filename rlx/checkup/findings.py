@@ -1,8 +1,10 @@
 """What a check found: one row of the doctor's table."""
 
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import PurePath
+from typing import Any, TypeVar
 
 from rlx.base import UserError
 
@@ -35,20 +37,35 @@ class Finding:
 
 
 def attempt(
-    area: str, name: str, function: Callable[[], _T], found: Callable[[_T], str]
+    area: str, name: str, function: Callable[[], _T], found: Callable[[Any], str]
 ) -> tuple[Finding, _T | None]:
-    """The row of something that works or raises UserError, and its value where it works."""
+    """The row of something that works or raises, and its value where it works.
+
+    What raises UserError says what to change; anything else is nobody's expectation, and is shown
+    with the line that raised it rather than taking the other rows along.
+    """
     try:
         value = function()
     except UserError as error:
         text, _, remedy = str(error).rpartition("; ")
         return Finding(area, name, "problem", text or remedy, remedy if text else ""), None
+    except Exception as error:
+        words = " ".join(str(error).split())[:200]
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{PurePath(place.filename).name}:{place.lineno}"
+        what = f"{type(error).__name__} in {where}: {words}"
+        return Finding(area, name, "problem", what, "not foreseen: tell those who make rlx"), None
     return Finding(area, name, "ok", found(value)), value
+
+
+def problems(findings: Iterable[Finding]) -> list[Finding]:
+    """Those of which a run cannot work."""
+    return [finding for finding in findings if finding.level == "problem"]
 
 
 def status(findings: Iterable[Finding]) -> int:
     """The exit status: 0 without a problem, 1 with one."""
-    return int(any(finding.level == "problem" for finding in findings))
+    return int(bool(problems(findings)))
 
 
 def summary(findings: Iterable[Finding]) -> str:

@@ -5,7 +5,6 @@ would.
 """
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,49 +13,64 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rlx import config as configs
-from rlx import memory
-from rlx.base import UserError
-from rlx.checkup import machine
-from rlx.checkup.findings import Finding, attempt
-from rlx.inputs import Inputs, has_servers, load_tokenizer, prepare
-from rlx.memory import listed, longest, size
+from rlx import inputs as job_inputs
+from rlx import teacher
+from rlx.algorithms import presets
+from rlx.algorithms.presets import Algorithm
+from rlx.checkup import machine, room
+from rlx.checkup.findings import Finding, attempt, problems
+from rlx.inputs import Inputs
+from rlx.memory import group_size, longest
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
 from rlx.observe.text import number
+from rlx.rollout import rewards
+from rlx.rollout.workflows import encode, render
 from rlx.train import packing
 from rlx.train.update import attention_cost
 
 SAMPLED_ROWS = 256  # whose prompts are counted in tokens
-_TIGHT = 0.9  # of the memory there is
 
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
     """The rows of a config, section by section; what follows from something broken is left out."""
-    row, _ = attempt("config", "config", lambda: configs.check(config), lambda _: "its values fit")
+    row, _ = attempt("config", "values", lambda: configs.check(config), lambda _: "they fit")
     if row.level == "problem":
         yield row
-    found, model = _model(config)
+    algorithm = _algorithm(config)
+    found, model = _model(config, algorithm)
     yield from found
-    if not model:
-        return
-    row, inputs = attempt("data", "rows", lambda: prepare(config), _rows)
-    said = {(each.found, each.remedy) for each in found}
-    if row.level == "ok" or (row.found, row.remedy) not in said:
-        yield row
-    if inputs:
+    whole, inputs = attempt("data", "rows", lambda: job_inputs.prepare(config), _rows)
+    if not inputs:
+        yield from _blame(config, model, algorithm, whole, [row, *found])
+    elif inputs.train_rows:
+        yield whole
         prompts = _prompt_tokens(inputs)
         yield judge_prompts(prompts, config.data.max_prompt_tokens)
-        yield from arithmetic(config, model, inputs, prompts, workdir, devices)
-    elif row.level == "problem":
-        return
-    yield from room(config, model, workdir, devices)
+        if row.level == "ok":
+            yield from arithmetic(config, inputs, prompts, workdir, devices)
+    if model and row.level == "ok":
+        yield from room.check(config, model, workdir, devices)
 
 
-def _model(config: ConfigDict) -> tuple[list[Finding], ModelConfig | None]:
-    """The rows of the model's directory, and its config where that can be read."""
+def _algorithm(config: ConfigDict) -> Algorithm | None:
+    """The algorithm, where its name and values are good; `prepare` complains where they are not."""
+    return attempt("config", "algorithm", lambda: _resolve(config), str)[1]
+
+
+def _resolve(config: ConfigDict) -> Algorithm:
+    sampling = config.sampling
+    return presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples)
+
+
+def _model(
+    config: ConfigDict, algorithm: Algorithm | None
+) -> tuple[list[Finding], ModelConfig | None]:
+    """The rows of the model's directory and of the teacher's, and the model's config where that
+    can be read."""
     area = "model"
     row, place = attempt(area, "directory", lambda: hf.resolve(config.model.path), str)
     rows = [row]
@@ -66,11 +80,26 @@ def _model(config: ConfigDict) -> tuple[list[Finding], ModelConfig | None]:
     rows.append(row)
     if model and not config.model.random_init:
         read: Callable[[], ModelConfig] = lambda: hf.check(place)  # noqa: E731
-        row, _ = attempt(area, "tensors", read, lambda _: "names and shapes fit, by their headers")
+        rows.append(attempt(area, "tensors", read, lambda _: _tensors(place))[0])
+    rows += _tokenizer(config, place, model)
+    if algorithm and teacher.has_teacher(config):
+        row, _ = attempt(
+            area,
+            "teacher",
+            lambda: teacher.check(config, algorithm, place),
+            lambda _: (
+                "its vocabulary is the student's"
+                if config.teacher.path
+                else f"at {', '.join(config.teacher.addresses)}"
+            ),
+        )
         rows.append(row)
-    row, _ = attempt(area, "tokenizer", lambda: load_tokenizer(place), _vocabulary)
-    rows.append(row)
     return rows, model
+
+
+def _tensors(place: Path) -> str:
+    files = [file.stat().st_size for file in place.glob("*.safetensors")]
+    return f"names and shapes fit, by the headers of {len(files)} file{'s' * (len(files) > 1)}"
 
 
 def _shape(model: ModelConfig) -> str:
@@ -81,8 +110,58 @@ def _shape(model: ModelConfig) -> str:
     )
 
 
-def _vocabulary(tokenizer: Any) -> str:
-    return f"{len(tokenizer)} tokens, with a chat template"
+def _tokenizer(config: ConfigDict, place: Path, model: ModelConfig | None) -> Iterator[Finding]:
+    """The rows of tokenizer and chat template."""
+    prompt = config.data.system_prompt
+    read: Callable[[], Any] = lambda: job_inputs.load_tokenizer(place, prompt)  # noqa: E731
+    row, tokenizer = attempt("model", "tokenizer", read, lambda found: f"{len(found)} tokens")
+    if not tokenizer:
+        yield row
+        return
+    if model and len(tokenizer) > model.vocab_size:
+        what = f"{len(tokenizer)} tokens, the model's vocabulary has {model.vocab_size}"
+        row = Finding("model", "tokenizer", "warning", f"{what}: prompts with others are refused",
+                      "use the tokenizer files that came with the weights")  # fmt: skip
+    yield row
+    text = render(tokenizer, "?", prompt)
+    around = len(encode(tokenizer, text)) - 1
+    system = " and the system prompt" if prompt else ""
+    yield Finding("model", "chat template", "ok", f"{around} tokens around a question{system}; "
+                  f"the prompt ends in {text[-24:]!r}")  # fmt: skip
+
+
+def _blame(
+    config: ConfigDict,
+    model: ModelConfig | None,
+    algorithm: Algorithm | None,
+    whole: Finding,
+    earlier: list[Finding],
+) -> Iterator[Finding]:
+    """The rows of a run whose inputs cannot be prepared: each part by itself, so that one mistake
+    does not hide another. `whole` is what all of them together said."""
+    pieces: list[tuple[str, str, Callable[[], Any]]] = [
+        ("config", "engine", lambda: job_inputs.check_engine(config)),
+        ("config", "reward", lambda: rewards.resolve(config.reward.name)),
+    ]
+    if model:
+        pieces.append(("config", "context", lambda: job_inputs.check_context(config, model)))
+    if not algorithm:
+        pieces.append(("config", "algorithm", lambda: _resolve(config)))
+    if model and algorithm:
+        pieces.append(
+            ("config", "algorithm", lambda: job_inputs.check_kind(config, model, algorithm))
+        )
+    if algorithm:
+        pieces.append(("data", "rows", lambda: job_inputs.rows(config, algorithm)))
+    rows = [attempt(area, name, look, lambda _: "read")[0] for area, name, look in pieces]
+    bad = list(problems(rows))
+    said = {(row.found, row.remedy) for row in [*earlier, *bad]}
+    if (whole.found, whole.remedy) not in said:
+        bad.append(Finding("data", "prompts", "problem", whole.found, whole.remedy))
+    read = rows[-1].name == "rows" and rows[-1].level == "ok"
+    if read and not any(row.area == "data" for row in bad):
+        yield Finding("data", "rows", "ok", "read; prompts need the model's tokenizer")
+    yield from bad
 
 
 def _rows(inputs: Inputs) -> str:
@@ -100,35 +179,30 @@ def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:
     """The row of prompt lengths against `data.max_prompt_tokens`."""
     most = int(tokens.max())
     what = f"{tokens.mean():.0f} tokens on average, {most} at most of {len(tokens)} looked at"
-    if limit > 4 * most:
+    enough = math.ceil(1.5 * most / 64) * 64
+    if limit > max(4 * most, enough):
         return Finding("data", "prompts", "warning", f"{what}; data.max_prompt_tokens={limit} "
                        "makes servers and rows keep room for more",
-                       f"set data.max_prompt_tokens={_round(1.5 * most)}")  # fmt: skip
+                       f"set data.max_prompt_tokens={enough}")  # fmt: skip
     return Finding("data", "prompts", "ok", f"{what}; the limit is {limit}")
-
-
-def _round(tokens: float) -> int:
-    return math.ceil(tokens / 64) * 64
 
 
 def arithmetic(
     config: ConfigDict,
-    model: ModelConfig,
     inputs: Inputs,
     prompts: np.ndarray,
     workdir: Path,
     devices: machine.Devices,
 ) -> Iterator[Finding]:
     """The rows of batch, minibatches, microbatches and staleness."""
-    pairs = inputs.algorithm.data == "pairs"
-    each = 2 if pairs else 1 if inputs.algorithm.data == "demonstrations" else None
-    group = each or config.sampling.n_samples
+    kind = inputs.algorithm.data
+    group = group_size(config, kind)
     yield judge_batch(config, group, len(inputs.train_rows))
     expected = expected_tokens(config, prompts, workdir)
     shards = (parse_mesh(config.train.mesh) or {"data": devices.count}).get("data", 1)
-    cost = attention_cost(model, devices.platform)
+    cost = attention_cost(inputs.model_config, devices.platform)
     yield judge_microbatches(config, group, expected, cost, shards)
-    if inputs.algorithm.data == "rollouts":
+    if kind == "rollouts":
         yield judge_staleness(config, group)
     if inputs.algorithm.needs_proximal_pass(config.train.minibatches):
         yield Finding("config", "proximal", "ok",
@@ -173,10 +247,11 @@ def judge_microbatches(
     sizes[-1] = min(most, budget)  # one of the longest decides the rows
     plan = packing.plan(sizes, budget, config.train.row_buckets, attention_cost=cost, shards=shards)
     full = sizes.sum() / plan.padded_tokens
+    parts = len(plan.microbatch_rows)
     what = (
         f"{budget} tokens: {number(budget / most)} of the longest trajectories ({most} tokens), "
         f"{number(budget / expected)} of the expected ({expected:.0f}); a minibatch of {count} is "
-        f"{len(plan.microbatch_rows)} × rows of {plan.row_length}, {full:.0%} full"
+        f"{parts} microbatch{'es' * (parts > 1)} in rows of {plan.row_length}, {full:.0%} full"
     )
     if full < 0.5:
         small = f"or a train.row_buckets entry nearer to {most} tokens"
@@ -190,16 +265,21 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
     eta, batch = config.rollout.max_staleness, config.rollout.batch_prompts
     ahead, most = (eta + 1) * batch, config.rollout.max_concurrent_rollouts
     live = min(ahead, most)
-    servers = len(config.fleet.addresses) or config.fleet.num_servers
-    slots = servers * config.fleet.slots
     what = (
         f"(η + 1)·B = ({eta} + 1) × {batch} = {ahead} prompts ahead of the trainer, {most} live at "
-        f"most: {live * group} sequences for {slots} slots"
+        f"most: {live * group} sequences"
     )
     if most < batch:
         return Finding("config", "staleness", "warning", f"{what}; not even one batch is generated "
                        "together", f"raise rollout.max_concurrent_rollouts to {batch} or more"
                        )  # fmt: skip
+    if config.fleet.addresses:  # their slots are their own
+        running = len(config.fleet.addresses)
+        what += f" for {running} running server{'s' * (running > 1)}"
+        return Finding("config", "staleness", "ok", what)
+    servers = config.fleet.num_servers
+    slots = servers * config.fleet.slots
+    what += f" for {slots} slots"
     if live * group < slots // 2:
         remedy = "raise rollout.max_concurrent_rollouts" if most < ahead else (
             f"lower fleet.slots to {max(live * group // max(servers, 1), 1)}, or raise "
@@ -207,80 +287,3 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
         )  # fmt: skip
         return Finding("config", "staleness", "warning", f"{what}; half of them stay empty", remedy)
     return Finding("config", "staleness", "ok", what)
-
-
-def room(
-    config: ConfigDict, model: ModelConfig, workdir: Path, devices: machine.Devices
-) -> Iterator[Finding]:
-    """The rows of memory and disk: what the run needs against what there is."""
-    try:
-        pieces = memory.trainer(config, model, devices.platform, devices.count)
-    except UserError:
-        return  # a name that `prepare` has complained about
-    available = machine.memory_available()
-    on_host = devices.platform == "cpu"
-    yield judge_trainer(config, model, pieces, devices, available)
-    copies = memory.published(config, model)
-    served, own = has_servers(config), 0
-    if served and not config.fleet.addresses:
-        parts = memory.server(config, model)
-        own = sum(parts.values())
-        what = f"{size(own)} each × {config.fleet.num_servers}: {listed(parts)}"
-        yield Finding("memory", "servers", "ok", f"{what} (beside the program, about 0.5 GB)")
-    delta = config.fleet.publish == "delta"
-    in_shm = copies * (2 if delta else 1) * 2  # the old file stays until the new one is taken
-    if served:
-        yield machine.check_shared_memory(in_shm, config.fleet.publish_dir)
-    host = own * config.fleet.num_servers + copies + in_shm * served
-    host += sum(pieces.values()) if on_host else 0
-    if not on_host or sum(pieces.values()) <= available:  # else the trainer's row has said it
-        yield judge_host(host, available, on_host)
-    place = machine.existing(workdir)
-    state = sum(memory.state(config, model).values())
-    exported = parameters.count(model) * (2 if config.model.publish_dtype == "bfloat16" else 4)
-    yield judge_disk(state, exported, config.checkpoint.keep, shutil.disk_usage(place).free)
-
-
-def judge_trainer(
-    config: ConfigDict,
-    model: ModelConfig,
-    pieces: dict[str, int],
-    devices: machine.Devices,
-    available: int,
-) -> Finding:
-    """The row of a train step's peak, against the device's memory or the machine's."""
-    total = sum(pieces.values())
-    there = available if devices.platform == "cpu" else devices.memory
-    what = f"a step is estimated at {size(total)}: {listed(pieces)}"
-    if not there or total <= _TIGHT * there:
-        of = f"; {size(there)} there" if there else ""
-        return Finding("memory", "trainer", "ok", what + of)
-    remedy = memory.remedy(config, model, devices.platform, devices.count, int(_TIGHT * there))
-    level = "problem" if total > there else "warning"
-    return Finding("memory", "trainer", level, f"{what}; there are {size(there)}", remedy)
-
-
-def judge_host(needed: int, available: int, with_trainer: bool) -> Finding:
-    """The row of this machine's memory: servers, published files and, on a CPU, the trainer."""
-    whose = "trainer, servers and publishing" if with_trainer else "servers and publishing"
-    what = f"{whose} need about {size(needed)} of {size(available)} free"
-    if needed > available:
-        return Finding("memory", "machine", "problem", what, "lower fleet.num_servers, fleet.slots "
-                       "or fleet.max_model_len, or use a larger machine")  # fmt: skip
-    if needed > _TIGHT * available:
-        return Finding("memory", "machine", "warning", what, "lower fleet.slots or end other "
-                       "programs")  # fmt: skip
-    return Finding("memory", "machine", "ok", what)
-
-
-def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
-    """The row of checkpoints: `keep` of them, one more while it is written, and the HF export."""
-    needed = (keep + 1) * state + 2 * exported
-    what = (
-        f"{keep} + 1 checkpoints of {size(state)} and the HF directory need {size(needed)}; "
-        f"{size(free)} free"
-    )
-    if needed > free:
-        return Finding("memory", "disk", "problem", what,
-                       "free some, give another --workdir, or lower checkpoint.keep")  # fmt: skip
-    return Finding("memory", "disk", "ok", what)

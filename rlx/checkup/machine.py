@@ -15,17 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rlx.checkup.findings import Finding
+from rlx.launch import allowance
+from rlx.observe.text import size
 
 DEVICE_SECONDS = 120.0
 _NOT_BEFORE = 1_750_000_000  # June 2025, seconds: no machine runs this with an earlier clock
 _SMALL_SHM = 64 << 20  # what containers get when nobody asks for more
-_CGROUPS = (  # limit and use of this process's memory, of cgroups 2 and 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
 _DEVICES = """
 import json, jax
 devices = jax.devices()
@@ -82,19 +77,32 @@ def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str
     return Finding("machine", "devices", "ok", what)
 
 
-def memory_available() -> int:
-    """Bytes that this process may still take: what the machine has free, or its container."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    for limit, used in _CGROUPS:
-        try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no such cgroup, or "max"
-            continue
-    return max(free, 0)
+def gpus_in_use(seconds: float = 20.0) -> list[tuple[int, int]]:
+    """(MiB in use, MiB in all) of each NVIDIA GPU; empty where nvidia-smi says nothing."""
+    query = "--query-gpu=memory.used,memory.total"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+        pairs = [line.split(",") for line in done.stdout.splitlines()]
+        return [(int(used), int(total)) for used, total in pairs]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
+    """The row of GPUs whose memory others hold, before the run has begun; None without a GPU."""
+    if not use:
+        return None
+    what = ", ".join(
+        f"GPU {index}: {used / 1024:.1f} of {total / 1024:.1f} GiB"
+        for index, (used, total) in enumerate(use)
+        if used > 0.05 * total
+    )
+    if not what:
+        return Finding("machine", "GPU memory", "ok", f"nobody uses that of {len(use)} GPUs")
+    return Finding("machine", "GPU memory", "warning", f"in use already: {what}",
+                   "end what holds it (nvidia-smi lists processes), or hide the GPU with "
+                   "CUDA_VISIBLE_DEVICES")  # fmt: skip
 
 
 def judge_cores(usable: int, present: int, load: float) -> Finding:
@@ -121,12 +129,12 @@ def check_loopback() -> Finding:
                        "bring the interface lo up, or allow the sandbox to listen")  # fmt: skip
 
 
-def judge_address(address: str, error: str) -> Finding:
+def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Finding:
     """The row of a running server that the config names; `error` is empty where it answers."""
     if not error:
-        return Finding("machine", "fleet.addresses", "ok", f"{address} accepts connections")
-    return Finding("machine", "fleet.addresses", "problem", f"{address}: {error}",
-                   "start it (python -m rlx.serve), or mend fleet.addresses")  # fmt: skip
+        return Finding("machine", key, "ok", f"{address} accepts connections")
+    return Finding("machine", key, "problem", f"{address}: {error}",
+                   f"start it (python -m rlx.serve), or mend {key}")  # fmt: skip
 
 
 def reach(address: str, seconds: float = 3.0) -> str:
@@ -162,10 +170,10 @@ def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
 def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/dev/shm") -> Finding:
     """The row of where weights are published; `needed` is 0 without a config."""
     area, name = ("memory", "publishing") if needed else ("machine", "shared memory")
-    what = f"{place}: {total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
+    what = f"{place}: {size(free)} of {size(total)} free"
     grow = "docker run --shm-size=8g, or set fleet.publish_dir to a disk"
     if needed:
-        what += f"; two versions of the weights need {needed / 1e9:.2f} GB"
+        what += f"; two versions of the weights need {size(needed)}"
         if needed > free:
             return Finding(area, name, "problem", what, grow)
     elif total <= _SMALL_SHM:
@@ -196,12 +204,11 @@ def judge_clock(resolution: float, steps: Sequence[float], wall: float) -> Findi
 def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
     """The rows that need no config."""
     yield judge_devices(found, nvidia_gpus(), os.environ)
+    if row := judge_gpus_in_use(gpus_in_use()):
+        yield row
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     yield judge_cores(usable, present, os.getloadavg()[0])
-    available = memory_available()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    what = f"{available / 1e9:.1f} GB of {total / 1e9:.1f} GB free"
-    yield Finding("machine", "memory", "ok", what)
+    yield Finding("machine", "memory", "ok", str(allowance.memory()))
     yield check_loopback()
     place = existing(workdir)
     yield judge_workdir(place, shutil.disk_usage(place).free, os.access(place, os.W_OK))

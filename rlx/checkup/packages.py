@@ -4,16 +4,20 @@ Imports run in processes of their own with a time limit, so that a broken packag
 nor hang the one who asks.
 """
 
+import importlib.util
 import json
+import platform
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from threading import Timer
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -21,7 +25,6 @@ from packaging.utils import canonicalize_name
 from rlx.checkup.findings import Finding
 
 IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
-_REPORTED = ("jax", "flax", "orbax-checkpoint", "transformers", "grpcio")
 
 _CHILD = """
 import importlib, json, sys
@@ -59,18 +62,42 @@ class Package:
 def declared(distribution: str = "rlx") -> dict[str, list[Requirement]]:
     """Extra → its requirements that hold on this machine; "" has those that are always needed.
 
+    Where the distribution is run from its source, pyproject.toml says it: what was installed may be
+    older.
+
     Raises:
-      metadata.PackageNotFoundError: the distribution is not installed.
+      metadata.PackageNotFoundError: the distribution is neither.
     """
-    texts = metadata.requires(distribution) or []
-    every = [Requirement(text) for text in texts]
+    project = _project(distribution)
+    if project:
+        needed = project.get("dependencies", [])
+        groups = project.get("optional-dependencies", {})
+        out = {"": _applying(map(Requirement, needed))}
+        return out | {name: _applying(map(Requirement, rs)) for name, rs in groups.items()}
+    every = [Requirement(text) for text in metadata.requires(distribution) or []]
     extras = metadata.metadata(distribution).get_all("Provides-Extra") or []
-    needed = [r for r in every if not r.marker or r.marker.evaluate({"extra": ""})]
-    out = {"": needed}
+    out = {"": _applying(every)}
     for extra in extras:
-        own = [r for r in every if r.marker and r.marker.evaluate({"extra": extra})]
-        out[extra] = [r for r in own if r not in needed]
+        out[extra] = [r for r in _applying(every, extra) if r not in out[""]]
     return out
+
+
+def _project(distribution: str) -> dict[str, Any]:
+    """The table `project` of the pyproject.toml beside the package; empty where there is none."""
+    found = importlib.util.find_spec(distribution)
+    if not found or not found.origin:
+        return {}
+    try:
+        text = (Path(found.origin).parents[1] / "pyproject.toml").read_text()
+    except OSError:
+        return {}
+    project = tomllib.loads(text).get("project", {})
+    return project if project.get("name") == distribution else {}
+
+
+def _applying(requirements: Iterable[Requirement], extra: str = "") -> list[Requirement]:
+    """Those whose marker holds on this machine, with `extra` asked for."""
+    return [r for r in requirements if not r.marker or r.marker.evaluate({"extra": extra})]
 
 
 def inspect(requirement: Requirement) -> list[Package]:
@@ -81,11 +108,10 @@ def inspect(requirement: Requirement) -> list[Package]:
         return [Package(_text(requirement), requirement.name, "", False, "")]
     fits = requirement.specifier.contains(found.version, prereleases=True)
     out = [Package(_text(requirement), requirement.name, found.version, fits, module_of(found))]
-    for text in found.requires or ():
-        more = Requirement(text)
-        plain = not more.marker or more.marker.evaluate({"extra": ""})
-        if not plain and any(more.marker.evaluate({"extra": e}) for e in requirement.extras):
-            out += inspect(more)
+    every = [Requirement(text) for text in found.requires or ()]
+    plain = _applying(every)
+    for extra in sorted(requirement.extras):
+        out += [p for r in _applying(every, extra) if r not in plain for p in inspect(r)]
     return out
 
 
@@ -182,8 +208,15 @@ def _record(text: str) -> dict:
     return record if isinstance(record, dict) else {}
 
 
-def check(distribution: str = "rlx") -> Iterator[Finding]:
-    """A row for the dependencies, one for every one that does not work, one for each extra."""
+def check(
+    distribution: str = "rlx", needed: Sequence[str] = (), everything: bool = True
+) -> Iterator[Finding]:
+    """A row for the dependencies, one for every one that does not work, one for each extra.
+
+    Args:
+      needed: modules of extras, without which there is a problem where else there would be none.
+      everything: whether extras that have none of `needed` are looked at too.
+    """
     try:
         groups = declared(distribution)
     except metadata.PackageNotFoundError:
@@ -191,6 +224,9 @@ def check(distribution: str = "rlx") -> Iterator[Finding]:
                       "pip install -e . in its directory")  # fmt: skip
         return
     found = {extra: [p for r in rs for p in inspect(r)] for extra, rs in groups.items()}
+    if not everything:
+        wanted = {e for e, packages in found.items() if any(p.module in needed for p in packages)}
+        found = {extra: found[extra] for extra in ("", *sorted(wanted))}
     begun = time.monotonic()
     with ThreadPoolExecutor(max(1, len(found))) as pool:
         jobs = {
@@ -202,7 +238,7 @@ def check(distribution: str = "rlx") -> Iterator[Finding]:
     yield from _dependencies(found[""], works[""], time.monotonic() - begun)
     for extra, packages in found.items():
         if extra:
-            yield _extra(extra, packages, works.get(extra, {}))
+            yield _extra(extra, packages, works.get(extra, {}), needed)
 
 
 def _dependencies(
@@ -212,13 +248,17 @@ def _dependencies(
     for name, found, remedy in bad:
         yield Finding("packages", name, "problem", found, remedy)
     good = len(packages) - len(bad)
-    versions = ", ".join(f"{p.name} {p.version}" for p in packages if p.name in _REPORTED)
-    level = "ok" if not bad else "warning"
-    found = f"{good} of {len(packages)} installed, in bounds, importable ({seconds:.0f} s)"
-    yield Finding("packages", "dependencies", level, f"{found}; {versions}")
+    wrong = {name for name, _, _ in bad}
+    versions = ", ".join(f"{p.name} {p.version}" for p in packages if p.name not in wrong)
+    found = f"{good} of {len(packages)} installed, in bounds and importable ({seconds:.0f} s)"
+    level, remedy = ("warning", "see above") if bad else ("ok", "")
+    what = f"{found}: Python {platform.python_version()}, {versions}"
+    yield Finding("packages", "dependencies", level, what, remedy)
 
 
-def _extra(extra: str, packages: Sequence[Package], works: Mapping[str, str]) -> Finding:
+def _extra(
+    extra: str, packages: Sequence[Package], works: Mapping[str, str], needed: Sequence[str]
+) -> Finding:
     missing = [p.name for p in packages if not p.version]
     install = f"pip install 'rlx[{extra}]'"
     if not packages:
@@ -230,7 +270,10 @@ def _extra(extra: str, packages: Sequence[Package], works: Mapping[str, str]) ->
     bad = list(_complaints(packages, works))
     if bad:
         found = "; ".join(f"{name}: {what}" for name, what, _ in bad)
-        return Finding("packages", f"[{extra}]", "warning", found, bad[0][2])
+        wrong = {name for name, _, _ in bad}
+        asked = any(p.module in needed for p in packages if p.name in wrong)
+        level = "problem" if asked else "warning"
+        return Finding("packages", f"[{extra}]", level, found, bad[0][2])
     versions = ", ".join(f"{p.name} {p.version}" for p in packages)
     return Finding("packages", f"[{extra}]", "ok", versions)
 

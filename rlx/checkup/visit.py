@@ -11,26 +11,36 @@ from rlx.checkup.findings import Finding
 
 
 def findings(
-    config: ConfigDict | None, workdir: Path, packages_too: bool = True
+    config: ConfigDict | None, workdir: Path, every_extra: bool = True
 ) -> Iterator[Finding]:
     """The rows, as they are found.
 
     Args:
       workdir: that the run has or would have.
-      packages_too: whether dependencies are imported, which takes a quarter of a minute.
+      every_extra: whether extras are imported that the run does not need; it takes a while.
     """
-    if packages_too:
-        yield from packages.check()
+    yield from packages.check(needed=_needed(config) if config else (), everything=every_extra)
     devices = machine.devices()
     yield from machine.check(workdir, devices)
     if config is None:
         yield machine.check_shared_memory()
         return
-    for address in config.fleet.addresses:
-        yield machine.judge_address(address, machine.reach(address))
+    for key in ("fleet", "teacher"):
+        for address in config[key].addresses:
+            yield machine.judge_address(address, machine.reach(address), f"{key}.addresses")
     if isinstance(devices, str):  # without JAX there is nothing more to be found out
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone: the devices stay free
     from rlx.checkup import job
 
     yield from job.check(config, workdir, devices)
+
+
+def _needed(config: ConfigDict) -> tuple[str, ...]:
+    """Modules of extras that the run cannot do without."""
+    engines = []
+    if config.fleet.num_servers and not config.fleet.addresses:
+        engines.append(config.fleet.engine)
+    if config.teacher.path and not config.teacher.addresses:
+        engines.append(config.teacher.engine or config.fleet.engine)
+    return ("vllm",) if "vllm" in engines else ()

@@ -185,9 +185,8 @@ class LocalServers:
         while waiting := [server for server in self._servers if not server.read_port()]:
             for server in waiting:
                 if (status := server.poll()) is not None:
-                    raise UserError(
-                        f"a rollout server ended {status} at start: {server.last_line()}"
-                    )
+                    said = server.last_words() or f"its log is {server.log}"
+                    raise UserError(f"a rollout server ended at start {status}: {said}")
             if time.monotonic() > deadline:
                 raise UserError(
                     f"a rollout server was not ready within {self._ready_timeout:g} s; look at "
@@ -224,10 +223,12 @@ class LocalServers:
             server.restarts += 1
             what = f"rollout server {server.log.stem} (port {server.port}) ended {status}"
             if server.restarts > self._max_restarts:
-                self._say(f"{what} after {self._max_restarts} restarts: {server.last_line()}")
+                said = server.last_words() or f"its log is {server.log}"
+                self._say(f"{what} after {self._max_restarts} restarts: {said}")
                 return
             server.retry_at = now + 0.25 * 2 ** (server.restarts - 1)
-            self._say(f"{what}; starting it again")
+            said = server.last_words()
+            self._say(f"{what}{f' ({said})' if said else ''}; starting it again")
         if now >= server.retry_at:
             server.spawn()
 
@@ -252,8 +253,8 @@ class _Server:
         self.started = 0.0
         self._command, self._cpus, self._env, self._token = command, cpus, env, token
         self._process: subprocess.Popen | None = None
-        # When the process was last seen running: kills in this machine, and its own peak in bytes.
-        self._oom_kills = self._peak = 0
+        self._oom_kills = endings.OomKills()
+        self._peak = 0  # bytes, when the process was last seen running
         self._ending = ""
         self._log_start = 0
 
@@ -280,7 +281,7 @@ class _Server:
         finally:
             os.sched_setaffinity(0, ours)
         self.started, self.retry_at = time.monotonic(), 0.0
-        self._oom_kills, self._peak = endings.oom_kills(), 0
+        self._oom_kills, self._peak = endings.OomKills(), 0
         self._take_pulse(ready=False)
 
     def poll(self) -> str | None:
@@ -290,11 +291,11 @@ class _Server:
             return None
         if process.returncode is None:
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                self._oom_kills = endings.oom_kills()
+                self._oom_kills.look()
                 self._peak = endings.peak_memory(process.pid) or self._peak
                 return None
             self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
-            short = endings.oom_kills() > self._oom_kills
+            short = self._oom_kills.lately()
             self._ending = endings.words(process.wait(), self._peak, killed_for_memory=short)
         return self._ending
 
@@ -318,10 +319,9 @@ class _Server:
         if self.port:
             self.pulse = Pulse(self.port, self._token, answered=ready)
 
-    def last_line(self) -> str:
-        """The last thing the process wrote."""
-        lines = [line for line in self._lines() if line.strip()]
-        return lines[-1].removeprefix("error: ") if lines else f"no word in {self.log}"
+    def last_words(self) -> str:
+        """What the process wrote last, and what to change where it speaks of memory; or nothing."""
+        return endings.last_words(self._lines())
 
     def signal(self, number: int) -> None:
         """Sends `number` to the process and whatever it started."""

@@ -36,7 +36,8 @@ def resolve(path: str, what: str = "model.path") -> Path:
     except Exception as error:  # the hub client raises its own, requests' and OS errors
         raise UserError(
             f"{what}={path!r} is neither a directory nor downloadable from the hub "
-            f"({type(error).__name__}); check the name and the network"
+            f"({type(error).__name__}); check the name and the network, or give a directory that "
+            "has it"
         ) from error
 
 

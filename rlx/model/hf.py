@@ -175,8 +175,9 @@ def _check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Ro
     given = {name for name in tensors if not name.endswith(_IGNORED)}
     if missing := sorted(wanted - given):
         raise UserError(
-            f"{len(missing)} tensors are missing, first {missing[0]!r}; the weights are not "
-            f"those of the {config.architecture} that config.json describes"
+            f"{_tensors(missing)} missing of those that config.json describes, first "
+            f"{missing[0]!r}; get weights and config.json again, from one and the same "
+            f"{config.architecture}"
         )
     extra = sorted(given - wanted)
     if config.tie_embeddings and extra == ["lm_head.weight"]:
@@ -189,9 +190,13 @@ def _check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Ro
         )
     if extra:
         raise UserError(
-            f"{len(extra)} tensors have no place in {config.architecture}, first {extra[0]!r}; "
+            f"{_tensors(extra)} without a place in {config.architecture}, first {extra[0]!r}; "
             "check architectures, num_hidden_layers and tie_word_embeddings in config.json"
         )
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensors are" if len(names) > 1 else "1 tensor is"
 
 
 def _gather(tensors: Mapping[str, Any], config: ModelConfig, row: Row, dtype: Any) -> np.ndarray:
@@ -217,5 +222,6 @@ def _hf_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _check_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if got != wanted:
         raise UserError(
-            f"tensor {name!r} has shape {got}, wanted {wanted}; it does not fit config.json"
+            f"tensor {name!r} has shape {got}, config.json wants {wanted}; get both again, from "
+            "one and the same model"
         )

@@ -40,6 +40,15 @@ def number(value: float | None) -> str:
     return f"{value:.{next(d for d, least in _DECIMALS if size >= least)}f}"
 
 
+def size(num_bytes: float) -> str:
+    """`512 kB`, `34 MB`, `1.6 GB`, `24 GB`: decimal units."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= 0.9995 * unit:
+            value = num_bytes / unit
+            return f"{value:.0f} {name}" if value >= 9.95 else f"{value:.1f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
 def resample(values: Sequence[float], count: int) -> list[float]:
     """At most `count` values: means of equal consecutive parts of `values`."""
     if count <= 0 or len(values) <= count:

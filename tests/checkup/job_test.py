@@ -10,9 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs import arithmetic
-from rlx.checkup import job
+from configs import arithmetic, arithmetic_sft
+from rlx import main, memory
+from rlx.base import UserError
+from rlx.checkup import job, machine, packages, room
 from rlx.checkup.machine import Devices
+from rlx.inputs import load_tokenizer
+from rlx.launch.allowance import Allowance
+from rlx.model import hf
 
 GB = 10**9
 
@@ -29,8 +34,9 @@ def rows_of(config, tmp_path, devices=Devices()):  # noqa: B008 - frozen
 def test_a_good_config_has_no_problem_and_writes_nothing(config, tmp_path):
     found = rows_of(config, tmp_path)
     assert not [row for row in found.values() if row.level == "problem"]
-    assert {"tensors", "tokenizer", "rows", "batch", "microbatches", "staleness", "trainer",
-            "servers", "publishing", "disk"} <= found.keys()  # fmt: skip
+    model, data = ["tensors", "tokenizer", "chat template"], ["rows", "prompts"]
+    arithmetic, memory = ["batch", "microbatches", "staleness"], ["trainer", "servers", "together"]
+    assert {*model, *data, *arithmetic, *memory, "publishing", "disk"} <= found.keys()
     assert "16 prompts × 8 = 128 trajectories" in found["batch"].found
     assert "(2 + 1) × 16 = 48 prompts ahead" in found["staleness"].found
     assert not list(tmp_path.iterdir())
@@ -46,18 +52,72 @@ def test_several_problems_are_shown_together(config, tmp_path):
     whole = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**whole, "vocab_size": 277}))
     config.model.path, config.train.minibatches = str(model), 99
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    config.data.kind, config.data.train, config.reward.name = "jsonl", str(rows), "gsm8k"
     found = rows_of(config, tmp_path)
     bad = {name for name, row in found.items() if row.level == "problem"}
-    assert {"config", "tensors", "tokenizer"} <= bad
+    assert bad == {"values", "tensors", "tokenizer", "rows"}
     assert "chat template" in found["tokenizer"].found
-    assert "99 exceeds" in found["config"].found
+    assert "99 exceeds" in found["values"].found
+    assert "no 'question'" in found["rows"].found
+    assert "batch" not in found, "it follows from a value that is refused"
 
 
 def test_a_missing_model_ends_what_follows_from_it(config, tmp_path):
     config.model.path = str(tmp_path / "none")
     found = rows_of(config, tmp_path)
-    assert found.keys() == {"directory"}
+    assert found.keys() == {"directory", "rows"}
     assert found["directory"].level == "problem"
+    assert found["rows"].level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("chat_template.jinja", "{% for m in messages %}", "Unexpected end of template"),
+        ("chat_template.jinja", "{{ raise_exception('users only') }}", "users only"),
+        ("chat_template.jinja", "hello", "leaves the question out"),
+        ("tokenizer.json", "{}", "cannot be read"),
+    ],
+)
+def test_a_tokenizer_that_fails_is_a_row_and_no_traceback(config, tmp_path, file, text, words):
+    model = tmp_path / "model"
+    shutil.copytree(Path("rlx/assets/arithmetic"), model)
+    (model / file).write_text(text)
+    config.model.path = str(model)
+    row = rows_of(config, tmp_path)["tokenizer"]
+    assert row.level == "problem"
+    assert words in row.found
+    assert row.remedy
+
+
+def test_a_template_without_system_messages_is_told_from_a_broken_one(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(Path("rlx/assets/arithmetic"), model)
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
+    assert load_tokenizer(model)
+    with pytest.raises(UserError, match=r"no system\); .*leave data.system_prompt empty"):
+        load_tokenizer(model, "Think.")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name", "words"),
+    [
+        ("algorithm.preset", "grpoo", "algorithm", "'grpoo'"),
+        ("fleet.num_servers", 0, "algorithm", "trains on rollouts"),
+        ("reward.name", "gsm9k", "reward", "gsm9k"),
+        ("data.system_prompt", "much to read " * 9, "prompts", "data.max_prompt_tokens is 64"),
+    ],
+)
+def test_what_is_wrong_is_blamed_on_its_part(config, tmp_path, key, value, name, words):
+    config.update_from_flattened_dict({key: value})
+    (row,) = [row for row in rows_of(config, tmp_path).values() if row.level == "problem"]
+    assert row.name == name
+    assert words in row.found
 
 
 def test_the_first_bad_row_is_named(config, tmp_path):
@@ -68,7 +128,8 @@ def test_the_first_bad_row_is_named(config, tmp_path):
     found = rows_of(config, tmp_path)
     assert found["rows"].level == "problem"
     assert "rows.jsonl:2" in found["rows"].found
-    assert "trainer" not in found
+    assert "batch" not in found
+    assert found["trainer"].level == "ok", "it does not depend on rows"
 
 
 def test_uneven_minibatches_and_empty_slots_are_warned_of(config):
@@ -91,6 +152,7 @@ def test_long_rows_for_short_trajectories_are_mostly_padding(config):
     assert "padding" in row.found
     prompts = job.judge_prompts(np.array([10, 12]), 1024)
     assert prompts.remedy == "set data.max_prompt_tokens=64"
+    assert job.judge_prompts(np.array([10, 12]), 64).level == "ok", "64 is what would be advised"
 
 
 def test_an_earlier_part_of_the_run_says_what_to_expect(config, tmp_path):
@@ -108,12 +170,29 @@ def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
 
 
 def test_disk_and_memory_are_weighed():
-    assert job.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
-    short = job.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
+    assert room.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
+    short = room.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
     assert short.level == "problem"
     assert "2 + 1 checkpoints of 4.0 GB" in short.found
-    levels = [job.judge_host(need * GB, 10 * GB, True).level for need in (1, 9.5, 11)]
+    there = Allowance(20 * GB, 10 * GB, "on this machine")
+    levels = [room.judge_host(need * GB, there, True).level for need in (1, 9.5, 11)]
     assert levels == ["ok", "warning", "problem"]
+
+
+def test_a_teacher_is_looked_at_and_counted(config, tmp_path):
+    config.algorithm.preset, config.teacher.path = "distill", "rlx:arithmetic"
+    found = {(row.area, row.name): row for row in job.check(config, tmp_path, Devices())}
+    assert found["model", "teacher"].level == "ok"
+    assert "× 1: program" in found["memory", "teacher"].found
+
+
+def test_rows_that_are_trained_on_are_counted_as_such():
+    config = arithmetic_sft.get_config()
+    config.rollout.batch_prompts, config.train.max_tokens_per_microbatch = 2, 4096
+    model = hf.load_config(hf.resolve("rlx:arithmetic"))
+    answers = memory.trainer(config, model)["activations"]
+    config.sampling.n_samples = 99
+    assert memory.trainer(config, model)["activations"] == answers, "a row has one answer"
 
 
 def run(*arguments):
@@ -125,15 +204,25 @@ def run(*arguments):
 
 def test_a_dry_run_shows_the_rows_and_makes_nothing(tmp_path):
     workdir = tmp_path / "run"
-    command = ["rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}", "--dry_run"]
-    done = run(*command)
+    done = run("rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}", "--dry_run")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "dependencies: " in done.stdout
+    assert "[dev]" not in done.stdout, "a run needs no such extra"
+    assert "machine: devices: " in done.stdout
     assert "config: batch: 16 prompts × 8" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("no problem")
-    assert not workdir.exists()
-    done = run(*command, "--config.rollout.batch_prompts=1", "--config.train.minibatches=2")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "problem config: config: train.minibatches=2 exceeds" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_what_cannot_work_ends_with_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "devices", Devices)
+    monkeypatch.setattr(packages, "check", lambda **_: iter(()))
+    monkeypatch.setattr(sys, "argv", ["main", "--config=configs/arithmetic.py", "--dry_run",
+                                      f"--workdir={tmp_path}/run", "--config.train.minibatches=99"]
+                        )  # fmt: skip
+    assert main.main() == 1
+    assert "problem config: values: train.minibatches=99 exceeds" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_doctor_takes_a_config_and_refuses_what_it_does_not_know():

@@ -1,5 +1,6 @@
 """The machine's rows: what is good, what is slow, what cannot work."""
 
+import os
 import socket
 
 import pytest
@@ -21,11 +22,13 @@ GB = 10**9
         (machine.judge_cores(4, 4, 1.0), "ok", "4 of 4"),
         (machine.judge_cores(1, 4, 0.0), "warning", "take turns"),
         (machine.judge_cores(4, 4, 9.0), "warning", "others are at work"),
-        (machine.judge_address("h:1", ""), "ok", "accepts"),
+        (machine.judge_gpus_in_use([(400, 80_000), (1, 80_000)]), "ok", "of 2 GPUs"),
+        (machine.judge_gpus_in_use([(1, 8), (61_440, 81_920)]), "warning", "GPU 1: 60.0 of 80.0"),
+        (machine.judge_address("h:1", "", "teacher.addresses"), "ok", "accepts"),
         (machine.judge_address("h:1", "refused"), "problem", "rlx.serve"),
         (machine.judge_shared_memory(64 << 20, 64 << 20), "warning", "--shm-size"),
-        (machine.judge_shared_memory(8 * GB, 8 * GB), "ok", "8.00 GB"),
-        (machine.judge_shared_memory(64 << 20, 64 << 20, 10**6), "ok", "0.00 GB"),
+        (machine.judge_shared_memory(8 * GB, 8 * GB), "ok", "8.0 GB"),
+        (machine.judge_shared_memory(64 << 20, 64 << 20, 10**6), "ok", "need 1.0 MB"),
         (machine.judge_shared_memory(8 * GB, GB, 2 * GB), "problem", "fleet.publish_dir"),
         (machine.judge_clock(1e-9, [4e-8, 0.0], 1.9e9), "ok", "40 ns"),
         (machine.judge_clock(1e-9, [4e-8, -1e-9], 1.9e9), "problem", "backwards"),
@@ -63,7 +66,16 @@ def test_a_jax_that_hangs_or_fails_is_an_answer(tmp_path, monkeypatch):
     assert machine.devices() == "RuntimeError: no driver"
 
 
-def test_memory_is_some_of_what_there_is():
-    total = machine.os.sysconf("SC_PAGE_SIZE") * machine.os.sysconf("SC_PHYS_PAGES")
-    assert 0 < machine.memory_available() < total
+def test_nvidia_smi_is_asked_what_others_hold(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 61440, 81920\necho '0, 81920'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert machine.gpus_in_use() == [(61440, 81920), (0, 81920)]
+    smi.write_text("#!/bin/sh\necho 'No devices were found'\n")
+    assert machine.gpus_in_use() == []
+    assert machine.judge_gpus_in_use([]) is None
+
+
+def test_a_publish_dir_that_is_not_there_is_a_problem():
     assert machine.check_shared_memory(0, "/nowhere").level == "problem"

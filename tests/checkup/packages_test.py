@@ -67,8 +67,34 @@ def test_what_is_declared_is_compared_with_what_is_installed(site):
     assert found["dependencies"].level == "warning"
     assert found["dependencies"].found.startswith("1 of 4 installed")
     assert (found["[plus]"].level, found["[plus]"].found) == ("ok", "plugin 1.0, good 1.5")
+    assert found["dependencies"].found.endswith("good 1.5"), "and the others are told above"
     assert found["[more]"].level == "absent"
     assert "pip install 'rlx[more]'" in found["[more]"].found
+
+
+def test_an_extra_that_the_run_needs_is_a_problem_where_it_does_not_work(site):
+    site("broken", "2.0", "raise ImportError('no such library')")
+    site("subject", "1.0", requires=["broken; extra == 'engine'", "lacking; extra == 'more'"],
+         extras=["engine", "more"])  # fmt: skip
+    for needed, level in (((), "warning"), (("broken",), "problem")):
+        found = {row.name: row for row in packages.check("subject", needed=needed)}
+        assert found["[engine]"].level == level
+        assert "no such library" in found["[engine]"].found
+    few = {row.name for row in packages.check("subject", needed=["broken"], everything=False)}
+    assert few == {"dependencies", "[engine]"}
+
+
+def test_the_source_says_what_it_needs_and_not_what_was_once_installed(site, tmp_path):
+    site("subject", "1.0", requires=["old"])
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "subject"\n'
+        'dependencies = ["good>=2", "never; sys_platform == \'os2\'"]\n'
+        '[project.optional-dependencies]\nplus = ["lacking"]\n'
+    )
+    found = packages.declared("subject")
+    assert {extra: [str(r) for r in rs] for extra, rs in found.items()} == {
+        "": ["good>=2"], "plus": ["lacking"],
+    }  # fmt: skip
 
 
 def test_what_is_not_installed_says_so():

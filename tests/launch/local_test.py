@@ -134,7 +134,7 @@ def test_stop_while_it_starts(tmp_path):
 
 def test_server_that_cannot_start_says_why(tmp_path):
     local = LocalServers("broken", workdir=tmp_path, num_servers=2, command=COMMAND)
-    with local, pytest.raises(UserError, match="status 2 at start: no model in broken"):
+    with local, pytest.raises(UserError, match="at start with status 2: no model in broken"):
         local.wait()
     assert local.pids == ()
 

@@ -106,7 +106,7 @@ def write(name, content: bytes):
 
 
 FAULTS = {
-    "missing tensor": (remove, [SIDE, "1 tensors are missing"]),
+    "missing tensor": (remove, [SIDE, "1 tensor is missing"]),
     "extra tensor": (add, ["'model.bogus'", "Qwen3ForCausalLM"]),
     "mis-shaped tensor": (reshape, [SIDE, "(23, 16)", "(24, 16)"]),
     "transposed tensor": (transpose, [SIDE, "(16, 24)", "(24, 16)"]),

@@ -1,0 +1,99 @@
+"""How much memory a process of ours may still take: the machine's, its container's, its own limit.
+
+What is short is what counts: in a container the machine's free memory says nothing.
+"""
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of cgroups 2 and 1
+_USED = {"": "memory.current", "memory": "memory.usage_in_bytes"}
+
+_MACHINE, _CONTAINER, _SHELL = "on this machine", "in its container (cgroup)", "under `ulimit -v`"
+_REMEDIES = {
+    _MACHINE: "end other programs, or use a machine with more",
+    _CONTAINER: "give the container more",
+    _SHELL: "raise that limit",
+}
+
+
+class Allowance(NamedTuple):
+    """Bytes in all and still free, and whose limit it is, in words."""
+
+    total: int
+    free: int
+    where: str
+
+    @property
+    def remedy(self) -> str:
+        """What gives a process more."""
+        return _REMEDIES[self.where]
+
+    def __str__(self) -> str:
+        return f"{self.free / 1e9:.1f} of {self.total / 1e9:.1f} GB free {self.where}"
+
+
+def memory(root: Path = Path("/")) -> Allowance:
+    """The tightest of the limits that hold for this process.
+
+    Args:
+      root: where /proc and /sys are.
+    """
+    return min((_machine(root), *_containers(root), *_own()), key=lambda each: each.free)
+
+
+def _machine(root: Path) -> Allowance:
+    found = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, value = line.split()[:2]
+        found[name] = int(value) * 1024
+    free = found.get("MemAvailable:", found.get("MemFree:", 0))
+    return Allowance(found["MemTotal:"], free, _MACHINE)
+
+
+def _containers(root: Path) -> Iterator[Allowance]:
+    """Of the process's cgroup and of those around it; in a container the outermost is its own."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        kind = "memory" if "memory" in controllers.split(",") else controllers
+        if kind not in _LIMIT:
+            continue
+        top = root / "sys/fs/cgroup" / kind
+        place = top / path.lstrip("/")
+        while place.is_relative_to(top):
+            if found := _cgroup(place, kind):
+                yield found
+            if place == top:
+                break
+            place = place.parent
+
+
+def _cgroup(place: Path, kind: str) -> Allowance | None:
+    try:
+        limit = int((place / _LIMIT[kind]).read_text())
+        used = int((place / _USED[kind]).read_text())
+        stat = (place / "memory.stat").read_text().split()
+    except (OSError, ValueError):  # no such cgroup, or "max"
+        return None
+    if limit >= 1 << 60:  # how cgroups 1 say that there is none
+        return None
+    # Of what is used, files that the kernel keeps in memory go first, and nobody misses them.
+    found = dict(zip(stat[::2], stat[1::2], strict=True))
+    files = int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+    return Allowance(limit, max(limit - used + files, 0), _CONTAINER)
+
+
+def _own() -> Iterator[Allowance]:
+    """Of `ulimit -v`, which counts addresses rather than memory."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        used = pages * os.sysconf("SC_PAGE_SIZE")
+        yield Allowance(limit, max(limit - used, 0), _SHELL)
