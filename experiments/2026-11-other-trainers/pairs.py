@@ -1,6 +1,7 @@
 """What an exported reward model has learned: held-out pairs right, by the kind of wrong answer.
 
-    python -m experiments.2026-11-other-trainers.pairs OUT/reward_model/seed-0/hf [PAIRS]
+    python -m rlx.main --config=configs/arithmetic_reward_model.py --workdir=OUT/rm
+    python -m experiments.2026-11-other-trainers.pairs OUT/rm/hf [PAIRS]
 
 transformers reads the directory. A wrong answer either gives up at a step and guesses, or makes one
 mistake and carries it through.

@@ -21,10 +21,11 @@ from experiments import sweep
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 DATASETS = ("sft", "reward_model", "dpo", "ipo")
-TAUGHT = {  # the last one is GRPO, of which the distance to the teacher is only measured
+TAUGHT = {  # the last ones are distill_mixed with other coefficients; 0 is GRPO, and only measured
     "distill": (),
     "distill_mixed": (),
     "no_pull": ("--config.algorithm.kl_coefficient=0",),
+    "strong_pull": ("--config.algorithm.kl_coefficient=1",),
 }
 COLUMNS = {
     "greedy_acc": "greedy accuracy",
@@ -52,7 +53,7 @@ def run(out: Path, cores: list[int], seeds: list[int], names: list[str]) -> None
     for seed in seeds:
         for name in names:
             flags = [f"--config.teacher.path={weights}", *TAUGHT[name]] if name in TAUGHT else []
-            config = "distill_mixed" if name == "no_pull" else name
+            config = "distill_mixed" if name.endswith("_pull") else name
             sweep.run(out, f"configs/arithmetic_{config}.py", {name: flags}, [seed], cores)
 
 
@@ -68,6 +69,7 @@ def keep(out: Path) -> None:
         if len(steps) < config["total_steps"]:
             continue
         series = {k: [_short(s[k]) for s in steps] for k in OF_STEPS if k in steps[0]}
+        series["trainer_waits"] = [_short(s["seconds"].get("wait", 0.0)) for s in steps]
         evaluations = [
             {k: _short(v) for k, v in e.items()} for e in sweep.records(workdir / "eval.jsonl")
         ]
@@ -89,29 +91,26 @@ def kept(name: str) -> dict[str, dict]:
 
 
 def tables() -> None:
-    """Prints first → last of each run in markdown; of distillations what the teacher did, too."""
+    """Prints what came of the runs in markdown: on datasets, then with a teacher."""
     print("| run | seed | steps | held out, first → last | best greedy | seconds in all |")
     print("|---|---|---|---|---|---|")
-    for name in (*DATASETS, *TAUGHT):
+    for name in DATASETS:
         for seed, record in kept(name).items():
-            first, *rest = evaluations = record["evaluations"]
-            last = rest[-1]
-            shown = [
-                f"{n} {_start(k, first)}{last[k]:.4g}" for k, n in COLUMNS.items() if k in last
-            ]
-            best = max((e.get("greedy_acc", -1), -e["step"]) for e in evaluations)
-            at = f"{best[0]:.3f} at {-best[1]}" if best[0] >= 0 else "–"
-            print(
-                f"| {name} | {seed} | {last['step']} | {'; '.join(shown)} | {at} "
-                f"| {last['elapsed_seconds']:.0f} |"
-            )
+            first, *_, last = evaluations = record["evaluations"]
+            known = {k: n for k, n in COLUMNS.items() if k in last}
+            shown = "; ".join(f"{n} {_start(k, first)}{last[k]:.4g}" for k, n in known.items())
+            cells = [name, seed, last["step"], shown, _best(evaluations), _seconds(last)]
+            print("| " + " | ".join(map(str, cells)) + " |")
     print(
-        "\n| run | seed | KL to the teacher, first → last | scored a second | while busy | busy |"
+        "\n| run | seed | greedy at the end | best | seconds in all | KL to the teacher "
+        "| scored a second | while busy | busy | wait |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---" * 10 + "|")
     for name in TAUGHT:
         for seed, record in kept(name).items():
-            print(f"| {name} | {seed} | " + " | ".join(_taught(record["steps"])) + " |")
+            last = record["evaluations"][-1]
+            cells = [name, seed, f"{last['greedy_acc']:.3f}", _best(record["evaluations"])]
+            print("| " + " | ".join([*cells, _seconds(last), *_taught(record["steps"])]) + " |")
 
 
 def _start(key: str, first: dict) -> str:
@@ -119,8 +118,18 @@ def _start(key: str, first: dict) -> str:
     return "" if key == "held_out_pair_accuracy" else f"{first[key]:.4g} → "
 
 
+def _best(evaluations: list[dict]) -> str:
+    """The best greedy accuracy and the step that reached it first."""
+    best, step = max((e.get("greedy_acc", -1), -e["step"]) for e in evaluations)
+    return f"{best:.3f} at {-step}" if best >= 0 else "–"
+
+
+def _seconds(last: dict) -> str:
+    return f"{last['elapsed_seconds']:.0f}"
+
+
 def _taught(steps: dict) -> list[str]:
-    """The KL at both ends (medians of nine steps), and the teacher's speed after ten steps.
+    """The KL at both ends (medians of nine steps), and the teacher's speed from step 11 on.
 
     A token that the student thinks unlikely and samples nevertheless makes k3 large: so medians.
     Every completion that is finished has been scored, so generated tokens are scored ones.
@@ -134,6 +143,7 @@ def _taught(steps: dict) -> list[str]:
         f"{tokens / sum(seconds):,.0f}",
         f"{tokens / busy:,.0f}",
         f"{busy / sum(seconds):.2f}",
+        f"{sum(steps['trainer_waits'][10:]) / sum(seconds):.2f}",
     ]
 
 
@@ -223,7 +233,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--cores", default="0,1")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--only", default=",".join((*DATASETS, *TAUGHT)))
+    parser.add_argument("--only", default=",".join((*DATASETS, "distill", "distill_mixed")))
     a = parser.parse_args()
     if a.what == "draw":
         tables()
