@@ -162,7 +162,7 @@ def test_exceptions_are_counted_and_shown_at_the_users_line(take, debug_agent):
 
 
 def test_runs_that_hang_are_ended_and_their_line_named(take):
-    report = take("Hangs", batch=4, timeout=4.0, rows=[{"number": n} for n in range(4)])
+    report = take("Hangs", batch=4, timeout=1.0, rows=[{"number": n} for n in range(4)])
     assert not report["ok"]
     ((_, found, _),) = named(report, "timeout")
     assert "1 × waited at" in found
@@ -172,14 +172,14 @@ def test_runs_that_hang_are_ended_and_their_line_named(take):
 
 
 def test_what_does_not_end_is_named_and_left(debug_agent):
-    status, _, report = debug_agent("Deaf", "--batch=1", "--group=1", "--timeout=3")
+    status, _, report = debug_agent("Deaf", "--batch=1", "--group=1", "--timeout=1")
     assert status == 1
     assert "catches CancelledError" in named(report, "timeout")[0][2]
     assert "tasks: " in named(report, "left behind")[0][1]
 
 
 def test_a_loop_that_is_blocked_for_good_still_gives_a_report(debug_agent):
-    status, text, report = debug_agent("Deadlocks", "--batch=2", "--group=1", "--timeout=3")
+    status, text, report = debug_agent("Deadlocks", "--batch=2", "--group=1", "--timeout=1")
     assert status == 1, text
     assert "Deadlocks.run: _turn.acquire()" in named(report, "blocked by")[0][1]
     assert report["many"]["runs"]["lost"] >= 1
