@@ -102,7 +102,7 @@ def test_the_tutorials_agent_works_that_gives_no_key(shared):
     assert [t.reward for g in groups for t in g.trajectories] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_rewards_by_completion_make_a_trajectory_each(shared):
+def test_rewards_by_completion_make_a_trajectory_each(shared, agents):
     (group,) = shared.run.rollout_batch(rows_of("Credits")[:1], n=2, timeout=60)
     number = group.group_id
     assert [t.trajectory_id for t in group.trajectories] == [
@@ -111,6 +111,11 @@ def test_rewards_by_completion_make_a_trajectory_each(shared):
     assert [t.reward for t in group.trajectories[:3]] == [1.25, 1.0, 1.0]
     first, second = chosen.samples(group, 2)
     assert len(first) == len(second) == 3
+    record = chosen.record(first, agents.tokenizer())
+    assert (record["reward"], record["completion"]) == (1.0, "more")  # of the last completion
+    assert record["tokens"] == sum(t.num_trained for t in first)
+    said = [turn["completion"] for turn in record["turns"]]
+    assert said == ["what is 0?<|end|>", "more<|end|>", "more<|end|>"]
     with pytest.raises(UserError, match="gave 2 samples where n=3"):
         chosen.samples(group, 3)
 
@@ -217,6 +222,12 @@ def test_a_run_that_will_not_stop_is_killed_and_its_neighbours_are_moved(agents)
             while len(g.engine.requests) < 2 or g.engine.running:
                 await asyncio.sleep(0.01)
             process = own._processes[0]
+            given_up = asyncio.create_task(row_of(g, own, "waits"))
+            while len(process.runs) < 3 or len(g.engine.requests) < 3:
+                await asyncio.sleep(0.01)
+            given_up.cancel()
+            while len(process.runs) > 2:  # the agent was cancelled, and said so
+                await asyncio.sleep(0.01)
             stubborn.cancel()
             with pytest.raises(Displaced):
                 await beside
@@ -266,5 +277,6 @@ def test_the_executor_trains_on_agents_by_the_same_workflow(agents, tmp_path):
         executor.run(fleet.close())
         executor.close()
     groups = getattr(batch, "groups", batch)
+    assert workflow._front is None  # closed with the executor
     assert [len(g.trajectories) for g in groups] == [2, 2]
     assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
