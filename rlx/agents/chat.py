@@ -74,8 +74,16 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(body: bytes, defaults: Sampling, *, temperature_fixed: bool = False) -> ChatRequest:
-    """The request in an HTTP body.
+def parse(body: bytes) -> Any:
+    """The JSON of an HTTP body; raises ApiError where it is none."""
+    try:
+        return json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> ChatRequest:
+    """The request in a body's JSON.
 
     Args:
       defaults: of the session; its `max_new_tokens` is also the most that a request may have,
@@ -86,10 +94,6 @@ def read(body: bytes, defaults: Sampling, *, temperature_fixed: bool = False) ->
     Raises:
       ApiError: 400, naming the field.
     """
-    try:
-        data = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise _wrong("the body", data, "a JSON object")
     _check_names(data)

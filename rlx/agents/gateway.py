@@ -1,6 +1,7 @@
 """OpenAI's HTTP API in front of the fleet, for agents of any framework.
 
     POST /v1/chat/completions   messages → chat template → tokens → fleet → text, tool calls
+    POST /v1/responses          the same in other words (responses.py)
     GET  /v1/models, /health
 
 Every request belongs to a session: by its API key, or by the key in the address
@@ -13,8 +14,8 @@ import inspect
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rlx.agents import chat, tool_calls
+from rlx.agents import chat, responses, tool_calls
 from rlx.agents.chat import ApiError, ChatRequest
 from rlx.agents.sessions import Interaction, Session, Sessions
 from rlx.agents.stream_text import StreamText, cut
@@ -97,6 +98,7 @@ class Gateway:
         for prefix in ("", "/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
+            app.router.add_post(f"{prefix}/v1/responses", self._respond)
         # A client that goes away takes its request with it, down to the engine.
         runner = web.AppRunner(
             app, access_log=None, handle_signals=False, handler_cancellation=True,
@@ -134,27 +136,43 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        task = asyncio.current_task()
+        with self._under_way(request) as session:
+            p = self._prepare(session, chat.parse(await request.read()), "chatcmpl-")
+            if p.chat.stream:
+                return await self._stream(request, p)
+            completions = await self._generate(p)
+            said = self._keep(p, completions)
+            choices = [
+                chat.choice(i, s.content, s.calls, s.reason, self._logprobs(p, c))
+                for i, (s, c) in enumerate(zip(said, completions, strict=True))
+            ]
+            usage = _usage(p, completions)
+            return web.json_response(
+                chat.answer(p.chat, p.completion_id, p.created, choices, usage)
+            )
+
+    async def _respond(self, request: web.Request) -> web.Response:
+        with self._under_way(request) as session:
+            asked = responses.to_chat(chat.parse(await request.read()))
+            p = self._prepare(session, asked, "resp_")
+            completions = await self._generate(p)
+            (said,) = self._keep(p, completions)
+            usage = _usage(p, completions)
+            return web.json_response(
+                responses.answer(
+                    p.chat.model, p.completion_id, p.created, said.content, said.calls,
+                    said.reason, usage, lambda begin: begin + uuid.uuid4().hex,
+                )
+            )  # fmt: skip
+
+    @contextmanager
+    def _under_way(self, request: web.Request) -> Iterator[Session]:
+        """The request's session, whose end also ends the request."""
+        session, task = self._session(request), asyncio.current_task()
         assert task is not None
         session.tasks.add(task)
         try:
-            asked = chat.read(
-                await request.read(), session.defaults, temperature_fixed=session.temperature_fixed
-            )
-            prepared = self._prepare(session, asked)
-            if asked.stream:
-                return await self._stream(request, prepared)
-            completions = await self._generate(prepared)
-            said = self._keep(prepared, completions)
-            choices = [
-                chat.choice(i, s.content, s.calls, s.reason, self._logprobs(prepared, c))
-                for i, (s, c) in enumerate(zip(said, completions, strict=True))
-            ]
-            usage = _usage(prepared, completions)
-            return web.json_response(
-                chat.answer(asked, prepared.completion_id, prepared.created, choices, usage)
-            )
+            yield session
         finally:
             session.tasks.discard(task)
 
@@ -175,8 +193,9 @@ class Gateway:
             401, f"{message}; send the api_key that `run` was given", code="invalid_api_key"
         )
 
-    def _prepare(self, session: Session, asked: ChatRequest) -> Prepared:
-        """Renders and tokenises; raises ApiError for what the chat template does not take."""
+    def _prepare(self, session: Session, data: Any, id_begin: str) -> Prepared:
+        """Checks, renders, tokenises; raises ApiError for what cannot be answered."""
+        asked = chat.read(data, session.defaults, temperature_fixed=session.temperature_fixed)
         if asked.tools and not self._has_tools:
             raise ApiError(
                 400,
@@ -194,7 +213,7 @@ class Gateway:
         else:
             drawn = asked.sampling.seed % 2**31
         asked = replace(asked, sampling=replace(asked.sampling, seed=drawn))
-        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        completion_id = id_begin + uuid.uuid4().hex
         return Prepared(session, asked, completion_id, int(time.time()), text, tokens, parent)
 
     def _tokens(self, session: Session, asked: ChatRequest) -> tuple[str, np.ndarray, int | None]:
@@ -376,7 +395,7 @@ async def _told_as_json(request: web.Request, handler: _Handler) -> web.StreamRe
     except web.HTTPRequestEntityTooLarge:
         return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB"))
     except web.HTTPNotFound:
-        known = "POST /v1/chat/completions, GET /v1/models, GET /health"
+        known = "POST /v1/chat/completions, /v1/responses, GET /v1/models, GET /health"
         return _refusal(ApiError(404, f"no {request.path} here; there are {known}"))
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))

@@ -15,7 +15,7 @@ HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def read(defaults=DEFAULTS, **fields):
-    return chat.read(json.dumps({**HELLO, **fields}).encode(), defaults)
+    return chat.read({**HELLO, **fields}, defaults)
 
 
 def test_what_a_request_does_not_say_is_the_sessions():
@@ -84,7 +84,7 @@ def test_a_field_out_of_its_range_is_named(fields, param):
 def test_an_infinite_number_is_no_number(field):
     body = json.dumps(HELLO)[:-1] + f', "{field}": 1e400}}'
     with pytest.raises(ApiError, match=f"{field} is inf"):
-        chat.read(body.encode(), DEFAULTS)
+        chat.read(chat.parse(body.encode()), DEFAULTS)
 
 
 def test_penalties_that_change_nothing_are_taken():
@@ -107,7 +107,7 @@ TREES = st.recursive(
 def test_any_json_is_a_request_or_a_refusal(tree, begin_well):
     body = json.dumps({**(HELLO if begin_well else {}), **tree}).encode()
     try:
-        got = chat.read(body, DEFAULTS)
+        got = chat.read(chat.parse(body), DEFAULTS)
     except ApiError as error:
         json.dumps(error.body())
     else:
@@ -118,4 +118,4 @@ def test_any_json_is_a_request_or_a_refusal(tree, begin_well):
 @given(st.binary(max_size=40))
 def test_any_bytes_are_a_request_or_a_refusal(body):
     with pytest.raises(ApiError):
-        chat.read(body, DEFAULTS)
+        chat.read(chat.parse(body), DEFAULTS)

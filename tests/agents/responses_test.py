@@ -1,0 +1,106 @@
+"""The Responses API over the gateway, asked by OpenAI's own client and its Agents SDK."""
+
+import json
+from contextlib import AsyncExitStack
+
+import openai
+import pytest
+
+from rlx.agents import chat, responses
+from rlx.agents.chat import ApiError
+
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def test_a_response_is_what_the_model_said(agents):
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            got = await client.responses.create(
+                model="m", instructions="be kind", input="hello", max_output_tokens=3
+            )
+            return got, g.session.interactions[0]
+
+    got, kept = agents.run(main())
+    assert got.output_text == "hel"
+    assert (got.status, got.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert got.id == kept.completion_id
+    assert kept.prompt_text == "<|system|>be kind<|end|><|user|>hello<|end|><|assistant|>"
+    assert (got.usage.output_tokens, got.usage.input_tokens) == (3, len(kept.prompt_tokens))
+
+
+def test_tools_go_round_and_the_conversation_is_one_sequence(agents):
+    said = iter([f"let me see {CALL}", "it is 3"])
+
+    async def main():
+        async with (
+            agents.gateway(agents.engine(lambda *_: next(said))) as g,
+            agents.client(g) as client,
+        ):
+            talk = [{"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]}]
+            got = await client.responses.create(model="m", input=talk, tools=[ADD])
+            words, call = got.output
+            assert words.content[0].text == "let me see "
+            assert json.loads(call.arguments) == {"a": 1, "b": 2}
+            talk += [item.model_dump(exclude_none=True) for item in got.output]
+            talk.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
+            got = await client.responses.create(model="m", input=talk, tools=[ADD])
+            assert got.output_text == "it is 3"
+            return g.session.interactions
+
+    first, second = agents.run(main())
+    assert second.parent == 0
+    tokens = [*first.prompt_tokens, *first.completion.tokens]
+    assert second.prompt_tokens[: len(tokens)].tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"), ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": 5}, "input"), ({"input": [5]}, "input[0]"), ({"inptu": "x"}, "inptu"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "messages[0].content"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"), ({"tools": 5}, "tools"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+         "messages[0].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_is_refused_by_name(agents, fields, param):
+    with pytest.raises(ApiError) as error:
+        chat.read(responses.to_chat({"input": "x", **fields}), agents.sampling)
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_the_tutorials_agent_runs_on_the_agents_sdk(agents):
+    sdk = pytest.importorskip("agents", reason="openai-agents is not installed")
+    said = iter([CALL, "it is 3"])
+
+    @sdk.function_tool
+    def add(a: float, b: float) -> float:
+        """Add two numbers."""
+        return a + b
+
+    async def main():
+        engine = agents.engine(lambda *_: next(said))
+        async with agents.gateway(engine) as g, AsyncExitStack() as ending:
+            url = g.gateway.base_url(g.session)
+            client = openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0)
+            ending.push_async_callback(client.close)
+            config = sdk.RunConfig(
+                model_provider=sdk.OpenAIProvider(openai_client=client), model="default",
+                tracing_disabled=True,
+            )  # fmt: skip
+            agent = sdk.Agent(name="calculator", instructions="Use the tools.", tools=[add])
+            result = await sdk.Runner.run(
+                agent, input="1+2?", session=sdk.SQLiteSession("math"), run_config=config
+            )
+            return result.final_output, g.session.interactions
+
+    output, (first, second) = agents.run(main())
+    assert output == "it is 3"
+    assert second.parent == 0
+    assert "<|tool|>3.0<|end|>" in second.prompt_text
+    assert first.tool_calls == 1
