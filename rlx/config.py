@@ -26,7 +26,7 @@ def default() -> ConfigDict:
     c.model = ConfigDict()
     c.model.path = ""  # HF directory or hub name; "" is not allowed in a run
     c.model.random_init = False  # take config and tokenizer from `path`, random weights
-    c.model.dtype = "float32"  # parameters and optimizer state
+    c.model.dtype = "float32"  # parameters; bfloat16 rounds small updates away: for a LoRA base
     c.model.compute_dtype = "float32"  # activations
     c.model.publish_dtype = "float32"  # what the fleet receives and the exported directory has
     c.model.remat = "none"  # none | dots | full

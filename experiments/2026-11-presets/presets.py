@@ -1,7 +1,7 @@
 """Does every preset learn, and which survive too large a step? The runs, the table and the plot.
 
-    python experiments/2026-11-presets/presets.py run OUT --cores=0,1 [--seeds=0,1,2] [--rates=5e-5]
-    python experiments/2026-11-presets/presets.py table OUT   # and curve.png, evaluations/
+    python -m experiments.2026-11-presets.presets run OUT --cores=0,1 [--seeds=0,1,2] [--rates=5e-5]
+    python -m experiments.2026-11-presets.presets table OUT   # and curve.png, evaluations/
 
 `run` goes on where it stopped. Two of them may share OUT if their seeds or rates differ.
 """

@@ -1,7 +1,7 @@
 """Does the decoupled objective make stale data safe? The runs, the table and the plot.
 
-    python experiments/2026-11-staleness/ablation.py run OUT --cores=2,3 [--seeds=0,1,2]
-    python experiments/2026-11-staleness/ablation.py table OUT   # and curve.png, evaluations/
+    python -m experiments.2026-11-staleness.ablation run OUT --cores=2,3 [--seeds=0,1,2]
+    python -m experiments.2026-11-staleness.ablation table OUT   # and curve.png, evaluations/
 
 `run` goes on where it stopped. Two of them may share OUT if their seeds differ.
 """

@@ -259,7 +259,7 @@ def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algo
     algorithm = dataclasses.replace(
         algorithm,
         overlong_limit=limit,
-        overlong_buffer=float(round(buffer * limit)) if 0 < buffer < 1 else buffer,
+        overlong_buffer=float(max(1, round(buffer * limit))) if 0 < buffer < 1 else buffer,
         constant_length=algorithm.constant_length or max_new_tokens,
     )
     _check_ranges(algorithm)
