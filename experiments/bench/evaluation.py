@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(args.scratch or directory)
         with vllm_workers.model_dir(args.model, scratch) as model:
-            plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2]),))
+            plan = CpuPlan(tuple(cores), (tuple(cores),))
             stop = list(load_config(model).eos_token_ids)
             log = Path(directory) / "rival.log"
             both = ",".join(map(str, cores))
@@ -98,7 +98,6 @@ def main() -> None:
             ):  # fmt: skip
                 rival.ask()
                 config.fleet.addresses = tuple(local.wait())
-                os.sched_setaffinity(0, cores[:1])
                 tokenizer, rounds = load_tokenizer(model), []
                 for number in range(-1, args.rounds):  # the first one warms up
                     rows = arithmetic.problems(number + 1, "train", args.questions)

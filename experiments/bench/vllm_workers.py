@@ -22,7 +22,6 @@ from typing import Any
 from rlx.fleet.child import end_with_parent
 
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -76,7 +75,7 @@ def kv_bytes(path: Path, tokens: int, dtype: str) -> int:
 
 
 class Rival:
-    """One of this file's programs in a process on `core` (or several: "0,1")."""
+    """One of this file's programs in a process on `core` (or several: "0,1", a thread for each)."""
 
     def __init__(self, program: str, model: Path, core: int | str, log: Path, **options: Any):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -86,7 +85,7 @@ class Rival:
              program, f"--model={model}",
              f"--parent-pid={os.getpid()}", *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(len(str(core).split(",")))},
         )  # fmt: skip
 
     @property
