@@ -213,12 +213,11 @@ class Watchdog:
             tick = TICK if late < _LONG else _SLOW_TICK
             if late < THRESHOLD / 2:
                 continue
-            frame = sys._current_frames().get(self._ident)
+            # At once: reading a clock lets the loop's thread run on.
+            frames = stack(sys._current_frames().get(self._ident))
             task = asyncio.current_task(self._loop)
             if last == self._last:  # it has not turned meanwhile
-                self._looks.append(
-                    Look(now, self._clock.read(), id(task) if task else 0, stack(frame))
-                )
+                self._looks.append(Look(now, self._clock.read(), id(task) if task else 0, frames))
 
 
 def causes(stalls: Iterable[Stall]) -> tuple[list[Cause], float]:
