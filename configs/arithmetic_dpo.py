@@ -7,27 +7,13 @@ Expect:    on 200 held-out problems greedy accuracy from 0.345 to 0.955 after 60
            a margin of 0.56. The run behind this: experiments/2026-11-other-trainers.
 """
 
-from rlx.config import default
+from configs import arithmetic_sft
 
 
 def get_config():
     """The run described above."""
-    c = default()
-    c.total_steps = 100
-    c.model.path = "rlx:arithmetic"
+    c = arithmetic_sft.get_config()
     c.algorithm.preset = "dpo"
-    c.data.kind = "arithmetic"
-    c.data.max_prompt_tokens = 64
-    c.reward.name = "arithmetic"  # of the greedy answers
-    c.sampling.max_new_tokens = 128
     c.rollout.batch_prompts = 32
-    c.train.max_tokens_per_microbatch = 1536  # what a core's cache likes
-    c.train.row_buckets = (192,)
     c.optimizer.learning_rate = 1e-4
-    c.optimizer.b2 = 0.99
-    c.optimizer.schedule = "cosine"
-    c.optimizer.warmup_steps = 5
-    c.fleet.slots = 64
-    c.eval.every_steps = 20
-    c.eval.num_questions = 200
     return c
