@@ -150,6 +150,8 @@ class Crowd:
         )
         attending.start()
         loop = asyncio.new_event_loop()
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun with nohup or &
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             loop.run_until_complete(self._main())
         except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -60,7 +59,7 @@ def test_the_next_one_learns_that_the_last_was_killed(tmp_path, monkeypatch):
 
 def test_an_end_with_an_error_is_no_kill(tmp_path):
     with pytest.raises(KeyboardInterrupt), occupied(tmp_path):
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
     assert require_free(tmp_path) is None
 
 

@@ -280,7 +280,8 @@ def test_the_worst_inputs_end_in_time(name):
     answer = gold if name == "roots" else "85"
     started = time.process_time()
     assert math(rf"\boxed{{{WORST[name]}}}", answer=answer) == 0.0
-    assert time.process_time() - started < 2 * symbolic.CPU_SECONDS
+    # The end comes between two steps of Python, and other threads of the process count here too.
+    assert time.process_time() - started < 4 * symbolic.CPU_SECONDS
 
 
 @pytest.mark.parametrize(
