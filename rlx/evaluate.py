@@ -36,6 +36,7 @@ def main() -> int:
         loading.kind(loading.load_class(values.workflow))
     from rlx import evaluation
     from rlx.observe.counting import Counting
+    from rlx.rollout.scores import text_table
 
     ks = {
         name: tuple(flags.number(values, name, lambda t: [*map(int, t.split(","))], default))
@@ -63,7 +64,7 @@ def main() -> int:
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with Counting() as counting:
         rows = evaluation.run(config, models, sets, options, out, counting.show)
-    print(evaluation.table(rows, options.columns), flush=True)
+    print(text_table(rows, options.columns), flush=True)
     return 0
 
 

@@ -164,16 +164,6 @@ def summary(
     return scores.row(name, found, names)
 
 
-def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """The rows as text: a table for each model, under its name where there are several."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    parts = []
-    for model in models:
-        text = scores.text_table([row for row in rows if row["model"] == model], names)
-        parts.append(text if len(models) == 1 else f"{model}\n{text}")
-    return "\n\n".join(parts)
-
-
 def _ask_all(asked, connected: "_connected", model: str, show) -> None:
     """Asks one set after the other; graders import their libraries while something else goes on."""
     if not asked:
@@ -424,7 +414,7 @@ def _settings(config, models, sets, options: Options, out: Path) -> dict[str, An
 
 def _write(out: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     write_atomically(out / "results.json", json.dumps(list(rows), indent=2).encode())
-    write_atomically(out / "table.txt", (table(rows, names) + "\n").encode())
+    write_atomically(out / "table.txt", (scores.text_table(rows, names) + "\n").encode())
 
 
 def question_sets(

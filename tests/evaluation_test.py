@@ -140,7 +140,9 @@ def test_a_checkpoint_is_asked_beside_an_hf_directory(trained, tmp_path):
     ]
     assert answers[0] == answers[1]
     assert (tmp_path / names[0] / "hf" / "model.safetensors").exists()
-    assert f"\n{names[0]}\n" in f"\n{done.stdout}"
+    header, *lines = done.stdout.splitlines()
+    assert header.split()[:3] == ["model", "dataset", "num_questions"]
+    assert [line.split()[:2] for line in lines] == [[name, "arithmetic"] for name in names]
 
 
 def test_a_reward_model_is_refused(tmp_path):

@@ -135,19 +135,24 @@ def row(
 
 
 def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str:
-    """The rows as aligned plain text; lengths to a tenth of a token, shares to a thousandth."""
-    header = ["dataset", "num_questions", *names]
-    lines = [header]
-    for found in rows:
-        cells = [str(found["dataset"]), str(found["num_questions"])]
+    """The rows as aligned plain text; lengths to a tenth of a token, shares to a thousandth.
+
+    Rows of several models have their `model` in front, those of a data set beneath one another.
+    """
+    several = len({row.get("model") for row in rows}) > 1
+    lead = ("model", "dataset") if several else ("dataset",)
+    sets = list(dict.fromkeys(row["dataset"] for row in rows))
+    lines = [[*lead, "num_questions", *names]]
+    for found in sorted(rows, key=lambda row: sets.index(row["dataset"])):
+        cells = [*(str(found[name]) for name in lead), str(found["num_questions"])]
         for name in names:
             value, digits = found[name], 1 if name.endswith("length") else 3
             cells.append("-" if value is None else f"{value:.{digits}f}")
         lines.append(cells)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
+            cell.ljust(w) if i < len(lead) else cell.rjust(w)
             for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

@@ -92,3 +92,15 @@ def test_a_k_beyond_the_samples_is_explained():
 )
 def test_answers_that_say_the_same_vote_together(completions, vote):
     assert [scores.ballot(completion) for completion in completions] == [vote] * len(completions)
+
+
+def test_models_stand_beneath_one_another_by_data_set():
+    rows = [
+        {"model": model, "dataset": name, "num_questions": 2, "greedy_acc": 0.5}
+        for model in ("a", "longer")
+        for name in ("x", "y")
+    ]
+    lines = scores.text_table(rows, ("greedy_acc",)).splitlines()
+    found = [line.split()[:2] for line in lines]
+    assert found == [["model", "dataset"], ["a", "x"], ["longer", "x"], ["a", "y"], ["longer", "y"]]
+    assert scores.text_table(rows[:2], ("greedy_acc",)).startswith("dataset  num_questions")
