@@ -5,7 +5,8 @@
     OUT/MODEL/hf                   what a checkpoint was converted to
     OUT/results.json, table.txt    the table, with bootstrap intervals in the former
 
-The fleet is the one of training: local servers, or `fleet.addresses`.
+The fleet is the one of training: local servers, or those at `fleet.addresses`, which then serve
+each model in turn.
 """
 
 import dataclasses
@@ -223,7 +224,6 @@ class _Asking:
         """Answers every job; raises the first failure after the others' samples are written."""
         wanted, done = sum(job.count for job in jobs), 0
         what = f"{model} {self._name}"
-        show(what, 0, wanted)
         c = self._config
         with Evaluator(
             connect,
@@ -232,6 +232,7 @@ class _Asking:
             max_failures=c.rollout.max_failures,
             timeout=c.rollout.request_timeout_seconds,
         ) as evaluator:
+            show(what, 0, wanted)
             futures: list[Future[Group]] = []
             unkept: list[Exception] = []
 
@@ -288,10 +289,13 @@ class _Asking:
 
 
 class _connected:
-    """The fleet's `connect` for one model: servers are started before, and ended after."""
+    """The fleet's `connect` for one model: servers are started before, and ended after.
+
+    Those at `fleet.addresses` are given the model, whatever they serve; its shapes must be theirs.
+    """
 
     def __init__(self, config: ConfigDict, directory: Path, workdir: Path):
-        self._config, self._servers = config, None
+        self._config, self._directory, self._servers = config, directory, None
         fleet = config.fleet
         if not fleet.addresses:
             cores = sorted(os.sched_getaffinity(0))
@@ -327,6 +331,12 @@ class _connected:
                 tls=client_tls(**c.fleet.tls),
             )
             await fleet.connect()
+            if not self._servers:
+                try:
+                    await fleet.publish(0, self._directory, "stream")
+                except BaseException:
+                    await fleet.close()
+                    raise
             return fleet
 
         return connect

@@ -6,14 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from configs import arithmetic
 from rlx import config as rlx_config
 from rlx import evaluation
 from rlx.base import UserError
 from rlx.evaluation import GREEDY, Job, Options
-from rlx.model import directory
+from rlx.inputs import server_options
+from rlx.launch.local import LocalServers
+from rlx.model import directory, hf
 from rlx.observe.jsonl import append_jsonl, read_jsonl
+from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.rollout import benchmarks
 
 ASK = [
@@ -143,6 +149,36 @@ def test_a_checkpoint_is_asked_beside_an_hf_directory(trained, tmp_path):
     header, *lines = done.stdout.splitlines()
     assert header.split()[:3] == ["model", "dataset", "num_questions"]
     assert [line.split()[:2] for line in lines] == [[name, "arithmetic"] for name in names]
+
+
+def test_running_servers_are_given_the_model(tmp_path):
+    """Whatever they serve: answers are those of a server that began with it."""
+    base, other = directory.resolve("rlx:arithmetic"), tmp_path / "other"
+    described, params = hf.load(base)
+    noise = np.random.default_rng(0)
+    hf.save(
+        other, described,
+        jax.tree.map(lambda p: p + 0.02 * noise.standard_normal(p.shape, np.float32), params),
+        source=base,
+    )  # fmt: skip
+    config = arithmetic.get_config()
+    config.sampling.max_new_tokens = 16
+    sets = [(benchmarks.BENCHMARKS["arithmetic"], rollout_arithmetic.problems(0, "held_out", 3))]
+    models, options = {"other": other, "base": base}, Options(n_samples=0, pass_at=())
+
+    def answers(out):
+        evaluation.run(config, models, sets, options, out, lambda *_: None)
+        return [
+            {r["index"]: r["completion"] for r in read_jsonl(out / name / "arithmetic.jsonl")}
+            for name in models
+        ]
+
+    wanted = answers(tmp_path / "own")
+    assert wanted[0] != wanted[1]
+    with LocalServers(base, workdir=tmp_path, **server_options(config)) as servers:
+        with config.unlocked():
+            config.fleet.addresses = tuple(servers.wait())
+        assert answers(tmp_path / "given") == wanted
 
 
 def test_a_reward_model_is_refused(tmp_path):
