@@ -6,7 +6,6 @@ Its EngineCore is a process of its own: on a CPU a fork of this one, which has e
 import contextlib
 import json
 import os
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -73,10 +72,7 @@ def start_llm(
         config = args.create_engine_config()
         if cpu:  # vLLM has just asked for spawn, which imports everything again
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        # vLLM leaves the sockets of a killed engine behind; once connected, they need no names.
-        with tempfile.TemporaryDirectory(prefix="rlx-vllm-") as sockets:
-            os.environ["VLLM_RPC_BASE_PATH"] = sockets
-            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         words = cause(error)
         more = vllm_advice(words, slots, max_model_len)
