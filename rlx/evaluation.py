@@ -11,7 +11,6 @@ each model in turn.
 
 import dataclasses
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -25,13 +24,8 @@ from ml_collections import ConfigDict
 from rlx.agents import chosen
 from rlx.base import Group, UserError
 from rlx.export import checkpoint_to_hf
-from rlx.fleet import wire
-from rlx.fleet.client import Fleet
-from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.engine import Sampling
-from rlx.fleet.tls import client_tls
-from rlx.inputs import load_tokenizer, server_options
-from rlx.launch.local import CpuPlan, LocalServers
+from rlx.inputs import load_tokenizer
 from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_jsonl, write_atomically
 from rlx.rollout import benchmarks, scores
@@ -39,6 +33,7 @@ from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
 from rlx.rollout.reward_pool import RewardPool
+from rlx.serving import Serving
 from rlx.train import checkpoint
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question
@@ -122,7 +117,7 @@ def run(
             if jobs := pending(files[found.name], len(questions), options.n_samples):
                 ask = _Asking(config, directory, found, options, files[found.name])
                 asked.append((ask, questions, jobs))
-        _ask_all(asked, _connected(config, directory, out / model), model, show)
+        _ask_all(asked, Serving(config, directory, out / model), model, show)
         for found, questions in sets:
             row = summary(found.name, files[found.name], len(questions), options, names)
             rows.append({"model": model, **row})
@@ -165,7 +160,7 @@ def summary(
     return scores.row(name, found, names)
 
 
-def _ask_all(asked, connected: "_connected", model: str, show) -> None:
+def _ask_all(asked, connected: Serving, model: str, show) -> None:
     """Asks one set after the other; graders import their libraries while something else goes on."""
     if not asked:
         return
@@ -262,8 +257,8 @@ class _Asking:
             for future in futures:
                 if future.done():
                     future.result()
-            if unkept:
-                raise unkept[0]
+        if unkept:  # after the end of the thread that keeps them
+            raise unkept[0]
 
     def _sampling(self, job: Job) -> Sampling:
         s = self._config.sampling
@@ -286,64 +281,6 @@ class _Asking:
                 **found,
             }
             append_jsonl(self._path, record)
-
-
-class _connected:
-    """The fleet's `connect` for one model: servers are started before, and ended after.
-
-    Those at `fleet.addresses` are given the model, whatever they serve; its shapes must be theirs.
-    """
-
-    def __init__(self, config: ConfigDict, directory: Path, workdir: Path):
-        self._config, self._directory, self._servers = config, directory, None
-        fleet = config.fleet
-        if not fleet.addresses:
-            cores = sorted(os.sched_getaffinity(0))
-            each = max(1, len(cores) // fleet.num_servers)
-            shares = tuple(
-                tuple(cores[(i * each + k) % len(cores)] for k in range(each))
-                for i in range(fleet.num_servers)
-            )
-            self._servers = LocalServers(
-                directory,
-                workdir=workdir,
-                plan=CpuPlan(tuple(cores), shares),
-                weight_roots=(fleet.publish_dir,),
-                **server_options(config),
-            )
-
-    def __enter__(self):
-        addresses = tuple(self._config.fleet.addresses)
-        if self._servers:
-            self._servers.start()
-            try:
-                addresses = self._servers.wait()
-            except BaseException:
-                self._servers.stop()
-                raise
-
-        async def connect() -> Fleet:
-            c = self._config
-            fleet = Fleet(
-                addresses,
-                limits=FleetLimits(request=c.rollout.request_timeout_seconds),
-                token=os.environ.get(wire.TOKEN_VARIABLE),
-                tls=client_tls(**c.fleet.tls),
-            )
-            await fleet.connect()
-            if not self._servers:
-                try:
-                    await fleet.publish(0, self._directory, "stream")
-                except BaseException:
-                    await fleet.close()
-                    raise
-            return fleet
-
-        return connect
-
-    def __exit__(self, *_) -> None:
-        if self._servers:
-            self._servers.stop()
 
 
 def _check_model(config: ConfigDict, directory: Path) -> None:

@@ -182,7 +182,10 @@ def published(config: ConfigDict, model: ModelConfig) -> int:
 
 
 def changes(config: ConfigDict) -> dict[str, Any]:
-    """Settings that may save memory in the trainer, without changing what is learned."""
+    """Settings that may save memory in the trainer.
+
+    What is learned stays the same, but for minibatches (two updates a batch) and bfloat16.
+    """
     most, least = config.train.max_tokens_per_microbatch, longest(config)
     out: dict[str, Any] = {"train.max_tokens_per_microbatch": max(most // 2, least)}
     if config.train.minibatches == 1 and config.rollout.batch_prompts > 1:

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlx.base import UserError
+from rlx.fleet.kv_memory import device_is_full
 from rlx.launch import allowance
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# XLA's two ways to say it: of an allocation, and of a computation that it could not begin.
-_DEVICE_FULL = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORECASE)
 
 
@@ -46,7 +45,7 @@ def explain(
     """The UserError for a failure, or for what caused it; None when it is none of these."""
     when = f" ({doing})" if doing else ""
     for each in _causes(error):
-        if _device_is_full(each):
+        if device_is_full(each):
             wanted = f": {amount} more wanted" if (amount := _size(str(each))) else ""
             more = advice() or "use smaller batches, fewer sequences or a smaller model"
             return UserError(f"out of memory{when}{wanted}; {more}")
@@ -80,11 +79,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         waiting += getattr(each, "exceptions", ())
         if each.__cause__:
             waiting.append(each.__cause__)
-
-
-def _device_is_full(error: BaseException) -> bool:
-    """Whether JAX (whose error is a RuntimeError) ran out of a device's memory."""
-    return isinstance(error, RuntimeError) and bool(_DEVICE_FULL.search(str(error)))
 
 
 def _errno(error: BaseException) -> int | None:

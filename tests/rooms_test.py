@@ -34,7 +34,7 @@ ORDER = (
     ("memory", "remedies"),
     ("teacher",),
     ("inputs", "records", "interrupts"),
-    ("export", "gate", "held_out", "pairs"),
+    ("export", "gate", "held_out", "pairs", "serving"),
     ("loop", "checkup", "evaluation"),
     ("command", "flags"),
     COMMANDS,

@@ -8,11 +8,19 @@ import numpy as np
 from rlx.base import UserError
 from rlx.model.config import ModelConfig
 
+# XLA's two ways to say it: of an allocation, and of a computation that it could not begin.
+_DEVICE_FULL = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+
 
 def token_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes of one token's keys and values in all layers."""
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return numbers * np.dtype(dtype).itemsize
+
+
+def device_is_full(error: BaseException) -> bool:
+    """Whether JAX (whose error is a RuntimeError) ran out of a device's memory."""
+    return isinstance(error, RuntimeError) and bool(_DEVICE_FULL.search(str(error)))
 
 
 def explained(error: Exception, config: ModelConfig, plan: Any, dtype: Any) -> UserError | None:
@@ -21,8 +29,7 @@ def explained(error: Exception, config: ModelConfig, plan: Any, dtype: Any) -> U
     Args:
       plan: with `slots` and `length`, as rlx.fleet.programs has it.
     """
-    full = re.search("RESOURCE_EXHAUSTED|Out of memory", str(error))
-    if not (full and isinstance(error, RuntimeError)) and not isinstance(error, MemoryError):
+    if not device_is_full(error) and not isinstance(error, MemoryError):
         return None
     whole = token_bytes(config, dtype) * plan.slots * plan.length
     half = max(plan.slots // 2, 1)

@@ -60,12 +60,22 @@ def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPla
     if own >= 1:
         starts = range(own, len(cores), each)
         return CpuPlan(cores[:own], tuple(cores[s : s + each] for s in starts))
-    pool = cores[1:]
-    shared = tuple(
+    return CpuPlan(cores[:1], _shared(cores[1:], num_servers, each))
+
+
+def servers_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
+    """Divides `cores` between servers beside which nobody trains; arguments as of `cpu_plan`."""
+    cores = tuple(cores)
+    each = min(threads or max(1, len(cores) // max(1, num_servers)), len(cores))
+    return CpuPlan(cores, _shared(cores, num_servers, each))
+
+
+def _shared(pool: tuple[int, ...], num_servers: int, each: int) -> tuple[tuple[int, ...], ...]:
+    """`each` cores of `pool` for every server, in turn, as often as they must be used again."""
+    return tuple(
         tuple(sorted(pool[(i * each + k) % len(pool)] for k in range(each)))
         for i in range(num_servers)
     )
-    return CpuPlan(cores[:1], shared)
 
 
 class LocalServers:

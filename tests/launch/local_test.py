@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.base import UserError
-from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
+from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_plan
 
 SCRIPT = str(Path(__file__).parent.parent / "fleet" / "arithmetic_engine.py")
 COMMAND = (sys.executable, SCRIPT)
@@ -38,6 +38,21 @@ COMMAND = (sys.executable, SCRIPT)
 )
 def test_cpu_plan(cores, servers, threads, plan):
     assert cpu_plan(cores, servers, threads) == plan
+
+
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=64, unique=True).map(sorted),
+    st.integers(1, 20),
+    st.integers(0, 70),
+)
+def test_servers_alone_have_all_cores(cores, servers, threads):
+    plan = servers_plan(cores, servers, threads)
+    each = min(threads or max(1, len(cores) // servers), len(cores))
+    assert [len(set(own)) for own in plan.servers] == [each] * servers
+    used = [core for own in plan.servers for core in own]
+    assert set(used) <= set(cores)
+    times = [used.count(core) for core in cores]
+    assert max(times) - min(times) <= 1, "no core is used again before each has been"
 
 
 @given(

@@ -1,0 +1,68 @@
+"""A fleet for one model: servers that are started for it, or running ones that are given it."""
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from rlx.fleet import wire
+from rlx.fleet.client import Fleet
+from rlx.fleet.client import Limits as FleetLimits
+from rlx.fleet.tls import client_tls
+from rlx.inputs import server_options
+from rlx.launch.local import LocalServers, servers_plan
+
+
+class Serving:
+    """The fleet's `connect` for one model: servers are started before, and ended after.
+
+    Those at `fleet.addresses` are given the model, whatever they serve; its shapes must be theirs.
+    """
+
+    def __init__(self, config: ConfigDict, directory: Path, workdir: Path):
+        self._config, self._directory = config, directory
+        self._servers: LocalServers | None = None
+        fleet = config.fleet
+        if not fleet.addresses:
+            cores = sorted(os.sched_getaffinity(0))
+            self._servers = LocalServers(
+                directory,
+                workdir=workdir,
+                plan=servers_plan(cores, fleet.num_servers, fleet.threads),
+                weight_roots=(fleet.publish_dir,),
+                **server_options(config),
+            )
+
+    def __enter__(self) -> Callable[[], Awaitable[Fleet]]:
+        addresses = tuple(self._config.fleet.addresses)
+        if self._servers:
+            self._servers.start()
+            try:
+                addresses = self._servers.wait()
+            except BaseException:
+                self._servers.stop()
+                raise
+
+        async def connect() -> Fleet:
+            c = self._config
+            fleet = Fleet(
+                addresses,
+                limits=FleetLimits(request=c.rollout.request_timeout_seconds),
+                token=os.environ.get(wire.TOKEN_VARIABLE),
+                tls=client_tls(**c.fleet.tls),
+            )
+            await fleet.connect()
+            if not self._servers:
+                try:
+                    await fleet.publish(0, self._directory, "stream")
+                except BaseException:
+                    await fleet.close()
+                    raise
+            return fleet
+
+        return connect
+
+    def __exit__(self, *_) -> None:
+        if self._servers:
+            self._servers.stop()
