@@ -20,10 +20,16 @@ _JOINT = re.compile(  # between boxes that make one answer: `\boxed{2} and \boxe
     r"(?:[\s$,.\\()\[\]]|\bx\s*=|\band\b|\bor\b)*",
     re.IGNORECASE,
 )
-_PHRASE = re.compile(r"\banswer\b[\s*_]*(?:is|:|=)[\s*_:]*(?:the\s+)?", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"(?:\banswer\b[\s*_]*(?:is|:|=)|^[*_]*A[*_]*:)[\s*_:]*(?:the\s+)?",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ANNOTATION = re.compile(r"<<[^<>\n]{0,200}>>")  # a calculator's, between a sum and its result
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
-_MATH = re.compile(  # `$…$`, `$$…$$`, `\(…\)`, `\[…\]`; not the two signs of `$5 and $7`
-    r"(?<!\\)\$\$(?P<a>[^$]{1,1000})\$\$|(?<!\\)\$(?!\s)(?P<b>(?:[^$\\]|\\.){1,1000})(?<!\s)\$(?!\d)"
+# `$…$`, `$$…$$`, `\(…\)`, `\[…\]`; not the two signs of `$5 and $7` or `$3*5=$15`
+_MATH = re.compile(
+    r"(?<!\\)\$\$(?P<a>[^$]{1,1000})\$\$"
+    r"|(?<![\\\d])\$(?!\s)(?P<b>(?:[^$\\]|\\.){1,1000})(?<![\s=+*/(-])\$(?!\.?\d)"
     r"|\\\((?P<c>(?:(?!\\\().){1,1000}?)\\\)|\\\[(?P<d>(?:(?!\\\[).){1,1000}?)\\\]",
     re.DOTALL,
 )
@@ -41,10 +47,11 @@ _CHARACTERS = {
     "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": "\\pi ",
     "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "°": "^\\circ ", "∪": "\\cup ",
     "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "∅": "\\emptyset ", "θ": "\\theta ",
-    "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "ℝ": "\\mathbb{R}", "²": "^2", "³": "^3",
-    "⁴": "^4", "⁵": "^5", "⁻": "^-", "∗": "*",
+    "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "ℝ": "\\mathbb{R}", "∗": "*",
 }  # fmt: skip
 _TRANSLATION = str.maketrans(_CHARACTERS)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_POWER = re.compile("[⁰¹²³⁴-⁹⁻⁺]+")
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -89,9 +96,11 @@ def final_answers(text: str) -> tuple[str, ...]:
     r"""The text's final answer, as it is written; several readings where no rule tells, else none.
 
     The last closed box (boxes joined by a comma, "and" or "or" are one answer); else what follows
-    the last `####`; else the last "answer is"; else the last `$…$`; else the whole text where it
-    is short, or its last number. A text whose only box is still open was cut off: no answer.
+    the last `####`; else the last "answer is" or line with "A:" in front; else the last `$…$`, or
+    the last number on a line behind it; else the whole text where it is short, or its last
+    number. A text whose only box is still open was cut off: no answer.
     """
+    text = _ANNOTATION.sub("", text)
     box = _joined_boxes(text)
     if box is not None:
         return (box,)
@@ -105,9 +114,10 @@ def final_answers(text: str) -> tuple[str, ...]:
     stated = _stated(tail)
     if stated and not _ONLY_WORDS.fullmatch(stated[0]):
         return stated
-    formula = _last_formula(tail)
+    formula, behind = _last_formula(tail)
     if formula:
-        return (*stated, formula)
+        later = numbers.last_number(behind.partition("\n")[2])  # on a line of its own
+        return (*stated, later or formula)
     if stated:
         return stated
     whole = (tail,) if len(text.strip()) <= _WHOLE and text.strip() else ()
@@ -133,8 +143,7 @@ def reference(answer: Any, solution: Any = None) -> str | None:
         return box.strip() or None
     if "####" in text:
         return text.rpartition("####")[2].strip() or None
-    formula = _last_formula(text[-_TAIL:]) if _PROSE.search(text) else None
-    return formula or text
+    return (_PROSE.search(text) and _last_formula(text[-_TAIL:])[0]) or text
 
 
 def tidy(text: str) -> str:
@@ -144,7 +153,8 @@ def tidy(text: str) -> str:
     """
     if len(text) > MAX_LENGTH:
         return text.strip()
-    text = _bare(text).translate(_TRANSLATION)
+    text = _POWER.sub(lambda power: f"^{{{power[0].translate(_SUPERSCRIPTS)}}}", _bare(text))
+    text = text.translate(_TRANSLATION)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return _bare(text.translate(numbers.VULGAR))
@@ -224,14 +234,15 @@ def _stated(text: str) -> tuple[str, ...]:
     if not _PROSE.search(sentence):
         return (sentence,) if sentence else ()
     claim = _ASIDE.split(sentence, maxsplit=1)[0]
-    inner = _last_formula(claim) or numbers.last_number(claim)
+    inner = _last_formula(claim)[0] or numbers.last_number(claim)
     return (sentence, inner) if inner else (sentence,) if len(sentence) <= _WHOLE else ()
 
 
-def _last_formula(text: str) -> str | None:
-    found = None
+def _last_formula(text: str) -> tuple[str, str]:
+    """The last formula that is no prose, and what stands behind it; both empty if there is none."""
+    found = "", ""
     for match in _MATH.finditer(text):
-        content = match[match.lastgroup or 0]
-        if not _PROSE.search(_TEXT.sub("", content)):
-            found = content
-    return found.strip() or None if found else None
+        content = match[match.lastgroup or 0].strip()
+        if content and not _PROSE.search(_TEXT.sub("", content)):
+            found = content, text[match.end() :]
+    return found

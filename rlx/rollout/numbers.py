@@ -19,9 +19,10 @@ _NUMBER = re.compile(
     (?P<sign>(?<![)\]%])[-+](?=[0-9.$£€¥]))?      # a sign, not a minus between two operands
     (?:[$£€¥]\ ?(?P<inner_sign>-)?)?
     (?:(?P<integer>[0-9]+)\ (?=[0-9]+/[0-9]))?    # the 1 of 1 3/4
-    (?P<numerator>{_DECIMAL})
-    (?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9A-Za-z])
-    | \ ?/\ ?(?P<denominator>{_DECIMAL}) )?
+    (?>(?P<numerator>{_DECIMAL})
+      (?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9A-Za-z])
+      | \ ?/\ ?(?P<denominator>{_DECIMAL}) )? )
+    (?!\s?(?:[√π⁰¹²³⁴-⁻]|\\pi|\^\s?[{{(]?\s?-?(?:[0-9]|[a-z]\b)))  # nor a factor or base
     """,
     re.VERBOSE,
 )
@@ -37,6 +38,7 @@ _SPELLED = ("1/2", "1/3", "2/3", "1/4", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6"
             "3/8", "5/8", "7/8")  # fmt: skip
 VULGAR = str.maketrans(dict(zip(_ONE_CHARACTER, _SPELLED, strict=True)))
 _LATEX = (
+    (re.compile(r"(?:\\?sqrt\s?(?:\[[^]\n]{0,9}\])?|√)[\s{(]{0,9}[-+]?"), "√_"),  # holds no number
     (re.compile(rf"(?<=[0-9])\s?(?=[{_ONE_CHARACTER}])"), " "),
     (re.compile(r"\{,\}|\\[,!;: ](?=[0-9]{3}(?![0-9]))|[\u00a0\u2009\u202f](?=[0-9]{3})"), ","),
     (re.compile(r"(?<=[0-9])\s?\\[dt]?frac"), r" \\frac"),

@@ -144,6 +144,13 @@ COMPLETIONS = [
     (r"(1,2]", r"thus \((1,2]\).", 1),
     ("72", "so 72 dollars.", 1), ("72", "72", 1), ("x+1", "x + 1", 1),
     ("7", "It costs $5 and $7 in all", 1),
+    ("15", "so he pays $3*5=$<<3*5=15>>15\nA: 15", 1),
+    ("15", "so he pays $3*5=$<<3*5=15>>15", 1),
+    ("32", "That is $20+$(3*4)=$32", 1), ("1.25", "He pays $.50+$.75=$1.25 then", 1),
+    ("12", "It costs 5$+7$=12$ then", 1), ("15", r"\boxed{<<3*5=15>>15}", 1),
+    ("15", "Let $x=5$ be the pens.\nSo he pays 15 dollars", 1),
+    ("5", "Let $x=5$ be the pens.\nSo he pays 15 dollars", 0),
+    ("B", "Which of A: 3 and B: 4?\nA: B", 1), (r"\frac{1}{2}", r"so $\frac12$ for 3 pens", 1),
     ("85", "", 0), ("85", "I do not know", 0), ("85", "\\", 0), ("85", "$$$$", 0),
     ("85", "####", 0), ("85", r"\boxed{}", 0),
 ]  # fmt: skip

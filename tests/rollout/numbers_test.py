@@ -102,6 +102,21 @@ from rlx.rollout.numbers import last_box, read_answer
         (r"the set \{1, 2\} gives \boxed{72} 9", 72),
         (r"\boxed{72", 72),  # cut off: the last number
         (r"\boxed{\text{none}} after 5", 5),
+        # powers, roots and multiples of them are no numbers
+        ("\\boxed{5²³⁴⁵⁶⁷⁸⁹}", None),
+        ("\\boxed{1,000²}", None),
+        ("\\boxed{3/4²}", None),
+        (r"\boxed{5^2}", None),
+        (r"\boxed{5^{x}}", None),
+        (r"\sqrt{2}", None),
+        (r"\boxed{\sqrt{\sqrt{2}}}", None),
+        (r"\boxed{\sqrt[3]{8}}", None),
+        ("√2", None),
+        (r"2\sqrt{2}", None),
+        (r"2\pi", None),
+        ("√16 = 4", 4),
+        ("5^2 = 25", 25),
+        ("the 5^{th} one", 5),
         # nothing
         ("", None),
         ("no idea", None),

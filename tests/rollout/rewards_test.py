@@ -62,6 +62,23 @@ def test_every_answer_of_gsm8k_reads_as_itself_and_in_other_dress(split, count):
         assert gsm8k(f"#### {int(plain) + 1}", row["answer"]) == 0.0
 
 
+def _rows(split):
+    text = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line)["answer"] for line in text.rstrip("\n").split("\n")]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the repository")
+@pytest.mark.parametrize(
+    "style", ["#### {}", "A: {}", "A: ${}", r"\boxed{{{}}}", "The answer is {}.", "It is {} pens."]
+)
+def test_sums_of_money_before_an_answer_do_not_hide_it(style):
+    """`he pays $3*5=$<<3*5=15>>15` holds two signs of currency and no formula."""
+    for row in _rows("test"):
+        solution, _, number = row.rpartition("\n#### ")
+        right, wrong = (f"{solution}\n{style.format(n)}" for n in (number, f"{number}1"))
+        assert (math(right, number), math(wrong, number)) == (1.0, 0.0), right
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(), st.one_of(st.text(), st.integers(), st.floats(), st.none()))
 def test_gsm8k_takes_any_text(completion, answer):
