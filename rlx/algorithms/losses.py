@@ -20,6 +20,7 @@ from rlx.algorithms.presets import Algorithm
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
 COUNTS = ("n_valid_tokens", "n_nonfinite_tokens", "n_pairs")
 LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss")
+LAG = ("lag_kl", "n_sampled_tokens")  # a sum, and what divides it
 PAIRS = "pair_"  # means over pairs begin so
 LARGEST_LOG = 88.72  # nats: of the largest float32
 
@@ -108,12 +109,34 @@ def policy_loss(
     return actor_loss + kl_loss + entropy_loss, lax.stop_gradient(stats)
 
 
+def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the sums behind `lag_kl`, KL(behaviour ‖ target) by k3 over every sampled token.
+
+    Unlike `behaviour_kl` it is one quantity for all objectives: it needs no proximal policy and
+    counts the tokens that M2PO or a filter leaves out. In a batch's first minibatch the target is
+    the policy before the batch, so there it says what the lag came to in nats.
+
+    Args:
+      target_BT: [B, T] float32, nats.
+      batch: behaviour_logprobs and `sampled` (bool; by default loss_mask), [B, T].
+    """
+    log_ratio = target_BT - batch["behaviour_logprobs"]
+    used = batch.get("sampled", batch["loss_mask"]) & _finite_ratio(log_ratio)
+    log_ratio = jnp.where(used, log_ratio, 0.0)
+    sums = kl.estimate(-log_ratio, jnp.zeros_like(log_ratio), "k3"), used
+    lag_kl, count = (jnp.sum(x, dtype=jnp.float32) for x in sums)
+    return lax.stop_gradient({"lag_kl": lag_kl, "n_sampled_tokens": count})
+
+
 def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
     """Metrics from summed stats: counts as they are, losses over `denominator`, means the rest."""
     tokens, pairs = max(stats["n_valid_tokens"], 1.0), max(stats.get("n_pairs", 0.0), 1.0)
     divisors = {name: pairs for name in stats if name.startswith(PAIRS)}
     divisors |= dict.fromkeys(COUNTS, 1.0)
     divisors |= dict.fromkeys(LOSSES, max(denominator, 1.0))
+    if "lag_kl" in stats:
+        stats = dict(stats)
+        divisors["lag_kl"] = max(stats.pop("n_sampled_tokens"), 1.0)
     return {name: value / divisors.get(name, tokens) for name, value in stats.items()}
 
 

@@ -110,7 +110,8 @@ def device_metrics(
     task_reward: mean reward as the environment gave it. kl_reward: mean per trained token.
     n_left_out: tokens that a filter (overlong_filter, M2PO) took out. kl_coefficient: β.
     final_reward: mean of the shaped reward and the summed KL penalty. grad_norm: mean over the
-    minibatches, before clipping. The rest as `losses.summarise` has it.
+    minibatches, before clipping. lag_kl: of the first minibatch (`losses.lag_stats`). The rest as
+    `losses.summarise` has it.
     """
     minibatches, denominators, sums = jax.device_get((minibatches, denominators, sums))
     total = {key: float(sum(stats[key] for stats in minibatches)) for key in minibatches[0]}
@@ -120,6 +121,9 @@ def device_metrics(
         critic["critic_skipped_updates"] = total.pop("critic_skipped_updates")
         critic["critic_grad_norm"] = total.pop("critic_grad_norm") / len(minibatches)
     del total["updates"]
+    for name in losses.LAG:  # later minibatches have moved on
+        if name in total:
+            total[name] = float(minibatches[0][name])
     metrics = losses.summarise(total, float(np.sum(denominators)))
     shaped, penalty = float(sums["shaped_reward"]), float(sums["kl_reward"])
     return {

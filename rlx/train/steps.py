@@ -277,7 +277,8 @@ class Steps:
             return supervised.nll_loss(target, entropy, batch)
         if algorithm.data == "pairs":
             return supervised.pair_loss(target, batch, algorithm)
-        return losses.policy_loss(target, entropy, batch, algorithm)
+        total, stats = losses.policy_loss(target, entropy, batch, algorithm)
+        return total, stats | losses.lag_stats(target, batch)
 
     def value_loss(
         self, params: Params, frozen: Params | None, batch: Batch
@@ -371,6 +372,7 @@ class Steps:
             for name, values in per_token.items()
         }
         kept = {name: batch[name] for name in MODEL_INPUTS}
+        kept["sampled"] = batch["loss_mask"]
         kept["loss_mask"] = kept["loss_mask"] & (rows["loss_weights"] > 0)
         scalars = {
             "target_version": sums["version"] + progress,

@@ -235,6 +235,28 @@ def test_microbatches_rows_and_order_do_not_matter(preset, trainers, params, mak
             assert b[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
 
 
+def test_what_lag_came_to_is_one_number_for_every_objective(trainers, params, make_groups):
+    """`lag_kl` needs no proximal policy, and counts the tokens that M2PO leaves out."""
+    groups, seen, whole = make_groups(), {}, {}
+    for name, algorithm in {
+        "decoupled": {"algorithm.preset": "grpo"},
+        "coupled": {"algorithm.preset": "grpo", "algorithm.decoupled": False},
+        "m2po": {"algorithm.preset": "m2po"},
+    }.items():
+        for into, minibatches in ((seen, 4), (whole, 1)):
+            trainer = trainers(**SGD, **algorithm, **{"train.minibatches": minibatches})
+            _, metrics = trainer.update(trainer.init(params), groups)
+            into[name] = dict(metrics)
+    for runs in (seen, whole):
+        values = [metrics["lag_kl"] for metrics in runs.values()]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+        assert values[0] > 1e-3
+    assert whole["m2po"]["n_left_out"] > 10
+    assert whole["decoupled"]["lag_kl"] == pytest.approx(whole["decoupled"]["behaviour_kl"])
+    assert whole["coupled"]["behaviour_kl"] == 0
+    assert "n_sampled_tokens" not in whole["coupled"]
+
+
 def test_bfloat16_activations_move_the_policy_nearly_alike(trainers, params, make_groups):
     moves = []
     for dtype in ("float32", "bfloat16"):
