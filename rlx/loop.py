@@ -208,6 +208,7 @@ class _Run:
                 c.rollout.batch_prompts,
                 c.rollout.max_staleness,
                 c.rollout.max_concurrent_rollouts,
+                c.total_steps,
             ),
             self.fleet,
             seed=c.seed,

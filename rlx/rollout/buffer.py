@@ -37,8 +37,9 @@ deadline ≥ k: lag ≤ η. It is checked again, on the tokens, when the batch i
 No deadlock. Suppose nothing is live. With B or more finished groups (I) gives
 max(0, D(j) − B) ≤ (j − k)·B, which is (H): the batch is ready. With fewer than B,
 accepted + running < (k + 1)·B, so capacity is positive as soon as v + η ≥ k, at the latest
-when version k is published. While something is live it ends sooner or later. So the
-trainer waits only for generation, for slow groups that are due, or for its own publish.
+when version k is published. A known last step T only lowers capacity, and not for k < T. While
+something is live it ends sooner or later. So the trainer waits only for generation, for slow
+groups that are due, or for its own publish.
 
 η = 0. At most B groups are unconsumed, all due at k: a batch is exactly the B accepted
 groups of the prompts admitted first, which is synchronous training in admission order.

@@ -14,17 +14,19 @@ class StalenessViolation(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The three numbers that govern admission.
+    """The numbers that govern admission.
 
     Attributes:
       batch_prompts: B ≥ 1, prompts a train batch.
       max_staleness: η ≥ 0, versions; 0 is synchronous training.
       concurrency: C, live prompts at most; below 1 counts as 1.
+      total_steps: T, batches of the whole run; None: as many as are taken.
     """
 
     batch_prompts: int
     max_staleness: int
     concurrency: int
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,15 @@ def resume(version: int, buffered: int, limits: Limits) -> Staleness:
 def capacity(state: Staleness, limits: Limits) -> int:
     """How many prompts may be admitted now.
 
-        min(max(1, C) − running, (η + v + 1)·B − (accepted + running)), at least 0
+        min(max(1, C) − running, min(η + v + 1, T)·B − (accepted + running)), at least 0
 
     Equivalently the N-th prompt (N from 1, counting those accepted or live) may start when
-    ⌊(N − 1)/B⌋ ≤ v + η. Source: AReaL (arXiv:2505.24298), eq. 3, counting accepted groups
-    instead of attempts so that filtering cannot let the lag grow.
+    ⌊(N − 1)/B⌋ ≤ min(v + η, T − 1). Source: AReaL (arXiv:2505.24298), eq. 3, counting accepted
+    groups instead of attempts so that filtering cannot let the lag grow, and none beyond the last
+    batch.
     """
     concurrency = max(1, limits.concurrency) - state.running
-    horizon = limits.max_staleness + state.version + 1
-    staleness = horizon * limits.batch_prompts - (state.accepted + state.running)
+    staleness = _wanted(state.version, limits) - (state.accepted + state.running)
     return max(0, min(concurrency, staleness))
 
 
@@ -76,7 +78,7 @@ def full(state: Staleness, limits: Limits) -> bool:
     A trainer that waits for this has batches of exactly min(version, max_staleness) versions of
     lag: each version's prompts finish under it, and wait η batches for their turn.
     """
-    return state.accepted >= (limits.max_staleness + state.consumed + 1) * limits.batch_prompts
+    return state.accepted >= _wanted(state.consumed, limits)
 
 
 def admit(state: Staleness, limits: Limits) -> Staleness:
@@ -117,6 +119,14 @@ def consume(state: Staleness, limits: Limits) -> Staleness:
     if buffered < limits.batch_prompts:
         raise StalenessViolation(f"took a batch with {buffered} groups buffered: {state}")
     return replace(state, consumed=state.consumed + 1)
+
+
+def _wanted(version: int, limits: Limits) -> int:
+    """How many groups since step 0 have a batch to go to, while `version` is published."""
+    horizon = limits.max_staleness + version + 1
+    if limits.total_steps is not None:
+        horizon = min(horizon, limits.total_steps)
+    return horizon * limits.batch_prompts
 
 
 def _leave(state: Staleness, event: str) -> Staleness:

@@ -34,14 +34,20 @@ def make_group(group_id, versions, prompt_length=1):
 class Rollout(RuleBasedStateMachine):
     """A run with everything that can go wrong, against the bound, in any order."""
 
-    @initialize(batch=st.integers(1, 4), eta=st.integers(0, 4), concurrency=st.integers(1, 24))
-    def begin(self, batch, eta, concurrency):
-        self.limits = Limits(batch, eta, concurrency)
+    @initialize(
+        batch=st.integers(1, 4),
+        eta=st.integers(0, 4),
+        concurrency=st.integers(1, 24),
+        total=st.none() | st.integers(1, 12),
+    )
+    def begin(self, batch, eta, concurrency, total):
+        self.limits = Limits(batch, eta, concurrency, total)
         self.state, self.buffer = Staleness(), Buffer()
         self.live = {}  # group_id → version at admission
         self.retry = []
         self.next_id = 0
         self.trained, self.rejected = [], set()
+        self.most_held = 0  # by a checkpoint of a longer run
 
     def admit(self):
         group_id = self.retry.pop(0) if self.retry else self.next_id
@@ -141,18 +147,25 @@ class Rollout(RuleBasedStateMachine):
         self.retry = sorted([*self.retry, *self.live])
         self.live = {}
 
-    @rule(eta=st.integers(0, 4), batch=st.integers(1, 4))
-    def resume_with_other_limits(self, eta, batch):
+    @rule(eta=st.integers(0, 4), batch=st.integers(1, 4), more=st.none() | st.integers(0, 9))
+    def resume_with_other_limits(self, eta, batch, more):
         """A checkpoint may be continued with a smaller η: what no longer fits is generated again.
 
-        A new B starts a new count of batches; only the versions are carried on.
+        A new B starts a new count of batches; only the versions are carried on. More steps, or
+        fewer, take what there is.
         """
         kept, step = buffers.groups(self.buffer), self.state.consumed
-        self.limits = dataclasses.replace(self.limits, max_staleness=eta, batch_prompts=batch)
+        self.limits = dataclasses.replace(
+            self.limits,
+            max_staleness=eta,
+            batch_prompts=batch,
+            total_steps=None if more is None else step + more,
+        )
         self.buffer, left_over = buffers.restore(kept, step, self.limits)
         self.state = staleness.resume(step, self.buffer.num_finished, self.limits)
         self.retry = sorted([*self.retry, *self.live, *(g.group_id for g in left_over)])
         self.live = {}
+        self.most_held = self.state.accepted
 
     @invariant()
     def nothing_is_lost(self):
@@ -163,6 +176,15 @@ class Rollout(RuleBasedStateMachine):
         assert sorted(everything) == list(range(self.next_id))
         assert self.buffer.num_live == self.state.running == len(self.live)
         assert self.buffer.num_finished == len(finished)
+
+    @invariant()
+    def nothing_is_generated_for_nobody(self):
+        """While a run lasts, it holds no more groups than its batches will take."""
+        if not hasattr(self, "limits") or self.limits.total_steps is None:
+            return
+        assert self.state.accepted + self.state.running <= max(
+            self.limits.total_steps * self.limits.batch_prompts, self.most_held
+        )
 
     @invariant()
     def there_is_room_for_what_is_due(self):
@@ -182,6 +204,10 @@ class Rollout(RuleBasedStateMachine):
         if not hasattr(self, "limits"):
             return
         for _ in range(3):
+            total = self.limits.total_steps
+            if total is not None and self.state.consumed >= total:
+                assert staleness.capacity(self.state, self.limits) == 0
+                return
             self.state = staleness.publish(self.state, self.state.consumed)
             for _ in range(100):
                 if self.ready():

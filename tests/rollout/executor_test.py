@@ -117,6 +117,32 @@ def test_forced_staleness_makes_every_batch_lag_by_the_bound(make, fake_fleet, e
         publish(executor, fleet, step + 1)
 
 
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("eta", [0, 2])
+def test_no_prompt_is_admitted_that_no_batch_will_take(make, fake_fleet, eta, force):
+    """Neither by a run nor by one that continues it for longer, and nothing is dropped."""
+    fleet = fake_fleet(turns=20)
+    executor = make(Limits(4, eta, 16, 3), fleet=fleet, force_staleness=force)
+    publish(executor, fleet, 0)
+    seen = []
+    for step in range(3):
+        seen += [g.group_id for g in collect(executor)]
+        publish(executor, fleet, step + 1)
+    executor.run(asyncio.sleep(0))
+    assert len(fleet.calls) == executor.counters()["admitted"] == 12
+    host, groups = executor.state()
+    assert (host["pending"], groups) == ([], [])
+
+    again = make(Limits(4, eta, 16, 5), fleet=fleet, force_staleness=force)
+    again.restore(host, groups)
+    for step in range(3, 5):
+        publish(again, fleet, step)
+        seen += [g.group_id for g in collect(again)]
+    assert seen == list(range(20)) if eta == 0 else sorted(seen) == list(range(20))
+    assert again.counters()["admitted"] == 20
+    assert again.counters()["dropped"] == 0
+
+
 def test_a_slow_prompt_is_waited_for_when_due_and_not_before(make, fake_fleet, fake_workflow):
     gate = asyncio.Event()
 

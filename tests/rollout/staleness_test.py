@@ -19,22 +19,26 @@ from rlx.rollout.staleness import Limits, Staleness, StalenessViolation
         (Staleness(version=1, consumed=1, running=4, accepted=20), Limits(8, 2, 64), 8),
         (Staleness(), Limits(8, 2, 0), 1),  # C below 1 counts as 1
         (Staleness(running=2), Limits(8, 2, 1), 0),  # never negative
+        (Staleness(), Limits(8, 2, 64, 2), 16),  # two batches are all there will be
+        (Staleness(version=8, consumed=8, accepted=75, running=3), Limits(8, 2, 64, 10), 2),
+        (Staleness(version=3, consumed=3, accepted=30), Limits(8, 2, 64, 3), 0),  # more than enough
     ],
 )
 def test_capacity(state, limits, expected):
     assert staleness.capacity(state, limits) == expected
 
 
-@given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 6))
-def test_capacity_equals_the_floor_form(batch, eta, version):
-    """The N-th prompt may start exactly when ⌊(N − 1)/B⌋ ≤ v + η."""
-    limits = Limits(batch, eta, 10**6)
+@given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 6), st.none() | st.integers(0, 9))
+def test_capacity_equals_the_floor_form(batch, eta, version, more):
+    """The N-th prompt may start exactly when ⌊(N − 1)/B⌋ ≤ min(v + η, T − 1)."""
+    limits = Limits(batch, eta, 10**6, None if more is None else version + more)
+    last = version + eta if more is None else min(version + eta, version + more - 1)
     state = Staleness(version=version, consumed=version, accepted=version * batch)
     n = state.accepted
     while staleness.capacity(state, limits):
         state, n = staleness.admit(state, limits), n + 1
-        assert (n - 1) // batch <= version + eta
-    assert n // batch > version + eta
+        assert (n - 1) // batch <= last
+    assert n // batch > last
 
 
 def test_filtering_does_not_let_the_lag_grow():
