@@ -133,6 +133,33 @@ def test_the_exported_directory_loads_in_transformers(finished_run):
     assert model(ids).logits.isfinite().all()
 
 
+def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    rows = [{"question": f"{n}a+{n}b=?", "answer": str(2 * n)} for n in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one_shape_of_each = [
+        "--config.data.kind=jsonl", f"--config.data.train={tmp_path / 'rows.jsonl'}",
+        "--config.data.max_prompt_tokens=24", "--config.sampling.max_new_tokens=8",
+        "--config.fleet.slots=8", "--config.train.max_tokens_per_microbatch=192",
+    ]  # fmt: skip
+
+    def compiled_by(workdir: str, steps: int) -> set[str]:
+        """The programs that a run of trainer and server had to compile, by name."""
+        before = set((tmp_path / "cache").rglob("*-cache"))
+        status, out = finish(
+            start(tmp_path / workdir, f"--config.total_steps={steps}", *one_shape_of_each)
+        )
+        assert status == 0, out
+        return {path.name for path in set((tmp_path / "cache").rglob("*-cache")) - before}
+
+    first = compiled_by("one", 1)
+    for program in ("accumulate", "apply", "end_batch", "prepare", "_logprobs", "_decode"):
+        assert any(name.startswith(f"jit_{program}-") for name in first), program
+    assert compiled_by("one", 2) == set(), "after a resume"
+    assert compiled_by("two", 2) == set(), "at a second start"
+
+
 def test_a_finished_run_leaves_no_process(finished_run):
     workdir, _ = finished_run
     assert not processes_of(workdir)

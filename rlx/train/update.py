@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections import ConfigDict
 
 from rlx.algorithms import losses, presets
@@ -200,7 +200,9 @@ class _Trainer:
         """Compiles nothing yet; says what is donated and where results stay."""
         s = self.steps
         shardings = self._state_shardings()
-        self.jit_init = jax.jit(s.init, donate_argnums=(0, 1), out_shardings=shardings)
+        # Committed to the device as restored arrays are: a resumed run finds the same programs.
+        home = SingleDeviceSharding(jax.devices()[0]) if shardings is None else shardings
+        self.jit_init = jax.jit(s.init, donate_argnums=(0, 1), out_shardings=home)
         policy, critic = shardings, None
         if shardings is not None:
             policy, critic = shardings.replace(critic=None), shardings.critic
