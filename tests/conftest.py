@@ -4,6 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On a busy machine a clock says nothing about the code.
+settings.register_profile("no_clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no_clocks")
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
