@@ -32,7 +32,7 @@ FLAGS = {
     "group": "runs of each row; default: sampling.n_samples of --config, or 8",
     "timeout": "seconds of a run, 0 for none; default 300",
     "steps": "1 (one run), 2 (many at once); default 1,2",
-    "output": "where the report goes; default: workflow_report.json",
+    "output": "where the report goes, FILE.json; default: nowhere",
 }
 
 
@@ -69,9 +69,9 @@ def main() -> int:
         lambda line: print(line, flush=True),
     )
     report = debug.run(plan, screen)
-    path = Path(values.output or "workflow_report.json")
-    write_atomically(path, json.dumps(jsonable(report), indent=1).encode())
-    print(f"\nall of it: {path}\nthen, in a fleet of rlx: python -m rlx.evaluate --config=FILE "
+    if values.output:
+        write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())
+    print(f"\nthen, in a fleet of rlx: python -m rlx.evaluate --config=FILE "
           f"--workflow={values.workflow}")  # fmt: skip
     return 0 if report["ok"] else 1
 

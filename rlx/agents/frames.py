@@ -8,9 +8,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import rlx
-
-_RLX = str(Path(rlx.__file__).parent)
+_RLX = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")} | {"/dist-packages/"})
 )

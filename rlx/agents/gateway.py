@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rlx.agents import chat, responses, tool_calls
+from rlx.agents import chat, http_errors, responses, tool_calls
 from rlx.agents.chat import ApiError, ChatRequest
 from rlx.agents.sessions import Interaction, Session, Sessions
 from rlx.agents.stream_text import StreamText, cut
@@ -101,8 +101,8 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/responses", self._respond)
         # A client that goes away takes its request with it, down to the engine.
         runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, handler_cancellation=True,
-            shutdown_timeout=1.0,
+            app, access_log=None, logger=http_errors.LOGGER, handle_signals=False,
+            handler_cancellation=True, shutdown_timeout=1.0,
         )  # fmt: skip
         await runner.setup()
         try:
@@ -394,6 +394,8 @@ async def _told_as_json(request: web.Request, handler: _Handler) -> web.StreamRe
         return _refusal(error)
     except web.HTTPRequestEntityTooLarge:
         return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB"))
+    except http_errors.CLIENTS as error:
+        return _refusal(ApiError(400, f"the body cannot be read: {error}"))
     except web.HTTPNotFound:
         known = "POST /v1/chat/completions, /v1/responses, GET /v1/models, GET /health"
         return _refusal(ApiError(404, f"no {request.path} here; there are {known}"))

@@ -11,7 +11,6 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-import rlx
 from rlx.agents.exchange import Call
 from rlx.agents.recording_proxy import HOST
 from rlx.base import UserError
@@ -43,7 +42,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         _spare_loopback()
         environment = dict(os.environ)
-        root = str(Path(rlx.__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (root, environment.get("PYTHONPATH", "")))
         )

@@ -181,6 +181,8 @@ async def serve(settings: dict[str, str], until: asyncio.Event, say: Any) -> Non
     import aiohttp
     from aiohttp import web
 
+    from rlx.agents import http_errors
+
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
@@ -189,7 +191,10 @@ async def serve(settings: dict[str, str], until: asyncio.Event, say: Any) -> Non
     ) as session:  # fmt: skip
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{rest:.*}", Proxy(session=session, **settings).handle)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=http_errors.LOGGER,
+            shutdown_timeout=0,
+        )  # fmt: skip
         await runner.setup()
         await web.TCPSite(runner, HOST, 0, backlog=4096).start()
         say(runner.addresses[0][1])

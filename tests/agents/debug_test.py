@@ -71,6 +71,32 @@ def debug_agent(server, tmp_path):
     return go
 
 
+EDITABLE = """
+import importlib.machinery, importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "rlx":
+            return importlib.machinery.PathFinder.find_spec(
+                name, [{root!r} + "/" + "/".join(name.split(".")[:-1])])
+
+sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder) + 1, Finder())
+"""
+
+
+def test_it_runs_where_a_clone_lies_and_writes_nothing_unasked(server, tmp_path):
+    """`import rlx` there is the clone's directory, a namespace without a file."""
+    site, cwd = tmp_path / "site", tmp_path / "cwd"
+    site.mkdir()
+    (cwd / "rlx").mkdir(parents=True)
+    (site / "sitecustomize.py").write_text(EDITABLE.format(root=str(HERE.parents[1])))
+    words, env = command(server, "Good", "--steps=1")
+    env["PYTHONPATH"] = str(site)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in cwd.rglob("*")] == ["rlx"]
+
+
 @pytest.fixture
 def take(server):
     """The same in this process, where `openai` is imported once; gives the report."""

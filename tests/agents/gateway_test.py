@@ -424,3 +424,30 @@ def test_training_refuses_another_temperature(agents):
                 await ask(client, temperature=0)
 
     agents.run(main())
+
+
+BROKEN = {
+    "no HTTP": b"\x16\x03\x01\r\n\r\n",
+    "an unknown method": b"G<T / HTTP/1.1\r\n\r\n",
+    "a header without a colon": b"GET /health HTTP/1.1\r\nHost\r\n\r\n",
+    "two lengths": b"POST /v1/responses HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    "a long header": b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n",
+    "a bad chunk": b"POST /KEY/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a bad encoding": b"POST /KEY/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+    b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_malformed_http_is_answered_and_leaves_the_terminal_alone(agents, caplog, case):
+    async def main():
+        async with agents.gateway() as g:
+            reader, writer = await asyncio.open_connection("127.0.0.1", g.gateway._port)
+            writer.write(BROKEN[case].replace(b"KEY", g.session.key.encode()))
+            answer = await reader.readline()
+            writer.close()
+            assert answer.split()[1] == b"400"
+
+    agents.run(main())
+    assert not [r for r in caplog.records if r.levelname != "DEBUG"]
