@@ -115,16 +115,30 @@ def make_steps(model_config: ModelConfig, config: ConfigDict) -> Steps:
             f"reference.mode={config.reference.mode} is of a reference policy and algorithm "
             f"{algorithm.name} asks for none; set algorithm.kl_placement, or reference.mode=frozen"
         )
-    updates = _total_updates(config)
+    warmup = config.critic.warmup_steps
+    if warmup and not algorithm.critic:
+        raise UserError(
+            f"critic.warmup_steps={warmup} is of a critic and algorithm {algorithm.name} has none; "
+            "set algorithm.critic=True, or critic.warmup_steps=0"
+        )
+    if warmup and warmup >= config.total_steps:
+        raise UserError(
+            f"critic.warmup_steps={warmup} leaves none of total_steps={config.total_steps} to the "
+            "policy; lower it or raise total_steps"
+        )
     valued = dataclasses.replace(model_config, value_head=True)
     critic = dict(config.optimizer) | {"learning_rate": config.critic.learning_rate}
     return Steps(
         model=valued if algorithm.loss == "bradley_terry" else model_config,
         algorithm=algorithm,
-        optimizer=make_optimizer(config.optimizer, updates),
+        optimizer=make_optimizer(config.optimizer, _policy_updates(config)),
         critic_model=valued if algorithm.critic else None,
-        critic_optimizer=make_optimizer(ConfigDict(critic), updates) if algorithm.critic else None,
-        critic_warmup=config.critic.warmup_steps if algorithm.critic else 0,
+        critic_optimizer=make_optimizer(
+            ConfigDict(critic), config.total_steps * config.train.minibatches
+        )
+        if algorithm.critic
+        else None,
+        critic_warmup=warmup,
         reference_mode=config.reference.mode,
         reference_every=config.reference.every_steps,
         reference_decay=config.reference.decay,
@@ -158,8 +172,9 @@ def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
     return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / dense
 
 
-def _total_updates(config: ConfigDict) -> int:
-    return config.total_steps * config.train.minibatches
+def _policy_updates(config: ConfigDict) -> int:
+    """Return how many updates the policy makes: none while it waits for its critic."""
+    return (config.total_steps - config.critic.warmup_steps) * config.train.minibatches
 
 
 class _Jitted(NamedTuple):
@@ -178,7 +193,7 @@ class _Trainer:
     def __init__(self, model_config, config, reference_params, base_params, mesh):
         self.config, self.model_config = config, model_config
         self.steps = make_steps(model_config, config)
-        self.schedule = make_schedule(config.optimizer, _total_updates(config))
+        self.schedule = make_schedule(config.optimizer, _policy_updates(config))
         self.attention_cost = attention_cost(model_config, jax.default_backend())
         self.mesh = sharding.make_mesh(config.train.mesh) if mesh is None else mesh
         algorithm = self.steps.algorithm

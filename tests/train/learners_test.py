@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from rlx.algorithms.presets import PRESETS
-from rlx.base import Group
+from rlx.base import Group, UserError
 from rlx.model import decoder
 from rlx.train import checkpoint, update
 from rlx.train.steps import Steps
@@ -164,6 +164,37 @@ def test_values_returns_and_advantages_are_those_of_each_sequence_alone(
         sum(r.values[r.mask].sum() for r in rollouts) / trained, rel=1e-4
     )
     assert metrics["critic_grad_norm"] > 0
+
+
+def test_the_policys_schedule_counts_its_own_updates(trainers, params, make_groups):
+    """Two of four batches are the critic's alone: the policy's rate falls over its other four."""
+    trainer = trainers(
+        **{**SGD, "total_steps": 4, "critic.warmup_steps": 2, "train.minibatches": 2,
+           "algorithm.preset": "ppo", "optimizer.schedule": "linear",
+           "optimizer.learning_rate": 1e-3}
+    )  # fmt: skip
+    state, rates, moves = trainer.init(params), [], []
+    for seed in range(4):
+        before = host(state.params)
+        state, metrics = trainer.update(state, make_groups(seed))
+        rates.append(metrics["learning_rate"])
+        moves.append(gap(state.params, before) > 0)
+    assert moves == [False, False, True, True]
+    assert rates == pytest.approx([1e-3, 1e-3, 0.75e-3, 0.25e-3])
+    # The optimizer goes by the same count: after its four updates the rate is 0.
+    before = host(state.params)
+    state, metrics = trainer.update(state, make_groups(4))
+    assert (metrics["learning_rate"], gap(state.params, before)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "steps", "words"),
+    [("ppo", 10, "leaves none of total_steps=10"), ("grpo", 1, "grpo has none; set algorithm.cri")],
+)
+def test_a_warm_up_that_cannot_be_is_refused(model_config, make_config, preset, steps, words):
+    config = make_config(**{"algorithm.preset": preset, "critic.warmup_steps": steps})
+    with pytest.raises(UserError, match=words):
+        update.make_steps(model_config, config)
 
 
 def test_a_critic_learns_the_values(trainers, params, make_groups):
