@@ -118,6 +118,12 @@ def default() -> ConfigDict:
     c.fleet.publish_dir = "/dev/shm"
     c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
     c.fleet.publish_timeout_seconds = 120.0
+    c.fleet.connect_seconds = 60.0  # for running servers to answer, at the start
+    c.fleet.probe_seconds = 1.0  # between two looks at a server
+    c.fleet.hang_seconds = 5.0  # a server silent for so long is lost: its requests go on elsewhere
+    c.fleet.outage_seconds = 300.0  # requests wait for so long while no server is alive
+    c.fleet.kill_seconds = 60.0  # a local server silent for so long is killed and started again
+    c.fleet.max_restarts = 5  # of a local server, in a row
     c.fleet.tls = ConfigDict()  # PEM files, for fleet.addresses beyond this machine
     c.fleet.tls.ca = ""  # who signs the servers' certificates; empty: no TLS
     c.fleet.tls.cert = ""  # what we show to servers that ask for it, and its key
@@ -254,8 +260,12 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
                 "fleet.num_servers", "rollout.max_failures", "eval.num_questions",
                 "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
-                "critic.warmup_steps"):  # fmt: skip
+                "critic.warmup_steps", "fleet.max_restarts"):  # fmt: skip
         _at_least(config, key, 0)
+    for key in ("connect_seconds", "probe_seconds", "hang_seconds", "outage_seconds",
+                "kill_seconds"):  # fmt: skip
+        if not 0 < config.fleet[key] < float("inf"):
+            raise UserError(f"fleet.{key}={config.fleet[key]:g} must be above 0 and finite")
     if config.reward.timeout_seconds <= 0:
         raise UserError(
             f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "

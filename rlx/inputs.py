@@ -312,7 +312,7 @@ def evaluation_sampling(config: ConfigDict) -> Sampling:
 
 
 def server_options(config: ConfigDict) -> dict[str, Any]:
-    """Flags of rlx.serve, by name, for the local servers of a run."""
+    """Options of `LocalServers`, most of them flags of rlx.serve, for the servers of a run."""
     fleet = config.fleet
     budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
     return {
@@ -324,6 +324,8 @@ def server_options(config: ConfigDict) -> dict[str, Any]:
         "seed": config.seed,
         "kv_on_update": fleet.kv_on_update,
         "stage_dir": fleet.publish_dir,
+        "answer_timeout": fleet.kill_seconds,
+        "max_restarts": fleet.max_restarts,
     }
 
 

@@ -234,9 +234,7 @@ class _Run:
         c = self.config
         return Fleet(
             addresses,
-            limits=FleetLimits(
-                request=c.rollout.request_timeout_seconds, publish=c.fleet.publish_timeout_seconds
-            ),
+            limits=FleetLimits.of(c.fleet, c.rollout.request_timeout_seconds),
             publish_dir=c.fleet.publish_dir,
             kv_on_update=c.fleet.kv_on_update,
             on_message=self.progress.message,

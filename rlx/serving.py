@@ -7,8 +7,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from rlx.fleet import wire
-from rlx.fleet.client import Fleet
-from rlx.fleet.client import Limits as FleetLimits
+from rlx.fleet.client import Fleet, Limits
 from rlx.fleet.tls import client_tls
 from rlx.inputs import server_options
 from rlx.launch.local import LocalServers, servers_plan
@@ -48,7 +47,7 @@ class Serving:
             c = self._config
             fleet = Fleet(
                 addresses,
-                limits=FleetLimits(request=c.rollout.request_timeout_seconds),
+                limits=Limits.of(c.fleet, c.rollout.request_timeout_seconds),
                 token=os.environ.get(wire.TOKEN_VARIABLE),
                 tls=client_tls(**c.fleet.tls),
             )

@@ -8,6 +8,7 @@ student's before anything starts; servers at an address can only refuse tokens t
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from rlx.fleet.tls import client_tls
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import hf
 from rlx.model.directory import read_json
-
-_OUTAGE_SECONDS = 300.0
 
 
 def has_teacher(config: ConfigDict) -> bool:
@@ -182,10 +181,11 @@ class Teacher:
         except UserError as error:
             raise UserError(f"the teacher: {error}") from error
         seconds = c.rollout.request_timeout_seconds
+        limits = Limits.of(c.fleet, seconds)
         return Fleet(
             addresses,
             # An outage must be told before the attempt that waits for its end is given up.
-            limits=Limits(request=seconds, outage=min(_OUTAGE_SECONDS, seconds / 2)),
+            limits=replace(limits, outage=min(limits.outage, seconds / 2)),
             on_message=self._say,
             token=os.environ.get(wire.TOKEN_VARIABLE),
             tls=None if self._servers else client_tls(**c.fleet.tls),

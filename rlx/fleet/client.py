@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
+from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.engine import Sampling, ScoreRequest
 from rlx.fleet.member import Delivery, Failed, Limits, Lost, Member, Refused
@@ -28,6 +29,7 @@ from rlx.fleet.tls import Tls
 
 __all__ = ["Completion", "Fleet", "Limits", "PublishReport", "ServerStatus"]
 
+TELL_SECONDS, TELL_AGAIN_SECONDS = 1.0, 10.0  # of waiting for servers at the start
 MAX_ATTEMPTS = 8  # in a row that bring a sample no new token, or a sequence no scores
 
 
@@ -125,10 +127,12 @@ class Fleet:
         """Returns when every server is live, or some are and the time is up.
 
         Raises:
-          UserError: none answered in time, or one refuses our token.
+          UserError: none answered in time, one refuses our token, or a host's name is unknown.
         """
+        await asyncio.gather(*(transport.require_name(m.address) for m in self._members))
         sweep(self._publish_dir)
         self._tasks = [asyncio.create_task(member.run()) for member in self._members]
+        waiting = asyncio.create_task(self._tell_who_is_missing())
         try:
             async with asyncio.timeout(self._limits.connect):
                 await self._roster.complete()
@@ -140,6 +144,16 @@ class Fleet:
                     f"{missing}; start them (python -m rlx.serve) or check the addresses"
                 ) from None
             self._say(f"going on without {missing}")
+        finally:
+            waiting.cancel()
+
+    async def _tell_who_is_missing(self) -> None:
+        """Says, while `connect` waits, for whom and for how long."""
+        end, pause = time.monotonic() + self._limits.connect, TELL_SECONDS
+        while True:
+            await asyncio.sleep(pause)
+            left, pause = end - time.monotonic(), TELL_AGAIN_SECONDS
+            self._say(f"waiting up to {left:.0f} s for rollout servers: {self._roster.reasons()}")
 
     async def generate(
         self,

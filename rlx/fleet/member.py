@@ -10,8 +10,9 @@ continue them elsewhere.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -57,10 +58,22 @@ class Limits:
     connect: float = 60.0
     request: float = 600.0
     publish: float = 120.0
-    probe: float = 15.0
+    probe: float = 5.0
     probe_every: float = 1.0
     outage: float = 300.0
     backoff: float = 2.0
+
+    @classmethod
+    def of(cls, fleet: Mapping[str, Any], request: float) -> "Limits":
+        """Return those of a config's `fleet`, with this deadline of a request."""
+        return cls(
+            connect=fleet["connect_seconds"],
+            request=request,
+            publish=fleet["publish_timeout_seconds"],
+            probe=fleet["hang_seconds"],
+            probe_every=fleet["probe_seconds"],
+            outage=fleet["outage_seconds"],
+        )
 
 
 @dataclass(frozen=True)

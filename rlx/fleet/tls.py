@@ -9,6 +9,7 @@ handshake is explained: gRPC alone would only say UNAVAILABLE, again and again.
 
 import asyncio
 import ipaddress
+import socket
 import ssl
 import time
 from collections.abc import Sequence
@@ -59,6 +60,25 @@ def check_address(address: str, token: str | None, tls: Tls | None) -> None:
             f"{address} is another machine and our token would travel in clear; set fleet.tls.ca "
             "to the CA of its certificate, or tunnel to 127.0.0.1"
         )
+
+
+async def require_name(address: str) -> None:
+    """Raise UserError when `address` is not host:port, or its host has no such name.
+
+    A resolver that is out of order itself (EAI_AGAIN) proves nothing.
+    """
+    host, port = _split(address)
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"{address!r} is no address of a server; give host:port")
+    try:
+        await asyncio.get_running_loop().getaddrinfo(host, int(port))
+    except UnicodeError:
+        raise UserError(f"{address}: {host!r} is no name of a host; correct it") from None
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise UserError(
+                f"{address}: there is no host named {host!r}; correct the address"
+            ) from None
 
 
 def client_tls(ca: str, cert: str, key: str) -> Tls | None:

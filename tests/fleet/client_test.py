@@ -357,6 +357,43 @@ def test_connect_without_servers(tools, tmp_path):
     tools.run(main())
 
 
+def test_connect_tells_at_once_for_whom_it_waits(tools):
+    async def main():
+        unused = Server(lambda: None)
+        await unused.stop()
+        said = asyncio.Queue()
+        address = f"127.0.0.1:{unused.port}"
+        fleet = Fleet([address], limits=Limits(connect=600), on_message=said.put_nowait)
+        connecting = asyncio.create_task(fleet.connect())
+        text = await said.get()
+        assert f"waiting up to 599 s for rollout servers: {address} (" in text
+        assert not connecting.done()
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        await fleet.close()
+
+    tools.run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("no host:8001", "there is no host named 'no host'"),
+        ("a..b:8001", "'a..b' is no name of a host"),
+        ("127.0.0.1", "give host:port"),
+        ("127.0.0.1:99999", "give host:port"),
+    ],
+)
+def test_an_address_that_never_can_answer_is_not_waited_for(address, words, tools):
+    async def main():
+        fleet = Fleet([address], limits=Limits(connect=600))
+        with pytest.raises(UserError, match=words):
+            await fleet.connect()
+        await fleet.close()
+
+    tools.run(main())
+
+
 def test_connect_goes_on_with_the_servers_there_are(tools, tmp_path, arithmetic):
     async def main():
         async with tools.server() as (_, server):

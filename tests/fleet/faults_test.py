@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from rlx.fleet.client import Fleet
+from rlx.config import default
+from rlx.fleet.client import Fleet, Limits
 from rlx.fleet.engine import Sampling
 from rlx.launch.local import LocalServers
 
@@ -108,6 +109,34 @@ def test_hung_server_is_treated_as_dead_until_it_answers(tools, tmp_path, server
 
     done = tools.run(disturbed(tools, tmp_path, servers, hang))
     check(done, arithmetic)
+
+
+def test_how_soon_a_hung_server_is_left_is_a_key_of_the_config(
+    tools, tmp_path, servers, arithmetic
+):
+    """And five seconds by default: nobody waits for one server while another is idle."""
+    assert default().fleet.hang_seconds == 5
+    config = {**default().fleet, "hang_seconds": 0.5, "probe_seconds": 0.1}
+    limits = Limits.of(config, request=600)
+
+    async def main():
+        fleet = Fleet(servers.wait(), limits=limits, publish_dir=str(tmp_path))
+        await fleet.connect()
+        await fleet.publish(3, tools.weights(0.5))
+        tasks = [
+            asyncio.create_task(fleet.generate(PROMPT, Sampling(seed=s, max_new_tokens=MOST), 4))
+            for s in SEEDS
+        ]
+        await running_on_both(fleet)
+        os.kill(servers.pids[0], signal.SIGSTOP)
+        done = [await task for task in tasks]  # it stays stopped
+        (reason,) = (server.reason for server in await fleet.status() if not server.live)
+        await fleet.close()
+        return done, reason
+
+    done, reason = tools.run(main())
+    check(done, arithmetic)
+    assert reason == "hung, no answer to Status for 0.5 s"
 
 
 def test_hung_server_cannot_hold_up_a_publish(tools, tmp_path, servers):
