@@ -4,9 +4,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 from rlx import remedies
 from rlx.base import UserError
+from rlx.observe.text import plain
+
+
+def say(text: object, file: TextIO | None = None) -> None:
+    """Prints `text` at once, to stdout unless told otherwise; it cannot command the terminal."""
+    print(plain(str(text)), file=file, flush=True)
 
 
 def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
@@ -22,7 +29,7 @@ def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
     try:
         status = main() or 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
@@ -31,12 +38,7 @@ def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
         status = 0
     except Exception as error:
         known = remedies.explain(error)
-        if known is None and teardown:
-            raise
-        if known is None:
-            traceback.print_exc()
-        else:
-            print(f"error: {known}", file=sys.stderr)
+        say(f"error: {known}" if known else traceback.format_exc().rstrip(), sys.stderr)
         status = 2 if known else 1
     if not teardown:
         sys.stdout.flush()

@@ -62,7 +62,7 @@ def main() -> int:
     tolerance = consistency.tolerance(exact, a.max_delta, a.mean_delta)
     case = pairs.case_of(directory, prompts, completions, sampling, tolerance, a.trainer_dtype)
     found = pairs.reports(case, directory)
-    print(pairs.table(case, found, a.dtype), flush=True)
+    command.say(pairs.table(case, found, a.dtype))
     return 0 if all(report.ok for report in found.values()) else 1
 
 

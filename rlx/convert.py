@@ -51,7 +51,7 @@ def main() -> None:
     from rlx.train import checkpoint
 
     if path := checkpoint.find(a.source):
-        print(to_hf(path, a.target, a.model, a.dtype, a.adapter), flush=True)
+        command.say(to_hf(path, a.target, a.model, a.dtype, a.adapter))
         return
     if Path(a.source).is_dir() and not (Path(a.source) / "config.json").exists():
         raise UserError(
@@ -59,7 +59,7 @@ def main() -> None:
         )
     if a.adapter:
         raise UserError(f"{a.source} is no checkpoint of a LoRA run; drop --adapter")
-    print(from_hf(hf.resolve(a.source, "SOURCE"), a.target, a.dtype), flush=True)
+    command.say(from_hf(hf.resolve(a.source, "SOURCE"), a.target, a.dtype))
 
 
 if __name__ == "__main__":

@@ -66,13 +66,13 @@ def main() -> int:
     console = Console(highlight=False)
     screen = debug.Screen(
         lambda area, remarks: section(area, [Finding(area, *r) for r in remarks], console),
-        lambda line: print(line, flush=True),
+        command.say,
     )
     report = debug.run(plan, screen)
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())
-    print(f"\nthen, in a fleet of rlx: python -m rlx.evaluate --config=FILE "
-          f"--workflow={values.workflow}")  # fmt: skip
+    then = f"python -m rlx.evaluate --config=FILE --workflow={values.workflow}"
+    command.say(f"\nthen, in a fleet of rlx: {then}")
     return 0 if report["ok"] else 1
 
 

@@ -64,7 +64,7 @@ def main() -> int:
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with Counting() as counting:
         rows = evaluation.run(config, models, sets, options, out, counting.show)
-    print(text_table(rows, options.columns), flush=True)
+    command.say(text_table(rows, options.columns))
     return 0
 
 

@@ -15,7 +15,7 @@ def main() -> None:
     from rlx.observe.report import write_report
 
     for workdir in arguments.workdir:
-        print(write_report(workdir), flush=True)
+        command.say(write_report(workdir))
 
 
 if __name__ == "__main__":

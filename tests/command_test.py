@@ -1,5 +1,7 @@
 """How a command ends: its status, its last words, and nothing after them."""
 
+import os
+import pty
 import subprocess
 import sys
 
@@ -36,3 +38,58 @@ def test_a_command_ends_with_its_status_and_its_last_words(body, teardown):
     assert done.returncode == status
     assert done.stdout.splitlines() == ["working", *["clearing up"] * teardown]
     assert (done.stderr.splitlines() or [""])[-1] == error
+
+
+HOSTILE = (
+    "\x1b]0;stolen\x07\x1b[2Jx\x9b2J\x1bc\u202ey\rz"  # a title, twice a clear, a reset, a turn
+)
+SPEAKERS = {
+    "user's mistake": "command.run(lambda: (_ for _ in ()).throw(UserError(TEXT)))",
+    "user's exception": "command.run(lambda: (_ for _ in ()).throw(ValueError(TEXT)))",
+    "no teardown": "command.run(lambda: (_ for _ in ()).throw(ValueError(TEXT)), teardown=False)",
+    "failure with a remedy": "command.run(lambda: open('/proc/self/mem').seek(0) or "
+    "(_ for _ in ()).throw(OSError(28, TEXT)))",
+    "result": "command.say(TEXT)",
+    "progress": "from rlx.observe.progress import Progress\n"
+    "with Progress(3, title=TEXT) as progress:\n    progress.message(TEXT)\n"
+    "    print('panel' if progress._panel else 'lines')",
+    "counting": "from rlx.observe.counting import Counting\n"
+    "with Counting() as counting:\n    counting.show('[red]' + TEXT, 1, 2)",
+    "findings": "from rlx.checkup import findings, table\n"
+    "table.show([findings.Finding(TEXT, TEXT, 'problem', TEXT, TEXT)])",
+}
+
+
+def _on_a_terminal(script, term):
+    """What a process writes to the terminal that it has for stdout and stderr."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": term, "COLUMNS": "200", "PYTHONUTF8": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            block = os.read(ours, 65536)
+        except OSError:  # EIO: the other side is closed
+            break
+        if not block:
+            break
+        said += block
+    process.wait()
+    os.close(ours)
+    return said.decode()
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+@pytest.mark.parametrize("speaker", SPEAKERS)
+def test_nothing_that_is_shown_commands_the_terminal(speaker, term):
+    script = (
+        f"from rlx import command\nfrom rlx.base import UserError\nTEXT = {HOSTILE!r}\n"
+        f"{SPEAKERS[speaker]}"
+    )
+    said = _on_a_terminal(script, term)
+    assert "stolen" in said
+    for order in ("\x1b]", "\x07", "\x1b[2J", "\x9b", "\x1bc", "\u202e", "y\rz"):
+        assert order not in said

@@ -1,10 +1,12 @@
 """Findings in the terminal: a table, or one plain line each where there is no terminal."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rlx.checkup.findings import Finding, summary
+from rlx.observe.text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,11 +33,12 @@ def show(findings: Iterable[Finding], console: "Console | None" = None) -> list[
 
 def section(area: str, findings: Iterable[Finding], console: "Console") -> None:
     """Prints one section: a table once it is whole, or a line as soon as it is found."""
+    findings = (Finding(*map(plain, dataclasses.astuple(finding))) for finding in findings)
     if _plain(console):
         for finding in findings:
             console.print(line(finding), markup=False, soft_wrap=True)
     else:
-        console.print(_section(area, list(findings), min(console.width, _WIDEST)))
+        console.print(_section(plain(area), list(findings), min(console.width, _WIDEST)))
 
 
 def _kept(findings: Iterable[Finding], every: list[Finding]) -> Iterator[Finding]:

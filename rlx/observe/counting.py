@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from rlx.observe.text import plain
+
 _LINE_SECONDS = 10.0
 
 
@@ -34,6 +36,7 @@ class Counting:
 
     def show(self, what: str, done: int, wanted: int) -> None:
         """`done` of `wanted` are finished; a new `what` begins a new bar."""
+        what = plain(what)
         if what != self._what:
             self._what, self._began, self._shown = what, self._clock(), float("-inf")
             if self._bar:
@@ -67,7 +70,7 @@ def _bar(stream: TextIO) -> Any:
     )
 
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

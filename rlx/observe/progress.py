@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlx.observe.headlines import HELD_OUT, TRAINED, present
-from rlx.observe.text import duration, number, shares, sparkline
+from rlx.observe.text import duration, number, plain, shares, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ class Progress:
 
         self._total = total_steps
         self._console = console or Console(highlight=False)
-        self._title = title
+        self._title = plain(title)
         self._clock = clock
         self._lock = threading.RLock()
         self._history: list[Mapping[str, Any]] = []
@@ -95,7 +95,7 @@ class Progress:
     def _line(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(plain(text)), soft_wrap=True)
 
     def _remaining(self) -> float | None:
         """Seconds until the last step at the recent pace; None before the second step."""

@@ -30,7 +30,7 @@ from rlx.observe.charts import (
 from rlx.observe.jsonl import write_atomically
 from rlx.observe.lanes import busy_shares, color_of, overview
 from rlx.observe.rundir import Run, finite, load
-from rlx.observe.text import duration, number
+from rlx.observe.text import duration, number, visible
 
 _VERSION = re.compile(r"version (\d+)$")  # in the names of publish and load spans
 _WIDE, _HALF = (1096, 320), (532, 220)
@@ -64,7 +64,7 @@ def write_report(workdir: str | os.PathLike) -> Path:
     """
     run = load(workdir)
     path = Path(workdir) / "report.html"
-    write_atomically(path, page(run).encode("utf-8", "replace"))
+    write_atomically(path, visible(page(run)).encode("utf-8", "replace"))
     return path
 
 

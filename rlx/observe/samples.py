@@ -4,22 +4,17 @@ Everything here comes from a model: it is escaped, and characters that would hid
 reorder text are shown by name.
 """
 
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
 
 from rlx.observe.rundir import finite
-from rlx.observe.text import number
+from rlx.observe.text import number, visible
 
 PER_VIEW = 6
 MAX_CHARACTERS = 6000  # of one text; the middle of a longer one is left out
 VIEWS = (("best", "Best"), ("worst", "Worst"), ("early", "First steps"), ("late", "Last steps"))
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]"
-)
 
 
 def choose(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -109,18 +104,6 @@ def trained_versions(sample: Mapping[str, Any]) -> list[int]:
     if not isinstance(versions, list):
         return []
     return [int(v) for v in versions if isinstance(v, int | float) and v >= 0]
-
-
-def visible(text: str) -> str:
-    """`text` with control, zero-width and direction characters written as ⟨U+202E⟩."""
-    return _HIDDEN.sub(lambda m: f"⟨{_named(m.group())}⟩", text.replace("\r\n", "\n"))
-
-
-def _named(character: str) -> str:
-    short = {"\x1b": "ESC", "\x07": "BEL", "\x00": "NUL", "\r": "CR"}.get(character)
-    if short or unicodedata.category(character) == "Cc":
-        return short or f"0x{ord(character):02x}"
-    return f"U+{ord(character):04X}"
 
 
 def _pieces(sample: Mapping[str, Any], count: int) -> list[str]:

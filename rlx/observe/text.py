@@ -1,11 +1,17 @@
-"""Numbers and series as short text, for terminal and report alike."""
+"""Numbers and series as short text, for terminal and report alike; and any text made harmless."""
 
 import itertools
 import math
+import re
+import unicodedata
 from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
 _DECIMALS = ((1, 10), (2, 1.995), (3, 0.0995), (4, 0.00995), (5, 0))  # (digits, from this size)
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]"
+)
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def duration(seconds: float | None) -> str:
@@ -81,3 +87,24 @@ def shares(parts: Sequence[float], width: int) -> list[int]:
     for i in by_rest[: width - sum(cells)]:
         cells[i] += 1
     return cells
+
+
+def plain(text: str) -> str:
+    """`text` for a terminal: without colours, and with what else would command it written out.
+
+    Model outputs, rows, users' exceptions, names of directories and logs of servers reach the
+    terminal; `ESC [2J` in one of them would clear it.
+    """
+    return visible(_COLOURS.sub("", text))
+
+
+def visible(text: str) -> str:
+    """`text` with control, zero-width and direction characters written as ⟨U+202E⟩."""
+    return _HIDDEN.sub(lambda m: f"⟨{_named(m.group())}⟩", text.replace("\r\n", "\n"))
+
+
+def _named(character: str) -> str:
+    short = {"\x1b": "ESC", "\x07": "BEL", "\x00": "NUL", "\r": "CR"}.get(character)
+    if short or unicodedata.category(character) == "Cc":
+        return short or f"0x{ord(character):02x}"
+    return f"U+{ord(character):04X}"

@@ -15,7 +15,8 @@ from rlx.observe.lanes import color_of, covered, overview
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report import page, write_report
 from rlx.observe.rundir import TraceSpan, load
-from rlx.observe.samples import card, choose, shaded, visible
+from rlx.observe.samples import card, choose, shaded
+from rlx.observe.text import visible
 from rlx.observe.timeline import Timeline
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -109,6 +110,7 @@ def test_what_a_model_writes_stays_text(make_run, tmp_path):
     joined = "".join(shown.text)
     assert "<script>document.title='stolen'</script>" in joined
     assert "⟨BEL⟩⟨U+202E⟩" in joined
+    assert not {"\x07", "\u202e"} & set(text)
 
 
 def test_characters_that_hide_or_reorder_text_are_named():
