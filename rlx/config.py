@@ -109,7 +109,8 @@ def default() -> ConfigDict:
     c.fleet = ConfigDict()
     c.fleet.engine = "jax"
     c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
-    c.fleet.addresses = ()  # host:port of running servers; empty: start local ones
+    c.fleet.addresses = ()  # host:port of running servers, or @FILE with one a line, which
+    # may join and leave while the run goes on; empty: start local ones
     c.fleet.slots = 64  # sequences decoded together on one server
     c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence

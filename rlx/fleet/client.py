@@ -11,7 +11,7 @@ Everything here runs on one event loop.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from rlx.base import UserError
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
+from rlx.fleet.addresses import FILE, read_addresses
 from rlx.fleet.engine import Sampling, ScoreRequest
 from rlx.fleet.member import Delivery, Failed, Limits, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
@@ -80,7 +81,9 @@ class Fleet:
     """Rollout servers behind one `generate`, one `score` and one `publish`.
 
     Args:
-      addresses: host:port of each server; they may still be starting, die and come back.
+      addresses: host:port of each server; they may still be starting, die and come back. @PATH is a
+        file of them that is read again and again: a server that is added to it gets the weights of
+        now and then requests, one that is taken out of it finishes those it has.
       token: bearer token of the servers.
       tls: how to know the servers, and what to show them; None: plain, as on loopback.
       limits: deadlines.
@@ -100,17 +103,17 @@ class Fleet:
         kv_on_update: str | None = None,
         on_message: Callable[[str], None] | None = None,
     ):
-        if not addresses:
-            raise UserError("the fleet has no server; give addresses as host:port")
         self._limits = limits or Limits()
         self._publish_dir = publish_dir
         self._say = on_message or (lambda text: None)
         self._roster = Roster(self._limits.outage, self._say)
         self._weights: Weights | None = None
         self._publishing = asyncio.Lock()
-        self._tasks: list[asyncio.Task] = []
-        self._members = self._roster.members = [
-            Member(
+        self._tasks: set[asyncio.Task] = set()
+        self._given, self._connected = tuple(addresses), False
+
+        def member(address: str) -> Member:
+            return Member(
                 address,
                 limits=self._limits,
                 wanted=lambda: self._weights,
@@ -120,8 +123,17 @@ class Fleet:
                 tls=tls,
                 kv=wire.KV_NUMBERS[kv_on_update],
             )
-            for address in addresses
-        ]
+
+        self._member = member
+        self._members = self._roster.members
+        self._members += [member(address) for address in read_addresses(addresses)]
+        if not self._members:
+            raise UserError("the fleet has no server; give addresses as host:port")
+
+    @property
+    def live(self) -> frozenset[str]:
+        """Addresses of the servers that get requests."""
+        return frozenset(member.address for member in self._members if member.live)
 
     async def connect(self) -> None:
         """Returns when every server is live, or some are and the time is up.
@@ -131,7 +143,8 @@ class Fleet:
         """
         await asyncio.gather(*(transport.require_name(m.address) for m in self._members))
         sweep(self._publish_dir)
-        self._tasks = [asyncio.create_task(member.run()) for member in self._members]
+        for member in self._members:
+            self._begin(self._keep(member))
         waiting = asyncio.create_task(self._tell_who_is_missing())
         try:
             async with asyncio.timeout(self._limits.connect):
@@ -146,6 +159,61 @@ class Fleet:
             self._say(f"going on without {missing}")
         finally:
             waiting.cancel()
+        self._connected = True
+        if any(text.startswith(FILE) for text in self._given):
+            self._begin(self._follow())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start what goes on until it ends or the fleet is closed."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _keep(self, member: Member) -> None:
+        """Keep `member` joined while it is one of ours; its last requests end before it goes."""
+        running = asyncio.ensure_future(member.run())
+        try:
+            while member in self._members or member.load:
+                if running.done():
+                    if self._connected:  # else `connect` raises it
+                        self._say(f"going on without {member.address}: {member.fatal}")
+                    return
+                await asyncio.wait([running], timeout=self._limits.probe_every)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        """Let servers join and leave as the files of addresses say."""
+        known, before, told = tuple(m.address for m in self._members), None, ""
+        while True:
+            await asyncio.sleep(self._limits.probe_every)
+            found = None
+            try:
+                found = await asyncio.to_thread(read_addresses, self._given)
+                if found == before and found != known:  # read alike twice: not half written
+                    await self._change(found)
+                    known, told = found, ""
+            except UserError as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._say(f"the servers stay as they are: {told}")
+            before = found
+
+    async def _change(self, addresses: Sequence[str]) -> None:
+        """Begin to join those of `addresses` that are new, and to let go of those not there."""
+        have = {member.address for member in self._members}
+        new = [self._member(address) for address in addresses if address not in have]
+        await asyncio.gather(*(transport.require_name(m.address) for m in new))
+        for member in [m for m in self._members if m.address not in addresses]:
+            self._members.remove(member)
+            self._say(f"rollout server {member.address} is taken out; it finishes what it has")
+        for member in new:
+            self._members.append(member)
+            self._begin(self._keep(member))
+            self._say(f"rollout server {member.address} is added; it is given the weights of now")
+        self._roster.changed()
 
     async def _tell_who_is_missing(self) -> None:
         """Says, while `connect` waits, for whom and for how long."""
@@ -307,9 +375,10 @@ class Fleet:
     async def close(self) -> None:
         """Lets go of the servers (which stay) and removes the weights file."""
         self._roster.close()
-        for task in self._tasks:
+        tasks = tuple(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._roster.changed()
         if self._weights:
             self._weights.close()

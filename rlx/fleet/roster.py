@@ -5,7 +5,7 @@ Everything here runs on one event loop.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rlx.base import UserError
 from rlx.fleet.member import Member
@@ -21,11 +21,11 @@ class Roster:
       say: takes one line for the user.
 
     Attributes:
-      members: set once, before the first call.
+      members: who is asked; servers may join and leave.
     """
 
     def __init__(self, outage: float, say: Callable[[str], None]):
-        self.members: Sequence[Member] = ()
+        self.members: list[Member] = []
         self._outage, self._say = outage, say
         self._sessions: OrderedDict[str, Member] = OrderedDict()
         self._news = asyncio.Event()
@@ -42,7 +42,7 @@ class Roster:
         """The session's or request's own server while it lives, else the least loaded one."""
         live = await self.alive()
         chosen = self._sessions.get(session) if session is not None else last
-        if chosen is None or not chosen.live:
+        if chosen not in live:
             self._turn += 1
             order = live[self._turn % len(live) :] + live[: self._turn % len(live)]
             chosen = min(order, key=lambda member: member.load / max(1, member.status.slots))
@@ -78,6 +78,8 @@ class Roster:
 
     def reasons(self) -> str:
         """Why those that are not live are not."""
+        if not self.members:
+            return "there is no address of one"
         return "; ".join(f"{m.address} ({m.reason})" for m in self.members if not m.live)
 
     def raise_fatal(self) -> None:

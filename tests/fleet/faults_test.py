@@ -155,6 +155,48 @@ def test_hung_server_cannot_hold_up_a_publish(tools, tmp_path, servers):
     tools.run(main())
 
 
+def test_servers_join_and_leave_by_a_file_while_requests_run(tools, tmp_path, servers, arithmetic):
+    first, second = servers.wait()
+    file = tmp_path / "servers"
+    file.write_text(f"# ours\n{first}\n")
+
+    async def main():
+        limits = dataclasses.replace(tools.limits, probe=5.0)
+        fleet = Fleet([f"@{file}"], limits=limits, publish_dir=str(tmp_path))
+
+        def requests():
+            asked = [
+                fleet.generate(PROMPT, Sampling(seed=s, max_new_tokens=MOST), 4) for s in SEEDS
+            ]
+            return [asyncio.create_task(request) for request in asked]
+
+        await fleet.connect()
+        await fleet.publish(3, tools.weights(0.5))
+        assert fleet.live == {first}
+        file.write_text(f"{first}\n\n{second}  # new\n")
+        while fleet.live != {first, second}:
+            await asyncio.sleep(0.01)
+        both = requests()
+        await running_on_both(fleet)
+        assert [server.version for server in await fleet.status()] == [3, 3]
+        file.write_text(f"{second}\n")
+        while fleet.live != {second}:
+            await asyncio.sleep(0.01)
+        done = [await request for request in both]  # the first one's too: it was not cut off
+        await fleet.publish(3, tools.weights(0.5))
+        os.kill(servers.pids[0], signal.SIGSTOP)  # nothing waits for what is not ours any more
+        later = [await request for request in requests()]
+        assert [server.address for server in await fleet.status()] == [second]
+        file.unlink()
+        await asyncio.sleep(5 * limits.probe_every)
+        assert fleet.live == {second}
+        await fleet.close()
+        return done, later
+
+    for done in tools.run(main()):
+        check(done, arithmetic)
+
+
 def test_a_server_started_by_hand_takes_weights_by_path(tools):
     """Trainer and server agree on a directory by default; neither was told one here."""
 
