@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import os
 import tempfile
-from collections.abc import Sequence
 
 from rlx import command
 from rlx.fleet import wire
@@ -49,7 +48,9 @@ def main() -> int:
     prompts = inputs.read_prompts(a.prompts, inputs.load_tokenizer(directory), a.count)
     sampling = Sampling(a.temperature, a.top_p, a.top_k, a.max_new_tokens, seed=0)
     if a.address:
-        completions = asyncio.run(_ask((a.address,), prompts, sampling, a.tls))
+        tls = client_tls(*[*a.tls.split(","), "", ""][:3])
+        fleet = Fleet((a.address,), token=wire.take_token(os.environ), tls=tls)
+        completions = asyncio.run(_ask(fleet, prompts, sampling))
     else:
         longest = max(map(len, prompts)) + a.max_new_tokens
         options = {"engine": a.engine, "dtype": a.dtype, "max_model_len": longest, "slots": 16}
@@ -57,7 +58,7 @@ def main() -> int:
             tempfile.TemporaryDirectory() as workdir,
             LocalServers(directory, workdir=workdir, **options) as servers,
         ):
-            completions = asyncio.run(_ask(servers.wait(), prompts, sampling))
+            completions = asyncio.run(_ask(servers.fleet(), prompts, sampling))
     exact = a.dtype == a.trainer_dtype == "float32"
     tolerance = consistency.tolerance(exact, a.max_delta, a.mean_delta)
     case = pairs.case_of(directory, prompts, completions, sampling, tolerance, a.trainer_dtype)
@@ -66,9 +67,7 @@ def main() -> int:
     return 0 if all(report.ok for report in found.values()) else 1
 
 
-async def _ask(addresses: Sequence[str], prompts, sampling: Sampling, files: str = ""):
-    tls = client_tls(*[*files.split(","), "", ""][:3])
-    fleet = Fleet(addresses, token=os.environ.get(wire.TOKEN_VARIABLE), tls=tls)
+async def _ask(fleet: Fleet, prompts, sampling: Sampling):
     try:
         await fleet.connect()
         return next(iter((await fleet.probe(prompts, sampling)).values()))

@@ -11,6 +11,7 @@ each model in turn.
 
 import dataclasses
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -24,6 +25,7 @@ from ml_collections import ConfigDict
 from rlx.agents import chosen
 from rlx.base import Group, UserError
 from rlx.export import checkpoint_to_hf
+from rlx.fleet import wire
 from rlx.fleet.engine import Sampling
 from rlx.inputs import load_tokenizer
 from rlx.model.directory import load_config, resolve
@@ -103,6 +105,7 @@ def run(
     names = options.columns
     if not config.fleet.addresses and config.fleet.num_servers < 1:
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
+    token = wire.take_token(os.environ)
     settings = _settings(config, models, sets, options, out)
     directories = {name: directory_of(path, out / name) for name, path in models.items()}
     for directory in directories.values():
@@ -117,7 +120,7 @@ def run(
             if jobs := pending(files[found.name], len(questions), options.n_samples):
                 ask = _Asking(config, directory, found, options, files[found.name])
                 asked.append((ask, questions, jobs))
-        _ask_all(asked, Serving(config, directory, out / model), model, show)
+        _ask_all(asked, Serving(config, directory, out / model, token), model, show)
         for found, questions in sets:
             row = summary(found.name, files[found.name], len(questions), options, names)
             rows.append({"model": model, **row})

@@ -323,7 +323,7 @@ def server_options(config: ConfigDict) -> dict[str, Any]:
         "dtype": config.model.publish_dtype,
         "seed": config.seed,
         "kv_on_update": fleet.kv_on_update,
-        "stage_dir": fleet.publish_dir,
+        "publish_dir": fleet.publish_dir,
         "answer_timeout": fleet.kill_seconds,
         "max_restarts": fleet.max_restarts,
     }

@@ -30,6 +30,7 @@ from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.nobody import Nobody
+from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
 from rlx.gate import Gate, sentence
 from rlx.held_out import HeldOut
@@ -101,13 +102,15 @@ class _Run:
         self.publishing: Future | None = None
         self.teacher: Teacher | None = None
         self.tutor: Fleet | None = None  # in front of it
+        self.fleet: Fleet | Nobody
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
         self._foresee(killed)
         stack.enter_context(interrupts(self._stop))
         cores = sorted(os.sched_getaffinity(0))
-        servers = self._start_servers(stack, cores)
+        token = wire.take_token(os.environ)
+        servers = self._start_servers(stack, cores, token)
         stack.callback(inputs.reward_pool.close)
         if self.served:
             inputs.reward_pool.start()  # its imports go on beside everything else
@@ -116,11 +119,11 @@ class _Run:
         self.writer = stack.enter_context(writer)
         done = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
         self.held_out = HeldOut(config, inputs, done, self.timeline, self._elapsed)
-        addresses = servers.wait() if servers else tuple(config.fleet.addresses)
+        self.fleet = self._fleet(stack, servers, token) if self.served else Nobody()
         self.gate = None
         if config.gate.enabled and self.served:
             self.gate = Gate(config, inputs, self.model_dir, workdir / "hf")
-        self._start_executor(stack, addresses)
+        self._start_executor(stack)
 
     # Setting up.
 
@@ -137,7 +140,9 @@ class _Run:
         if text:
             self.progress.message(text)
 
-    def _start_servers(self, stack: ExitStack, cores: list[int]) -> LocalServers | None:
+    def _start_servers(
+        self, stack: ExitStack, cores: list[int], token: str | None
+    ) -> LocalServers | None:
         """Begins to start local servers, on cores of their own, while the trainer compiles."""
         fleet, inputs = self.config.fleet, self.inputs
         own = 0 if fleet.addresses else fleet.num_servers
@@ -155,7 +160,7 @@ class _Run:
             )  # fmt: skip
         if teacher.has_teacher(self.config):
             options, say = server_options(self.config), self.progress.message
-            beside = Teacher(self.config, self.workdir, plan.servers[own:], options, say)
+            beside = Teacher(self.config, self.workdir, plan.servers[own:], options, say, token)
             self.teacher = stack.enter_context(beside)
         if fleet.addresses or not self.served:
             return None
@@ -163,7 +168,6 @@ class _Run:
             self.model_dir,
             workdir=self.workdir,
             plan=CpuPlan(plan.trainer, plan.servers[:own]),
-            weight_roots=(fleet.publish_dir,),
             on_message=self.progress.message,
             **server_options(self.config),
         )
@@ -193,10 +197,9 @@ class _Run:
         else:
             self.state = self.update.init({} if self.update.lora else first())
 
-    def _start_executor(self, stack: ExitStack, addresses: tuple[str, ...]) -> None:
+    def _start_executor(self, stack: ExitStack) -> None:
         """Connects the fleet, gives it the state's version, and begins to admit prompts."""
         c = self.config
-        self.fleet: Fleet | Nobody = self._fleet(addresses) if self.served else Nobody()
         workflow: Workflow = self.inputs.workflow
         if self.teacher:
             self.tutor = self.teacher.fleet()
@@ -230,17 +233,19 @@ class _Run:
             self.executor.run(self.fleet.publish(self.step, weights, c.fleet.publish))
         self.executor.set_version(self.step)
 
-    def _fleet(self, addresses: tuple[str, ...]) -> Fleet:
+    def _fleet(self, stack: ExitStack, servers: LocalServers | None, token: str | None) -> Fleet:
+        """The fleet, not connected yet: our own servers, or those at the addresses of `token`."""
         c = self.config
-        return Fleet(
-            addresses,
-            limits=FleetLimits.of(c.fleet, c.rollout.request_timeout_seconds),
-            publish_dir=c.fleet.publish_dir,
-            kv_on_update=c.fleet.kv_on_update,
-            on_message=self.progress.message,
-            token=os.environ.get(wire.TOKEN_VARIABLE),
-            tls=client_tls(**c.fleet.tls),
-        )
+        options: dict[str, Any] = {
+            "limits": FleetLimits.of(c.fleet, c.rollout.request_timeout_seconds),
+            "kv_on_update": c.fleet.kv_on_update,
+            "on_message": self.progress.message,
+        }
+        if servers:
+            return servers.fleet(**options)
+        directory = stack.enter_context(Scratch(c.fleet.publish_dir)).directory
+        options |= {"token": token, "tls": client_tls(**c.fleet.tls), "publish_dir": directory}
+        return Fleet(c.fleet.addresses, **options)
 
     def _stop_executor(self) -> None:
         self._let_go(self.fleet)

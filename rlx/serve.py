@@ -19,6 +19,7 @@ from rlx.fleet.child import end_with_parent
 def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES) -> None:
     """Serves until SIGTERM or SIGINT."""
     args = options.parser(engines).parse_args(argv)
+    os.umask(0o077)  # vLLM's sockets and all else that we make: this user's alone
     if args.parent_pid:
         end_with_parent(args.parent_pid)
     asyncio.run(_serve(args, engines[args.engine]))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from rlx.fleet import wire
 from rlx.fleet.client import Fleet, Limits
 from rlx.fleet.tls import client_tls
 from rlx.inputs import server_options
@@ -16,11 +15,12 @@ from rlx.launch.local import LocalServers, servers_plan
 class Serving:
     """The fleet's `connect` for one model: servers are started before, and ended after.
 
-    Those at `fleet.addresses` are given the model, whatever they serve; its shapes must be theirs.
+    Those at `fleet.addresses` are given the model, whatever they serve; its shapes must be theirs,
+    and `token` is for them alone.
     """
 
-    def __init__(self, config: ConfigDict, directory: Path, workdir: Path):
-        self._config, self._directory = config, directory
+    def __init__(self, config: ConfigDict, directory: Path, workdir: Path, token: str | None):
+        self._config, self._directory, self._token = config, directory, token
         self._servers: LocalServers | None = None
         fleet = config.fleet
         if not fleet.addresses:
@@ -29,28 +29,26 @@ class Serving:
                 directory,
                 workdir=workdir,
                 plan=servers_plan(cores, fleet.num_servers, fleet.threads),
-                weight_roots=(fleet.publish_dir,),
                 **server_options(config),
             )
 
     def __enter__(self) -> Callable[[], Awaitable[Fleet]]:
-        addresses = tuple(self._config.fleet.addresses)
         if self._servers:
             self._servers.start()
             try:
-                addresses = self._servers.wait()
+                self._servers.wait()
             except BaseException:
                 self._servers.stop()
                 raise
 
         async def connect() -> Fleet:
             c = self._config
-            fleet = Fleet(
-                addresses,
-                limits=Limits.of(c.fleet, c.rollout.request_timeout_seconds),
-                token=os.environ.get(wire.TOKEN_VARIABLE),
-                tls=client_tls(**c.fleet.tls),
-            )
+            limits = Limits.of(c.fleet, c.rollout.request_timeout_seconds)
+            if self._servers:
+                fleet = self._servers.fleet(limits=limits)
+            else:
+                tls = client_tls(**c.fleet.tls)
+                fleet = Fleet(c.fleet.addresses, token=self._token, tls=tls, limits=limits)
             await fleet.connect()
             if not self._servers:
                 try:

@@ -6,7 +6,6 @@ student's before anything starts; servers at an address can only refuse tokens t
 """
 
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from ml_collections import ConfigDict
 
 from rlx.algorithms.presets import Algorithm
 from rlx.base import UserError
-from rlx.fleet import wire
 from rlx.fleet.client import Fleet, Limits
 from rlx.fleet.tls import client_tls
 from rlx.launch.local import CpuPlan, LocalServers
@@ -127,8 +125,9 @@ class Teacher:
     Args:
       workdir: logs go to `workdir`/logs/teacher-i.log.
       plan: cores of the `num_local` servers.
-      options: flags of rlx.serve by name, as the student's servers have them.
+      options: of `LocalServers`, as the student's servers have them.
       say: takes one line for the user.
+      token: of the servers at `teacher.addresses`.
     """
 
     def __init__(
@@ -138,8 +137,10 @@ class Teacher:
         plan: Sequence[tuple[int, ...]],
         options: dict[str, Any],
         say: Callable[[str], None],
+        token: str | None = None,
     ):
         self._config, self._say = config, lambda text: say(f"teacher: {text}")
+        self._token = token
         self._servers: LocalServers | None = None
         if plan:
             engine = config.teacher.engine or config.fleet.engine
@@ -150,7 +151,6 @@ class Teacher:
                 workdir=workdir,
                 name="teacher",
                 plan=CpuPlan((), tuple(plan)),
-                weight_roots=(),
                 on_message=self._say,
                 **{
                     **options,
@@ -176,20 +176,22 @@ class Teacher:
           UserError: one did not start.
         """
         c = self._config
+        seconds = c.rollout.request_timeout_seconds
+        # An outage must be told before the attempt that waits for its end is given up.
+        limits = Limits.of(c.fleet, seconds)
+        limits = replace(limits, outage=min(limits.outage, seconds / 2))
+        if not self._servers:
+            return Fleet(
+                tuple(c.teacher.addresses),
+                limits=limits,
+                on_message=self._say,
+                token=self._token,
+                tls=client_tls(**c.fleet.tls),
+            )
         try:
-            addresses = self._servers.wait() if self._servers else tuple(c.teacher.addresses)
+            return self._servers.fleet(limits=limits, on_message=self._say)
         except UserError as error:
             raise UserError(f"the teacher: {error}") from error
-        seconds = c.rollout.request_timeout_seconds
-        limits = Limits.of(c.fleet, seconds)
-        return Fleet(
-            addresses,
-            # An outage must be told before the attempt that waits for its end is given up.
-            limits=replace(limits, outage=min(limits.outage, seconds / 2)),
-            on_message=self._say,
-            token=os.environ.get(wire.TOKEN_VARIABLE),
-            tls=None if self._servers else client_tls(**c.fleet.tls),
-        )
 
 
 async def connect(fleet: Fleet) -> None:

@@ -151,7 +151,7 @@ def test_a_checkpoint_is_asked_beside_an_hf_directory(trained, tmp_path):
     assert [line.split()[:2] for line in lines] == [[name, "arithmetic"] for name in names]
 
 
-def test_running_servers_are_given_the_model(tmp_path):
+def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
     """Whatever they serve: answers are those of a server that began with it."""
     base, other = directory.resolve("rlx:arithmetic"), tmp_path / "other"
     described, params = hf.load(base)
@@ -176,6 +176,7 @@ def test_running_servers_are_given_the_model(tmp_path):
     wanted = answers(tmp_path / "own")
     assert wanted[0] != wanted[1]
     with LocalServers(base, workdir=tmp_path, **server_options(config)) as servers:
+        monkeypatch.setenv("RLX_FLEET_TOKEN", servers.token)
         with config.unlocked():
             config.fleet.addresses = tuple(servers.wait())
         assert answers(tmp_path / "given") == wanted

@@ -53,12 +53,13 @@ def config():
 
 
 @pytest.fixture(scope="module")
-def addresses(quick_compilation, tiny_model_dir, tmp_path_factory):
+def servers(quick_compilation, tiny_model_dir, tmp_path_factory):
     """Two servers; each loop begins by giving those it uses the first weights again."""
     workdir = tmp_path_factory.mktemp("servers")
     options = {"slots": 8, "max_model_len": 64, "decode_steps": 4}
     with LocalServers(tiny_model_dir, workdir=workdir, num_servers=2, **options) as servers:
-        yield servers.wait()
+        servers.wait()
+        yield servers
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +83,13 @@ def workflow(tiny_model_dir, config):
     sys.path.remove(folder)
 
 
-def plain_loop(address, trainer, workflow):
+def plain_loop(servers, trainer, workflow):
     """Generate a batch, group after group, on one server; update; load the weights; repeat."""
     model_config, weights, update = trainer
     state = update.init(weights)
 
     async def main(state):
-        fleet = Fleet([address])
+        fleet = Fleet(servers.wait()[:1], token=servers.token, publish_dir=servers.directory)
         await fleet.connect()
         await fleet.publish(0, hf.to_hf(weights, model_config, "float32"))
         cursor, rewards = Cursor(ROWS, SEED), []
@@ -106,11 +107,11 @@ def plain_loop(address, trainer, workflow):
     return asyncio.run(main(state))
 
 
-def asynchronous_loop(addresses, trainer, workflow, max_staleness):
+def asynchronous_loop(servers, trainer, workflow, max_staleness):
     """The same steps through the executor."""
     model_config, weights, update = trainer
     state, rewards = update.init(weights), []
-    fleet = Fleet(addresses)
+    fleet = servers.fleet()
     executor = Executor(
         workflow, Cursor(ROWS, SEED), Limits(PROMPTS, max_staleness, 64), fleet, seed=SEED
     )
@@ -139,12 +140,12 @@ def leaves(state):
 
 
 @pytest.fixture(scope="module")
-def plain(addresses, trainer, workflow):
-    return plain_loop(addresses[0], trainer, workflow)
+def plain(servers, trainer, workflow):
+    return plain_loop(servers, trainer, workflow)
 
 
-def test_zero_staleness_equals_the_plain_loop_bit_for_bit(addresses, trainer, workflow, plain):
-    state, rewards = asynchronous_loop(addresses, trainer, workflow, max_staleness=0)
+def test_zero_staleness_equals_the_plain_loop_bit_for_bit(servers, trainer, workflow, plain):
+    state, rewards = asynchronous_loop(servers, trainer, workflow, max_staleness=0)
     expected_state, expected_rewards = plain
     assert rewards == expected_rewards
     assert len({r for batch in rewards for r in batch}) > 2  # there was something to learn
@@ -156,7 +157,7 @@ def test_zero_staleness_equals_the_plain_loop_bit_for_bit(addresses, trainer, wo
     assert not any(jax.tree.leaves(changed))
 
 
-def test_one_version_of_staleness_does_not(addresses, trainer, workflow, plain):
-    state, _ = asynchronous_loop(addresses, trainer, workflow, max_staleness=1)
+def test_one_version_of_staleness_does_not(servers, trainer, workflow, plain):
+    state, _ = asynchronous_loop(servers, trainer, workflow, max_staleness=1)
     same = jax.tree.map(np.array_equal, state.params, plain[0].params)
     assert not all(jax.tree.leaves(same))

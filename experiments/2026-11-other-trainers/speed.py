@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rlx.fleet.client import Fleet
 from rlx.inputs import load_tokenizer
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import hf
@@ -36,9 +35,9 @@ def sequences(model: Path, count: int) -> list[tuple[np.ndarray, int]]:
     return found
 
 
-async def score(addresses: tuple[str, ...], work: list[tuple[np.ndarray, int]]) -> float:
+async def score(servers: LocalServers, work: list[tuple[np.ndarray, int]]) -> float:
     """Seconds that all of `work` takes, AT_ONCE at a time, the programs compiled before."""
-    fleet, gate = Fleet(addresses), asyncio.Semaphore(AT_ONCE)
+    fleet, gate = servers.fleet(), asyncio.Semaphore(AT_ONCE)
 
     async def one(tokens: np.ndarray, first: int) -> None:
         async with gate:
@@ -75,10 +74,11 @@ def main() -> None:
         tempfile.TemporaryDirectory() as workdir,
         LocalServers(model, workdir=workdir, plan=plan, **options) as servers,
     ):
-        addresses, (pid,) = servers.wait(), servers.pids
-        asyncio.run(score(addresses, work[:AT_ONCE]))
+        servers.wait()
+        (pid,) = servers.pids
+        asyncio.run(score(servers, work[:AT_ONCE]))
         before = cpu_seconds(pid)
-        seconds = asyncio.run(score(addresses, work))
+        seconds = asyncio.run(score(servers, work))
         spent = cpu_seconds(pid) - before
     print(
         f"{len(work)} answers, {tokens} tokens (prompts have {sum(f for _, f in work)} more): "

@@ -27,12 +27,11 @@ from experiments.bench.delta import Loading, _plan, timed
 from experiments.bench.process import cores_of, median_spread
 from rlx import serve
 from rlx.fleet import adapter
-from rlx.fleet.client import Fleet
 from rlx.fleet.publish import Adapter
 from rlx.launch.local import LocalServers
 
 
-async def compare(local: LocalServers, base: Path, rank: int, rounds: int, room: Path) -> None:
+async def compare(local: LocalServers, base: Path, rank: int, rounds: int) -> None:
     """A row of the table for each way."""
     import jax
 
@@ -53,7 +52,7 @@ async def compare(local: LocalServers, base: Path, rank: int, rounds: int, room:
         tensors = peft.to_peft(adapters, config, settings)
         return Adapter(tensors, settings.scale, "bfloat16", digest)
 
-    fleet = Fleet(await asyncio.to_thread(local.wait), publish_dir=str(room))
+    fleet = await asyncio.to_thread(local.fleet)
     await fleet.connect()
     versions, rows = itertools.count(1), {}
     first = await fleet.publish(next(versions), alone(), "adapter")
@@ -109,11 +108,10 @@ def main() -> None:
         base = Path(room) / "base"
         make_base(base, args.dry)
         command = (sys.executable, "-m", "experiments.bench.adapter", "--serve")
-        options = {"plan": _plan(cores), "command": command, "stage_dir": room}
-        options["weight_roots"] = [room]
+        options = {"plan": _plan(cores), "command": command, "publish_dir": room}
         with LocalServers(base, workdir=room, **options) as local:  # type: ignore[arg-type]
             rounds = 1 if args.dry else args.rounds
-            asyncio.run(compare(local, base, args.rank, rounds, Path(room)))
+            asyncio.run(compare(local, base, args.rank, rounds))
     print(f"\nload average at the end {os.getloadavg()[0]:.1f}")
 
 

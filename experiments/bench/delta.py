@@ -32,7 +32,6 @@ import numpy as np
 from experiments.bench.process import cores_of, median_spread
 from rlx import serve
 from rlx.fleet import delta, publish
-from rlx.fleet.client import Fleet
 from rlx.fleet.engine import EngineStatus
 from rlx.launch.local import CpuPlan, LocalServers
 
@@ -74,7 +73,7 @@ def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Itera
     options = {"slots": c.fleet.slots, "max_model_len": 192, "dtype": "bfloat16"}
     with LocalServers(inputs.model_dir, workdir=directory, plan=_plan(cores), **options) as local:
         inputs.reward_pool.start()
-        fleet = Fleet(local.wait())
+        fleet = local.fleet()
         limits = Limits(c.rollout.batch_prompts, c.rollout.max_staleness, 48)
         executor = Executor(inputs.workflow, Cursor(inputs.train_rows, 0), limits, fleet, seed=0)
         executor.start()
@@ -193,9 +192,9 @@ class Loading:
         return EngineStatus(self.version, 0, 0, 1, 1 << 20, 0, False)
 
 
-async def wire(masters: Tensors, rounds: int, rate: float, local: LocalServers, room: Path) -> None:
+async def wire(masters: Tensors, rounds: int, rate: float, local: LocalServers) -> None:
     """A whole publish, from bf16 arrays to the acknowledgement, in three ways by turns."""
-    fleet = Fleet(await asyncio.to_thread(local.wait), publish_dir=str(room))
+    fleet = await asyncio.to_thread(local.fleet)
     await fleet.connect()
     rng, versions = np.random.default_rng(2), itertools.count(1)
     rows: dict[str, list] = {}
@@ -248,10 +247,9 @@ def main() -> None:
             codec(masters, args.rounds, args.rate, Path(room))
         if args.part in ("all", "wire"):
             command = (sys.executable, "-m", "experiments.bench.delta", "--serve")
-            options = {"plan": _plan(cores), "command": command, "stage_dir": room}
-            options["weight_roots"] = [room]
+            options = {"plan": _plan(cores), "command": command, "publish_dir": room}
             with LocalServers("none", workdir=room, **options) as local:  # type: ignore[arg-type]
-                asyncio.run(wire(masters, args.rounds, args.rate, local, Path(room)))
+                asyncio.run(wire(masters, args.rounds, args.rate, local))
     print(f"\nload average at the end {os.getloadavg()[0]:.1f}")
 
 

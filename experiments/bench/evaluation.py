@@ -100,6 +100,7 @@ def main() -> None:
                 config.fleet.addresses = tuple(local.wait())
                 tokenizer, rounds = load_tokenizer(model), []
                 for number in range(-1, args.rounds):  # the first one warms up
+                    os.environ["RLX_FLEET_TOKEN"] = local.token  # every evaluation takes it
                     rows = arithmetic.problems(number + 1, "train", args.questions)
                     prompts = [encode(tokenizer, render(tokenizer, r["question"])) for r in rows]
                     out = Path(directory) / f"round-{number}"

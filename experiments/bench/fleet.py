@@ -114,7 +114,7 @@ async def wire_part(seconds: float, directory: str, cores: list[int]) -> None:
         print(f"{'in process, ' + name:34}{tokens:10.0f}{cpu:20.2f}")
         os.environ["STEP_SECONDS"] = str(step)
         with servers("none", directory, cores, engine="instant", decode_steps=8) as local:
-            fleet = Fleet(await asyncio.to_thread(local.wait))
+            fleet = await asyncio.to_thread(local.fleet)
             await fleet.connect()
             before = cpu_seconds(local.pids[0])
             begun = (await fleet.status())[0].tokens_generated
@@ -132,7 +132,7 @@ async def jax_part(seconds: float, directory: str, cores: list[int]) -> None:
     model = await asyncio.to_thread(workload.make, Path(directory) / "workload") / "model"
     options = {"slots": 64, "max_model_len": 128, "decode_steps": 8}
     with servers(model, directory, cores, engine="jax", **options) as local:
-        fleet = Fleet(await asyncio.to_thread(local.wait))
+        fleet = await asyncio.to_thread(local.fleet)
         await fleet.connect()
         os.sched_setaffinity(0, cores[1:2] or cores)  # of the threads that JAX now makes
         engine = JaxEngine(str(model), seed=0, dtype="float32", **options)

@@ -108,7 +108,7 @@ async def one_dtype(args, dtype: str, scratch: Path) -> float:
     worst: list[float] = []
     options = {"slots": 32, "max_model_len": 512, "dtype": dtype}
     with LocalServers(source, workdir=scratch, plan=plan, engine="vllm", **options) as local:
-        fleet = Fleet(await asyncio.to_thread(local.wait))
+        fleet = await asyncio.to_thread(local.fleet)
         await fleet.connect()
         for version in range(args.versions):
             if version:

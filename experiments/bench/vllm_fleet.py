@@ -122,7 +122,9 @@ async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: P
         vllm_workers.Rival("offline", model, cores[1], log, stop=stop, **options) as rival,
     ):
         rival.ask()
-        fleet = (Fleet if seeded else Unseeded)(await asyncio.to_thread(local.wait))
+        addresses = await asyncio.to_thread(local.wait)
+        own = {"token": local.token, "publish_dir": local.directory}
+        fleet = (Fleet if seeded else Unseeded)(addresses, **own)
         await fleet.connect()
         rounds: list[dict[str, tuple[float, float]]] = []
         pids = {"fleet": local.pids[0], "offline": rival.pid}

@@ -28,6 +28,7 @@ import os
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -36,7 +37,7 @@ import numpy as np
 from experiments.bench import process, vllm_workers
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.client import Limits
 from rlx.fleet.engine import Request, Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 
@@ -131,10 +132,13 @@ async def ours(model: Path, trainer: Trainer, method: str, kv: str, args, scratc
     rows: list[dict[str, float]] = []
     with LocalServers(model, workdir=scratch, plan=plan, engine="vllm", **options) as local:
         (address,) = await asyncio.to_thread(local.wait)
-        fleet = Fleet([address], limits=Limits(publish=300), kv_on_update=kv)
+        fleet = local.fleet(limits=Limits(publish=300), kv_on_update=kv)
         await fleet.connect()
         channel = grpc.aio.insecure_channel(address, options=wire.OPTIONS)
-        flight = InFlight(rpc.RolloutStub(channel), args.requests)
+        stub, metadata = rpc.RolloutStub(channel), (("authorization", f"Bearer {local.token}"),)
+        for name, call in vars(stub).items():
+            setattr(stub, name, partial(call, metadata=metadata))
+        flight = InFlight(stub, args.requests)
         for version in range(args.publishes + 1):
             await flight.settle()
             await asyncio.to_thread(trainer.step)

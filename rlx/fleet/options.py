@@ -63,11 +63,11 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
             f"--openai-port={args.openai_port} is vLLM's own endpoint and --engine={args.engine} "
             "has none; use --engine=vllm or drop the flag"
         )
-    local = tls.is_loopback(args.host)
+    local, token = tls.is_loopback(args.host), wire.take_token(os.environ)
     return {
         "host": args.host,
         "port": args.port,
-        "token": args.token or os.environ.get(wire.TOKEN_VARIABLE),
+        "token": args.token or token,
         "tls": tls.server_tls(args.tls_cert, args.tls_key, args.tls_client_ca),
         "metrics_host": args.metrics_host,
         "metrics_port": args.metrics_port,

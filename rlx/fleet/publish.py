@@ -5,6 +5,7 @@ chunks. Both keep their files under an advisory lock for as long as they live, s
 next in the same directory can remove what a killed process left there, and nothing else.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -149,9 +150,10 @@ class WeightFile:
             path = Path(directory) / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
             try:
                 self._lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                ours = locked(self._lock) and path.exists()  # a sweep may have come between
             except OSError as error:
                 raise _no_room(error, directory, 0) from error
-            if _locked(self._lock) and path.exists():  # a sweep may have come between
+            if ours:
                 self.path = str(path)
             else:
                 os.close(self._lock)
@@ -164,10 +166,11 @@ class WeightFile:
             self.path = ""
 
 
-def _locked(descriptor: int) -> bool:
+def locked(descriptor: int) -> bool:
+    """Whether the file is locked by `descriptor` now; OSError where files have no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
     return True
 
@@ -180,12 +183,10 @@ def sweep(directory: str | os.PathLike) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # gone already, or another user's
             continue
-        try:
-            if _locked(descriptor):
+        with open(descriptor, "rb"), contextlib.suppress(OSError):
+            if locked(descriptor):
                 path.unlink(missing_ok=True)
                 removed += 1
-        finally:
-            os.close(descriptor)
     return removed
 
 

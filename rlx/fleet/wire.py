@@ -1,7 +1,7 @@
 """Between the wire's messages and the engine's nouns, for both ends; checks what came in."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import grpc
 import numpy as np
@@ -38,6 +38,11 @@ KV_NUMBERS = {
 }
 KV_NAMES = {number: name for name, number in KV_NUMBERS.items()}
 _STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
+
+
+def take_token(environment: MutableMapping[str, str]) -> str | None:
+    """The bearer token in `environment`, which whatever we start must not inherit."""
+    return environment.pop(TOKEN_VARIABLE, None)
 
 
 def request_message(request: Request) -> pb.GenerateRequest:

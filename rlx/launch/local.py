@@ -12,18 +12,23 @@ trainer, SIGKILL included, its servers go with it.
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rlx
 from rlx.base import UserError
+from rlx.fleet import wire
+from rlx.fleet.client import Fleet
+from rlx.fleet.scratch import Scratch
 from rlx.launch import endings
 from rlx.launch.pulse import Pulse
 
@@ -81,7 +86,8 @@ def _shared(pool: tuple[int, ...], num_servers: int, each: int) -> tuple[tuple[i
 class LocalServers:
     """`num_servers` processes of `python -m rlx.serve`, as a context manager.
 
-    `start` returns at once, so the trainer can compile meanwhile; `wait` gives the addresses.
+    `start` returns at once, so the trainer can compile meanwhile; `wait` gives the addresses, and
+    `fleet` a client: they answer those who have `token`, and take files that lie in `directory`.
 
     Args:
       model: HF directory.
@@ -90,14 +96,19 @@ class LocalServers:
       plan: cores of each server; default: `cpu_plan` of the cores of this process, so make it
         before the trainer pins itself.
       options: flags of rlx.serve by name: slots, max_model_len, decode_steps, dtype, seed (server
-        i gets seed + i), kv_on_update, stage_dir, engine. `weight_root` may be several.
-      token: bearer token they ask for.
+        i gets seed + i), kv_on_update, engine.
+      publish_dir: where the private directory of these servers is made.
+      weight_roots: further directories that published files may be in.
+      token: bearer token they ask for; default: a fresh one.
       platform: of JAX in the servers.
       ready_timeout: seconds until every server must have said it is ready.
       answer_timeout: seconds after which a server that does not answer is killed, to be restarted.
       max_restarts: of one server in a row.
       on_message: takes one line for the user.
       command: what starts a server.
+
+    Attributes:
+      directory: theirs and their client's alone; removed after the last of them, whatever ends us.
     """
 
     def __init__(
@@ -108,7 +119,8 @@ class LocalServers:
         name: str = "server",
         num_servers: int = 1,
         plan: CpuPlan | None = None,
-        weight_roots: Sequence[str] = ("/dev/shm",),
+        publish_dir: str = "/dev/shm",
+        weight_roots: Sequence[str] = (),
         token: str | None = None,
         platform: str = "cpu",
         ready_timeout: float = 180.0,
@@ -120,18 +132,22 @@ class LocalServers:
     ):
         plan = plan or cpu_plan(sorted(os.sched_getaffinity(0)), num_servers)
         seed = int(options.pop("seed", 0))
-        flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in options.items()]
-        flags += [f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
-        flags += [f"--weight-root={root}" for root in weight_roots]
         logs = Path(workdir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        self._scratch = Scratch(publish_dir)
+        self.directory, self.token = self._scratch.directory, token or secrets.token_urlsafe(32)
+        options = {"stage_dir": self.directory, **options}
+        flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in options.items()]
+        flags += [f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
+        flags += [f"--weight-root={root}" for root in (self.directory, *weight_roots)]
         self._servers = [
             _Server(
                 command=(*command, *flags, f"--seed={seed + i}"),
                 log=logs / f"{name}-{i}.log",
                 cpus=cpus,
-                env=_environment(len(cpus), platform, token),
-                token=token,
+                env=_environment(len(cpus), platform, self.token),
+                token=self.token,
+                lock=self._scratch.lock,
             )
             for i, cpus in enumerate(plan.servers)
         ]
@@ -155,6 +171,14 @@ class LocalServers:
         """
         return self._ready.result()
 
+    def fleet(self, **options: Any) -> Fleet:
+        """The fleet of these servers, not connected yet; raises as `wait`.
+
+        Args:
+          options: of Fleet.
+        """
+        return Fleet(self.wait(), token=self.token, publish_dir=self.directory, **options)
+
     @property
     def pids(self) -> tuple[int, ...]:
         """The processes as of now."""
@@ -165,6 +189,7 @@ class LocalServers:
         self._stopping.set()
         if self._thread.ident:
             self._thread.join()
+        self._scratch.close()
 
     def __enter__(self) -> "LocalServers":
         return self.start()
@@ -253,7 +278,8 @@ class _Server:
         log: Path,
         cpus: tuple[int, ...],
         env: dict,
-        token: str | None,
+        token: str,
+        lock: int,
     ):
         self.log = log
         self.port = 0
@@ -261,7 +287,8 @@ class _Server:
         self.restarts = 0
         self.retry_at = 0.0  # 0: its end has not been seen yet
         self.started = 0.0
-        self._command, self._cpus, self._env, self._token = command, cpus, env, token
+        self._command, self._cpus, self._env = command, cpus, env
+        self._token, self._lock = token, lock
         self._process: subprocess.Popen | None = None
         self._oom_kills = endings.OomKills()
         self._peak = 0  # bytes, when the process was last seen running
@@ -286,6 +313,7 @@ class _Server:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=self._env,
+                    pass_fds=(self._lock,),
                     start_new_session=True,
                 )
         finally:
@@ -358,16 +386,16 @@ def _end(servers: Sequence[_Server]) -> None:
         time.sleep(0.01)
 
 
-def _environment(threads: int, platform: str, token: str | None) -> dict[str, str]:
-    """The servers' environment: ours, with rlx to be found and thread pools of the right size."""
+def _environment(threads: int, platform: str, token: str) -> dict[str, str]:
+    """The servers' environment: ours, with rlx to be found, the right thread pools and a token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     home = str(Path(next(iter(rlx.__path__))).parent)
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    env: Mapping[str, str] = {
+    return {
         **os.environ,
         **dict.fromkeys(pools, str(threads)),
         "JAX_PLATFORMS": platform,
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
+        wire.TOKEN_VARIABLE: token,
     }
-    return {**env, "RLX_FLEET_TOKEN": token} if token else dict(env)

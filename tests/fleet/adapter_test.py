@@ -382,8 +382,8 @@ def test_vllm_takes_an_adapter_as_it_takes_the_merged_file(tmp_path):
     options = {"engine": "vllm", "slots": 4, "max_model_len": 64, "dtype": "bfloat16"}
     greedy = Sampling(temperature=0.0, max_new_tokens=16, min_new_tokens=16)
 
-    async def main(addresses):
-        fleet, drawn = Fleet(addresses, publish_dir=str(tmp_path)), []
+    async def main(local):
+        fleet, drawn = local.fleet(), []
         try:
             await fleet.connect()
             drawn.append((await fleet.generate([1, 2, 3], greedy, 1))[0].logprobs)
@@ -397,7 +397,7 @@ def test_vllm_takes_an_adapter_as_it_takes_the_merged_file(tmp_path):
         finally:
             await fleet.close()
 
-    with LocalServers(model, workdir=tmp_path, weight_roots=[str(tmp_path)], **options) as local:
-        before, by_stream, by_adapter = asyncio.run(main(local.wait()))
+    with LocalServers(model, workdir=tmp_path, **options) as local:
+        before, by_stream, by_adapter = asyncio.run(main(local))
     assert np.abs(by_stream - before).max() > 0.05
     np.testing.assert_allclose(by_adapter[:4], by_stream[:4], atol=0.05)

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 from rlx.base import UserError
 from rlx.fleet import delta, member, publish
 from rlx.fleet import rollout_pb2 as pb
-from rlx.fleet.client import Fleet
 from rlx.fleet.engine import Request, Sampling
 from rlx.fleet.engine_jax import JaxEngine
 from rlx.launch.local import LocalServers
@@ -365,12 +364,12 @@ def test_quick_successions_while_requests_run(tools, tmp_path, arithmetic):
 
 
 def test_a_killed_process_comes_back_and_takes_deltas_again(tools, tmp_path):
-    options = {"num_servers": 2, "stage_dir": str(tmp_path)}
+    options = {"num_servers": 2}
     command = (sys.executable, tools.script)
     with LocalServers("none", workdir=tmp_path, command=command, **options) as servers:
 
         async def main():
-            fleet = Fleet(servers.wait(), limits=tools.limits, publish_dir=str(tmp_path))
+            fleet = servers.fleet(limits=tools.limits)
             try:
                 await fleet.connect()
                 await fleet.publish(1, step(1), "delta")
@@ -388,7 +387,7 @@ def test_a_killed_process_comes_back_and_takes_deltas_again(tools, tmp_path):
                 await fleet.close()
 
         tools.run(main(), 60)
-    assert not list(tmp_path.glob("rlx-weights-*")), "what the killed one kept must be swept"
+    assert not Path(servers.directory).exists(), "what the killed one kept must be swept"
 
 
 def test_the_jax_engine_holds_the_very_bits(tools, tmp_path, tiny_model_dir):
@@ -442,8 +441,8 @@ def test_vllm_takes_a_delta_as_it_takes_the_file(tmp_path):
     options = {"engine": "vllm", "slots": 4, "max_model_len": 64, "dtype": "bfloat16"}
     greedy = Sampling(temperature=0.0, max_new_tokens=24, min_new_tokens=24)
 
-    async def main(addresses):
-        fleet, drawn = Fleet(addresses, publish_dir=str(tmp_path)), []
+    async def main(local):
+        fleet, drawn = local.fleet(), []
         try:
             await fleet.connect()
             for version, tensors, method in (
@@ -459,7 +458,7 @@ def test_vllm_takes_a_delta_as_it_takes_the_file(tmp_path):
         finally:
             await fleet.close()
 
-    with LocalServers(model, workdir=tmp_path, weight_roots=[str(tmp_path)], **options) as local:
-        before, by_delta, by_path = asyncio.run(main(local.wait()))
+    with LocalServers(model, workdir=tmp_path, **options) as local:
+        before, by_delta, by_path = asyncio.run(main(local))
     assert [before[0], by_delta[0], by_path[0]] == [["stream"], ["delta"], ["path"]]
     assert by_delta[1] == by_path[1] != before[1]

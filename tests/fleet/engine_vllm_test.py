@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,12 +37,14 @@ CODE = grpc.StatusCode
 class Served:
     """One `rlx.serve --engine=vllm`, and calls to it from the test's own thread."""
 
-    def __init__(self, address):
+    def __init__(self, address, token):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.channel = self.do(self._connect(address))
-        self.stub = rpc.RolloutStub(self.channel)
+        self.stub, known = rpc.RolloutStub(self.channel), (("authorization", f"Bearer {token}"),)
+        for name, call in vars(self.stub).items():
+            setattr(self.stub, name, partial(call, metadata=known))
 
     async def _connect(self, address):
         return grpc.aio.insecure_channel(address, options=wire.OPTIONS)
@@ -107,7 +110,7 @@ def servers_of(model, workdir, num_servers=1, **options):
 def two(tiny_model_dir, tmp_path_factory):
     """Two servers of one model, for everything that leaves them as they were."""
     with servers_of(tiny_model_dir, tmp_path_factory.mktemp("vllm"), 2) as servers:
-        served = [Served(address) for address in servers.wait()]
+        served = [Served(address, servers.token) for address in servers.wait()]
         yield served
         for each in served:
             each.close()

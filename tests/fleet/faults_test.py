@@ -28,7 +28,6 @@ def servers(tools, tmp_path, monkeypatch):
         "none",
         workdir=tmp_path,
         num_servers=2,
-        weight_roots=[str(tmp_path)],
         command=(sys.executable, tools.script),
     )
     with local:
@@ -43,7 +42,7 @@ async def running_on_both(fleet):
 
 async def disturbed(tools, tmp_path, servers, disturb):
     """Completions of several prompts during which `disturb(fleet)` happens."""
-    fleet = Fleet(servers.wait(), limits=tools.limits, publish_dir=str(tmp_path))
+    fleet = servers.fleet(limits=tools.limits)
     try:
         await fleet.connect()
         await fleet.publish(3, tools.weights(0.5))
@@ -120,7 +119,7 @@ def test_how_soon_a_hung_server_is_left_is_a_key_of_the_config(
     limits = Limits.of(config, request=600)
 
     async def main():
-        fleet = Fleet(servers.wait(), limits=limits, publish_dir=str(tmp_path))
+        fleet = servers.fleet(limits=limits)
         await fleet.connect()
         await fleet.publish(3, tools.weights(0.5))
         tasks = [
@@ -143,7 +142,7 @@ def test_hung_server_cannot_hold_up_a_publish(tools, tmp_path, servers):
     limits = dataclasses.replace(tools.limits, publish=0.5, probe=20.0)
 
     async def main():
-        fleet = Fleet(servers.wait(), limits=limits, publish_dir=str(tmp_path))
+        fleet = servers.fleet(limits=limits)
         await fleet.connect()
         os.kill(servers.pids[1], signal.SIGSTOP)
         report = await fleet.publish(1, tools.weights(0.5))

@@ -9,6 +9,7 @@ import random
 import sys
 import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import pytest
@@ -28,6 +29,7 @@ ARITY = {
     "Generate": "unary_stream", "Score": "unary_unary", "Publish": "stream_unary",
     "Status": "unary_unary", "Resume": "unary_unary", "Nothing": "unary_unary",
 }  # fmt: skip
+METADATA = (("authorization", "Bearer sesame"),)
 WILD_INTS = (0, 1, -1, 2, 7, 100, 1 << 15, 2**31 - 1, -(2**31))
 WILD_LONGS = (*WILD_INTS, 2**63 - 1, -(2**63))
 WILD_FLOATS = (0.0, -0.0, 1.0, 0.5, -1.0, 1e-45, 1e308, float("nan"), float("inf"), -float("inf"))
@@ -38,6 +40,7 @@ WILD_TEXTS = ("", "x", "\n", "\u0000", "é" * 50, "\U0001f600", "../../etc/passw
 def server(request, tools, tmp_path):
     """A server process that nobody starts again."""
     options = {"workdir": tmp_path, "weight_roots": [str(tmp_path)], "max_restarts": 0}
+    options["token"] = "sesame"
     if request.param == "arithmetic":
         local = LocalServers("none", command=(sys.executable, tools.script), **options)
     else:
@@ -180,7 +183,9 @@ def requests(seed):
 async def answer(channel, method, arity, messages, cancel_after):
     """The status of one call; a stream is read for a moment, then cancelled."""
     call = getattr(channel, arity)(f"/rlx.fleet.Rollout/{method}")(
-        iter(messages) if arity.startswith("stream") else messages[0], timeout=DEADLINE
+        iter(messages) if arity.startswith("stream") else messages[0],
+        timeout=DEADLINE,
+        metadata=METADATA,
     )
     if cancel_after is not None:
         asyncio.get_running_loop().call_later(cancel_after, call.cancel)
@@ -224,12 +229,12 @@ async def bombard(address, seed):
 async def serves(address, seed):
     """One good completion, token by token with its version, after all calls are gone."""
     async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
-        stub = rpc.RolloutStub(channel)
-        await stub.Resume(pb.ResumeRequest(), timeout=DEADLINE)
+        stub, known = rpc.RolloutStub(channel), {"timeout": DEADLINE, "metadata": METADATA}
+        await stub.Resume(pb.ResumeRequest(), **known)
         async with asyncio.timeout(DEADLINE):
-            while (status := await stub.Status(pb.StatusRequest(), timeout=DEADLINE)).running:
+            while (status := await stub.Status(pb.StatusRequest(), **known)).running:
                 await asyncio.sleep(0.01)
-        call = stub.Generate(good_request(random.Random(seed)), timeout=DEADLINE)
+        call = stub.Generate(good_request(random.Random(seed)), **known)
         got = [piece async for reply in call for piece in wire.pieces(reply)]
         return status, {
             index: [t for piece in got if piece[0] == index for t in piece[1].tolist()]
@@ -249,4 +254,4 @@ def test_every_malformed_request_has_a_status_and_the_same_process_serves_on(
     assert (after.pid, after.instance, server.pids) == (before.pid, before.instance, (pid,))
     assert (again, versions) == (tokens, {before.version}), f"FUZZ_SEED={SEED}"
     assert after.version == before.version
-    assert not list(tmp_path.glob(f"{publish._PREFIX}*")), "a staged file stayed"
+    assert not list(Path(server.directory).glob(f"{publish._PREFIX}*")), "a staged file stayed"

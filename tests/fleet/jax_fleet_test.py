@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 
-from rlx.fleet.client import Fleet
 from rlx.fleet.engine import Sampling
 from rlx.launch.local import LocalServers
 
@@ -22,9 +21,7 @@ SAMPLING = Sampling(seed=5, max_new_tokens=96, min_new_tokens=96)
 def servers(tiny_model_dir, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("servers")
     options = {"slots": 16, "max_model_len": 128, "decode_steps": 4}
-    local = LocalServers(
-        tiny_model_dir, workdir=workdir, num_servers=2, weight_roots=[str(workdir)], **options
-    )
+    local = LocalServers(tiny_model_dir, workdir=workdir, num_servers=2, **options)
     with local:
         local.wait()
         yield local, workdir
@@ -50,10 +47,10 @@ command.run(lambda: serve.main(sys.argv[1:]))
 
 def connected(tools, servers, body):
     """Runs body(fleet) with a fleet of both servers."""
-    local, workdir = servers
+    local, _ = servers
 
     async def main():
-        fleet = Fleet(local.wait(), limits=tools.limits, publish_dir=str(workdir))
+        fleet = local.fleet(limits=tools.limits)
         try:
             await fleet.connect()
             return await body(fleet)
@@ -141,14 +138,14 @@ def test_a_server_ends_with_its_engine_and_is_started_again(
     monkeypatch.setenv("BREAKS_ONCE", str(flag))
     flag.touch()
     local = LocalServers(
-        tiny_model_dir, workdir=tmp_path, weight_roots=[str(tmp_path)], on_message=messages.append,
+        tiny_model_dir, workdir=tmp_path, on_message=messages.append,
         command=(sys.executable, "-c", BREAKS_ONCE), slots=4, max_model_len=128,
     )  # fmt: skip
 
     limits = dataclasses.replace(tools.limits, probe=10, outage=60)  # it compiles anew
 
     async def main():
-        fleet = Fleet(local.wait(), limits=limits, publish_dir=str(tmp_path))
+        fleet = local.fleet(limits=limits)
         try:
             await fleet.connect()
             await fleet.publish(1, scaled(tiny_model_dir, 1.0))

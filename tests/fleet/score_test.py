@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from rlx.fleet import rollout_pb2 as pb
-from rlx.fleet.client import Fleet
 from rlx.fleet.engine import EngineStopped, Sampling, Scores
 from rlx.fleet.member import Failed
 from rlx.launch.local import LocalServers
@@ -110,7 +109,6 @@ def servers(tools, tmp_path, monkeypatch):
         "none",
         workdir=tmp_path,
         num_servers=2,
-        weight_roots=[str(tmp_path)],
         command=(sys.executable, tools.script),
     )
     with local:
@@ -122,9 +120,7 @@ def test_scores_of_a_killed_server_come_from_the_other_one(tools, tmp_path, serv
     said = []
 
     async def main():
-        fleet = Fleet(
-            servers.wait(), limits=tools.limits, publish_dir=str(tmp_path), on_message=said.append
-        )
+        fleet = servers.fleet(limits=tools.limits, on_message=said.append)
         try:
             await fleet.connect()
             await fleet.publish(3, tools.weights(2.0))

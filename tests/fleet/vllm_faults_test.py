@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -26,7 +27,7 @@ from safetensors.numpy import load_file
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.client import Limits
 from rlx.fleet.engine import Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
@@ -160,13 +161,8 @@ class World:
     @asynccontextmanager
     async def fleet(self, wait=True, **options):
         """A connected Fleet of both servers; both alive, unless nobody waits for it."""
-        fleet = Fleet(
-            self.local.wait(),
-            limits=options.pop("limits", LIMITS),
-            publish_dir=str(self.workdir),
-            on_message=self.said.append,
-            **options,
-        )
+        limits = options.pop("limits", LIMITS)
+        fleet = self.local.fleet(limits=limits, on_message=self.said.append, **options)
         try:
             await fleet.connect()
             if wait:
@@ -271,15 +267,15 @@ def world(tiny_model_dir, tmp_path_factory):
     cores = sorted(os.sched_getaffinity(0))
     local = LocalServers(
         tiny_model_dir, workdir=workdir, plan=CpuPlan(tuple(cores), ((cores[-1],), (cores[0],))),
-        weight_roots=[str(workdir)], max_restarts=100, on_message=said.append, engine="vllm",
-        slots=SLOTS, max_model_len=LENGTH, stage_dir=str(workdir), hang_seconds=HANG_SECONDS,
+ max_restarts=100, on_message=said.append, engine="vllm",
+        slots=SLOTS, max_model_len=LENGTH, hang_seconds=HANG_SECONDS,
     )  # fmt: skip
     with local:
         local.wait()
-        yield World(local, workdir, Versions(tiny_model_dir), said)
+        yield World(local, Path(local.directory), Versions(tiny_model_dir), said)
         everyone = [p for pid in local.pids for p in (pid, *children(pid))]
     assert all(gone(pid, 1) for pid in everyone), "a process outlived `stop`"
-    assert not list(workdir.glob("rlx-weights-*")), "weights were left behind"
+    assert not Path(local.directory).exists(), "weights were left behind"
 
 
 def children(pid):
@@ -455,12 +451,14 @@ def messages():
     print("half", flush=True)
     time.sleep(100)
 
-rpc.RolloutStub(grpc.insecure_channel(sys.argv[1])).Publish(messages(), timeout=100)
+rpc.RolloutStub(grpc.insecure_channel(sys.argv[1])).Publish(
+    messages(), timeout=100, metadata=[("authorization", sys.argv[3])]
+)
 """
 
 
 def test_damaged_and_interrupted_publishes_leave_the_old_version_serving(world, tmp_path):
-    path = str(tmp_path / "next.safetensors")
+    path, known = str(tmp_path / "next.safetensors"), f"Bearer {world.local.token}"
 
     async def refused(stub, messages):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -485,7 +483,13 @@ def test_damaged_and_interrupted_publishes_leave_the_old_version_serving(world, 
         whole = [message.SerializeToString() for message in messages[: len(messages) // 2]]
         file.write_bytes(b"".join(len(m).to_bytes(4, "little") + m for m in whole))
         trainer = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", HALF_A_PUBLISH, address, str(file), stdout=subprocess.PIPE
+            sys.executable,
+            "-c",
+            HALF_A_PUBLISH,
+            address,
+            str(file),
+            known,
+            stdout=subprocess.PIPE,
         )
         try:
             assert await trainer.stdout.readline() == b"half\n"
@@ -502,7 +506,9 @@ def test_damaged_and_interrupted_publishes_leave_the_old_version_serving(world, 
             await load.begun()
             address = world.local.wait()[0]
             async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
-                stub = rpc.RolloutStub(channel)
+                stub, metadata = rpc.RolloutStub(channel), (("authorization", known),)
+                for name, call in vars(stub).items():
+                    setattr(stub, name, partial(call, metadata=metadata))
                 for damage in (corrupted, reordered, renumbered, shortened):
                     await refused(stub, damage(parts(path, bad)))
                 await broken_off(stub, parts(path, bad))

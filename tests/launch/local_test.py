@@ -102,6 +102,7 @@ def test_start_wait_stop(tmp_path):
         plan = cpu_plan(cores, 2)
         for pid, cpus in zip(pids, plan.servers, strict=True):
             assert tuple(sorted(os.sched_getaffinity(pid))) == cpus
+            assert "\nUmask:\t0077\n" in Path(f"/proc/{pid}/status").read_text()
             assert psutil.Process(pid).environ()["OMP_NUM_THREADS"] == str(len(cpus))
         for i, address in enumerate(addresses):
             assert (

@@ -1,0 +1,99 @@
+"""A run's private directory for weights on their way, which no end of the run leaves behind.
+
+The run and its servers share one lock. A small process of its own waits for that lock: it has it
+when the last of them is gone, however they ended, and removes the directory. Where that process
+was killed too, the next run removes what nobody locks any more.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rlx.base import UserError
+from rlx.fleet.publish import locked, sweep
+
+_PREFIX, _LOCK = "rlx-run-", "lock"
+_REMOVE_SECONDS = 5.0
+_REMOVE = """
+import fcntl, shutil, sys
+with open(sys.argv[1] + "/lock", "r+") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+class Scratch:
+    """A fresh directory in `parent` that other users can neither list, read nor change.
+
+    Attributes:
+      directory: its path.
+      lock: descriptor that whoever writes into the directory must inherit.
+    """
+
+    def __init__(self, parent: str | os.PathLike):
+        try:
+            _check_parent(parent)
+            _sweep_dead(parent)
+            sweep(parent)
+            self.directory, self.lock = _make(parent)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(
+                f"cannot make a directory for weights in {parent}: {reason}; set "
+                "fleet.publish_dir to another directory"
+            ) from error
+        self._remover = subprocess.Popen(  # of a session and with an environment of its own
+            (sys.executable, "-I", "-S", "-c", _REMOVE, self.directory),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={}, start_new_session=True,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Removes the directory, once nobody else holds the lock."""
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+            with contextlib.suppress(subprocess.TimeoutExpired):  # someone holds the lock still
+                self._remover.wait(_REMOVE_SECONDS)
+            shutil.rmtree(self.directory, ignore_errors=True)  # the remover may have been killed
+
+    def __enter__(self) -> "Scratch":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _check_parent(parent: str | os.PathLike) -> None:
+    """Raises UserError where every user could put another directory in the place of ours."""
+    mode = os.stat(parent).st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UserError(
+            f"every user of this machine may rename what is in {parent} (mode "
+            f"{stat.S_IMODE(mode):o}); chmod +t it, or set fleet.publish_dir to another directory"
+        )
+
+
+def _make(parent: str | os.PathLike) -> tuple[str, int]:
+    while True:
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        lock = os.open(Path(path, _LOCK), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if locked(lock) and Path(path, _LOCK).exists():  # another run's sweep may have come between
+            return path, lock
+        os.close(lock)
+
+
+def _sweep_dead(parent: str | os.PathLike) -> None:
+    """Removes this user's directories that no process holds any more."""
+    for path in Path(parent).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # gone already, or not made as we do it
+            if path.lstat().st_uid != os.geteuid():
+                continue
+            with open(path / _LOCK, "r+") as lock:
+                if locked(lock.fileno()):
+                    shutil.rmtree(path, ignore_errors=True)
