@@ -48,6 +48,11 @@ def default() -> ConfigDict:
     c.reward.name = "gsm8k"  # a name in rlx.rollout.rewards, or module:function
     c.reward.timeout_seconds = 5.0
     c.reward.workers = 1
+    c.agents = ConfigDict()  # their processes; reward.workers is how many
+    for workers in (c.reward, c.agents):
+        workers.memory_gb = 0.0  # address space of each process; 0: no limit
+        workers.max_processes = 0  # a worker and all that it starts; 0: no limit
+        workers.environment = ()  # variables it sees besides PATH, HOME, LANG, PYTHON*, OMP_*, …
 
     c.sampling = ConfigDict()
     c.sampling.n_samples = 8  # trajectories a group
@@ -272,6 +277,12 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "
             "is computed in no time"
         )
+    for key in ("reward.memory_gb", "reward.max_processes", "agents.memory_gb",
+                "agents.max_processes"):  # fmt: skip
+        _at_least(config, key, 0)
+    for key in ("reward.environment", "agents.environment"):
+        if isinstance(_get(config, key), str):
+            raise UserError(f"{key}={_get(config, key)!r} is one text; give a tuple of names")
     if config.sampling.temperature <= 0:
         raise UserError(
             f"sampling.temperature={config.sampling.temperature} must be above 0: the loss divides "

@@ -34,6 +34,7 @@ from rlx.rollout import benchmarks, scores
 from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
+from rlx.rollout.kept import Limits
 from rlx.rollout.reward_pool import RewardPool
 from rlx.serving import Serving
 from rlx.train import checkpoint
@@ -188,7 +189,9 @@ class _Asking:
     def __init__(self, config, directory, found: Benchmark, options: Options, path: Path):
         self._options, self._path, self._config, self._name = options, path, config, found.name
         reward = config.reward
-        self._pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds)
+        self._pool = RewardPool(
+            found.reward, reward.workers, reward.timeout_seconds, Limits.of(reward)
+        )
         self._tokenizer = load_tokenizer(directory)
         self._workflow, self._graded = chosen.build(
             options.workflow,
@@ -201,6 +204,7 @@ class _Asking:
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_model_len=load_config(directory).max_position,
             workers=reward.workers,
+            limits=Limits.of(config.agents),
         )
         self._lock = threading.Lock()
 

@@ -20,6 +20,7 @@ from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl, write_atomically
 from rlx.rollout import arithmetic, data, rewards
 from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
+from rlx.rollout.kept import Limits
 from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train import checkpoint
@@ -63,7 +64,8 @@ def prepare(config: ConfigDict) -> Inputs:
     check_kind(config, model_config, algorithm)
     teacher.check(config, algorithm, model_dir)
     train_rows, eval_rows = rows(config, algorithm)
-    pool = RewardPool(config.reward.name, config.reward.workers, config.reward.timeout_seconds)
+    reward = config.reward
+    pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, Limits.of(reward))
     workflow = _workflow(config, algorithm, model_dir, model_config, pool)
     workflow.check(train_rows, "data.train")
     workflow.check(eval_rows, "data.eval")

@@ -19,6 +19,7 @@ from rlx.base import UserError
 from rlx.observe.counting import Counting
 from rlx.observe.text import duration
 from rlx.rollout import arithmetic, data
+from rlx.rollout.kept import nothing_left
 
 _SAMPLE_TEXT = "What is 12 + 30? Answer with a number."
 SAMPLE = {
@@ -77,6 +78,11 @@ def run(plan: Plan, screen: Screen) -> dict[str, Any]:
     Raises:
       UserError: the server does not answer as it should.
     """
+    with nothing_left():
+        return _run(plan, screen)
+
+
+def _run(plan: Plan, screen: Screen) -> dict[str, Any]:
     base_url = preflight.check_url(plan.base_url)
     answers = preflight.check(base_url, plan.api_key, plan.model)
     found = f"{base_url} answers: {answers.model}, one token in {duration(answers.seconds)}"

@@ -1,8 +1,8 @@
-"""A process that runs agents: `python -m rlx.agents.worker IN OUT`, by `workers.py` alone.
+"""A process that runs agents: `python -m rlx.agents.worker N`, by `workers.py` alone.
 
-    IN    a line of JSON each: {"class", "kwargs", "path", "report": seconds} first, then
+    in    a line of JSON each: {"class", "kwargs", "path", "report": seconds} first, then
           {"id", "data", "base_url", "api_key"} starts a run and {"cancel": id} stops one
-    OUT   {"ready": true} | {"wrong": text}, then {"id", "value"} | {"id", "error", "traceback"};
+    out   {"ready": true} | {"wrong": text}, then {"id", "value"} | {"id", "error", "traceback"};
           {"blocked": text, "seconds": s} while a run keeps the loop from turning
 
 In the main thread, as libraries that use signals want it (math-verify does). Whoever blocks the
@@ -13,6 +13,8 @@ import asyncio
 import contextlib
 import json
 import os
+import select
+import socket
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ from rlx.agents import loading, returned
 from rlx.agents.http_clients import HttpClients
 from rlx.agents.stalls import Watchdog, causes
 from rlx.base import UserError
+from rlx.rollout.kept import own_end
 
 _LOOK_SECONDS = 0.5
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
@@ -32,8 +35,8 @@ _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and we
 class Worker:
     """The runs of one agent class in this process."""
 
-    def __init__(self, incoming: int, outgoing: int):
-        self._in, self._out = incoming, outgoing
+    def __init__(self, end: socket.socket):
+        self._end = end
         self._write = threading.Lock()
         self._runs: dict[int, asyncio.Task] = {}
 
@@ -42,11 +45,14 @@ class Worker:
         data = json.dumps(message).encode() + b"\n"
         with self._write:
             while data:
-                data = data[os.write(self._out, data) :]
+                try:
+                    data = data[self._end.send(data) :]
+                except BlockingIOError:
+                    select.select([], [self._end], [])
 
     async def serve(self) -> None:
         """Until the other end closes."""
-        reader = await _reader(self._in)
+        reader, _ = await asyncio.open_connection(sock=self._end, limit=1 << 30)
         first = json.loads(await reader.readline())
         sys.path[:] = [p for p in first["path"] if p not in sys.path] + sys.path
         try:
@@ -97,12 +103,9 @@ class Worker:
             del self._runs[number]
 
     def _watch(self, watchdog: Watchdog, patience: float) -> None:
-        """Reports a blocked loop again and again; ends a process that nobody waits for."""
-        parent = os.getppid()
+        """Reports a blocked loop again and again."""
         while True:
             time.sleep(_LOOK_SECONDS)
-            if os.getppid() != parent:
-                os._exit(1)
             stall = watchdog.blocked()
             watchdog.stalls.clear()
             if stall and stall.seconds > patience:
@@ -119,21 +122,12 @@ def plain(value: Any) -> float | dict[str, float]:
     return float(value)
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader(limit=1 << 30)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
-    )
-    return reader
-
-
 def main() -> None:
-    """Serves; what agents print goes to standard error, as standard output is a command's."""
-    os.dup2(2, 1)
+    """Serves."""
+    end = own_end()
     os.environ.setdefault("OPENAI_API_KEY", _PLACEHOLDER)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        asyncio.run(Worker(int(sys.argv[1]), int(sys.argv[2])).serve())
+        asyncio.run(Worker(end).serve())
 
 
 if __name__ == "__main__":

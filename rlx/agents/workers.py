@@ -9,18 +9,17 @@ run ─▶ the process with the fewest runs ─▶ value, or AgentError
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from rlx.base import UserError
+from rlx.rollout.kept import NO_LIMITS, Kept, Limits, start_worker, words
 
 CANCEL_SECONDS = 10.0  # that a cancelled run may take to end
 _REPORT_SECONDS = 5.0  # of a blocked loop, before its process says where
 _END_SECONDS = 2.0  # that a process may take to end, once its input has
+_LINE = 16 << 20  # bytes that one may say at once
 
 
 class AgentError(RuntimeError):
@@ -39,6 +38,7 @@ class Workers:
       kwargs: of its constructor, JSON.
       count: processes, ≥ 1; more than one for agents that compute or block.
       block_seconds: how long an agent may keep its process's event loop from turning.
+      limits: of each process.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class Workers:
         *,
         block_seconds: float = 300.0,
         cancel_seconds: float = CANCEL_SECONDS,
+        limits: Limits = NO_LIMITS,
     ):
         report = min(_REPORT_SECONDS, block_seconds / 2)
         self._first = {"class": name, "kwargs": dict(kwargs), "path": sys.path, "report": report}
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
+        self._limits = limits
         self._processes: list[_Process | None] = [None] * max(1, count)
         self._numbers = 0
         self._closed = False
@@ -100,7 +102,7 @@ class Workers:
         if process is None or process.over:
             if self._closed:
                 raise AgentError("the agents' processes are closed")
-            process = _Process(self._first, self._block_seconds, self._cancel_seconds)
+            process = _Process(self._first, self._block_seconds, self._cancel_seconds, self._limits)
             self._processes[index] = process
         await process.ready()
         return process
@@ -109,14 +111,21 @@ class Workers:
 class _Process:
     """One child and the runs in it."""
 
-    def __init__(self, first: Mapping[str, Any], block_seconds: float, cancel_seconds: float):
+    def __init__(
+        self,
+        first: Mapping[str, Any],
+        block_seconds: float,
+        cancel_seconds: float,
+        limits: Limits,
+    ):
         self.runs: dict[int, asyncio.Future] = {}
         self.over = False
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
         self._blocked = ""  # where, when it was last heard of
         self._killed: Exception | None = None  # what its other runs are told
-        self._input: asyncio.WriteTransport | None = None
-        self._output: asyncio.ReadTransport | None = None
+        self._limits = limits
+        self._kept: Kept | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._live(first))
 
@@ -140,8 +149,8 @@ class _Process:
     async def close(self) -> None:
         """Ends it, busy or not."""
         self._killed = self._killed or Displaced()
-        if not self.over and self._input:
-            self._input.close()
+        if not self.over and self._writer and not self._writer.is_closing():
+            self._writer.write_eof()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._main), _END_SECONDS)
         if not self._main.done():
@@ -150,60 +159,36 @@ class _Process:
 
     async def _live(self, first: Mapping[str, Any]) -> None:
         """From its start to its end, whichever way it ends."""
-        child = None
+        code = None
         try:
-            child, reader = await self._begin()
+            self._kept, own = start_worker("rlx.agents.worker", self._limits)
+            reader, self._writer = await asyncio.open_connection(sock=own, limit=_LINE)
             self._send(json.dumps(first))
-            while line := await reader.readline():
-                self._hear(json.loads(line))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(child.wait, _END_SECONDS)
+            with contextlib.suppress(ConnectionError):
+                while line := await reader.readline():
+                    self._hear(json.loads(line))
+            code = await asyncio.to_thread(self._kept.end, _END_SECONDS)
         except OSError as error:
             self._killed = AgentError(f"cannot start a process for agents: {error}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._killed = AgentError(f"the agent's process said what is no message: {error!r}")
         finally:
             self.over = True
-            if child:
-                child.kill()
-                child.wait()
-            if self._input and not self._input.is_closing():
-                self._input.abort()
-            if self._output:
-                self._output.close()
-            self._end(child.returncode if child else None)
-
-    async def _begin(self) -> tuple[subprocess.Popen, asyncio.StreamReader]:
-        theirs_in, ours_out = os.pipe()
-        ours_in, theirs_out = os.pipe()
-        command = [sys.executable, "-m", "rlx.agents.worker", str(theirs_in), str(theirs_out)]
-        try:
-            child = subprocess.Popen(
-                command,
-                pass_fds=(theirs_in, theirs_out),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for us to pass on
-            )
-        except OSError:
-            os.close(ours_in)
-            os.close(ours_out)
-            raise
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
-        self._pid = child.pid
-        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 30)
-        self._output, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours_in, "rb")
-        )
-        self._input, _ = await loop.connect_write_pipe(
-            asyncio.BaseProtocol, os.fdopen(ours_out, "wb")
-        )
-        return child, reader
+            if self._kept:
+                self._kept.stop()
+                await asyncio.to_thread(self._kept.end)
+            if self._writer:
+                self._writer.close()
+            self._end(code)
 
     def _hear(self, message: Mapping[str, Any]) -> None:
-        if "ready" in message:
-            self._ready.set_result(None)
-        elif "wrong" in message:
-            self._ready.set_exception(UserError(message["wrong"]))
+        if "ready" in message or "wrong" in message:
+            if not self._ready.done():
+                wrong = message.get("wrong")
+                if wrong:
+                    self._ready.set_exception(UserError(str(wrong)))
+                else:
+                    self._ready.set_result(None)
         elif "blocked" in message:
             self._blocked = message["blocked"]
             if message["seconds"] > self._block_seconds:
@@ -230,13 +215,13 @@ class _Process:
 
     def _kill(self, told: Exception) -> None:
         self._killed = self._killed or told
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        if self._kept:
+            self._kept.stop()
 
     def _end(self, code: int | None) -> None:
         """Tells every run that was in it."""
         where = f"; it was last blocked at {self._blocked}" if self._blocked else ""
-        died = AgentError(f"the agent's process died (exit code {code}){where}")
+        died = AgentError(f"the agent's process {words(code, self._limits)}{where}")
         for future in [*self.runs.values(), self._ready]:
             if not future.done():
                 future.set_exception(self._killed or died)
@@ -244,5 +229,5 @@ class _Process:
         self.runs.clear()
 
     def _send(self, line: str) -> None:
-        if self._input and not self._input.is_closing():
-            self._input.write(line.encode() + b"\n")
+        if self._writer and not self._writer.is_closing():
+            self._writer.write(line.encode() + b"\n")

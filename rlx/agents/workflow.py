@@ -22,6 +22,7 @@ from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.engine import Sampling
+from rlx.rollout.kept import NO_LIMITS, Limits
 from rlx.rollout.reward_pool import Span
 from rlx.rollout.workflows import Generator
 
@@ -57,6 +58,7 @@ class AgentWorkflow:
       workers: processes; one serves many runs, as long as they wait rather than compute.
       turn_discount, individual: see `trajectories.of_run`.
       block_seconds: how long an agent may block its process's event loop.
+      limits: of each process.
 
     Raises:
       UserError: it is no agent class, or the extra `agents` is not installed.
@@ -76,6 +78,7 @@ class AgentWorkflow:
         turn_discount: float = 1.0,
         individual: bool = False,
         block_seconds: float = 300.0,
+        limits: Limits = NO_LIMITS,
     ):
         cls = loading.load_class(agent) if isinstance(agent, str) else agent
         if loading.kind(cls) != "agent":
@@ -88,7 +91,7 @@ class AgentWorkflow:
         name = agent if isinstance(agent, str) else name_of(cls)
         loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
         self._new_workers = partial(
-            Workers, name, kwargs or {}, workers, block_seconds=block_seconds
+            Workers, name, kwargs or {}, workers, block_seconds=block_seconds, limits=limits
         )
         self._front: _Front | None = None
         self._starting = asyncio.Lock()

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rlx.checkup.findings import Finding
+from rlx.rollout.kept import Kept
 
 IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
 
@@ -160,16 +161,16 @@ def imports(
 
 def _import_some(modules: list[str], seconds: float, python: str) -> Iterator[tuple[str, str]]:
     """(module, why it fails or "") until the process ends; the one it ended in comes last."""
-    process = subprocess.Popen(
-        [python, "-c", _CHILD, *modules], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    process = Kept(  # some imports start processes
+        [python, "-c", _CHILD, *modules], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True,
     )  # fmt: skip
     current, hung, timer = modules[0], False, Timer(0, lambda: None)
 
     def stop() -> None:
         nonlocal hung
         hung = True
-        process.kill()
+        process.stop()
 
     def watch() -> Timer:
         timer = Timer(seconds, stop)
@@ -189,12 +190,10 @@ def _import_some(modules: list[str], seconds: float, python: str) -> Iterator[tu
             elif (name := record.get("done") or record.get("failed")) in modules:
                 done.add(name)
                 yield name, " ".join(str(record.get("why", "")).split())[:200]
-        code = process.wait()
+        code = process.end(seconds)
     finally:
         timer.cancel()
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+        process.end()
         process.stdout.close()
     if current not in done:
         yield current, f"no end after {seconds:g} s" if hung else f"ends Python with {code}"

@@ -1,10 +1,13 @@
-"""What a process does about the process that started it. Imported before anything heavy."""
+"""What a process does about those around it: who started it, who may look into it.
+
+Imported before anything heavy.
+"""
 
 import ctypes
 import os
 import signal
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -18,3 +21,11 @@ def end_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)
+
+
+def keep_private() -> None:
+    """Keep other processes of this user from reading our memory and environment.
+
+    Root still can, and we ourselves read all of /proc/self but `mem`, `environ` and `io`.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

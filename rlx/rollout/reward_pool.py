@@ -1,38 +1,36 @@
 """Reward functions in worker processes that can be killed.
 
-    workflow ── one task a group ──▶ pebble pool ──▶ worker: fn(completion 1), … fn(completion n)
-                                        │ past the limit: kills the process, starts another
-                                        ▼
-               each completion alone ──▶ the one that hangs is named; a group that was only
-                                         slow gets its rewards after all
+    workflow ── a group ──▶ thread ──▶ worker: fn(completion 1), … fn(completion n)
+                              ▲           │ each reward as it is there
+                              └───────────┘ none within the limit: ended, another is started
 
 A function that raises, hangs, kills its process or returns something that is not a finite
-number is a `RewardError`: a failure of that prompt, retried within the run's budget. Workers
-die with the parent, whatever kills it. The names of functions cross the process border, never
-code.
+number is a `RewardError`: a failure of that prompt, retried within the run's budget. Workers end
+with all that they started, and with us, whatever ends us (`kept.py`). The names of functions cross
+the process border, never code; what comes back is numbers and text.
 """
 
 import asyncio
-import ctypes
-import multiprocessing
+import json
 import numbers
-import os
-import signal
+import pickle
+import queue
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pebble import ProcessExpired, ProcessPool
 
-from rlx.rollout import rewards, symbolic
+from rlx.rollout.kept import NO_LIMITS, Kept, Limits, start_worker, words
 
-_RESERVED = ("prompt", "completion", "prompt_ids", "completion_ids")  # row keys that would clash
 _LARGEST = float(np.finfo(np.float32).max)
 _START_SECONDS = 60.0  # a worker's start and imports; generous, for a loaded machine
+_END_SECONDS = 2.0  # until a worker that closed its end has a status
+_MESSAGE = 1 << 20  # bytes that a worker may say at once
 
 
 class RewardError(RuntimeError):
@@ -76,147 +74,164 @@ class Span:
 class RewardPool:
     """Worker processes computing one reward function; use from any thread or loop."""
 
-    def __init__(self, name: str, workers: int = 1, timeout: float = 5.0):
+    def __init__(
+        self, name: str, workers: int = 1, timeout: float = 5.0, limits: Limits = NO_LIMITS
+    ):
         """Starts nothing yet.
 
         Args:
           name: of the reward function, as `rewards.resolve` takes it.
           workers: processes, ≥ 1.
           timeout: seconds for one completion, > 0.
+          limits: of each worker.
         """
         self.name = name
         self.timeout = timeout
-        self._workers = workers
-        self._together = True  # n completions a task, until a group proved slower than the limit
-        self._pool = self._new_pool()
+        self._workers = [_Worker(name, limits) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, "reward")
 
     def start(self) -> None:
-        """Starts the workers and returns at once; the first rewards need not wait for imports.
-
-        Call it from a thread that outlives the pool: the kernel ties workers to their thread.
-        """
-        self._pool.schedule(_warm, timeout=_START_SECONDS)
+        """Starts the workers and returns at once; the first rewards need not wait for imports."""
+        for _ in self._workers:
+            worker = self._idle.get()
+            worker.start()
+            self._idle.put(worker)
 
     async def rewards(self, calls: Sequence[Call]) -> tuple[list[float], list[Span]]:
-        """The reward of each call, in order, and when the workers computed them.
+        """The reward of each call, in order, and when a worker computed them.
 
         Raises:
           RewardError: naming function, row and completion, with the worker's traceback.
         """
-        if self._together:
-            try:
-                return await self._task(calls, 0, self.timeout)
-            except TimeoutError:
-                if len(calls) == 1:
-                    raise self._hung(calls[0], 0) from None
-        alone = [self._alone(call, index) for index, call in enumerate(calls)]
-        values: list[float] = []
-        spans: list[Span] = []
-        for result in await asyncio.gather(*alone, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-            values += result[0]
-            spans += result[1]
-        self._together = False
-        return values, spans
+        loop = asyncio.get_running_loop()
+        values, span = await loop.run_in_executor(self._threads, self._compute, calls)
+        return values, [span]
 
     def close(self) -> None:
         """Kills the workers, busy or not."""
-        self._pool.stop()
-        self._pool.join()
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown(cancel_futures=True)
 
-    def _new_pool(self) -> ProcessPool:
-        return ProcessPool(
-            max_workers=self._workers,
-            initializer=_initialize,
-            initargs=(os.getpid(), self.name),
-            context=multiprocessing.get_context("spawn"),
-        )
-
-    async def _alone(self, call: Call, index: int) -> tuple[list[float], list[Span]]:
+    def _compute(self, calls: Sequence[Call]) -> tuple[list[float], Span]:
+        """As `rewards`, in a thread."""
+        worker = self._idle.get()
+        values: list[float] = []
+        name, at = f"reward {self.name!r}", lambda: _describe(calls[len(values)], len(values))
         try:
-            return await self._task([call], index, self.timeout)
+            return values, worker.compute(self.name, calls, self.timeout, values)
         except TimeoutError:
-            raise self._hung(call, index) from None
+            raise RewardError(
+                f"{name} was killed after {self.timeout:g} s (reward.timeout_seconds) on {at()}"
+            ) from None
+        except _Died as died:
+            raise RewardError(f"the worker process of {name} {died} on {at()}") from None
+        except _Failed as failed:
+            raise RewardError(f"{name} failed on {at()}: {failed}") from None
+        finally:
+            self._idle.put(worker)
 
-    async def _task(
-        self, calls: Sequence[Call], first: int, timeout: float
-    ) -> tuple[list[float], list[Span]]:
-        pool = self._pool
+
+class _Failed(Exception):
+    """A reward function raised, or gave no reward."""
+
+
+class _Died(Exception):
+    """A worker ended by itself, or never was ready."""
+
+
+class _Worker:
+    """A place for one process at a time; for one thread at a time, but for `close`."""
+
+    def __init__(self, name: str, limits: Limits):
+        self._name, self._limits = name, limits
+        self._kept: Kept | None = None
+        self._lock, self._closed = threading.Lock(), False
+
+    def start(self) -> None:
+        """Start a process where none runs, and return at once."""
+        with self._lock:
+            if self._closed or (self._kept and self._kept.running):
+                return
+            self._drop()
+            self._kept, self._socket = start_worker("rlx.rollout.reward_worker", self._limits)
+            self._unread, self._pid = b"", 0
+            self._socket.sendall(pickle.dumps((sys.path, self._name)))
+
+    def compute(
+        self, name: str, calls: Sequence[Call], timeout: float, values: list[float]
+    ) -> Span:
+        """Put the reward of each call into `values` as it comes; return when and where.
+
+        Raises:
+          TimeoutError: nothing came for `timeout` seconds; the process was killed.
+          _Died, _Failed: with the reason.
+        """
+        self.start()
+        assert self._kept
+        begun = 0
         try:
-            future = pool.schedule(_compute, args=(self.name, calls), timeout=timeout)
-            values, error, span = await asyncio.wrap_future(future)
-        except ProcessExpired as expired:
-            raise RewardError(
-                f"the worker process of reward {self.name!r} died (exit code {expired.exitcode}) "
-                f"on {_describe(calls[0], first)}"
-                + (f" or one of the {len(calls) - 1} after it" if len(calls) > 1 else "")
-            ) from expired
-        except RuntimeError as broken:  # pebble gives up when an idle worker is killed
-            if pool is self._pool:
-                self._pool = self._new_pool()
-                pool.stop()
-            raise RewardError(
-                f"the worker processes of reward {self.name!r} died while idle and were started "
-                f"again; {_describe(calls[0], first)} was waiting for one"
-            ) from broken
-        if error is not None:
-            at = len(values)
-            raise RewardError(
-                f"reward {self.name!r} failed on {_describe(calls[at], first + at)}: {error}"
-            )
-        return values, [span]
+            if not self._pid:
+                self._wait_ready()
+            self._socket.settimeout(timeout)
+            self._socket.sendall(pickle.dumps((name, pickle.dumps(calls))))
+            while len(values) < len(calls):
+                said = self._hear(timeout)
+                begun, end = begun or int(said["start"]), int(said["end"])
+                if "error" in said:
+                    raise _Failed(str(said["error"]))
+                if problem(said["value"]):
+                    raise ValueError
+                values.append(float(said["value"]))
+            return Span(self._pid, begun, end)
+        except TimeoutError:
+            self._kept.end()
+            self.start()
+            raise
+        except (EOFError, ConnectionError):
+            raise _Died(words(self._kept.end(_END_SECONDS), self._limits)) from None
+        except (ValueError, TypeError, KeyError):
+            self._kept.end()
+            raise _Died("said what is no reward") from None
 
-    def _hung(self, call: Call, index: int) -> RewardError:
-        return RewardError(
-            f"reward {self.name!r} was killed after {self.timeout:g} s (reward.timeout_seconds) on "
-            f"{_describe(call, index)}"
-        )
+    def close(self) -> None:
+        """Kill the process, busy or not; none is started again."""
+        with self._lock:
+            self._closed = True
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._kept:
+            self._kept.end()
+            self._socket.close()
+
+    def _wait_ready(self) -> None:
+        try:
+            self._pid = int(self._hear(_START_SECONDS)["pid"])
+        except TimeoutError:
+            assert self._kept
+            self._kept.end()
+            raise _Died(f"was not ready within {_START_SECONDS:g} s") from None
+
+    def _hear(self, seconds: float) -> Mapping[str, Any]:
+        """Return the next message."""
+        end = time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            if len(self._unread) > _MESSAGE:
+                raise ValueError
+            self._socket.settimeout(max(1e-3, end - time.monotonic()))
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
 
 
 def _describe(call: Call, index: int) -> str:
     """The completion and the row in one short line."""
     row = {key: value for key, value in call.row.items() if key != "answer"}
     return f"completion {index} ({call.completion[-80:]!r}) of row {str(row)[:200]}"
-
-
-# What follows runs in the worker.
-
-
-def _initialize(parent: int, name: str) -> None:
-    """Ties the worker's life to the parent's and imports the reward function."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits for C code to return
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-    try:
-        rewards.resolve(name)
-        if rewards.REWARDS.get(name) in (rewards.math, rewards.arithmetic):
-            symbolic.warm()
-    except Exception:
-        pass  # reported, with its traceback, by the first task
-
-
-def _warm() -> None:
-    """A task that only shows the worker is up."""
-
-
-def _compute(name: str, calls: Sequence[Call]) -> tuple[list[float], str | None, Span]:
-    """Rewards until the first failure, that failure as text, and the time it took."""
-    start, values, error = time.monotonic_ns(), [], None
-    try:
-        function = rewards.resolve(name)
-        for call in calls:
-            row = {key: value for key, value in call.row.items() if key not in _RESERVED}
-            value = function(
-                call.prompt, call.completion, call.prompt_ids, call.completion_ids, **row
-            )
-            error = problem(value)
-            if error is not None:
-                error = f"it returned {error}"
-                break
-            values.append(float(value))
-    except BaseException:  # SystemExit too: the worker reports and lives
-        error = traceback.format_exc()
-    return values, error, Span(os.getpid(), start, time.monotonic_ns())

@@ -46,7 +46,7 @@ def shared(agents):
         yield SimpleNamespace(run=run, engine=engine, workflow=workflow)
         process = workflow._front.workers._processes[0]
     with pytest.raises(ProcessLookupError):  # it ended with the evaluator
-        os.kill(process._pid, 0)
+        os.kill(process._kept.pid, 0)
     assert workflow._front is None
 
 
@@ -234,7 +234,7 @@ def test_a_run_that_will_not_stop_is_killed_and_its_neighbours_are_moved(agents)
             assert await row_of(g, own, "well") == 1.0
             assert own._processes[0] is not process
             with pytest.raises(ProcessLookupError):
-                os.kill(process._pid, 0)
+                os.kill(process._kept.pid, 0)
             await own.close()
 
     agents.run(main())

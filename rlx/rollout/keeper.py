@@ -1,0 +1,124 @@
+"""Runs one command and ends everything that it started, whatever ends first. A program by itself.
+
+    keeper.py PARENT MEMORY_BYTES MAX_PROCESSES COMMAND…    stdin: a pipe whose other end PARENT has
+
+    PARENT ── stdin ──▶ keeper (subreaper) ──▶ command (own session) ──▶ children, daemons, …
+                           ▲                                                   │ orphaned
+                           └───────────────────────────────────────────────────┘
+
+The kernel gives orphans to the keeper, however often they forked and whatever session they went
+to. When the command ends, when stdin closes, or when PARENT is gone, the keeper kills what is left
+and ends as the command did: with its status, or by its signal. A command with more processes than
+it may have is ended with status TOO_MANY. Standard library alone: it starts in milliseconds.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+TOO_MANY = 97
+_PDEATHSIG, _CAPBSET_DROP, SUBREAPER, _CAP_SYS_PTRACE = 1, 24, 36, 19  # of prctl
+_LOOK_SECONDS = 0.25
+_END_SECONDS = 5.0  # for processes that we may not kill, or that the kernel cannot end
+
+
+def main(parent: int, memory: int, most: int, *command: str) -> int:
+    """Run `command` to its end or ours; return its wait status."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(SUBREAPER, 1, 0, 0, 0)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: told.append(number))
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _become(libc, own, memory, command)
+    for fd in map(int, os.listdir("/proc/self/fd")):  # what the command alone shall hold open
+        if fd > 2 and fd not in (wake, woken):
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(fd)
+    reaped: dict[int, int] = {}
+    while child not in reaped and not told and os.getppid() == parent:
+        ready, _, _ = select.select([0, wake], [], [], _LOOK_SECONDS)
+        if 0 in ready:
+            break
+        if wake in ready:
+            os.read(wake, 4096)
+        _reap(reaped, child)
+        if most and child not in reaped and len(descendants(own)) > most:
+            reaped[child] = TOO_MANY << 8
+    _end_all(own, reaped, child)
+    return reaped.get(child, signal.SIGKILL)
+
+
+def _become(libc: ctypes.CDLL, keeper: int, memory: int, command: tuple[str, ...]) -> None:
+    """Turn this new process into the command; never returns."""
+    try:
+        os.setsid()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            signal.signal(number, signal.SIG_DFL)
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_CAPBSET_DROP, _CAP_SYS_PTRACE, 0, 0, 0)  # root's: it reads any process's memory
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if memory:
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        if os.getppid() == keeper:
+            os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error}", file=sys.stderr)
+    finally:
+        os._exit(127)
+
+
+def _reap(reaped: dict[int, int], child: int) -> bool:
+    """Collect the processes that have ended, keeping the child's status; False: none is left."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return True
+            if pid == child:
+                reaped.setdefault(pid, status)
+    return False
+
+
+def _end_all(own: int, reaped: dict[int, int], child: int) -> None:
+    """Kill every process below us, again and again: they may fork meanwhile."""
+    end = time.monotonic() + _END_SECONDS
+    while _reap(reaped, child) and time.monotonic() < end:
+        for pid in descendants(own):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def descendants(own: int) -> list[int]:
+    """Return the processes below `own`, children first."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found = list(children.get(own, []))
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL's effect cannot be changed
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))

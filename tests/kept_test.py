@@ -1,0 +1,214 @@
+"""Rewards and agents leave nothing behind, and cannot have more than they may."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlx.agents.workers import Workers
+from rlx.checkup import packages
+from rlx.rollout import kept
+from rlx.rollout.kept import Limits
+from rlx.rollout.reward_pool import Call, RewardError, RewardPool
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable_by_workers():
+    sys.path.insert(0, str(HERE))
+    yield
+    sys.path.remove(str(HERE))
+
+
+def alive(pid):
+    """True while the process exists and is not a zombie."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def left(marker):
+    """The processes that were left behind; None before all have said so."""
+    found = marker.read_text().split() if marker.exists() else []
+    return [int(pid) for pid in found] if len(found) == 7 else None
+
+
+def gone(marker):
+    """Waits until nothing of it runs, and ends it otherwise."""
+    pids = left(marker)
+    assert pids
+    try:
+        wait_until(lambda: not any(map(alive, pids)), 20)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Rewards:
+    """A pool whose worker does as it is told, with one interface for both kinds of worker."""
+
+    def __init__(self, timeout=600.0):
+        self.pool = RewardPool("kept_code:leaving", timeout=timeout)
+
+    async def run(self, how, marker):
+        row = {"marker": str(marker), "answer": ""}
+        return (await self.pool.rewards([Call("", how, [], [], row)]))[0][0]
+
+    def worker(self):
+        return self.pool._workers[0]._pid
+
+    async def close(self):
+        self.pool.close()
+
+
+class Agents:
+    """The same of an agent's process."""
+
+    def __init__(self, timeout=600.0):
+        self.workers = Workers(f"{HERE / 'kept_code.py'}:Leaving", {}, block_seconds=timeout)
+
+    async def run(self, how, marker):
+        return await self.workers.run({"how": how, "marker": str(marker)}, "", "")
+
+    def worker(self):
+        return kept.keeper.descendants(self.workers._processes[0]._kept.pid)[0]
+
+    async def close(self):
+        await self.workers.close()
+
+
+KINDS = pytest.mark.parametrize("kind", [Rewards, Agents])
+
+
+@KINDS
+def test_what_is_left_behind_ends_with_the_worker(kind, tmp_path):
+    async def main():
+        own = kind()
+        try:
+            assert await own.run("return", tmp_path / "pids") == 1.0
+            assert any(map(alive, left(tmp_path / "pids")))
+        finally:
+            await own.close()
+
+    asyncio.run(main())
+    gone(tmp_path / "pids")
+
+
+@KINDS
+def test_what_is_left_behind_ends_with_a_worker_that_is_killed(kind, tmp_path):
+    async def main():
+        own = kind()
+        try:
+            await own.run("return", tmp_path / "pids")
+            os.kill(own.worker(), signal.SIGKILL)
+            await asyncio.to_thread(gone, tmp_path / "pids")
+        finally:
+            await own.close()
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_what_is_left_behind_ends_with_a_worker_that_hangs(kind, tmp_path):
+    async def main():
+        own = kind(timeout=3.0)
+        try:
+            if kind is Rewards:  # agents that hold the interpreter's lock say nothing: closed below
+                with pytest.raises(RewardError, match="was killed after 3 s"):
+                    await own.run("hang", tmp_path / "pids")
+            else:
+                run = asyncio.create_task(own.run("hang", tmp_path / "pids"))
+                await asyncio.to_thread(wait_until, lambda: left(tmp_path / "pids"))
+                run.cancel()
+        finally:
+            await own.close()
+
+    asyncio.run(main())
+    gone(tmp_path / "pids")
+
+
+TRAINER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from kept_test import {kind}
+asyncio.run({kind}().run("hang", Path({marker!r})))
+"""
+
+
+@KINDS
+def test_what_is_left_behind_ends_with_a_trainer_that_is_killed(kind, tmp_path):
+    marker = tmp_path / "pids"
+    text = TRAINER.format(here=str(HERE), kind=kind.__name__, marker=str(marker))
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    with subprocess.Popen([sys.executable, "-c", text], env=environment) as trainer:
+        try:
+            wait_until(lambda: left(marker) or trainer.poll() is not None)
+        finally:
+            trainer.kill()
+    gone(marker)
+
+
+def test_one_hang_costs_one_timeout_and_computes_nothing_twice(tmp_path):
+    pool = RewardPool("kept_code:hanging", timeout=1.0)
+    marker = tmp_path / "calls"
+    row = {"marker": str(marker), "answer": ""}
+    try:
+        calls = [Call("", text, [], [], row) for text in ("a", "b", "hang", "c")]
+        with pytest.raises(RewardError, match=r"killed after 1 s.*completion 2 "):
+            asyncio.run(pool.rewards(calls))
+        assert marker.read_text().split() == ["a", "b", "hang"]
+        assert asyncio.run(pool.rewards(calls[:2]))[0] == [1.0, 1.0]
+    finally:
+        pool.close()
+
+
+def test_limits_of_memory_and_processes_are_told_as_what_they_are():
+    pool = RewardPool(
+        "kept_code:greedy", timeout=60.0, limits=Limits(memory_gb=1.0, max_processes=8)
+    )
+    try:
+        with pytest.raises(RewardError, match="MemoryError"):
+            asyncio.run(pool.rewards([Call("", "memory", [], [], {"answer": ""})]))
+        with pytest.raises(RewardError, match="more than max_processes=8"):
+            asyncio.run(pool.rewards([Call("", "processes", [], [], {"answer": ""})]))
+    finally:
+        pool.close()
+
+
+def test_an_import_that_leaves_a_process_behind_holds_nobody_up(tmp_path, monkeypatch):
+    marker = tmp_path / "pid"
+    (tmp_path / "starts_one.py").write_text(
+        f"import os, time\nif not os.fork():\n    os.setsid()\n"
+        f"    open({str(marker)!r}, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+        f"while not os.path.exists({str(marker)!r}):\n    time.sleep(0.01)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert packages.imports(["starts_one", "json"], seconds=30) == {"starts_one": "", "json": ""}
+    wait_until(lambda: not alive(int(marker.read_text())))
+
+
+def test_the_debugger_ends_what_agents_left_and_nothing_else(tmp_path):
+    before = subprocess.Popen(["sleep", "600"])
+    try:
+        with kept.nothing_left():
+            subprocess.run(["setsid", "sh", "-c", f"sleep 600 & echo $! > {tmp_path / 'pid'}"])
+        assert not alive(int((tmp_path / "pid").read_text()))
+        assert alive(before.pid)
+    finally:
+        before.kill()
+        before.wait()
