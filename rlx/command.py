@@ -19,6 +19,7 @@ def say(text: object, file: TextIO | None = None) -> None:
 def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
     """Calls `main` and exits with its status: 0 done, 2 a user's mistake, 130 interrupted.
 
+    With --traceback on the command line a mistake keeps its traceback in front of its line.
     A full disk, memory or the like is told as what it is (rlx.remedies). Any other exception is a
     bug of ours and keeps its traceback (status 1).
 
@@ -26,9 +27,13 @@ def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
       teardown: whether Python clears up behind itself. With torch and vLLM that takes seconds, in
         which a dead server could have been started again.
     """
+    trace = "--traceback" in sys.argv
+    sys.argv[:] = [argument for argument in sys.argv if argument != "--traceback"]
     try:
         status = main() or 0
     except UserError as error:
+        if trace:
+            say(traceback.format_exc().rstrip(), sys.stderr)
         say(f"error: {error}", sys.stderr)
         status = 2
     except KeyboardInterrupt:

@@ -220,8 +220,15 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     """The error for a name that is not among `choices`, suggesting the nearest."""
     names = sorted(choices)
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
-    return UserError(f"unknown {kind} {name!r}; {hint}")
+    if near:
+        return UserError(f"unknown {kind} {name!r}; did you mean {near[0]!r}?")
+    section = name.rpartition(".")[0] + "."
+    names = [other for other in names if other.startswith(section)] or names
+    if len(names) > 30:  # those of a config, of no known section
+        sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))
+        hint = f"rlx/config.py has all {len(names)}, under {sections}"
+        return UserError(f"unknown {kind} {name!r}; {hint}")
+    return UserError(f"unknown {kind} {name!r}; choose one of {', '.join(names)}")
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:

@@ -1,7 +1,10 @@
 """Command lines of the commands that take a config: `--config=FILE[:ARG] --config.key=value`."""
 
+import ast
 import difflib
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +39,7 @@ def parse(
     Raises:
       UserError: no or unreadable config, unknown flag or key, or a value of the wrong type.
     """
+    argv = _joined(argv)
     config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
     plain = [a for a in argv if not a.startswith("--config.")]
     overrides = [a for a in argv if a.startswith("--config.")]
@@ -44,20 +48,29 @@ def parse(
         _check_file(config_file)
     values = _flags(strings, switches or {}, plain)
     if "--help" in argv or "-h" in argv:
-        print(f"usage: python -m rlx.… --config=FILE[:ARG] [--config.KEY=VALUE …]\n{values}")
+        name = Path(argv[0]).name.removesuffix(".py").removeprefix("rlx.")
+        print(f"usage: python -m rlx.{name} --config=FILE[:ARG] [--config.KEY=VALUE …] "
+              f"[--traceback]\n{values}")  # fmt: skip
         raise SystemExit(0)
     rest = _parse(values, plain)[1:]
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}; flags start with --, see --help")
     if not asked:
         return None, values
-    known = {key for key, _ in _leaves(values["config"].value)}
+    if not isinstance(values["config"].value, ConfigDict):
+        found = type(values["config"].value).__name__.removesuffix("Type")
+        raise UserError(
+            f"get_config() of {config_file} returns {found}; let it return a ConfigDict"
+        )
+    known = dict(_leaves(values["config"].value))
     for override in overrides:
         key = override.removeprefix("--config.").split("=", 1)[0]
         if "=" not in override:
             raise UserError(f"{override} has no value; write {override}=VALUE")
         if key not in known:
             raise unknown("config key", key, known)
+        if isinstance(known[key], tuple):
+            argv[argv.index(override)] = _as_tuple(override)
     values = _flags(strings, switches or {}, argv)
     _parse(values, argv)
     return values["config"].value, values
@@ -74,6 +87,29 @@ def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> 
         return kind(text) if text else default
     except ValueError:
         raise UserError(f"--{name}={text} is not a number; give one like {default}") from None
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """`argv` with `--config FILE` as `--config=FILE`."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] == "--config" and not argument.startswith("-"):
+            joined[-1] = f"--config={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _as_tuple(override: str) -> str:
+    """`--config.lora.targets=q,k` as `--config.lora.targets=('q', 'k')`."""
+    key, _, text = override.partition("=")
+    if not re.fullmatch(r"[\w.:/-]+(?:,[\w.:/-]+)+", text):
+        return override
+    try:
+        ast.literal_eval(text)  # numbers
+    except (SyntaxError, ValueError):
+        return f"{key}={tuple(text.split(','))!r}"
+    return override
 
 
 def _flags(
@@ -94,18 +130,37 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     try:
         with _neighbours(argv):
             return values(argv)
-    except (flags.Error, OSError, TypeError, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:
+        if place := _place(error, argv):
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"{place}: {what}; mend the config, --traceback shows more") from error
+        if not isinstance(error, flags.Error | OSError | TypeError | ValueError):
+            raise
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise UserError(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}") from error
+
+
+def _place(error: Exception, argv: list[str]) -> str:
+    """`FILE:LINE` of the config that an exception came through; empty where it did not."""
+    file = _config_file(argv)
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if Path(f.filename).absolute() == file.absolute()]
+    return f"{file}:{lines[-1]}" if lines else ""
+
+
+def _config_file(argv: list[str]) -> Path:
+    given = (a.split("=", 1)[1].split(":", 1)[0] for a in argv if a.startswith("--config="))
+    return Path(next(given, ""))
 
 
 @contextmanager
 def _neighbours(argv: list[str]) -> Iterator[None]:
     """Lets DIR/configs/x.py say `from configs import y`, wherever the command is run."""
-    file = next(
-        (a.split("=", 1)[1].split(":", 1)[0] for a in argv if a.startswith("--config=")), ""
-    )
-    root = str(Path(file).absolute().parent.parent)
+    root = str(_config_file(argv).absolute().parent.parent)
     sys.path.insert(0, root)
     try:
         yield

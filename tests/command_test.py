@@ -40,6 +40,15 @@ def test_a_command_ends_with_its_status_and_its_last_words(body, teardown):
     assert (done.stderr.splitlines() or [""])[-1] == error
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_mistake_keeps_its_traceback_where_it_is_asked_for(asked):
+    script = SCRIPT.format(body="raise UserError('got, wanted')", teardown=True)
+    command = [sys.executable, "-c", script, *["--traceback"] * asked]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "error: got, wanted"
+    assert ("Traceback" in done.stderr) == asked
+
+
 HOSTILE = (
     "\x1b]0;stolen\x07\x1b[2Jx\x9b2J\x1bc\u202ey\rz"  # a title, twice a clear, a reset, a turn
 )

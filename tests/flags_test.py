@@ -19,6 +19,9 @@ def parsed(*arguments):
     ("arguments", "words"),
     [
         ([], ["--config=FILE", "configs/arithmetic.py"]),
+        (["--config"], ["--config=FILE"]),
+        ([CONFIG, "--config.zzz=1"], ["'zzz'", "rlx/config.py", "sampling, "]),
+        ([CONFIG, "--config.fleet.qqqqqqqq=1"], ["fleet.slots", "fleet.engine"]),
         (["--config=configs/gsm8.py"], ["no config file configs/gsm8.py", "configs/gsm8k.py"]),
         ([CONFIG, "--config.samplng.n_samples=3"], ["'samplng.n_samples'", "'sampling.n_samples'"]),
         ([CONFIG, "--config.sampling.n_sampels=3"], ["'sampling.n_samples'"]),
@@ -49,6 +52,7 @@ def test_a_wrong_command_line_is_one_line_with_the_remedy(arguments, words):
     with pytest.raises(UserError) as error:
         parsed(*arguments)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
     for word in words:
         assert word in str(error.value)
 
@@ -66,3 +70,45 @@ def test_overrides_arrive_with_their_types():
     assert config.sampling.stop == ("a", "b")
     assert config.algorithm.clip_low == 0.3
     assert config.data.shuffle is False
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("def get_config():\n    return 1 / 0", "config.py:2: ZeroDivisionError: division by zero"),
+        ("x = 1\nimport nowhere", "config.py:2: ModuleNotFoundError: No module named 'nowhere'"),
+        ("def get_config(:", "config.py:1: SyntaxError: invalid syntax"),
+        ("def get_config():\n    c = {}\n    c.x = 1", "config.py:3: AttributeError:"),
+        ("def get_config():\n    pass", "config.py returns None; let it return a ConfigDict"),
+        ("def get_config():\n    return int('a')", "config.py:2: ValueError:"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_config_is_told_with_its_line(body, words, tmp_path):
+    file = tmp_path / "config.py"
+    file.write_text(body)
+    with pytest.raises(UserError) as error:
+        flags.parse(["rlx.main", f"--config={file}"])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_may_stand_behind_a_space():
+    config, _ = flags.parse(["rlx.main", "--config", "configs/gsm8k.py", "--config.seed=3"])
+    assert config.seed == 3
+
+
+def test_names_with_commas_between_are_several():
+    config = parsed(
+        CONFIG, "--config.lora.targets=q,k", "--config.fleet.addresses=a:1,b:2",
+        "--config.train.row_buckets=1536,3072", "--config.sampling.stop=a, b",
+    )  # fmt: skip
+    assert config.lora.targets == ("q", "k")
+    assert config.fleet.addresses == ("a:1", "b:2")
+    assert config.train.row_buckets == (1536, 3072)
+    assert config.sampling.stop == ("a, b",)
+
+
+def test_help_names_the_command(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["/somewhere/rlx/evaluate.py", "--help"])
+    assert "python -m rlx.evaluate --config=FILE" in capsys.readouterr().out
