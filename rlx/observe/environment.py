@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,18 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def describe() -> dict[str, Any]:
-    """The environment as a JSON-able dict; what cannot be found out is left out."""
+SAME = (  # of these, as dotted names, a run's bits depend on
+    "platform", "processor", "trainer_cores", "devices", "servers", "variables.XLA_FLAGS",
+    *(f"packages.{name}" for name in ("rlx", "jax", "jaxlib", "optax", "vllm")),
+)  # fmt: skip
+
+
+def describe(place: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment as a JSON-able dict; what cannot be found out is left out.
+
+    Args:
+      place: what the caller knows better, in place of what is found here or beside it.
+    """
     description = {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "python": platform.python_version(),
@@ -38,13 +49,14 @@ def describe() -> dict[str, Any]:
         "commit": _commit(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "packages": _packages(),
+        **place,
     }
     return {name: value for name, value in description.items() if value not in ("", {})}
 
 
-def write(workdir: str | os.PathLike) -> None:
+def write(workdir: str | os.PathLike, place: Mapping[str, Any]) -> None:
     """Writes WORKDIR/environment.json."""
-    text = json.dumps(describe(), indent=2) + "\n"
+    text = json.dumps(describe(place), indent=2) + "\n"
     write_atomically(Path(workdir) / "environment.json", text.encode())
 
 

@@ -2,19 +2,23 @@
 
 One object a line. A line is written by a single system call and taken back when the disk
 is full, so a reader never meets half a record of ours; what a killed process may still
-leave behind (a last line without its end) is skipped by `read_jsonl`.
+leave behind (a last line without its end) is skipped by `read_jsonl`. What a disk has spoilt is
+put beside the file by `set_aside` before a run goes on, and then every line left can be used.
 """
 
 import contextlib
 import json
 import math
 import os
+import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
+
+_SCRATCH = re.compile(r"\..+\.\d+-\d+")
 
 
 def jsonable(value: Any) -> Any:
@@ -80,32 +84,77 @@ def write_atomically(path: str | os.PathLike, data: bytes) -> None:
         raise _unwritable(path, error) from error
 
 
+def sweep(directory: Path) -> None:
+    """Remove what killed calls of `write_atomically` left in a directory that nobody writes to."""
+    for path in directory.glob(".*.*-*"):
+        if _SCRATCH.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the object in a file; empty where there is none or it cannot be read."""
+    try:
+        return _object(Path(path).read_bytes()) or {}
+    except OSError:
+        return {}
+
+
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """The objects of a file in order; none for a missing file. Unreadable lines are skipped."""
     if not Path(path).exists():
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, "rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+            if (record := _object(line)) is not None:
                 yield record
+
+
+def has_step(record: Mapping[str, Any]) -> bool:
+    """Whether a record says which step it is of, as every line of a run's files must."""
+    step = record.get("step")
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+
+
+def set_aside(path: str | os.PathLike, good: Callable[[Mapping[str, Any]], bool] = has_step) -> int:
+    """Move the lines that are no `good` record to PATH.unreadable, and return how many.
+
+    A last line without its end is a killed writer's: it is removed and not counted.
+    """
+    path = Path(path)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    fine = [(record := _object(line)) is not None and good(record) for line in lines]
+    if all(fine):
+        return 0
+    bad = [x for x, ok in zip(lines, fine, strict=True) if not ok and x.endswith(b"\n")]
+    if bad:
+        beside = path.with_name(f"{path.name}.unreadable")
+        before = beside.read_bytes() if beside.exists() else b""
+        write_atomically(beside, before + b"".join(bad))
+    write_atomically(path, b"".join(x for x, ok in zip(lines, fine, strict=True) if ok))
+    return len(bad)
 
 
 def truncate_jsonl(path: str | os.PathLike, first_step: int) -> int:
     """Drops the records whose `step` is ≥ `first_step`, atomically; returns how many.
 
     A run restored at step r − 1 writes step r again: what its killed predecessor wrote past
-    the checkpoint never happened. A broken last line goes as well.
+    the checkpoint never happened. What cannot be read goes as well: `set_aside` comes first.
     """
     if not Path(path).exists():
         return 0
-    records = list(read_jsonl(path))
-    kept = [record for record in records if record.get("step", 0) < first_step]
+    records = [record for record in read_jsonl(path) if has_step(record)]
+    kept = [record for record in records if record["step"] < first_step]
     write_atomically(path, b"".join(encode(record) for record in kept))
     return len(records) - len(kept)
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is; None where it is none."""
+    try:
+        value = json.loads(text.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _append_whole(handle: int, line: bytes) -> None:

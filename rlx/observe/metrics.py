@@ -11,7 +11,16 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.observe import environment
-from rlx.observe.jsonl import append_jsonl, encode, jsonable, truncate_jsonl, write_atomically
+from rlx.observe.jsonl import (
+    append_jsonl,
+    encode,
+    jsonable,
+    set_aside,
+    truncate_jsonl,
+    write_atomically,
+)
+
+RECORDS = ("metrics.jsonl", "eval.jsonl", "gate.jsonl")  # every line has the step it is of
 
 
 class MetricsWriter:
@@ -27,13 +36,16 @@ class MetricsWriter:
         workdir: str | os.PathLike,
         tensorboard: bool = True,
         first_step: int | None = None,
+        place: Mapping[str, Any] | None = None,
     ):
         """`first_step`: the next step to be written. Records of that step and later ones,
-        left by a run that was killed after its checkpoint, are removed. None keeps all."""
+        left by a run that was killed after its checkpoint, are removed. None keeps all.
+        `place`: what environment.json has beside what every process knows of itself."""
         self._workdir = Path(workdir)
+        self.unreadable = 0  # lines of records that were set aside
         if first_step is not None:
-            forget(self._workdir, first_step)
-        environment.write(self._workdir)
+            self.unreadable = forget(self._workdir, first_step)
+        environment.write(self._workdir, place or {})
         self._events = None
         if tensorboard:
             self._events = _open_events(self._workdir / "tensorboard", first_step)
@@ -73,15 +85,23 @@ class MetricsWriter:
             self._events.add(record["step"], record, section)
 
 
-def forget(workdir: str | os.PathLike, first_step: int) -> None:
-    """Removes what WORKDIR's records say of `first_step` and later steps."""
-    workdir = Path(workdir)
-    for name in ("metrics.jsonl", "eval.jsonl", "gate.jsonl"):
-        truncate_jsonl(workdir / name, first_step)
+def forget(workdir: str | os.PathLike, first_step: int) -> int:
+    """Remove what WORKDIR's records say of `first_step` and later steps.
+
+    The gate is passed again before `first_step`, with the weights of the step before.
+
+    Returns:
+      How many lines could not be read; they are beside their files now (`set_aside`).
+    """
+    workdir, unreadable = Path(workdir), 0
+    for name in RECORDS:
+        unreadable += set_aside(workdir / name)
+        truncate_jsonl(workdir / name, first_step - (name == "gate.jsonl"))
     for path in sorted((workdir / "rollouts").glob("step-*.jsonl")):
         number = path.stem.removeprefix("step-")
         if number.isdigit() and int(number) >= first_step:
             path.unlink()
+    return unreadable
 
 
 def _open_events(directory: Path, first_step: int | None) -> Any:

@@ -1,6 +1,5 @@
 """Reads what a run left in its WORKDIR, as far as it got. Broken or missing files are gaps."""
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.base import UserError
-from rlx.observe.jsonl import read_jsonl
+from rlx.observe.jsonl import has_step, read_json, read_jsonl
 
 MAX_SAMPLE_FILES = 400  # of a longer run: the first and last half of that many
 
@@ -78,9 +77,9 @@ def load(workdir: str | os.PathLike) -> Run:
         metrics=_by_step(read_jsonl(metrics)),
         evals=_by_step(read_jsonl(path / "eval.jsonl")),
         samples=_samples(path / "rollouts"),
-        spans=_spans(_read_json(path / "timeline.json")),
-        config=_read_json(path / "config.json"),
-        environment=_read_json(path / "environment.json"),
+        spans=_spans(read_json(path / "timeline.json")),
+        config=read_json(path / "config.json"),
+        environment=read_json(path / "environment.json"),
         ended_at=metrics.stat().st_mtime if metrics.exists() else 0.0,
     )
 
@@ -104,7 +103,7 @@ def finite(value: Any) -> float | None:
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records with a step, sorted; of two for one step the later written counts."""
-    steps = {r["step"]: r for r in records if finite(r.get("step")) is not None}
+    steps = {r["step"]: r for r in records if has_step(r)}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -114,15 +113,13 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
         half = MAX_SAMPLE_FILES // 2
         files = files[:half] + files[-half:]
     rows = [row for file in files for row in read_jsonl(file)]
-    return [r for r in rows if isinstance(r.get("completion"), str) and finite(r.get("step"))]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return [
+        r
+        for r in rows
+        if has_step(r)
+        and isinstance(r.get("completion"), str)
+        and isinstance(r.get("prompt"), str | None)
+    ]
 
 
 def _spans(trace: Mapping[str, Any]) -> list[TraceSpan]:

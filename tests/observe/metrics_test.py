@@ -11,7 +11,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.observe.jsonl import append_jsonl, jsonable, read_jsonl, truncate_jsonl, write_atomically
-from rlx.observe.metrics import MetricsWriter
+from rlx.observe.metrics import MetricsWriter, forget
 
 
 def lines(path):
@@ -65,6 +65,35 @@ def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
     assert [r["step"] for r in read_jsonl(path)] == [1, 2]
     assert truncate_jsonl(path, 3) == 0
     assert [r["step"] for r in lines(path)] == [1, 2], "the torn line stayed in the file"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"step": null}', b'{"stfp": 2}', b'{"step": 2, "ta\x00', b'{"step": "2"}', b'{"step": true}',
+     b'{"step": -2}', b"[2]", b"null", b"", b"\xff\xfe", b"[" * 100_000],
+)  # fmt: skip
+def test_a_line_that_cannot_be_read_is_kept_beside_and_the_others_stay(tmp_path, line):
+    path = tmp_path / "eval.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n{"step": 4, "gre')
+    with MetricsWriter(tmp_path, tensorboard=False, first_step=5) as writer:
+        assert writer.unreadable == 1
+    assert [r["step"] for r in lines(path)] == [1, 3]
+    assert (tmp_path / "eval.jsonl.unreadable").read_bytes() == line + b"\n"
+    assert forget(tmp_path, 5) == 0
+
+
+def test_the_gate_of_the_restored_step_is_told_once(tmp_path):
+    for first_step, steps in ((1, (0, 3, 5)), (6, (5, 8))):  # it begins, then goes on after step 5
+        with MetricsWriter(tmp_path, tensorboard=False, first_step=first_step) as writer:
+            for step in steps:
+                writer.write_gate({"step": step})
+    assert [r["step"] for r in lines(tmp_path / "gate.jsonl")] == [0, 3, 5, 8]
+
+
+def test_the_environment_says_what_the_caller_knows_better(tmp_path):
+    MetricsWriter(tmp_path, tensorboard=False, place={"cores": 99, "servers": 3}).close()
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert (found["cores"], found["servers"]) == (99, 3)
 
 
 def test_text_of_a_model_survives_even_when_it_is_not_unicode(tmp_path):
