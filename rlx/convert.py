@@ -25,11 +25,12 @@ def to_hf(path: Path, target: Path, model: str, dtype: str, adapter: Path | None
 def from_hf(source: Path, target: Path, dtype: str) -> str:
     """Writes a checkpoint with an HF directory's parameters; returns what was done."""
     from rlx.model import hf
+    from rlx.model.replaced import replaced_directory
     from rlx.train import checkpoint
 
     config, loaded = hf.load(source, dtype or None)
     host = {"model": config.to_hf(), "config": {"model": {"path": str(source.absolute())}}}
-    with hf.replaced_directory(target) as fresh:
+    with replaced_directory(target) as fresh:
         saved = checkpoint.save(fresh, 0, {"params": loaded}, host)
     return f"{source} -> {target / saved.name} (orbax)"
 

@@ -34,7 +34,7 @@ ORDER = (
     ("memory", "remedies"),
     ("teacher",),
     ("inputs", "records", "interrupts"),
-    ("export", "gate", "held_out", "pairs", "serving"),
+    ("export", "gate", "held_out", "pairs", "resume", "serving"),
     ("loop", "checkup", "evaluation"),
     ("command", "flags"),
     COMMANDS,
@@ -42,7 +42,7 @@ ORDER = (
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 LIGHT_ROOMS = ("", "base", "config", "observe", "fleet", "rollout", "agents", "launch", "plan")
 LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py", "model/directory.py",
-               "model/tensors.py")  # fmt: skip
+               "model/replaced.py", "model/tensors.py")  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "fleet/engine_jax.py", "fleet/programs.py", "fleet/scoring.py", "fleet/engine_vllm.py",
     "fleet/vllm_start.py", "fleet/vllm_worker.py", "fleet/openai_http.py",

@@ -4,17 +4,14 @@ Importing and exporting are copies and transposes driven by the parameter table,
 is bit for bit. Exported directories load in transformers unchanged.
 """
 
-import contextlib
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from rlx.base import UserError
@@ -23,6 +20,7 @@ from rlx.model.config import ModelConfig
 from rlx.model.directory import load_config as load_config
 from rlx.model.directory import resolve as resolve
 from rlx.model.params import Params, Row
+from rlx.model.replaced import replaced_directory
 from rlx.model.tensors import INDEX as INDEX
 from rlx.model.tensors import WEIGHTS as WEIGHTS
 from rlx.model.tensors import LazyTensors
@@ -133,33 +131,6 @@ def _copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
-
-
-@contextlib.contextmanager
-def replaced_directory(path: Path):
-    """A fresh directory that takes `path`'s place when the block succeeds, else disappears."""
-    fresh = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_dir():
-            raise NotADirectoryError("it is a file")
-        fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        yield fresh
-        fresh.chmod(0o755)  # mkdtemp's 0700 would hide an exported model from other users
-        old = None
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
-            path.rename(old / path.name)
-        fresh.rename(path)
-        if old:
-            shutil.rmtree(old)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"cannot write {path}: {error}; free space or choose another directory"
-        ) from error
-    finally:
-        if fresh and fresh.exists():
-            shutil.rmtree(fresh)
 
 
 def parts(row: Row, config: ModelConfig, value: Any) -> list[tuple[str, Any]]:

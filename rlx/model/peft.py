@@ -23,6 +23,7 @@ from rlx.model.config import ModelConfig
 from rlx.model.directory import read_json
 from rlx.model.lora import LoraConfig
 from rlx.model.params import Params
+from rlx.model.replaced import replaced_directory
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -102,7 +103,7 @@ def save(
       UserError: when it cannot be written; nothing is left behind.
     """
     tensors = to_peft(adapters, config, settings)
-    with hf.replaced_directory(Path(path)) as fresh:
+    with replaced_directory(Path(path)) as fresh:
         (fresh / CONFIG).write_text(json.dumps(_to_json(settings, base), indent=2) + "\n")
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / WEIGHTS).chmod(0o644)  # safetensors makes it 0600, whatever the umask

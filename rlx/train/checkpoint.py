@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from rlx.base import Group, UserError
+from rlx.model.replaced import exchange
 from rlx.train.archive import read_groups, write_groups
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -86,7 +87,8 @@ def save(
         if _is_no_space(error):
             raise _no_space(directory, _bytes(state), _free(directory)) from error
         raise
-    for old in checkpoints(directory)[: -max(keep, 1)]:
+    written = [path for path in checkpoints(directory) if step_of(path) <= step]
+    for old in written[: -max(keep, 1)]:  # a later one is damaged, or this run was not continued
         shutil.rmtree(old)
     return final
 
@@ -108,10 +110,13 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def restore_latest(directory: str | Path, abstract_state: Any) -> Restored | None:
+def restore_latest(
+    directory: str | Path, abstract_state: Any, say: Callable[[str], None] | None = None
+) -> Restored | None:
     """The newest checkpoint that is whole, or None where there is none.
 
-    One whose bytes do not match its manifest is passed over with a warning.
+    One whose bytes do not match its manifest is passed over, with a line to `say` or a warning.
+    What a killed save left is removed.
 
     Args:
       abstract_state: pytree of arrays or `jax.ShapeDtypeStruct` (with a sharding where the restored
@@ -120,22 +125,23 @@ def restore_latest(directory: str | Path, abstract_state: Any) -> Restored | Non
     Raises:
       UserError: checkpoints exist but none is whole, or the state is of another shape.
     """
-    _put_back(Path(directory))
-    path = _newest_whole(directory)
+    _remove_temporary(Path(directory))
+    path = _newest_whole(directory, say)
     return restore(path, abstract_state) if path else None
 
 
-def _newest_whole(directory: str | Path) -> Path | None:
+def _newest_whole(directory: str | Path, say: Callable[[str], None] | None = None) -> Path | None:
     found = checkpoints(directory)
+    say = say or logging.getLogger(__name__).warning
     for path in reversed(found):
         problem = verify(path)
         if problem is None:
             return path
-        logging.getLogger(__name__).warning("passing over checkpoint %s: %s", path, problem)
+        say(f"passing over checkpoint {path}: {problem}")
     if found:
         raise UserError(
             f"none of the {len(found)} checkpoints in {directory} is whole; move them away or set "
-            "checkpoint.recover_mode=off to start afresh"
+            "checkpoint.recover_mode=off to begin anew"
         )
     return None
 
@@ -220,6 +226,8 @@ def verify(path: Path) -> str | None:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         return f"manifest.json: {error}"
+    if not isinstance(manifest, dict):
+        return "manifest.json: no JSON object"
     actual = _manifest(path)
     for name in sorted(set(manifest) | set(actual)):
         if name not in actual:
@@ -300,7 +308,9 @@ def _flush(path: Path) -> None:
 
 def _rename(temporary: Path, final: Path) -> None:
     """Puts the new checkpoint in place; one of the same step makes way first, by a rename too."""
-    if final.exists():
+    if final.exists() and exchange(temporary, final):
+        shutil.rmtree(temporary)
+    elif final.exists():
         replaced = final.with_name(f"{_REPLACED}{final.name}")
         final.rename(replaced)
         temporary.rename(final)

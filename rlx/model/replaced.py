@@ -1,0 +1,80 @@
+"""Directories that are replaced whole: a reader finds the old one or the new one. No JAX."""
+
+import ctypes
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from rlx.base import UserError
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
+
+
+@contextmanager
+def replaced_directory(path: Path) -> Iterator[Path]:
+    """A fresh directory that takes `path`'s place when the block succeeds, else disappears.
+
+    What a killed process left of its own goes first.
+    """
+    fresh, lock = None, -1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError("it is a file")
+        sweep(path)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        lock = _locked(fresh)
+        yield fresh
+        fresh.chmod(0o755)  # mkdtemp's 0700 would hide an exported model from other users
+        if not path.exists():
+            fresh.rename(path)
+        elif not exchange(fresh, path):  # for a moment there is none; `sweep` mends that
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
+            path.rename(old / path.name)
+            fresh.rename(path)
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot write {path}: {error}; free space or choose another directory"
+        ) from error
+    finally:
+        if fresh and fresh.exists():
+            shutil.rmtree(fresh)
+        if lock >= 0:
+            os.close(lock)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two entries of a file system in one step; False where it cannot do that."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return renameat2 is not None and not renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE)
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed writers of `path` left beside it; put back what one had taken away."""
+    for left in path.parent.glob(f".{path.name}-*"):
+        if (lock := _locked(left)) < 0:
+            continue  # its writer lives
+        if not path.exists() and (left / path.name).is_dir():
+            (left / path.name).rename(path)
+        shutil.rmtree(left, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(directory: Path) -> int:
+    """A descriptor that holds a directory until it is closed; −1 where another does."""
+    with suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except OSError:
+            os.close(handle)
+    return -1
