@@ -150,6 +150,7 @@ def default() -> ConfigDict:
     c.gate.mean_delta = 0.0  # nats, on average; 0: likewise
 
     c.checkpoint = ConfigDict()
+    c.checkpoint.first_step = 2  # after which the first is written; 0: off
     c.checkpoint.every_steps = 0  # 0: only at the end and on Ctrl-C
     c.checkpoint.every_seconds = 600.0
     c.checkpoint.keep = 2
@@ -273,7 +274,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
                 "fleet.num_servers", "rollout.max_failures", "eval.num_questions",
                 "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
-                "critic.warmup_steps", "fleet.max_restarts"):  # fmt: skip
+                "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
+                "checkpoint.every_steps"):  # fmt: skip
         _at_least(config, key, 0)
     for key in ("connect_seconds", "probe_seconds", "hang_seconds", "outage_seconds",
                 "kill_seconds"):  # fmt: skip

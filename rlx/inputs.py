@@ -14,19 +14,18 @@ from rlx import teacher
 from rlx.algorithms.presets import Algorithm
 from rlx.base import Group, UserError
 from rlx.fleet.engine import Sampling
-from rlx.launch import occupancy
 from rlx.model import hf
 from rlx.model.config import ModelConfig
-from rlx.observe.jsonl import read_jsonl, write_atomically
+from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic, data, rewards
 from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
 from rlx.rollout.kept import Limits
 from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR, encode, render
-from rlx.train import checkpoint
 from rlx.train.update import make_steps
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
+INITIAL = "initial"  # directory of a run's first weights, where they are random
 _QUESTION = "What is 12 + 30?"  # that a chat template is tried with
 
 
@@ -334,27 +333,3 @@ def server_options(config: ConfigDict) -> dict[str, Any]:
 def as_json(config: ConfigDict) -> dict:
     """The config as plain JSON values: what config.json and checkpoints hold."""
     return json.loads(config.to_json_best_effort())
-
-
-def claim(config: ConfigDict, workdir: Path) -> None:
-    """Makes `workdir` and writes config.json into it.
-
-    Raises:
-      UserError: it holds a run that this one would not continue, or another that still goes on, or
-        cannot be written.
-    """
-    occupancy.require_free(workdir)
-    off = config.checkpoint.recover_mode == "off"
-    fresh = off or not checkpoint.checkpoints(workdir / "checkpoints")
-    if fresh and (workdir / "metrics.jsonl").exists():
-        raise UserError(
-            f"{workdir} holds another run and no checkpoint to continue; give a fresh --workdir"
-        )
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot make {workdir}: {error.strerror}; choose another --workdir"
-        ) from error
-    text = json.dumps(as_json(config), indent=2, sort_keys=True)
-    write_atomically(workdir / "config.json", text.encode())

@@ -13,7 +13,7 @@ are published only for evaluations; without servers there is nobody to publish t
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -23,9 +23,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rlx import memory, records, remedies, teacher
+from rlx import memory, records, remedies, resume, teacher
 from rlx.base import Group
-from rlx.export import INITIAL, Export
+from rlx.export import Export
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
@@ -34,14 +34,14 @@ from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
 from rlx.gate import Gate, sentence
 from rlx.held_out import HeldOut
-from rlx.inputs import Inputs, as_json, claim, has_servers, prepare, server_options
+from rlx.inputs import INITIAL, Inputs, as_json, has_servers, prepare, server_options
 from rlx.interrupts import interrupts
 from rlx.launch import allowance
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
-from rlx.launch.occupancy import Killed, occupied
+from rlx.launch.occupancy import Killed, make_directory, occupied
 from rlx.model import hf
 from rlx.model import params as parameters
-from rlx.observe.jsonl import read_jsonl
+from rlx.observe.jsonl import read_json, read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.report import write_report
@@ -72,12 +72,13 @@ def run(config: ConfigDict, workdir: Path) -> int:
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
     inputs = prepare(config)
-    claim(config, workdir)
+    make_directory(workdir)
     with remedies.explained(), ExitStack() as stack:
         killed = stack.enter_context(occupied(workdir))
+        said = resume.claim(config, workdir)
         advice = partial(memory.advice, config, inputs.model_config, started=False)
         with remedies.explained(advice, "before the first step"):
-            parts = _Run(config, workdir, inputs, stack, killed)
+            parts = _Run(config, workdir, inputs, stack, killed, said)
         return parts.main()
 
 
@@ -91,6 +92,7 @@ class _Run:
         inputs: Inputs,
         stack: ExitStack,
         killed: Killed | None = None,
+        said: Sequence[str] = (),
     ):
         self.config, self.workdir, self.inputs = config, workdir, inputs
         self.served, self.data = has_servers(config), inputs.algorithm.data
@@ -106,6 +108,8 @@ class _Run:
         self.timeline = Timeline()
         stack.callback(lambda: self.timeline.save(workdir / "timeline.json"))
         self.progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
+        for text in said:
+            self.progress.message(text)
         self._foresee(killed)
         stack.enter_context(interrupts(self._stop))
         cores = sorted(os.sched_getaffinity(0))
@@ -115,8 +119,7 @@ class _Run:
         if self.served:
             inputs.reward_pool.start()  # its imports go on beside everything else
         self._build_trainer()
-        writer = MetricsWriter(workdir, config.observe.tensorboard, first_step=self.step + 1)
-        self.writer = stack.enter_context(writer)
+        self.writer = stack.enter_context(self._records(cores))
         done = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
         self.held_out = HeldOut(config, inputs, done, self.timeline, self._elapsed)
         self.fleet = self._fleet(stack, servers, token) if self.served else Nobody()
@@ -187,15 +190,36 @@ class _Run:
         self.restored, self.step, self.earlier = None, 0, 0.0
         if self.config.checkpoint.recover_mode == "auto":
             self.restored = checkpoint.restore_latest(
-                self.workdir / "checkpoints", self.update.abstract_state
+                self.workdir / "checkpoints", self.update.abstract_state, self.progress.message
             )
         if self.restored:
             self.state, host = self.restored.state, self.restored.host
             self.export.require_base(host)
             self.step, self.earlier = host["step"], host["elapsed_seconds"]
-            self.progress.message(f"continuing after step {self.step}")
         else:
             self.state = self.update.init({} if self.update.lora else first())
+
+    def _records(self, cores: list[int]) -> MetricsWriter:
+        """The run's records, without what is done again; says what that is, and where."""
+        c, path = self.config, self.workdir / "environment.json"
+        before, last = read_json(path), resume.last_step(self.workdir)
+        place = {
+            "cores": len(cores),
+            "trainer_cores": len(os.sched_getaffinity(0)),
+            "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+            "servers": len(c.fleet.addresses) or c.fleet.num_servers,
+        }
+        writer = MetricsWriter(self.workdir, c.observe.tensorboard, self.step + 1, place)
+        if writer.unreadable:
+            self.progress.message(
+                f"{writer.unreadable} lines of the run's records could not be read; they are kept "
+                f"in {self.workdir}/*.unreadable"
+            )
+        if self.restored:
+            self.progress.message(resume.done_again(self.restored.host, last))
+            if text := resume.moved(before, read_json(path)):
+                self.progress.message(text)
+        return writer
 
     def _start_executor(self, stack: ExitStack) -> None:
         """Connects the fleet, gives it the state's version, and begins to admit prompts."""
@@ -409,7 +433,9 @@ class _Run:
     def _save_due(self) -> bool:
         c = self.config.checkpoint
         seconds = time.monotonic() - self.last_save
-        return self._due(c.every_steps) or (c.every_seconds > 0 and seconds > c.every_seconds)
+        first = self.step == c.first_step < self.config.total_steps
+        due = first or self._due(c.every_steps)
+        return due or (c.every_seconds > 0 and seconds > c.every_seconds)
 
     def _save(self) -> None:
         """A checkpoint of everything, and the exported HF directory."""

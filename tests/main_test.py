@@ -298,7 +298,7 @@ def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_pat
     room.mkdir()
     process = start(
         tmp_path / "run", "--config.total_steps=1000", "--config.rollout.max_staleness=0",
-        f"--config.fleet.publish_dir={room}",
+        f"--config.fleet.publish_dir={room}", "--config.checkpoint.first_step=0",
     )  # fmt: skip
     wait_for(lambda: records(tmp_path / "run" / "metrics.jsonl"))
     shutil.rmtree(room)

@@ -1,23 +1,34 @@
-"""Who runs in a directory: a file there says so while a process does, and nothing else removes it.
+"""Who runs in a directory: one process at a time, on whatever host, and how the last one ended.
 
-So two runs cannot write over one another, and a run that goes on can say that the one before was
-killed: what ends a process with SIGKILL leaves it no time for a word.
+WORKDIR/running.json names the process and is locked while it lives: the kernel lets go of the lock
+whatever ends the process, so that on one host nothing has to be guessed. Hosts that share a file
+system may not share its locks: for them the process gives a sign of life, the file's time, every
+BEAT_SECONDS. After SILENT_SECONDS without one it counts as dead. One that was only stopped finds
+the other's name in the file when it goes on, and ends.
 """
 
+import errno
+import fcntl
 import json
 import os
 import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
 from rlx.launch.endings import oom_kills
-from rlx.observe.jsonl import write_atomically
+from rlx.observe.jsonl import read_json
 
+BEAT_SECONDS = 10.0
+SILENT_SECONDS = 60.0  # the staleness limit, for other hosts
 _NAME = "running.json"
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,42 +48,134 @@ class Killed:
         return f"the run before (process {self.pid}) was ended without a word, {why}"
 
 
-def require_free(directory: Path) -> Killed | None:
-    """How the last process in `directory` ended, where it was killed.
-
-    Raises:
-      UserError: a process of this machine still runs in it.
-    """
+def make_directory(path: Path, option: str = "--workdir") -> None:
+    """Make a directory where there is none; raises UserError where that cannot be done."""
     try:
-        record = json.loads((directory / _NAME).read_text())
-        pid, begun = int(record["pid"]), record["begun"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    here = record.get("machine") == _machine()
-    if here and _begun(pid) == begun != "":
-        raise UserError(
-            f"process {pid} runs in {directory}; wait for its end, end it, or give another "
-            "--workdir"
-        )
-    return Killed(pid, here and oom_kills() > record.get("oom_kills", 0))
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}; choose another {option}") from error
 
 
 @contextmanager
-def occupied(directory: Path) -> Iterator[Killed | None]:
+def occupied(
+    directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
+) -> Iterator[Killed | None]:
     """This process runs in `directory`, which exists, until the block ends, however it does.
 
-    Yields what `require_free` returns, and raises what it raises.
+    Args:
+      option: that another directory is given by, for the error.
+      beat: seconds between two signs of life.
+
+    Yields:
+      How the last process in `directory` ended, where it was killed.
+
+    Raises:
+      UserError: another process runs in it.
     """
-    before = require_free(directory)
-    pid = os.getpid()
-    record: dict[str, Any] = {
-        "pid": pid, "begun": _begun(pid), "machine": _machine(), "oom_kills": oom_kills(),
-    }  # fmt: skip
-    write_atomically(directory / _NAME, json.dumps(record).encode())
+    path, pid = directory / _NAME, os.getpid()
+    handle = _locked(path, option)
     try:
-        yield before
+        before = _last(path, handle, option)
+        record = json.dumps(
+            {"pid": pid, "begun": _begun(pid), "machine": _machine(), "oom_kills": oom_kills()}
+        ).encode()
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, record, 0)
+        ended = threading.Event()
+        arguments = (path, handle, record, ended, beat)
+        threading.Thread(target=_live, args=arguments, name="sign of life", daemon=True).start()
+        try:
+            yield before
+        finally:
+            ended.set()
+            with suppress(OSError):
+                if path.read_bytes() == record:
+                    path.unlink()
     finally:
-        (directory / _NAME).unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _locked(path: Path, option: str) -> int:
+    """A descriptor of the file that no other process has locked; made where there is none."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise _taken(path, f"process {read_json(path).get('pid', '?')}", option) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                raise
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(handle).st_ino:
+                return handle
+        os.close(handle)  # its owner has ended and removed it between the two calls
+
+
+def _last(path: Path, handle: int, option: str) -> Killed | None:
+    """How the process named in the file ended; raises UserError where it may live elsewhere."""
+    record = read_json(path)
+    try:
+        pid, begun, machine = int(record["pid"]), str(record["begun"]), str(record["machine"])
+        kills = int(record.get("oom_kills", 0))
+    except (ValueError, KeyError, TypeError):
+        return None
+    if _boot(machine) == _boot(_machine()):
+        if _begun(pid) == begun != "":  # where the file system has no locks
+            raise _taken(path, f"process {pid}", option)
+        return Killed(pid, oom_kills() > kills)
+    silent = _silence(path, handle)
+    if silent < SILENT_SECONDS:
+        who = f"process {pid} of {machine.split(' ')[0]} (alive {silent:.0f} s ago)"
+        raise _taken(path, who, option, f", or {SILENT_SECONDS:.0f} s where its host has died")
+    return Killed(pid, False)
+
+
+def _silence(path: Path, handle: int) -> float:
+    """Seconds since the file was written, by the clock of its file system."""
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        probe.write_bytes(b"")
+        return max(0.0, probe.stat().st_mtime - os.fstat(handle).st_mtime)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _taken(path: Path, who: str, option: str, more: str = "") -> UserError:
+    return UserError(
+        f"{who} runs in {path.parent}; wait for its end{more}, end it, or give another {option}"
+    )
+
+
+def _live(path: Path, handle: int, record: bytes, ended: threading.Event, beat: float) -> None:
+    """Gives signs of life; ends the process where another has taken the directory over."""
+    last = time.monotonic()
+    while not ended.wait(beat):
+        try:
+            found: bytes | None = path.read_bytes()
+        except FileNotFoundError:  # of one who came and went; or a user has removed it
+            found = b"{}" if time.monotonic() - last > SILENT_SECONDS else None
+        except OSError:
+            continue
+        if found not in (None, record, b"") and not ended.is_set():
+            print(
+                f"error: {_who(found)} has taken {path.parent} over while this process gave no "
+                "sign of life; it ends here, and leaves everything as it is",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            os._exit(2)  # a word more on the disk would be written over the other's
+        with suppress(OSError):
+            os.utime(handle)
+            last = time.monotonic()
+
+
+def _who(record: bytes | None) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        other: dict[str, Any] = json.loads(record or b"")
+        return f"process {other['pid']} of {str(other['machine']).split(' ')[0]}"
+    return "another process"
 
 
 def _machine() -> str:
@@ -82,6 +185,11 @@ def _machine() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
+
+
+def _boot(machine: str) -> str:
+    """What tells kernels apart: hosts and containers may share a name, or change it."""
+    return machine.rpartition(" ")[2] or machine
 
 
 def _begun(pid: int) -> str:

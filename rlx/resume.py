@@ -1,0 +1,127 @@
+"""How a run begins in its directory: anew, or after a checkpoint; and what the user is told of it.
+
+A directory with a whole checkpoint is continued. One without is begun anew when it is the same run
+that has died there: its records are removed, so that nothing is told twice. A run of another config
+is never touched.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rlx.base import UserError
+from rlx.inputs import INITIAL, as_json
+from rlx.model import replaced
+from rlx.observe.environment import SAME
+from rlx.observe.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
+from rlx.observe.metrics import RECORDS, forget
+from rlx.train import checkpoint
+
+# What may change while the run stays the same: when it ends, what is kept and shown of it.
+_FREE = ("total_steps", "checkpoint.", "eval.", "gate.", "observe.", "fleet.publish_dir")
+
+
+def claim(config: ConfigDict, workdir: Path) -> list[str]:
+    """Write config.json into `workdir`, which this process occupies; return what there is to say.
+
+    Raises:
+      UserError: it holds a run that this one would not continue.
+    """
+    for name in ("hf", "adapter", INITIAL):
+        replaced.sweep(workdir / name)
+    for directory in (workdir, workdir / "rollouts"):
+        sweep(directory)
+    new = as_json(config)
+    before = read_json(workdir / "config.json")
+    changed = [text for text in differences(before, new) if not text.startswith(_FREE)]
+    checkpoints = workdir / "checkpoints"
+    found = checkpoint.checkpoints(checkpoints)
+    off = config.checkpoint.recover_mode == "off"
+    said = []
+    if off and any(checkpoint.verify(path) is None for path in found):
+        raise UserError(
+            f"{workdir} holds another run, with a checkpoint to continue, and "
+            "checkpoint.recover_mode=off; leave that out to continue it, or give a fresh --workdir"
+        )
+    if found and not off:
+        if changed:
+            said.append(
+                f"not the config that the run began with, so it is another from here on: "
+                f"{'; '.join(changed)}"
+            )
+    elif found or any((workdir / name).exists() for name in RECORDS):
+        if (changed or not before) and (workdir / "metrics.jsonl").exists():
+            raise UserError(
+                f"{workdir} holds another run ({(changed or ['of an unknown config'])[0]}) and no "
+                "checkpoint to continue; give a fresh --workdir, or its config to begin it anew"
+            )
+        said.append(_begin_anew(workdir))
+        for path in found:  # none is whole
+            path.rename(path.with_name(f"damaged-{path.name}"))
+            said.append(f"{path} is damaged and is kept as damaged-{path.name}")
+    write_atomically(
+        workdir / "config.json", json.dumps(new, indent=2, sort_keys=True).encode()
+    )  # fmt: skip
+    return said
+
+
+def _begin_anew(workdir: Path) -> str:
+    """Remove the records of an attempt that left no checkpoint; return what to say of it."""
+    step = last_step(workdir).get("step", 0)
+    forget(workdir, 0)
+    shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
+    for name in (*RECORDS, "timeline.json", "report.html"):
+        (workdir / name).unlink(missing_ok=True)
+    return f"begun anew: the attempt before ended after step {step} and left no checkpoint"
+
+
+def last_step(workdir: Path) -> Mapping[str, Any]:
+    """The last readable record of metrics.jsonl; empty where there is none."""
+    records = [r for r in read_jsonl(workdir / "metrics.jsonl") if has_step(r)]
+    return max(records, key=lambda record: record["step"], default={})
+
+
+def done_again(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    """What a run says that goes on after a checkpoint.
+
+    Args:
+      host: of the checkpoint. last: the record of the last step that was made after it.
+    """
+    step, executor = host["step"], host["executor"]
+    steps = max(0, last.get("step", step) - step)
+    admitted = last.get("admitted") if steps else None
+    prompts = len(executor["pending"])
+    if isinstance(admitted, int):
+        prompts += max(0, admitted - executor["admitted"])
+    if not steps and not prompts:
+        return f"continuing after step {step}; nothing is done again"
+    return (
+        f"continuing after step {step}; done again: {steps} step{'s' * (steps != 1)}, "
+        f"{prompts} prompt{'s' * (prompts != 1)}"
+    )
+
+
+def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What to say where a run goes on under other conditions, by environment.json; or nothing."""
+    changed = [text for text in differences(before, now) if text.split(" ")[0] in SAME]
+    return f"not where the run began, so its bits will differ: {'; '.join(changed)}" * bool(changed)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """`key old → new` of what both have and is not the same; keys that one lacks say nothing."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    for key in old:
+        if key in new and old[key] != new[key]:
+            yield f"{key} {old[key]} → {new[key]}"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

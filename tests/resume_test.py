@@ -1,0 +1,114 @@
+"""How a run begins in its directory: which records are kept, and what is said."""
+
+import json
+
+import pytest
+
+from rlx import config as config_lib
+from rlx import resume
+from rlx.base import UserError
+from rlx.inputs import as_json
+from rlx.observe.metrics import MetricsWriter
+
+
+@pytest.fixture
+def config():
+    c = config_lib.default()
+    c.model.path = "some/model"
+    return c
+
+
+def attempt(workdir, config, steps=3):
+    """What a run of `config` leaves killed after `steps`, before a checkpoint."""
+    workdir.mkdir(exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(as_json(config)))
+    with MetricsWriter(workdir) as writer:
+        writer.write_gate({"step": 0})
+        writer.write_eval({"step": 0})
+        for step in range(1, steps + 1):
+            writer.write({"step": step})
+            writer.write_rollouts(step, [{"step": step}])
+    (workdir / ".hf-abc").mkdir()
+    (workdir / ".metrics.jsonl.12-34").touch()
+
+
+def checkpoint_of(workdir, step, whole):
+    path = workdir / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / "host.json").write_text("{}")
+    if whole:
+        from rlx.train import checkpoint
+
+        (path / "manifest.json").write_text(json.dumps(checkpoint._manifest(path)))
+    return path
+
+
+def test_an_attempt_without_a_checkpoint_is_begun_anew(tmp_path, config):
+    attempt(tmp_path, config)
+    (line,) = resume.claim(config, tmp_path)
+    assert line == "begun anew: the attempt before ended after step 3 and left no checkpoint"
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "environment.json", "rollouts"}
+    assert not list((tmp_path / "rollouts").iterdir())
+    assert resume.claim(config, tmp_path) == []
+
+
+@pytest.mark.parametrize("spoil", ["", "null", "[]", '{"step": '])
+def test_another_config_is_refused_and_its_own_or_a_fresh_directory_does(tmp_path, config, spoil):
+    attempt(tmp_path, config)
+    if spoil:
+        (tmp_path / "config.json").write_text(spoil)
+    else:
+        config.sampling.temperature = 0.7
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    words = "of an unknown config" if spoil else "sampling.temperature 1.0 → 0.7"
+    with pytest.raises(UserError, match=f"holds another run .{words}.* give a fresh --workdir"):
+        resume.claim(config, tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    if not spoil:
+        config.sampling.temperature = 1.0
+        config.checkpoint.recover_mode = "off"
+        config.total_steps += 1
+        assert resume.claim(config, tmp_path)[0].startswith("begun anew")
+
+
+def test_damaged_checkpoints_are_kept_aside_by_recover_mode_off(tmp_path, config):
+    attempt(tmp_path, config)
+    path = checkpoint_of(tmp_path, 2, whole=False)
+    config.checkpoint.recover_mode = "off"
+    said = resume.claim(config, tmp_path)
+    assert said[0].startswith("begun anew")
+    assert said[1] == f"{path} is damaged and is kept as damaged-step_00000002"
+    assert [p.name for p in path.parent.iterdir()] == ["damaged-step_00000002"]
+
+
+def test_a_whole_checkpoint_is_never_begun_anew(tmp_path, config):
+    attempt(tmp_path, config)
+    checkpoint_of(tmp_path, 2, whole=True)
+    assert resume.claim(config, tmp_path) == []
+    config.checkpoint.recover_mode = "off"
+    with pytest.raises(UserError, match="holds another run, with a checkpoint"):
+        resume.claim(config, tmp_path)
+    config.checkpoint.recover_mode = "auto"
+    config.fleet.num_servers, config.eval.every_steps = 2, 7
+    (line,) = resume.claim(config, tmp_path)
+    assert line.endswith(": fleet.num_servers 1 → 2")
+
+
+def test_what_is_done_again_is_counted():
+    host = {"step": 12, "executor": {"pending": [[40, 0]], "admitted": 41}}
+    assert resume.done_again(host, {"step": 15, "admitted": 53}) == (
+        "continuing after step 12; done again: 3 steps, 13 prompts"
+    )
+    assert resume.done_again(host, {"step": 12, "admitted": 53}).endswith("0 steps, 1 prompt")
+    assert resume.done_again(host, {}).endswith("0 steps, 1 prompt")
+    host["executor"]["pending"] = []
+    assert resume.done_again(host, {"step": 12}).endswith("nothing is done again")
+
+
+def test_another_place_is_told_once_and_the_same_not():
+    here = {"trainer_cores": 1, "packages": {"jax": "1", "grpcio": "1"}, "command": "a"}
+    there = {"trainer_cores": 2, "packages": {"jax": "2", "grpcio": "2"}, "command": "b"}
+    assert resume.moved(here, here) == resume.moved({}, here) == ""
+    assert resume.moved(here, there) == (
+        "not where the run began, so its bits will differ: trainer_cores 1 → 2; packages.jax 1 → 2"
+    )
