@@ -1,0 +1,246 @@
+"""A run is killed again and again, and the same command goes on: a checker reads its history.
+
+The killer watches the run's files and sends SIGKILL to its process group at a named point: before
+the first checkpoint, inside one, between it and the export, inside the export, inside a publish,
+inside an evaluation; or at a seeded time. Nothing in the package helps it.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+BATCH, EVAL_EVERY, CHECKPOINT_EVERY, STEPS_EACH = 2, 3, 4, 4
+COMMAND = [
+    sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
+    f"--config.rollout.batch_prompts={BATCH}", "--config.sampling.n_samples=4",
+    "--config.sampling.max_new_tokens=24", "--config.fleet.slots=8",
+    "--config.reward.name=reward_functions:length",
+    f"--config.eval.every_steps={EVAL_EVERY}", "--config.eval.num_questions=2",
+    f"--config.checkpoint.every_steps={CHECKPOINT_EVERY}", "--config.gate.every_steps=5",
+    "--config.observe.transcripts_per_step=64", "--config.observe.tensorboard=False",
+]  # fmt: skip
+SECONDS = 240.0  # until an attempt is given up
+
+
+def start(workdir: Path, total_steps: int, max_staleness: int) -> subprocess.Popen:
+    functions = Path(__file__).parent / "rollout"
+    return subprocess.Popen(
+        [*COMMAND, f"--workdir={workdir}", f"--config.fleet.publish_dir={workdir.parent}",
+         f"--config.total_steps={total_steps}", f"--config.rollout.max_staleness={max_staleness}"],
+        stdout=open(workdir.with_suffix(".log"), "ab"), stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "RLX_TEST_RUN": str(workdir),
+             "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '.')}:{functions}"},
+    )  # fmt: skip
+
+
+def records(path: Path) -> list[dict]:
+    """Whole lines; of a file that is being written the last may be a part."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def entries(directory: Path) -> set[tuple[str, int]]:
+    """Names below a directory, with inodes: what is made anew under an old name is another."""
+    try:
+        return {(entry.name, entry.inode()) for entry in os.scandir(directory)}
+    except OSError:
+        return set()
+
+
+class Attempt:
+    """What one process has changed in its directories since it began."""
+
+    def __init__(self, workdir: Path, clock: Callable[[], float] = time.monotonic):
+        self.workdir, self._clock, self._begun = workdir, clock, clock()
+        self._places = {
+            "run": workdir, "checkpoints": workdir / "checkpoints", "publish": workdir.parent
+        }  # fmt: skip
+        self._before = {place: entries(path) for place, path in self._places.items()}
+        self._steps, self._first_step = len(records(workdir / "metrics.jsonl")), None
+
+    def new(self, place: str, prefix: str) -> bool:
+        found = entries(self._places[place]) - self._before[place]
+        return any(name.startswith(prefix) for name, _ in found)
+
+    def published(self) -> bool:
+        return any(
+            path.stat().st_size > 0
+            for path in self.workdir.parent.rglob("*")
+            if path.suffix == ".safetensors" and self.workdir not in path.parents and path.exists()
+        )
+
+    def seconds(self) -> float:
+        return self._clock() - self._begun
+
+    def stepping(self) -> float:
+        """Seconds since this process wrote its first step; negative before."""
+        steps = records(self.workdir / "metrics.jsonl")
+        if self._first_step is None and self.seconds() > 1 and len(steps) != self._steps:
+            self._first_step = self._clock()
+        return -1.0 if self._first_step is None else self._clock() - self._first_step
+
+    def evaluating(self) -> bool:
+        steps = [record["step"] for record in records(self.workdir / "metrics.jsonl")]
+        done = [record["step"] for record in records(self.workdir / "eval.jsonl")]
+        return self.stepping() >= 0 and steps[-1] % EVAL_EVERY == 0 and steps[-1] not in done
+
+
+def before_checkpoint(attempt: Attempt) -> bool:
+    return attempt.stepping() >= 0 and not list(attempt.workdir.glob("checkpoints/step_*"))
+
+
+POINTS: dict[str, Callable[[Attempt], bool]] = {
+    "in a checkpoint": lambda a: a.new("checkpoints", ".writing-"),
+    "between checkpoint and export": lambda a: a.new("checkpoints", "step_"),
+    "in the export": lambda a: a.new("run", ".hf-"),
+    "when the export takes its place": lambda a: a.new("run", "hf"),
+    "in a publish": Attempt.published,
+    "in an evaluation": Attempt.evaluating,
+}
+
+
+def plan(kills: int, seed: int) -> Iterator[tuple[str, Callable[[Attempt], bool]]]:
+    """The first kill comes before the first checkpoint; then every point in turn, and times."""
+    draw = random.Random(seed)
+    yield "before the first checkpoint", before_checkpoint
+    for index in range(1, kills):
+        if index % 3 == 0:
+            after = draw.uniform(0.0, 8.0)
+            yield f"after {after:.2f} s", lambda a, after=after: a.seconds() > after
+        elif index % 7 == 0:
+            after = draw.uniform(0.0, 0.6)
+            yield f"{after:.2f} s after a step", lambda a, after=after: a.stepping() > after
+        else:
+            yield list(POINTS.items())[(index + seed) % len(POINTS)]
+
+
+def kill_at(process: subprocess.Popen, point: Callable[[], bool]) -> bool:
+    """Whether the point came and the process group was killed; False when it ended before."""
+    deadline = time.monotonic() + SECONDS
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if point():
+                return True
+            time.sleep(0.0005)
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def left_over(workdir: Path) -> list[int]:
+    """Processes that the run has started and that still live."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RLX_TEST_RUN={workdir}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def last_lines(workdir: Path) -> str:
+    return workdir.with_suffix(".log").read_text(errors="replace")[-600:]
+
+
+def campaign(root: Path, kills: int, max_staleness: int, seed: int) -> tuple[Path, list[str]]:
+    """Kills a run `kills` times and lets it end; where it is, and all that went wrong.
+
+    A run that cannot go on is left, and another is begun in its place.
+    """
+    total_steps, failures, runs = STEPS_EACH * (kills + 1), [], 0
+    workdir = root / "run0" / "run"
+    workdir.parent.mkdir(parents=True)
+    for name, point in plan(kills, seed):
+        had_export = (workdir / "hf").exists()
+        attempt = Attempt(workdir)
+        process = start(workdir, total_steps, max_staleness)
+        reached = kill_at(process, lambda point=point, attempt=attempt: point(attempt))
+        if not reached:
+            failures.append(f"{name}: status {process.returncode}: {last_lines(workdir)}")
+            runs += 1
+            workdir = root / f"run{runs}" / "run"
+            workdir.parent.mkdir(parents=True)
+            continue
+        deadline = time.monotonic() + 30
+        while left_over(workdir) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if processes := left_over(workdir):
+            failures.append(f"{name}: processes {processes} live on")
+        if had_export:
+            try:
+                load_file(workdir / "hf" / "model.safetensors")
+            except Exception as error:
+                failures.append(f"{name}: hf/ is not whole: {error}")
+    process = start(workdir, total_steps, max_staleness)
+    kill_at(process, lambda: False)
+    if process.returncode != 0:
+        failures.append(f"at the end: status {process.returncode}: {last_lines(workdir)}")
+    failures += history(workdir, total_steps)
+    return workdir, failures
+
+
+def history(workdir: Path, total_steps: int) -> Iterator[str]:
+    """What a run's records say that a run without a kill would not say."""
+    steps = records(workdir / "metrics.jsonl")
+    if [record["step"] for record in steps] != list(range(1, total_steps + 1)):
+        yield f"metrics.jsonl has steps {[record['step'] for record in steps]}"
+    if any(record["dropped"] for record in steps):
+        yield "groups were dropped"
+    for name, wanted in (("eval", EVAL_EVERY), ("gate", 1)):
+        found = [record["step"] for record in records(workdir / f"{name}.jsonl")]
+        if found != sorted(set(found)) or any(step % wanted for step in found[:-1]):
+            yield f"{name}.jsonl has steps {found}"
+    rows = [row for path in (workdir / "rollouts").iterdir() for row in records(path)]
+    groups = {(row["step"], row["group_id"]) for row in rows}
+    if twice := [g for g, n in Counter(group for _, group in groups).items() if n > 1]:
+        yield f"groups {twice} were trained on twice"
+    if any(n != BATCH for n in Counter(step for step, _ in groups).values()):
+        yield "a batch is not of its size"
+    if len({step for step, _ in groups}) != total_steps:
+        yield f"there are rollouts of {len({step for step, _ in groups})} steps"
+    left = [name for name in os.listdir(workdir) if name.startswith(".") or name == "running.json"]
+    left += [p.name for p in (workdir / "checkpoints").iterdir() if p.name.startswith(".")]
+    left += [p.name for p in workdir.parent.rglob("*.safetensors") if workdir not in p.parents]
+    if left:
+        yield f"left behind: {left}"
+
+
+def check(root: Path, kills: int, max_staleness: int, seed: int) -> None:
+    workdir, failures = campaign(root / "killed", kills, max_staleness, seed)
+    if max_staleness == 0:
+        undisturbed = root / "whole" / "run"
+        undisturbed.parent.mkdir()
+        process = start(undisturbed, STEPS_EACH * (kills + 1), 0)
+        kill_at(process, lambda: False)
+        assert process.returncode == 0, last_lines(undisturbed)
+        found = (workdir / "hf" / "model.safetensors").read_bytes()
+        assert found != Path("rlx/assets/arithmetic/model.safetensors").read_bytes()
+        if found != (undisturbed / "hf" / "model.safetensors").read_bytes():
+            failures.append("the weights are not those of an undisturbed run")
+    assert not failures, "\n\n".join([f"{len(failures)} failures", *failures])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_killed_run_goes_on(tmp_path, max_staleness):
+    check(tmp_path, 3, max_staleness, seed=max_staleness)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_killed_fifteen_times_goes_on(tmp_path, max_staleness):
+    check(tmp_path, 15, max_staleness, seed=1 + max_staleness)
