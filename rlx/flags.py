@@ -133,8 +133,9 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     except UserError:
         raise
     except Exception as error:
-        if place := _place(error, argv):
-            what = " ".join(f"{type(error).__name__}: {error}".split())
+        inner = error.__context__ or error  # a ValueError is wrapped, by absl
+        if place := _place(inner, argv):
+            what = " ".join(f"{type(inner).__name__}: {inner}".split())
             raise UserError(f"{place}: {what}; mend the config, --traceback shows more") from error
         if not isinstance(error, flags.Error | OSError | TypeError | ValueError):
             raise
@@ -142,7 +143,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
         raise UserError(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}") from error
 
 
-def _place(error: Exception, argv: list[str]) -> str:
+def _place(error: BaseException, argv: list[str]) -> str:
     """`FILE:LINE` of the config that an exception came through; empty where it did not."""
     file = _config_file(argv)
     if isinstance(error, SyntaxError):
