@@ -133,7 +133,9 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     except UserError:
         raise
     except Exception as error:
-        inner = error.__context__ or error  # a ValueError is wrapped, by absl
+        inner: BaseException = error
+        while inner.__context__ is not None:  # the flag libraries wrap a ValueError twice
+            inner = inner.__context__
         if place := _place(inner, argv):
             what = " ".join(f"{type(inner).__name__}: {inner}".split())
             raise UserError(f"{place}: {what}; mend the config, --traceback shows more") from error
