@@ -14,6 +14,11 @@ class UserError(Exception):
     """
 
 
+def install(extra: str) -> str:
+    """Return the command that installs an extra, in a clone of rlx: it is on no index."""
+    return f"pip install -e '.[{extra}]'"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """The tokens of one rollout: prompt, completion, and any observations between.

@@ -59,7 +59,9 @@ def main() -> int:
         )
         config.eval.max_new_tokens = 0
     check(config, trains=False)
-    sets = evaluation.question_sets(values.datasets or "gsm8k", config.reward.name, options.limit)
+    sets = evaluation.question_sets(
+        values.datasets or "gsm8k", config.reward.name, options.limit, config.data.question_key
+    )
     models = evaluation.named((values.models or config.model.path).split(","))
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with Counting() as counting:

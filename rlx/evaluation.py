@@ -347,7 +347,8 @@ def _settings(config, models, sets, options: Options, out: Path) -> dict[str, An
         "workflow_kwargs": dict(options.workflow_kwargs) or None,
     }
     path = out / "settings.json"
-    if path.exists():
+    # An evaluation that failed before it wrote anything claims nothing.
+    if path.exists() and any((*out.glob("*/*.jsonl"), *out.glob("*/hf"))):
         before = json.loads(path.read_text())
         for key in (key for key in settings if key not in ("models", "datasets")):
             if before.get(key) != settings[key]:
@@ -372,14 +373,15 @@ def _write(out: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 
 
 def question_sets(
-    text: str, reward: str, limit: int
+    text: str, reward: str, limit: int, question_key: str = "question"
 ) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
-    """The sets of `--datasets`, loaded.
+    """The sets of `--datasets`, loaded; `question_key` is that of rows in a file.
 
     Raises:
       UserError: none, an unknown or unreachable one, or two of one name.
     """
-    found = [benchmarks.find(part.strip(), reward) for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",")]
+    found = [benchmarks.find(part, reward, question_key) for part in parts if part]
     if not found:
         raise UserError(f"--datasets={text!r} names none; give gsm8k,math_500 or a .jsonl path")
     names = [benchmark.name for benchmark in found]

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from rlx import consistency
+from rlx.base import install
 from rlx.causes import Case, advice, diagnose
 from rlx.consistency import Report, Sample, Scorer, Tolerance
 from rlx.fleet import compile_cache
@@ -70,6 +71,8 @@ def table(case: Case, found: dict[str, Report], dtype: str) -> str:
         )
         numbers = f"{report.mean:>10.1e}{report.max:>10.1e}{report.bad:>6}"
         lines.append(f"{pair:<24}{numbers}  {where or '–'}")
+    if "engine – transformers" not in found:
+        lines.append(f"without transformers, for torch is not installed; {install('witnesses')}")
     if not found["engine – rlx"].ok:
         lines.append(advice(diagnose(case, found["engine – rlx"])))
     return "\n".join(lines)

@@ -1,12 +1,14 @@
 """Comparing two scorings, and the trainer's own, against plain definitions and transformers."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx import consistency
+from rlx import consistency, pairs
+from rlx.causes import Case
 from rlx.consistency import EXACT, ROUNDED, Place, Sample, Scorer, Tolerance, compare
 from rlx.fleet.sample import Completion
 from rlx.model import hf
@@ -117,3 +119,13 @@ def test_one_shape_compiles_one_program(tiny_model_dir):
         scorer.logprobs(params, shorter)
         scorer.logprobs({**params, "embed": params["embed"] + jnp.float32(0.1)}, shorter)
     assert consistency._logprobs._cache_size() == before + 1
+
+
+def test_a_table_without_transformers_says_why():
+    scorer = SimpleNamespace(temperature=1.0, compute_dtype="float32")
+    case = Case(scorer, {}, samples(), EXACT)
+    same = compare([np.zeros(1)], [np.zeros(1)], EXACT)
+    told = pairs.table(case, {"engine – rlx": same}, "float32")
+    assert "torch is not installed; pip install -e '.[witnesses]'" in told
+    both = {"engine – rlx": same, "engine – transformers": same}
+    assert "not installed" not in pairs.table(case, both, "float32")

@@ -199,7 +199,30 @@ def test_data_sets_by_name_path_or_both():
         "my", "runs/my.jsonl", "math"
     )
     assert benchmarks.find("gsm8k=some/where.jsonl", "x").reward == "gsm8k"
+    assert benchmarks.find("mine=rows.jsonl", "math", "problem") == benchmarks.Benchmark(
+        "mine", "rows.jsonl", "math", "problem"
+    )
+    assert benchmarks.find("runs/x=1/rows.jsonl", "math").name == "rows"
     with pytest.raises(UserError, match="did you mean 'gsm8k'"):
         benchmarks.find("gsm8", "x")
     with pytest.raises(UserError, match="names gsm8k twice"):
         evaluation.question_sets("gsm8k=a.jsonl,gsm8k=b.jsonl", "x", 0)
+
+
+def test_the_questions_of_a_file_have_the_configs_key(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"problem": "1+1=?", "answer": "2"}\n')
+    for text in (str(file), f"mine={file}"):
+        [(_, rows)] = evaluation.question_sets(text, "math", 0, "problem")
+        assert (rows[0]["question"], rows[0]["answer"]) == ("1+1=?", "2")
+
+
+def test_an_evaluation_that_wrote_no_sample_claims_no_directory(tmp_path):
+    config, sets = arithmetic.get_config(), []
+    before = Options(temperature=0.1)
+    settings = evaluation._settings(config, {"m": Path("m")}, sets, before, tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    assert evaluation._settings(config, {"m": Path("n")}, sets, Options(), tmp_path)
+    append_jsonl(tmp_path / "m" / "x.jsonl", {"index": 0, "sample": 0})
+    with pytest.raises(UserError, match=r"holds an evaluation with temperature=0.1"):
+        evaluation._settings(config, {"m": Path("m")}, sets, Options(), tmp_path)

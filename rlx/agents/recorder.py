@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlx.agents.exchange import Call
 from rlx.agents.recording_proxy import HOST
-from rlx.base import UserError
+from rlx.base import UserError, install
 
 _START_SECONDS = 60.0
 
@@ -62,7 +62,7 @@ class Recorder:
         if not line.strip():
             self.__exit__()
             raise UserError(
-                "the recording proxy did not start (its words are above); pip install 'rlx[agents]'"
+                f"the recording proxy did not start (its words are above); {install('agents')}"
             )
         self._root = f"http://{HOST}:{int(line)}/{self.api_key}"
         return self

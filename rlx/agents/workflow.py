@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlx.agents import loading, returned, trajectories
 from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
-from rlx.base import Group, Trajectory, UserError
+from rlx.base import Group, Trajectory, UserError, install
 from rlx.fleet.engine import Sampling
 from rlx.rollout.kept import NO_LIMITS, Limits
 from rlx.rollout.reward_pool import Span
@@ -232,5 +232,5 @@ def _gateway_class() -> "type[Gateway]":
     try:
         from rlx.agents.gateway import Gateway
     except ImportError as error:
-        raise UserError(f"agents need the extra: pip install 'rlx[agents]' ({error})") from None
+        raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
     return Gateway

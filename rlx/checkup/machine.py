@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlx.base import install
 from rlx.checkup.findings import Finding
 from rlx.launch import allowance
 from rlx.observe.text import size
@@ -71,7 +72,7 @@ def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str
     if gpus and found.platform == "cpu":
         asked = environment.get("JAX_PLATFORMS", "")
         why = f"JAX_PLATFORMS={asked}" if asked else "JAX has no CUDA"
-        remedy = "unset JAX_PLATFORMS" if asked else "pip install 'rlx[cuda]'"
+        remedy = "unset JAX_PLATFORMS" if asked else install("cuda")
         found_words = f"{what}, though there are {gpus} NVIDIA GPUs: {why}"
         return Finding("machine", "devices", "warning", found_words, remedy)
     return Finding("machine", "devices", "ok", what)

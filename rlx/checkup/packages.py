@@ -22,6 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from rlx.base import install
 from rlx.checkup.findings import Finding
 from rlx.rollout.kept import Kept
 
@@ -259,13 +260,12 @@ def _extra(
     extra: str, packages: Sequence[Package], works: Mapping[str, str], needed: Sequence[str]
 ) -> Finding:
     missing = [p.name for p in packages if not p.version]
-    install = f"pip install 'rlx[{extra}]'"
     if not packages:
         return Finding("packages", f"[{extra}]", "absent", "nothing of it is for this system")
     if missing:
         others = ", ".join(f"{p.name} {p.version}" for p in packages if p.version)
         found = f"without {', '.join(missing)}" + (f"; {others} installed" if others else "")
-        return Finding("packages", f"[{extra}]", "absent", f"{found}; to have it: {install}")
+        return Finding("packages", f"[{extra}]", "absent", f"{found}; to have it: {install(extra)}")
     bad = list(_complaints(packages, works))
     if bad:
         found = "; ".join(f"{name}: {what}" for name, what, _ in bad)

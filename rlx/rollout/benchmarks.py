@@ -41,24 +41,24 @@ BENCHMARKS = {
 }
 
 
-def find(text: str, reward: str) -> Benchmark:
+def find(text: str, reward: str, question_key: str = "question") -> Benchmark:
     """The set that one entry of --datasets means: a name, a .jsonl path, or NAME=PATH.
 
     Args:
-      reward: how a bare path is graded; NAME=PATH is graded as NAME.
+      reward: how a path is graded, unless it is given as NAME=PATH with a name of BENCHMARKS.
+      question_key: of the rows of a path.
 
     Raises:
       UserError: neither a name nor a file.
     """
     name, _, path = text.rpartition("=")
-    if name:
-        if name not in BENCHMARKS:
-            raise unknown("dataset", name, BENCHMARKS)
-        return Benchmark(name, path, BENCHMARKS[name].reward)
+    if name and "/" not in name:  # a/b=c.jsonl is a path
+        graded = BENCHMARKS[name].reward if name in BENCHMARKS else reward
+        return Benchmark(name, path, graded, question_key)
     if text in BENCHMARKS:
         return BENCHMARKS[text]
     if text.endswith((".jsonl", ".json")):
-        return Benchmark(Path(text).stem, text, reward)
+        return Benchmark(Path(text).stem, text, reward, question_key)
     raise unknown("dataset", text, BENCHMARKS)
 
 

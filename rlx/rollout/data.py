@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import UserError
+from rlx.base import UserError, install
 
 Row = dict[str, Any]
 
@@ -95,7 +95,7 @@ def load_hub(
     except ImportError:
         raise UserError(
             f"{source} is not a file, and reading it from the hub needs the datasets package; "
-            "pip install 'rlx[hub]', or give the path of a .jsonl file"
+            f"{install('hub')}, or give the path of a .jsonl file"
         ) from None
     name, *options = source.split(":")
     split = options[-1] if options else split

@@ -16,7 +16,7 @@ GB = 10**9
     [
         (machine.judge_devices(Devices(kind="cpu"), 0, {}), "ok", "1 × cpu"),
         (machine.judge_devices(Devices("gpu", "H100", 8, 80 * GB), 8, {}), "ok", "80.0 GB each"),
-        (machine.judge_devices(Devices(), 2, {}), "warning", "rlx[cuda]"),
+        (machine.judge_devices(Devices(), 2, {}), "warning", "pip install -e '.[cuda]'"),
         (machine.judge_devices(Devices(), 2, {"JAX_PLATFORMS": "cpu"}), "warning", "unset"),
         (machine.judge_devices("no answer after 1 s", 0, {}), "problem", "no answer"),
         (machine.judge_cores(4, 4, 1.0), "ok", "4 of 4"),
