@@ -81,6 +81,11 @@ class Gate:
         self._seed, self._dtype = config.seed, config.model.dtype
         self._earlier = {"the run's first weights": first, "the last checkpoint": saved}
         self._asked: Future[Probe] | None = None
+        self._checked: frozenset[str] = frozenset()
+
+    def newcomers(self, fleet: Fleet) -> frozenset[str]:
+        """Return the addresses of live servers that no check has heard yet."""
+        return fleet.live - self._checked
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
         """Begins to ask every live server, once `publish` has brought them `version`.
@@ -120,6 +125,7 @@ class Gate:
     def check(self, probe: Probe, params: Params) -> Verdict:
         """Compares the answers with the scores by `params`, the weights of `probe.version`."""
         begun, servers, errors = time.monotonic(), {}, []
+        self._checked |= frozenset(probe.answers)
         for address, completions in probe.answers.items():
             case = self._case(completions, probe.version, params)
             report = case.compare(case.score())

@@ -293,6 +293,7 @@ class _Run:
                 groups = self._collect()
                 if groups is None:
                     break
+                self._check_newcomers()
                 self._train(groups)
                 if self._save_due():
                     self._save()
@@ -348,6 +349,12 @@ class _Run:
         if self.gate:
             assert isinstance(self.fleet, Fleet)
             self.gate.ask(self.executor, self.fleet, self.step, self.publishing)
+
+    def _check_newcomers(self) -> None:
+        """Check servers that joined since the last check, before their tokens are trained on."""
+        if self.gate and isinstance(self.fleet, Fleet) and self.gate.newcomers(self.fleet):
+            self._ask_servers()
+            self._pass_gate()
 
     def _pass_gate(self) -> None:
         """Ends a check under way; raises UserError when servers and trainer disagree."""

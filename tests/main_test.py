@@ -264,8 +264,9 @@ def test_a_workdir_that_holds_another_run_is_refused(finished_run):
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
-def test_two_servers_started_by_hand_take_streamed_weights(tmp_path):
-    # Their version is ahead of the run's, as after another run: the run's own weights come first.
+@pytest.fixture
+def by_hand():
+    """Two servers, and their addresses."""
     servers = [
         subprocess.Popen(
             [sys.executable, "-m", "rlx.serve", "--model=rlx:arithmetic", "--slots=16",
@@ -276,21 +277,48 @@ def test_two_servers_started_by_hand_take_streamed_weights(tmp_path):
     ]  # fmt: skip
     try:
         ports = [json.loads(server.stdout.readline())["port"] for server in servers]
-        addresses = f"--config.fleet.addresses={tuple(f'127.0.0.1:{port}' for port in ports)}"
-        for run, method in (("first", "stream"), ("second", "delta")):
-            flags = (addresses, f"--config.fleet.publish={method}", "--config.total_steps=2")
-            status, out = finish(start(tmp_path / run, *flags))
-            assert status == 0, out
-            steps = records(tmp_path / run / "metrics.jsonl")
-            assert [step["step"] for step in steps] == [1, 2]
-            assert all(step["dropped"] == 0 and step["staleness_max"] <= 2 for step in steps)
-            assert 0 < steps[-1]["publish_stall_seconds"] < steps[-1]["publish_seconds"]
-            assert steps[-1]["publish_bytes"] > 0
+        yield tuple(f"127.0.0.1:{port}" for port in ports)
         assert all(server.poll() is None for server in servers)
     finally:
         for server in servers:
             server.kill()
             server.communicate()
+
+
+def test_two_servers_started_by_hand_take_streamed_weights(tmp_path, by_hand):
+    # Their version is ahead of the run's, as after another run: the run's own weights come first.
+    for run, method in (("first", "stream"), ("second", "delta")):
+        flags = (f"--config.fleet.publish={method}", "--config.total_steps=2")
+        status, out = finish(start(tmp_path / run, f"--config.fleet.addresses={by_hand}", *flags))
+        assert status == 0, out
+        steps = records(tmp_path / run / "metrics.jsonl")
+        assert [step["step"] for step in steps] == [1, 2]
+        assert all(step["dropped"] == 0 and step["staleness_max"] <= 2 for step in steps)
+        assert 0 < steps[-1]["publish_stall_seconds"] < steps[-1]["publish_seconds"]
+        assert steps[-1]["publish_bytes"] > 0
+
+
+def test_a_server_that_is_added_to_a_run_passes_the_gate_before_it_is_learnt_from(
+    tmp_path, by_hand
+):
+    file, run = tmp_path / "servers", tmp_path / "run"
+    file.write_text(by_hand[0])
+    process = start(
+        run, f"--config.fleet.addresses={(f'@{file}',)}", "--config.fleet.publish=stream",
+        "--config.fleet.probe_seconds=0.1", "--config.gate.every_steps=0",
+        "--config.total_steps=1000",
+    )  # fmt: skip
+    try:
+        wait_for(lambda: records(run / "metrics.jsonl"))
+        file.write_text("\n".join(by_hand))
+        checks = wait_for(lambda: (found := records(run / "gate.jsonl"))[1:] and found)
+    finally:
+        process.send_signal(signal.SIGINT)
+        status, out = finish(process)
+    assert status == 130, out
+    assert [set(check["servers"]) for check in checks] == [{by_hand[0]}, set(by_hand)]
+    assert all(check["ok"] for check in checks)
+    assert f"rollout server {by_hand[1]} is added" in out
 
 
 def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_path):

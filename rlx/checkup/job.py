@@ -19,6 +19,7 @@ from rlx.algorithms import presets
 from rlx.algorithms.presets import Algorithm
 from rlx.checkup import machine, room
 from rlx.checkup.findings import Finding, attempt, problems
+from rlx.fleet.addresses import read_addresses
 from rlx.inputs import Inputs
 from rlx.memory import group_size, longest
 from rlx.model import hf
@@ -274,7 +275,7 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
                        "together", f"raise rollout.max_concurrent_rollouts to {batch} or more"
                        )  # fmt: skip
     if config.fleet.addresses:  # their slots are their own
-        running = len(config.fleet.addresses)
+        running = len(read_addresses(config.fleet.addresses))
         what += f" for {running} running server{'s' * (running > 1)}"
         return Finding("config", "staleness", "ok", what)
     servers = config.fleet.num_servers

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from rlx.checkup import machine, packages
-from rlx.checkup.findings import Finding
+from rlx.checkup.findings import Finding, attempt
+from rlx.fleet.addresses import read_addresses
 
 
 def findings(
@@ -26,8 +28,12 @@ def findings(
         yield machine.check_shared_memory()
         return
     for key in ("fleet", "teacher"):
-        for address in config[key].addresses:
-            yield machine.judge_address(address, machine.reach(address), f"{key}.addresses")
+        name, given = f"{key}.addresses", config[key].addresses
+        row, found = attempt("machine", name, partial(read_addresses, given), str)
+        if found is None:
+            yield row
+        for address in found or ():
+            yield machine.judge_address(address, machine.reach(address), name)
     if isinstance(devices, str):  # without JAX there is nothing more to be found out
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone: the devices stay free
