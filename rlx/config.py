@@ -45,7 +45,7 @@ def default() -> ConfigDict:
     c.data.shuffle = True
 
     c.reward = ConfigDict()
-    c.reward.name = "gsm8k"  # a name in rlx.rollout.rewards, or module:function
+    c.reward.name = "gsm8k"  # in rlx.rollout.rewards, or FILE.py:function, module:function
     c.reward.timeout_seconds = 5.0
     c.reward.workers = 1
     c.agents = ConfigDict()  # their processes; reward.workers is how many

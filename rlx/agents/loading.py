@@ -9,20 +9,15 @@ An agent has `async run(self, data, **extra_kwargs)`; a workflow is a
 """
 
 import difflib
-import importlib
-import importlib.util
 import inspect
 import json
-import pkgutil
-import sys
-import traceback
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from rlx.base import UserError
 from rlx.config import unknown
+from rlx.rollout import modules
 
 GIVEN = ("base_url", "api_key", "http_client")  # what `run` of an agent gets by name
 _WORKFLOW_NEEDS = ("group_id", "seed", "sampling", "n", "priority")
@@ -40,7 +35,7 @@ def load_class(text: str) -> type:
         raise UserError(
             f"{text!r} names no class; write package.module.Class or path/to/file.py:Class"
         )
-    module = _of_file(Path(place)) if place.endswith(".py") else _by_name(place)
+    module = modules.load(place)
     found = getattr(module, name, None)
     if inspect.isclass(found):
         return found
@@ -97,7 +92,9 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{cls.__name__}({_spelled(kwargs)}) failed: {_where(error)}") from error
+        raise UserError(
+            f"{cls.__name__}({_spelled(kwargs)}) failed: {modules.where(error)}"
+        ) from error
 
 
 def parse_kwargs(text: str, flag: str = "--workflow_kwargs") -> dict[str, Any]:
@@ -149,54 +146,6 @@ def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, A
         raise UserError(f"{cls.__name__}({_spelled(kwargs)}) lacks {', '.join(absent)}; give them")
 
 
-def _by_name(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not error.name or not f"{name}.".startswith(f"{error.name}."):
-            raise UserError(f"cannot import {name}: {_where(error)}") from error
-        raise UserError(
-            f"there is no module {error.name!r}{_near_module(error.name)}; is its directory on "
-            "PYTHONPATH? A file is named as path/to/file.py:Class"
-        ) from None
-    except Exception as error:
-        raise UserError(f"cannot import {name}: {_where(error)}") from error
-
-
-def _near_module(name: str) -> str:
-    parent, _, last = name.rpartition(".")
-    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    siblings = [found.name for found in pkgutil.iter_modules(path)] if path or not parent else []
-    near = difflib.get_close_matches(last, siblings, n=1)
-    return f", did you mean {'.'.join(filter(None, (parent, near[0])))!r}?" if near else ""
-
-
-def _of_file(path: Path) -> ModuleType:
-    """The module of a file; its directory is importable afterwards, behind everything else."""
-    if not path.is_file():
-        others = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), others, n=1)
-        hint = f"did you mean {near[0]}?" if near else "give its path from here, or the whole one"
-        raise UserError(f"there is no file {path}; {hint}")
-    path = path.resolve()
-    name = "file_" + "".join(c if c.isalnum() else "_" for c in str(path.with_suffix("")))
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise UserError(f"cannot import {path}: {_where(error)}") from error
-    return module
-
-
 def _classes(module: ModuleType) -> list[str]:
     """The classes that a module itself defines, or all that it has when it defines none."""
     every = {k: v for k, v in vars(module).items() if inspect.isclass(v) and k[0] != "_"}
@@ -206,13 +155,3 @@ def _classes(module: ModuleType) -> list[str]:
 
 def _spelled(kwargs: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}"[:60] for key, value in kwargs.items())
-
-
-def _where(error: BaseException) -> str:
-    """An exception in one line, with the line of the source that it is from."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith("<frozen")]
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-    return f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text

@@ -6,13 +6,12 @@ A reward function is `fn(prompt, completion, prompt_ids, completion_ids, **row) 
 or 1.0 on any text, and bound their own work: a hard one is a 0, not a killed worker.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlx.base import UserError
 from rlx.config import unknown
-from rlx.rollout import answers, equality, numbers, symbolic
+from rlx.rollout import answers, equality, modules, numbers, symbolic
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 
@@ -94,7 +93,7 @@ REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "arithmetic"
 
 
 def resolve(name: str) -> RewardFunction:
-    """The reward function called `name`: a key of REWARDS, or `module:function`.
+    """The reward function called `name`: a key of REWARDS, `module:function` or `FILE.py:function`.
 
     Raises:
       UserError: no such name, module or function.
@@ -103,14 +102,11 @@ def resolve(name: str) -> RewardFunction:
         if name not in REWARDS:
             raise unknown("reward.name", name, REWARDS)
         return REWARDS[name]
-    module_name, _, function_name = name.partition(":")
+    module_name, _, function_name = name.rpartition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"reward.name={name!r}: cannot import {module_name!r} ({error}); "
-            "is its directory on PYTHONPATH?"
-        ) from error
+        module = modules.load(module_name)
+    except UserError as error:
+        raise UserError(f"reward.name={name!r}: cannot import {module_name!r}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"reward.name={name!r}: {module_name} has no function {function_name!r}")

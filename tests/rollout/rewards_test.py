@@ -1,5 +1,6 @@
 r"""Reward functions: their signature, GSM8K's own answers, and texts that must not break them."""
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlx.base import UserError
 from rlx.rollout import rewards
+from rlx.rollout.reward_pool import Call, RewardPool
 
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
@@ -150,9 +152,27 @@ def test_resolve():
     assert rewards.resolve("rlx.rollout.rewards:math") is rewards.math
 
 
+def test_a_reward_in_a_file_is_found_here_and_by_the_workers(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def score(prompt, completion, prompt_ids, completion_ids, **row):\n"
+        "    return len(completion) / 10\n"
+    )
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path / "runs")
+    assert rewards.resolve("../mine.py:score")("", "four", [], []) == 0.4
+    pool = RewardPool("../mine.py:score")
+    try:
+        values, _ = asyncio.run(pool.rewards([Call("", "four", [], [], {})]))
+    finally:
+        pool.close()
+    assert values == [0.4]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("nowhere/mine.py:score", "there is no file nowhere/mine.py"),
+        ("configs/gsm8k.py:score", "no function 'score'"),
         ("gsm8", "did you mean 'gsm8k'"),
         ("no_such_module_here:f", "cannot import 'no_such_module_here'"),
         ("json:no_function", "no function 'no_function'"),
