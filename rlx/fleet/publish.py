@@ -9,12 +9,11 @@ import contextlib
 import errno
 import fcntl
 import json
-import mmap
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,17 +37,20 @@ DELTA_SHARE = 0.8  # of the whole file; a larger delta is not worth its making
 _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 
 
-def checksum(path: str | os.PathLike) -> int:
-    """CRC-32 of a file's bytes, in [0, 2³²). It guards against accidents, not against attackers."""
+def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: False) -> int:
+    """CRC-32 of a file's bytes, in [0, 2³²). It guards against accidents, not against attackers.
+
+    Args:
+      stopped: asked before every block; once true, what was read so far is all.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # nor waits for a pipe
-    with open(descriptor, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return 0
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            crc = 0
-            for start in range(0, len(view), _BLOCK):
-                with view[start : start + _BLOCK] as block:
-                    crc = zlib.crc32(block, crc)
+    with open(descriptor, "rb", buffering=0) as file:
+        left, crc = os.fstat(descriptor).st_size, 0
+        # Read, not mapped: a file that shrinks under a mapping kills the process.
+        buffer = memoryview(bytearray(min(_BLOCK, left)))
+        while left > 0 and not stopped() and (count := file.readinto(buffer[:left])):
+            crc = zlib.crc32(buffer[:count], crc)
+            left -= count
     return crc
 
 

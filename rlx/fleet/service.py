@@ -13,6 +13,7 @@ import errno
 import os
 import secrets
 import stat
+import threading
 import time
 import zlib
 from collections import deque
@@ -222,21 +223,23 @@ class RolloutService(rpc.RolloutServicer):
                 f"{header.path} is outside the weight roots ({allowed} allowed); start the server "
                 "with --weight-root, or publish by stream",
             )
-        start_ns = self._clock()
+        start_ns, cancelled = self._clock(), threading.Event()
         try:
             found = os.stat(path)
             if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            size = found.st_size
-            crc = await asyncio.to_thread(checksum, path)
+            _compare_size(header, found.st_size)
+            crc = await asyncio.to_thread(checksum, path, cancelled.is_set)
         except OSError as error:
             raise RequestError(
                 _Code.NOT_FOUND,
                 f"cannot read {header.path}: {error.strerror}; where trainer and server share no "
                 "file system, publish by stream",
             ) from error
+        finally:
+            cancelled.set()  # else the thread reads on for nobody
         self._spans.append(("verify weights", start_ns, self._clock()))
-        _compare(header, size, crc)
+        _compare_crc(header, crc)
         return path
 
     async def _apply(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
@@ -422,7 +425,8 @@ async def _receive(
             except OSError as error:
                 message = f"cannot stage the weights: {error.strerror}"
                 raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
-    _compare(header, size, crc)
+    _compare_size(header, size)
+    _compare_crc(header, crc)
 
 
 async def _drain(requests: AsyncIterator) -> None:
@@ -434,10 +438,13 @@ async def _drain(requests: AsyncIterator) -> None:
                 pass
 
 
-def _compare(header: pb.PublishHeader | pb.PublishDelta, size: int, crc: int) -> None:
+def _compare_size(header: pb.PublishHeader | pb.PublishDelta, size: int) -> None:
     if size != header.num_bytes:
         message = f"{size} bytes of weights where {header.num_bytes} were announced"
         raise RequestError(_Code.DATA_LOSS, message)
+
+
+def _compare_crc(header: pb.PublishHeader | pb.PublishDelta, crc: int) -> None:
     if crc != header.crc32:
         message = f"checksum {crc:08x} of the weights where {header.crc32:08x} was announced"
         raise RequestError(_Code.DATA_LOSS, message)

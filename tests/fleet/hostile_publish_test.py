@@ -3,15 +3,19 @@
 import ast
 import asyncio
 import os
+import sys
 import zlib
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 import rlx.fleet
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.launch.local import LocalServers
 
 CODE = grpc.StatusCode
 DEADLINE = 10
@@ -68,6 +72,74 @@ def test_only_regular_files_in_the_roots_are_opened(tools, tmp_path):
             assert not engine.loads
 
     tools.run(main())
+
+
+GB = 1 << 30
+
+
+def sparse(path, size):
+    with open(path, "wb") as file:
+        file.truncate(size)
+    return str(path)
+
+
+@pytest.fixture
+def process(tools, tmp_path):
+    """A server process that nobody starts again: (address, psutil's process, its metadata)."""
+    options = {"command": (sys.executable, tools.script), "weight_roots": [str(tmp_path)]}
+    with LocalServers("none", workdir=tmp_path / "run", max_restarts=0, **options) as local:
+        (address,), (pid,) = local.wait(), local.pids
+        yield address, psutil.Process(pid), (("authorization", f"Bearer {local.token}"),)
+
+
+async def busy(process):
+    """Once the process has burnt 0.2 s of CPU from here on."""
+    start = sum(process.cpu_times()[:2])
+    while sum(process.cpu_times()[:2]) < start + 0.2:
+        await asyncio.sleep(0.02)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tools, tmp_path, process):
+    address, server, known = process
+    path = sparse(tmp_path / "large", 8 * GB)
+
+    async def main():
+        async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
+            stub = rpc.RolloutStub(channel)
+            message = header(path=path, num_bytes=8 * GB, crc32=1)
+            call = stub.Publish(iter([message]), timeout=60, metadata=known)
+            task = asyncio.ensure_future(status_of(call))
+            await busy(server)
+            os.truncate(path, 1 << 20)
+            assert (await task)[0] is CODE.DATA_LOSS
+            status = await stub.Status(pb.StatusRequest(), timeout=DEADLINE, metadata=known)
+            assert status.pid == server.pid
+
+    tools.run(main(), 90)
+
+
+def test_nobody_reads_on_for_a_client_that_has_gone(tools, tmp_path, process):
+    address, server, known = process
+    path, size = sparse(tmp_path / "huge", 256 * GB), 256 * GB
+
+    async def main():
+        async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
+            stub = rpc.RolloutStub(channel)
+            wrong = stub.Publish(
+                iter([header(path=path, num_bytes=GB)]), timeout=DEADLINE, metadata=known
+            )
+            code, text = await status_of(wrong)  # at once: nothing needs to be read for it
+            assert (code, str(size) in text) == (CODE.DATA_LOSS, True)
+            call = stub.Publish(iter([header(path=path, num_bytes=size)]), metadata=known)
+            await busy(server)
+            call.cancel()
+            async with asyncio.timeout(20):  # while it reads, half a second of CPU in each
+                spent = [0.0, sum(server.cpu_times()[:2])]
+                while spent[-1] - spent[-2] > 0.1:
+                    await asyncio.sleep(0.5)
+                    spent.append(sum(server.cpu_times()[:2]))
+
+    tools.run(main(), 60)
 
 
 def test_a_publish_that_stalls_or_sends_nothing_is_given_up(tools, tmp_path):
