@@ -22,7 +22,7 @@ from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.addresses import FILE, read_addresses
 from rlx.fleet.engine import Sampling, ScoreRequest
-from rlx.fleet.member import Delivery, Failed, Limits, Lost, Member, Refused
+from rlx.fleet.member import Busy, Delivery, Failed, Limits, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.roster import Roster
 from rlx.fleet.sample import Completion, Job, Sample, finished, split
@@ -272,12 +272,15 @@ class Fleet:
           ValueError, UserError, Failed: as `generate`.
         """
         request = ScoreRequest(np.asarray(tokens, np.int32), first, temperature)
-        member, attempts = None, 0
+        member, full, attempts, busy = None, None, 0, 0
         while True:
-            member = await self._roster.pick(None, member)
+            member = await self._roster.pick(None, member, full)
             try:
                 scores = await member.score(request)
                 return np.concatenate([np.zeros(first, np.float32), scores.logprobs])
+            except Busy:
+                member, full, busy = None, member, busy + 1
+                await _wait(busy)
             except (Lost, Failed) as error:
                 attempts += 1
                 await _back_off(attempts, "a score", error)
@@ -386,7 +389,7 @@ class Fleet:
 
     async def _finish(self, job: Job, samples: list[Sample]) -> None:
         """Drives `samples` until each has a stop reason."""
-        member, idle = None, 0
+        member, full, idle, busy = None, None, 0, 0
         while True:
             context = member.status.max_model_len if member else 0
             todo = [s for s in samples if not finished(s, job, context)]
@@ -397,10 +400,14 @@ class Fleet:
                 await _together([self._finish(job, part) for part in parts])
                 return
             before = sum(s.length for s in todo)
-            member = await self._roster.pick(job.session, member)
+            member = await self._roster.pick(job.session, member, full)
             try:
                 await self._attempt(member, job, todo)
                 error: Exception = Failed(f"{member.address} keeps aborting the request")
+            except Busy:  # not a failed attempt: how long it may take is the caller's to say
+                member, full, busy = None, member, busy + 1
+                await _wait(busy)
+                continue
             except (Lost, Failed) as caught:
                 error = caught
             idle = 0 if sum(s.length for s in todo) > before else idle + 1
@@ -420,8 +427,14 @@ class Fleet:
 
     async def _stay(self, member: Member, job: Job, sample: Sample) -> None:
         """Finishes `sample` on one server, in as many calls as its updates abort."""
-        for _ in range(MAX_ATTEMPTS):
-            await self._attempt(member, job, [sample])
+        attempts = busy = 0
+        while attempts < MAX_ATTEMPTS:
+            try:
+                await self._attempt(member, job, [sample])
+                attempts += 1
+            except Busy:
+                busy += 1
+                await _wait(busy)
             if finished(sample, job, member.status.max_model_len):
                 return
         raise Failed(f"{member.address} keeps aborting the request")
@@ -452,6 +465,7 @@ class Fleet:
             for result in results:
                 if isinstance(result, BaseException) and not isinstance(result, Lost | Refused):
                     raise result
+            self._roster.raise_foreign()
             acks = tuple(m.address for m in self._members if m.live and m.has(weights))
             if not acks:
                 self._raise_refused(weights)
@@ -477,13 +491,19 @@ class Fleet:
     async def _probe_all(self) -> None:
         live = [member for member in self._members if member.live]
         await asyncio.gather(*(m.probe() for m in live), return_exceptions=True)
+        self._roster.raise_foreign()
 
 
 async def _back_off(attempts: int, what: str, error: Exception) -> None:
     """Waits after `attempts` in a row without `what`; raises Failed after the last one."""
     if attempts >= MAX_ATTEMPTS:
         raise Failed(f"gave up after {attempts} attempts without {what}: {error}") from error
-    await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2**attempts, 2.0))
+    await _wait(attempts)
+
+
+async def _wait(times: int) -> None:
+    """Waits, the longer the more often that was in vain."""
+    await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2 ** min(times, 6), 2.0))
 
 
 async def _together(coroutines: list) -> None:

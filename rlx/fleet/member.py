@@ -99,6 +99,10 @@ class Failed(Exception):
     """The call failed on a server that lives."""
 
 
+class Busy(Exception):
+    """The server has too much to do for the call; another one may not."""
+
+
 class Refused(Exception):
     """The server does not take these weights."""
 
@@ -115,6 +119,7 @@ class Member:
     Attributes:
       live: it may get requests.
       fatal: why it can never be live with these options.
+      foreign: why it is not ours alone: it had weights that we did not publish.
       load: samples and scores on their way.
       status: its last answer.
       offset_ns: its CLOCK_MONOTONIC minus ours.
@@ -138,6 +143,7 @@ class Member:
         self.address = address
         self.live = False
         self.fatal: UserError | None = None
+        self.foreign: UserError | None = None
         self.load = 0
         self.status = pb.StatusReply()
         self.offset_ns = 0
@@ -149,6 +155,7 @@ class Member:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._kv, self._tls = kv, tls
         self._has: Weights | None = None
+        self._serves: tuple[int, int] | None = None  # version and checksum, unless in doubt
         self._updating = asyncio.Lock()
         self._rtt_ns = float("inf")
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=_MAX_SPANS)
@@ -183,16 +190,18 @@ class Member:
           Lost: no answer, or one that leaves open what it serves; it is failed.
         """
         async with self._updating:
-            weights = had = None
+            weights = had = served = None
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
                     had, self._has = self._has, None  # until it says so, who knows
-                    self.delivery = await self._publish(weights, had)
-                    self._has = weights
+                    served, self._serves = self._serves, None
+                    self.delivery, replaced = await self._publish(weights, had)
+                    self._compare(served, replaced)
+                    self._has, self._serves = weights, (weights.version, weights.crc32)
             except grpc.aio.AioRpcError as error:
                 reason = wire.describe(error)
                 if error.code() in _REFUSED:
-                    self._has, self.refusal = had, (weights, reason)
+                    self._has, self._serves, self.refusal = had, served, (weights, reason)
                     raise Refused(reason) from error
                 self.fail(f"did not take the new weights ({reason})")
                 raise Lost(reason) from error
@@ -205,7 +214,8 @@ class Member:
         """Streams the pieces of `request` as they come.
 
         Raises:
-          Lost: continue elsewhere. Failed: try again. ValueError: the request is wrong.
+          Lost: continue elsewhere. Failed: try again. Busy: elsewhere, or later. ValueError: the
+            request is wrong.
         """
         message = wire.request_message(request)
         message.instance = self.status.instance
@@ -255,7 +265,20 @@ class Member:
             if code is not _Code.DEADLINE_EXCEEDED or not got_any:  # slow is not dead
                 self.fail(text)
             return Lost(text)
+        if code is _Code.RESOURCE_EXHAUSTED and (error.details() or "").startswith(wire.QUEUE_FULL):
+            return Busy(f"{self.address}: {text}")
         return Failed(f"{self.address}: {text}")
+
+    def _compare(self, wanted: tuple[int, int] | None, found: tuple[int, int]) -> None:
+        """Takes note when the server had other weights than ours."""
+        if wanted and wanted != found:
+            version, crc = found
+            self.foreign = UserError(
+                f"{self.address} served version {version} (checksum {crc:08x}), which is not "
+                f"this run's version {wanted[0]} (checksum {wanted[1]:08x}): something else "
+                "publishes to it; give every run its own servers or its own token"
+            )
+            self.fail("something else publishes to it")
 
     def _wrong_token(self) -> UserError:
         return UserError(
@@ -263,14 +286,17 @@ class Member:
         )
 
     async def probe(self) -> pb.StatusReply:
-        """Asks for the status, collects spans, refines the clock estimate."""
-        sent_ns = time.monotonic_ns()
+        """Asks for the status, collects spans, compares weights, refines the clock estimate."""
+        sent_ns, serves = time.monotonic_ns(), self._serves
         reply = await self._stub.Status(
             pb.StatusRequest(drain_spans=True), timeout=self._limits.probe, metadata=self._metadata
         )
         rtt_ns = time.monotonic_ns() - sent_ns
         if reply.instance != self.status.instance:
-            self._has, self._rtt_ns = None, float("inf")
+            self._has = self._serves = None
+            self._rtt_ns = float("inf")
+        elif self._has and serves is self._serves:  # no publish of ours came between
+            self._compare(serves, (reply.version, reply.weights_crc32))
         if rtt_ns <= self._rtt_ns * _RTT_FORGETTING:
             self._rtt_ns = rtt_ns
             self.offset_ns = reply.monotonic_ns - sent_ns - rtt_ns // 2
@@ -300,6 +326,7 @@ class Member:
             await self.probe()
             await self.update()
             was_live = self.live = True
+            self._serves = self._serves or (self.status.version, self.status.weights_crc32)
             self._changed()
             self._watcher = asyncio.create_task(self._watch())
             await self._watcher
@@ -332,10 +359,15 @@ class Member:
             await asyncio.sleep(self._limits.probe_every)
             await self.probe()
 
-    async def _publish(self, weights: Weights, had: Weights | None) -> Delivery:
+    async def _publish(
+        self, weights: Weights, had: Weights | None
+    ) -> tuple[Delivery, tuple[int, int]]:
         """A Publish call; bytes damaged on the way are sent once more.
 
         A server that had the delta's base gets the delta, and the file if it cannot apply it.
+
+        Returns:
+          how it went, and the version and checksum that it served until then.
         """
         delta = weights.delta if weights.delta and weights.delta.fits(had) else None
         self._sent, again = 0, False
@@ -355,7 +387,8 @@ class Member:
                     raise
             else:
                 whole = "stream" if weights.method == "delta" else weights.method
-                return Delivery("delta" if delta else whole, self._sent, reply.paused_ns)
+                way = Delivery("delta" if delta else whole, self._sent, reply.paused_ns)
+                return way, (reply.replaced_version, reply.replaced_crc32)
 
     async def _parts(
         self, weights: Weights, delta: Delta | None

@@ -35,6 +35,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--model", required=True, help="HF directory")
     p.add_argument("--engine", default=next(iter(engines)), choices=sorted(engines))
     p.add_argument("--slots", type=int, default=64, help="sequences decoded together")
+    p.add_argument("--max-queue", type=int, default=16384, help="samples, decoding or waiting")
     p.add_argument("--max-model-len", type=int, default=0, help="tokens; 0: the model's context")
     p.add_argument("--decode-steps", type=int, default=8, help="tokens a sequence per decode call")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -76,4 +77,5 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         "stage_dir": args.stage_dir,
         "model_dir": args.model,
         "kv": args.kv_on_update,
+        "max_queue": args.max_queue,
     }

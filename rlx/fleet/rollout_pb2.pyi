@@ -164,16 +164,22 @@ class PublishRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PublishHeader, _Mapping]] = ..., chunk: _Optional[_Union[PublishChunk, _Mapping]] = ...) -> None: ...
 
 class PublishReply(_message.Message):
-    __slots__ = ("version", "paused_ns")
+    __slots__ = ("version", "paused_ns", "replaced_version", "replaced_crc32")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAUSED_NS_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_CRC32_FIELD_NUMBER: _ClassVar[int]
     version: int
     paused_ns: int
-    def __init__(self, version: _Optional[int] = ..., paused_ns: _Optional[int] = ...) -> None: ...
+    replaced_version: int
+    replaced_crc32: int
+    def __init__(self, version: _Optional[int] = ..., paused_ns: _Optional[int] = ..., replaced_version: _Optional[int] = ..., replaced_crc32: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("lease_seconds",)
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
 
 class PauseReply(_message.Message):
     __slots__ = ()
@@ -204,7 +210,7 @@ class Span(_message.Message):
     def __init__(self, name: _Optional[str] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "running", "queued", "slots", "max_model_len", "tokens_generated", "paused", "spans", "monotonic_ns", "instance", "pid")
+    __slots__ = ("version", "running", "queued", "slots", "max_model_len", "tokens_generated", "paused", "spans", "monotonic_ns", "instance", "pid", "weights_crc32")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +222,7 @@ class StatusReply(_message.Message):
     MONOTONIC_NS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_CRC32_FIELD_NUMBER: _ClassVar[int]
     version: int
     running: int
     queued: int
@@ -227,4 +234,5 @@ class StatusReply(_message.Message):
     monotonic_ns: int
     instance: str
     pid: int
-    def __init__(self, version: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., paused: _Optional[bool] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., monotonic_ns: _Optional[int] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    weights_crc32: int
+    def __init__(self, version: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., paused: _Optional[bool] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., monotonic_ns: _Optional[int] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., weights_crc32: _Optional[int] = ...) -> None: ...

@@ -71,6 +71,7 @@ class RolloutServicer:
 
     def Generate(self, request, context):
         """Samples of one prompt. Ends when each sample has a stop reason; cancelling aborts them.
+        RESOURCE_EXHAUSTED, of Score as well: too many are waiting here; try another server, or later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +93,7 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """No token is decoded between Pause and Resume; running requests are kept.
+        """No token is decoded between Pause and Resume, or the lease's end; running requests are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,13 +38,20 @@ class Roster:
             self.raise_fatal()
             await self._news.wait()
 
-    async def pick(self, session: str | None, last: Member | None) -> Member:
-        """The session's or request's own server while it lives, else the least loaded one."""
+    async def pick(
+        self, session: str | None, last: Member | None, full: Member | None = None
+    ) -> Member:
+        """The session's or request's own server while it lives, else the least loaded one.
+
+        Args:
+          full: not this one where there is another.
+        """
         live = await self.alive()
         chosen = self._sessions.get(session) if session is not None else last
         if chosen not in live:
             self._turn += 1
             order = live[self._turn % len(live) :] + live[: self._turn % len(live)]
+            order = [member for member in order if member is not full] or order
             chosen = min(order, key=lambda member: member.load / max(1, member.status.slots))
         if session is not None:
             self._sessions[session] = chosen
@@ -59,6 +66,7 @@ class Roster:
         Args:
           check: raises when waiting is in vain.
         """
+        self.raise_foreign()
         try:
             async with asyncio.timeout(self._outage):
                 while not (live := [member for member in self.members if member.live]):
@@ -87,6 +95,12 @@ class Roster:
         for member in self.members:
             if member.fatal:
                 raise member.fatal
+
+    def raise_foreign(self) -> None:
+        """Raises what is known of somebody else who publishes to our servers."""
+        for member in self.members:
+            if member.foreign:
+                raise member.foreign
 
     def changed(self) -> None:
         """Has everybody who waits look again."""

@@ -13,12 +13,13 @@ import errno
 import os
 import secrets
 import stat
+import sys
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -36,6 +37,8 @@ from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
 STALL_SECONDS = 30.0  # between two messages of a publish
 PUBLISH_SECONDS = 3600.0  # of a whole publish, however steadily it drips
+PAUSE_SECONDS = 60.0  # of a pause whose caller does not say how long
+MAX_PAUSE_SECONDS = 3600.0
 MAX_PATH = 4096  # bytes of a published path
 _DRAIN_SECONDS = 5.0
 _Code = grpc.StatusCode
@@ -67,11 +70,13 @@ class RolloutService(rpc.RolloutServicer):
       weight_roots: directories that a publish by path may name files in.
       stage_dir: where weights that come as chunks are written until they are loaded.
       model_dir: the HF directory that adapters are added to; "" takes no adapters.
+      max_queue: samples and scores that may be here at one time, decoding or waiting.
       kv: what an update does to running requests by default, one of KV_POLICIES.
       stall_seconds: how long a publish may send nothing.
       hold_seconds: how long new tokens may wait for company on their way to the client.
       clock: of the spans, in ns; the engine's.
       meters: take note of latencies, bytes and stalls.
+      say: takes one line for the log.
     """
 
     def __init__(
@@ -81,11 +86,13 @@ class RolloutService(rpc.RolloutServicer):
         weight_roots: Sequence[str] = (),
         stage_dir: str = "/dev/shm",
         model_dir: str = "",
+        max_queue: int = 16384,
         kv: str = "keep",
         stall_seconds: float = STALL_SECONDS,
         hold_seconds: float = 0.1,
         clock: Callable[[], int] = time.monotonic_ns,
         meters: Meters | None = None,
+        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ):
         self._meters = meters or Meters()
         self._hold_seconds, self._stall_seconds = hold_seconds, stall_seconds
@@ -93,7 +100,10 @@ class RolloutService(rpc.RolloutServicer):
         self._engine = engine
         self._roots = tuple(os.path.realpath(root) for root in weight_roots)
         self._stage_dir = stage_dir
-        self._kv = kv
+        self._kv, self._say = kv, say
+        self._max_queue, self._here = max_queue, 0
+        self._crc32 = 0  # of the weights in use, once some were published
+        self._lease: asyncio.Task | None = None  # of a pause
         self._instance = secrets.token_hex(8)
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
@@ -106,6 +116,7 @@ class RolloutService(rpc.RolloutServicer):
     def close(self) -> None:
         """Removes the kept file."""
         self._closed = True
+        self._end_lease()
         self._keep(None)
 
     def look(self) -> EngineStatus:
@@ -118,16 +129,20 @@ class RolloutService(rpc.RolloutServicer):
         await self._check_instance(request, context)
         begun, first = time.monotonic(), True
         try:
-            stream = self._engine.generate(wire.request_from(request))
-            async with (
-                aclosing(stream),
-                aclosing(_gathered(stream, request.n, self._hold_seconds)) as batches,
-            ):
-                async for batch in batches:
-                    await context.write(wire.reply_message(batch))
-                    if first:
-                        self._meters.first_token.observe(time.monotonic() - begun)
-                        first = False
+            wanted = wire.request_from(request)
+            with self._place(wanted.n):
+                stream = self._engine.generate(wanted)
+                async with (
+                    aclosing(stream),
+                    aclosing(_gathered(stream, wanted.n, self._hold_seconds)) as batches,
+                ):
+                    async for batch in batches:
+                        await context.write(wire.reply_message(batch))
+                        if first:
+                            self._meters.first_token.observe(time.monotonic() - begun)
+                            first = False
+        except RequestError as error:
+            await _refuse(context, error.code, error)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
         except EngineStopped as error:  # for the client the same as a server that is gone
@@ -136,11 +151,30 @@ class RolloutService(rpc.RolloutServicer):
     async def Score(self, request, context):
         await self._check_instance(request, context)
         try:
-            return wire.score_reply(await self._engine.score(wire.score_from(request)))
+            wanted = wire.score_from(request)
+            with self._place(1):
+                return wire.score_reply(await self._engine.score(wanted))
+        except RequestError as error:
+            await _refuse(context, error.code, error)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
         except EngineStopped as error:
             await _refuse(context, _Code.UNAVAILABLE, error)
+
+    @contextmanager
+    def _place(self, count: int) -> Iterator[None]:
+        """Room for `count` more samples; one call is let in whatever its size when none is here."""
+        if self._here and self._here + count > self._max_queue:
+            raise RequestError(
+                _Code.RESOURCE_EXHAUSTED,
+                f"{wire.QUEUE_FULL}: {self._here} samples are here, {count} more would exceed "
+                f"--max-queue={self._max_queue}",
+            )
+        self._here += count
+        try:
+            yield
+        finally:
+            self._here -= count
 
     async def Publish(self, request_iterator, context):
         file = None
@@ -170,24 +204,44 @@ class RolloutService(rpc.RolloutServicer):
         self._installs.add(install)
         install.add_done_callback(self._installs.discard)
         try:
-            paused_ns = await asyncio.shield(install)
+            reply = await asyncio.shield(install)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.FAILED_PRECONDITION, error)
         sent = header.delta if header.HasField("delta") else header
         kind = "adapter" if header.HasField("adapter") else "stream"
         way = "path" if header.path else kind if sent is header else "delta"
         self._meters.publish_bytes.labels(way).inc(sent.num_bytes)
-        return pb.PublishReply(version=header.version, paused_ns=paused_ns)
+        return reply
 
     async def Pause(self, request, context):
+        seconds = request.lease_seconds or PAUSE_SECONDS
+        if not 0 < seconds <= MAX_PAUSE_SECONDS:
+            message = f"lease_seconds={seconds} is not in (0, {MAX_PAUSE_SECONDS:g}]"
+            await _refuse(context, _Code.INVALID_ARGUMENT, ValueError(message))
         async with self._changing:
+            self._end_lease()
+            self._lease = asyncio.create_task(self._resume_after(seconds))
             await self._engine.pause()
         return pb.PauseReply()
 
     async def Resume(self, request, context):
         async with self._changing:
+            self._end_lease()
             await self._engine.resume()
         return pb.ResumeReply()
+
+    def _end_lease(self) -> None:
+        if self._lease:
+            self._lease.cancel()
+            self._lease = None
+
+    async def _resume_after(self, seconds: float) -> None:
+        """Ends a pause whose caller has not come back."""
+        await asyncio.sleep(seconds)
+        async with self._changing:
+            with suppress(EngineStopped):  # which the server finds by itself
+                await self._engine.resume()
+        self._say(f"paused for {seconds:g} s and not asked to resume; going on")
 
     async def Status(self, request, context):
         status = self.look()
@@ -201,6 +255,7 @@ class RolloutService(rpc.RolloutServicer):
             paused=status.paused,
             instance=self._instance,
             pid=os.getpid(),
+            weights_crc32=self._crc32,
         )
         if request.drain_spans:
             while self._spans:
@@ -295,15 +350,20 @@ class RolloutService(rpc.RolloutServicer):
         except UserError as error:
             raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
 
-    async def _install(self, header: pb.PublishHeader, path: str, file: WeightFile | None) -> int:
-        """Has the engine take the file; returns how long it stood still, in ns."""
+    async def _install(
+        self, header: pb.PublishHeader, path: str, file: WeightFile | None
+    ) -> pb.PublishReply:
+        """Has the engine take the file."""
         kv = wire.KV_NAMES.get(header.kv) or self._kv
         base = None
         try:
             async with self._changing:
-                start_ns = self._clock()
-                paused_ns = await self._engine.load(path, header.version, kv)
-                self._meters.stall.observe(paused_ns / 1e9)
+                start_ns, reply = self._clock(), pb.PublishReply(version=header.version)
+                reply.replaced_version = self.look().version
+                reply.replaced_crc32 = self._crc32
+                reply.paused_ns = await self._engine.load(path, header.version, kv)
+                self._crc32 = header.crc32
+                self._meters.stall.observe(reply.paused_ns / 1e9)
                 self._spans.append((f"load version {header.version}", start_ns, self._clock()))
                 if file and header.keep and not self._closed:
                     base = _Base(header.version, header.num_bytes, header.crc32, file)
@@ -311,7 +371,7 @@ class RolloutService(rpc.RolloutServicer):
         finally:
             if not base:
                 _close(file)
-        return paused_ns
+        return reply
 
 
 async def _gathered(

@@ -21,6 +21,7 @@ MAX_MESSAGE_BYTES = 32 << 20
 PUBLISH_CHUNK_BYTES = 2 << 20
 MAX_SAMPLES = 4096  # of one request
 MAX_STOPS = 256  # stop strings, and stop tokens, of one request
+QUEUE_FULL = "the queue is full"  # how a refusal begins that is over in a while
 TOKEN_VARIABLE = "RLX_FLEET_TOKEN"  # bearer token, where a command line would show it to others
 
 OPTIONS: tuple[tuple[str, int], ...] = (

@@ -161,7 +161,9 @@ def test_servers_join_and_leave_by_a_file_while_requests_run(tools, tmp_path, se
 
     async def main():
         limits = dataclasses.replace(tools.limits, probe=5.0)
-        fleet = Fleet([f"@{file}"], limits=limits, publish_dir=str(tmp_path))
+        fleet = Fleet(
+            [f"@{file}"], limits=limits, token=servers.token, publish_dir=servers.directory
+        )
 
         def requests():
             asked = [
