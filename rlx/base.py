@@ -19,6 +19,10 @@ def install(extra: str) -> str:
     return f"pip install -e '.[{extra}]'"
 
 
+class Unavailable(UserError):
+    """A mistake that holds for every row, as where no server is alive: a run cannot skip it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """The tokens of one rollout: prompt, completion, and any observations between.
@@ -68,6 +72,20 @@ class Trajectory:
         """The smallest policy version among the sampled tokens; −1 when there are none."""
         sampled = self.versions[self.versions >= 0]
         return int(sampled.min()) if sampled.size else -1
+
+
+def malformed(trajectory: Trajectory) -> str | None:
+    """Why a trajectory cannot be trained on, or None where it can."""
+    t = trajectory
+    shapes = {len(t.tokens), len(t.loss_mask), len(t.behaviour_logprobs), len(t.versions)}
+    if len(shapes) != 1 or 0 in shapes:
+        return f"per-token arrays have lengths {sorted(shapes)}; want one length of at least 1"
+    if t.loss_mask[0]:
+        return (
+            "its first token is trained on, with nothing before it; want a prompt of at least 1 "
+            "token"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

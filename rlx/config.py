@@ -43,6 +43,7 @@ def default() -> ConfigDict:
     c.data.rejected_key = "rejected"
     c.data.max_prompt_tokens = 1024
     c.data.shuffle = True
+    c.data.allow_change = False  # continue a checkpoint with rows that have changed since
 
     c.reward = ConfigDict()
     c.reward.name = "gsm8k"  # in rlx.rollout.rewards, or FILE.py:function, module:function
@@ -68,7 +69,9 @@ def default() -> ConfigDict:
     c.rollout.max_staleness = 2  # η: versions; 0 is synchronous training
     c.rollout.force_staleness = False  # each batch lags by max_staleness exactly; experiments
     c.rollout.max_concurrent_rollouts = 64  # live prompts
-    c.rollout.max_failures = 8  # failed attempts between two batches before the run stops
+    c.rollout.max_attempts = 3  # at one prompt, before it is skipped and named in skipped.jsonl
+    c.rollout.max_failure_rate = 0.5  # of recent attempts, above which the run ends; 1: never
+    c.rollout.failure_window = 128  # attempts that are recent
     c.rollout.request_timeout_seconds = 600.0
 
     c.algorithm = ConfigDict()
@@ -268,11 +271,12 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key in ("total_steps", "sampling.n_samples", "sampling.max_new_tokens",
                 "rollout.batch_prompts", "rollout.max_concurrent_rollouts", "train.minibatches",
                 "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
+                "rollout.max_attempts", "rollout.failure_window",
                 "model.logprob_chunk", "reward.workers", "checkpoint.keep", "gate.prompts",
                 "gate.max_new_tokens"):  # fmt: skip
         _at_least(config, key, 1)
     for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
-                "fleet.num_servers", "rollout.max_failures", "eval.num_questions",
+                "fleet.num_servers", "eval.num_questions",
                 "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
                 "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
                 "checkpoint.every_steps"):  # fmt: skip
@@ -281,6 +285,11 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "kill_seconds"):  # fmt: skip
         if not 0 < config.fleet[key] < float("inf"):
             raise UserError(f"fleet.{key}={config.fleet[key]:g} must be above 0 and finite")
+    if not 0 <= config.rollout.max_failure_rate <= 1:
+        raise UserError(
+            f"rollout.max_failure_rate={config.rollout.max_failure_rate} must be in [0, 1]; 1: "
+            "no failures end a run, 0: the first one does"
+        )
     if config.reward.timeout_seconds <= 0:
         raise UserError(
             f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "

@@ -23,17 +23,18 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.agents import chosen
-from rlx.base import Group, UserError
+from rlx.base import Group, Unavailable, UserError
 from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
 from rlx.fleet.engine import Sampling
-from rlx.inputs import load_tokenizer
+from rlx.inputs import load_tokenizer, patience
 from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_jsonl, write_atomically
 from rlx.rollout import benchmarks, scores
 from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
+from rlx.rollout.failures import Skipped
 from rlx.rollout.kept import Limits
 from rlx.rollout.reward_pool import RewardPool
 from rlx.serving import Serving
@@ -131,7 +132,7 @@ def run(
 
 def pending(path: Path, questions: int, n_samples: int) -> list[Job]:
     """What a samples file does not have yet, a job for each request."""
-    done = {(r["index"], r["sample"]) for r in read_jsonl(path)} if path.exists() else set()
+    done = {(r["index"], r["sample"]) for r in read_jsonl(path) if "error" not in r}
     jobs = []
     for index in range(questions):
         if (index, GREEDY) not in done:
@@ -146,22 +147,26 @@ def pending(path: Path, questions: int, n_samples: int) -> list[Job]:
 def summary(
     name: str, path: Path, questions: int, options: Options, names: Sequence[str]
 ) -> dict[str, Any]:
-    """The table's row of one samples file; of two records of one sample the first counts."""
+    """The table's row of one samples file, and how many questions have a sample that failed.
+
+    Of two records of one sample the first counts, and one that failed not at all.
+    """
     greedy: dict[int, dict] = {}
     samples: dict[int, dict[int, dict]] = {}
-    for record in read_jsonl(path):
+    for record in sorted(read_jsonl(path), key=lambda record: "error" in record):
         if record["sample"] == GREEDY:
             greedy.setdefault(record["index"], record)
         elif record["sample"] < options.n_samples:
             samples.setdefault(record["index"], {}).setdefault(record["sample"], record)
-    found = []
+    found, failed = [], 0
     for index in range(questions):
         own = samples.get(index, {})
         ordered = [own[i] for i in sorted(own)]
+        failed += any("error" in record for record in (greedy.get(index, {}), *ordered))
         found.append(
             scores.per_question(greedy.get(index), ordered, options.pass_at, options.maj_at)
         )
-    return scores.row(name, found, names)
+    return {**scores.row(name, found, names), "failed": failed}
 
 
 def _ask_all(asked, connected: Serving, model: str, show) -> None:
@@ -223,7 +228,10 @@ class _Asking:
         self._pool.close()
 
     def all(self, connect, questions, jobs: Sequence[Job], model: str, show) -> None:
-        """Answers every job; raises the first failure after the others' samples are written."""
+        """Answers every job; a row that fails for good scores 0.
+
+        Raises the first failure that is not one row's, after the others' samples are written.
+        """
         wanted, done = sum(job.count for job in jobs), 0
         what = f"{model} {self._name}"
         c = self._config
@@ -231,7 +239,7 @@ class _Asking:
             connect,
             self._workflow,
             concurrency=c.rollout.max_concurrent_rollouts,
-            max_failures=c.rollout.max_failures,
+            patience=patience(c),
             timeout=c.rollout.request_timeout_seconds,
         ) as evaluator:
             show(what, 0, wanted)
@@ -240,11 +248,17 @@ class _Asking:
 
             def finished(job: Job, future: Future) -> None:
                 nonlocal done
-                if future.cancelled() or future.exception():
+                if future.cancelled():
+                    return
+                error, row = future.exception(), questions[job.index]
+                if error and not _of_its_row(error):
                     return
                 with self._lock:
                     try:
-                        self._keep(job, questions[job.index], future.result())
+                        if error:
+                            self._keep_failure(job, row, error)
+                        else:
+                            self._keep(job, row, future.result())
                     except Exception as error:  # a callback's would be lost
                         unkept.append(error)
                     done += job.count
@@ -260,10 +274,12 @@ class _Asking:
                 )
                 future.add_done_callback(partial(finished, job))
                 futures.append(future)
-            wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future.done():
-                    future.result()
+            left = set(futures)
+            while left:
+                ended, left = wait(left, return_when=FIRST_EXCEPTION)
+                for future in ended:
+                    if (error := future.exception()) and not _of_its_row(error):
+                        raise error
         if unkept:  # after the end of the thread that keeps them
             raise unkept[0]
 
@@ -288,6 +304,26 @@ class _Asking:
                 **found,
             }
             append_jsonl(self._path, record)
+
+    def _keep_failure(self, job: Job, row: Mapping[str, Any], error: BaseException) -> None:
+        for sample in range(job.first, job.first + job.count):
+            record = {
+                "index": job.index,
+                "sample": sample,
+                "question": row["question"],
+                "answer_key": row.get("answer"),
+                "answer": None,
+                "completion": "",
+                "reward": 0.0,
+                "tokens": 0,
+                "error": f"{type(error).__name__}: {error}",
+            }
+            append_jsonl(self._path, record)
+
+
+def _of_its_row(error: BaseException) -> bool:
+    """Whether a failure says nothing of other rows."""
+    return isinstance(error, Skipped | UserError) and not isinstance(error, Unavailable)
 
 
 def _check_model(config: ConfigDict, directory: Path) -> None:

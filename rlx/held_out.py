@@ -22,6 +22,7 @@ from rlx.base import Group
 from rlx.inputs import Inputs, evaluation_sampling, has_servers
 from rlx.observe.timeline import Timeline
 from rlx.rollout.executor import Executor
+from rlx.rollout.failures import skip_record
 
 
 class HeldOut:
@@ -32,6 +33,8 @@ class HeldOut:
       done: steps that eval.jsonl has already.
       timeline: gets a span for each pass over the questions.
       elapsed: seconds of the run until now.
+      on_skip: takes the `failures.skip_record` of each question that failed; on any thread.
+      say: takes one line for the user.
     """
 
     def __init__(
@@ -41,12 +44,15 @@ class HeldOut:
         done: Iterable[int],
         timeline: Timeline,
         elapsed: Callable[[], float],
+        on_skip: Callable[[dict[str, Any]], None] = lambda record: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
+        self._on_skip, self._say = on_skip, say
         self._config, self._inputs, self._timeline = config, inputs, timeline
         self._elapsed, self._served = elapsed, has_servers(config)
         self._done = set(done)
         self._losses: dict[int, tuple[dict[str, float], float]] = {}  # and the seconds they took
-        self._under_way: deque[Future[dict[str, Any]]] = deque()
+        self._under_way: deque[tuple[int, Future[dict[str, Any]]]] = deque()
 
     def due(self, step: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many between."""
@@ -66,12 +72,20 @@ class HeldOut:
         """Starts the evaluation of `step`, if it is due, with the weights that servers have now."""
         if self.due(step):
             self._done.add(step)
-            self._under_way.append(executor.submit(self._record(step, executor)))
+            self._under_way.append((step, executor.submit(self._record(step, executor))))
 
     def take(self, wait: bool = False) -> Iterator[dict[str, Any]]:
-        """The records of those that are finished, in order; of all of them when `wait`."""
-        while self._under_way and (wait or self._under_way[0].done()):
-            yield self._under_way.popleft().result()
+        """The records of those that are finished, in order; of all of them when `wait`.
+
+        An evaluation never ends a run: one that cannot be made is told of, and is due again.
+        """
+        while self._under_way and (wait or self._under_way[0][1].done()):
+            step, future = self._under_way.popleft()
+            try:
+                yield future.result()
+            except Exception as error:
+                self._done.discard(step)
+                self._say(f"no evaluation of step {step}: {type(error).__name__}: {error}")
 
     async def _record(self, step: int, executor: Executor) -> dict[str, Any]:
         """The record of one evaluation; runs on the executor's thread."""
@@ -82,6 +96,12 @@ class HeldOut:
                 sampling = evaluation_sampling(self._config)
                 answers = executor.evaluate(self._inputs.eval_rows, sampling)
                 scores = await asyncio.wrap_future(answers)
+        for score in scores:
+            if "error" in score:
+                index, attempts = score["index"], self._config.rollout.max_attempts
+                row = self._inputs.eval_rows[index]
+                found = skip_record("eval", index, index, row, attempts, score["error"])
+                self._on_skip({**found, "step": step})
         return records.eval_record(
             step,
             scores,

@@ -19,6 +19,7 @@ from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic, data, rewards
 from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
+from rlx.rollout.failures import Patience
 from rlx.rollout.kept import Limits
 from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR, encode, render
@@ -302,6 +303,12 @@ def training_sampling(config: ConfigDict) -> Sampling:
         min_new_tokens=s.min_new_tokens,
         stop=tuple(s.stop),
     )
+
+
+def patience(config: ConfigDict) -> Patience:
+    """With failed attempts, of training and evaluations."""
+    r = config.rollout
+    return Patience(r.max_attempts, r.max_failure_rate, r.failure_window)
 
 
 def evaluation_sampling(config: ConfigDict) -> Sampling:

@@ -34,18 +34,27 @@ from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
 from rlx.gate import Gate, sentence
 from rlx.held_out import HeldOut
-from rlx.inputs import INITIAL, Inputs, as_json, has_servers, prepare, server_options
+from rlx.inputs import (
+    INITIAL,
+    Inputs,
+    as_json,
+    has_servers,
+    patience,
+    prepare,
+    server_options,
+)
 from rlx.interrupts import interrupts
 from rlx.launch import allowance
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
 from rlx.launch.occupancy import Killed, make_directory, occupied
 from rlx.model import hf
 from rlx.model import params as parameters
-from rlx.observe.jsonl import read_json, read_jsonl
+from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.report import write_report
 from rlx.observe.timeline import Timeline
+from rlx.rollout import failures
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
@@ -56,6 +65,7 @@ from rlx.train import checkpoint
 from rlx.train.update import make_update
 
 INTERRUPTED = 130
+SKIPS_TOLD = 5  # in the terminal
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
 
 
@@ -98,6 +108,7 @@ class _Run:
         self.served, self.data = has_servers(config), inputs.algorithm.data
         self.begun = self.last_record = self.last_save = time.monotonic()
         self.generated, self.stopping, self.whole, self.saved = 0, False, True, -1
+        self.skips = 0
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.advice = partial(memory.advice, config, inputs.model_config)
@@ -121,7 +132,15 @@ class _Run:
         self._build_trainer()
         self.writer = stack.enter_context(self._records(cores))
         done = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
-        self.held_out = HeldOut(config, inputs, done, self.timeline, self._elapsed)
+        self.held_out = HeldOut(
+            config,
+            inputs,
+            done,
+            self.timeline,
+            self._elapsed,
+            self._note_skip,
+            self.progress.message,
+        )
         self.fleet = self._fleet(stack, servers, token) if self.served else Nobody()
         self.gate = None
         if config.gate.enabled and self.served:
@@ -240,7 +259,9 @@ class _Run:
             self.fleet,
             seed=c.seed,
             force_staleness=c.rollout.force_staleness,
-            max_failures=c.rollout.max_failures,
+            patience=patience(c),
+            max_tokens=min(c.train.max_tokens_per_microbatch, max(c.train.row_buckets)),
+            on_skip=self._note_skip,
             drop_equal_rewards=self.inputs.algorithm.drop_equal_rewards,
             request_timeout=c.rollout.request_timeout_seconds,
         )
@@ -251,7 +272,11 @@ class _Run:
             self.executor.run(teacher.connect(self.tutor))
         self.executor.run(self.fleet.connect())
         if self.restored:
-            self.executor.restore(self.restored.host["executor"], self.restored.groups)
+            changed = self.executor.restore(
+                self.restored.host["executor"], self.restored.groups, c.data.allow_change
+            )
+            if changed:
+                self.progress.message(f"{changed}; going on, as data.allow_change is set")
         if self.restored or c.fleet.addresses:  # local servers have just read these very weights
             weights = self.export.weights(self.state.params)
             self.executor.run(self.fleet.publish(self.step, weights, c.fleet.publish))
@@ -487,6 +512,14 @@ class _Run:
         return 0 if complete else INTERRUPTED
 
     # Small things.
+
+    def _note_skip(self, record: dict[str, Any]) -> None:
+        """Names a skipped row in skipped.jsonl, the first ones in the terminal too. Any thread."""
+        append_jsonl(self.workdir / "skipped.jsonl", {**record, "time": time.time()})
+        self.skips += 1
+        if self.skips <= SKIPS_TOLD:
+            more = "; further ones in skipped.jsonl alone" if self.skips == SKIPS_TOLD else ""
+            self.progress.message(failures.sentence(record) + more)
 
     def _elapsed(self) -> float:
         """Seconds of the run, with those of the processes that it continues."""

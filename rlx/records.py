@@ -120,17 +120,19 @@ def eval_record(
     Args:
       step: train steps done when it began, which is the version it began with.
       scores: one mapping a question, of `rlx.rollout.evaluation.score`; none where nothing was
-        generated. A question counts as right when its reward is above one half.
+        generated. A question counts as right when its reward is above one half; one that failed
+        counts as wrong, and has no tokens to average.
       losses: of `held_out_losses`.
       seconds: the evaluation took. elapsed_seconds: of the run, at its end.
     """
     record = {"step": step, "version": step, "num_questions": num_questions, **losses}
     if scores:
-        n = len(scores)
-        newest = [score["versions"][1] for score in scores if score["versions"]]
+        answered = [score for score in scores if "error" not in score]
+        newest = [score["versions"][1] for score in answered if score["versions"]]
         record |= {
             "version_end": max(newest, default=step),  # of the newest token: training goes on
-            "greedy_acc": sum(score["reward"] > 0.5 for score in scores) / n,
-            "mean_tokens": sum(score["tokens"] for score in scores) / n,
+            "greedy_acc": sum(score["reward"] > 0.5 for score in scores) / len(scores),
+            "mean_tokens": sum(score["tokens"] for score in answered) / max(1, len(answered)),
+            "failed": len(scores) - len(answered),
         }
     return {**record, "seconds": seconds, "elapsed_seconds": elapsed_seconds}

@@ -74,7 +74,7 @@ def _begin_anew(workdir: Path) -> str:
     step = last_step(workdir).get("step", 0)
     forget(workdir, 0)
     shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
-    for name in (*RECORDS, "timeline.json", "report.html"):
+    for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html"):
         (workdir / name).unlink(missing_ok=True)
     return f"begun anew: the attempt before ended after step {step} and left no checkpoint"
 

@@ -245,7 +245,7 @@ class Fleet:
 
         Raises:
           ValueError: the request cannot be served; the message says why.
-          UserError: no server was alive for `limits.outage` seconds.
+          Unavailable: no server was alive for `limits.outage` seconds.
           Failed: the last of several attempts failed.
         """
         if sampling.seed is None:

@@ -7,7 +7,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from rlx.base import UserError
+from rlx.base import Unavailable
 from rlx.fleet.member import Member
 
 MAX_SESSIONS = 1 << 16  # remembered; the longest unused is forgotten
@@ -33,7 +33,7 @@ class Roster:
         self._turn = 0
 
     async def complete(self) -> None:
-        """Returns when every member is live; raises UserError when one can never be."""
+        """Returns when every member is live; raises Unavailable when one can never be."""
         while not all(member.live for member in self.members):
             self.raise_fatal()
             await self._news.wait()
@@ -77,7 +77,7 @@ class Roster:
                     self._tell_outage()
                     await self._news.wait()
         except TimeoutError:
-            raise UserError(
+            raise Unavailable(
                 f"no rollout server alive for {self._outage:g} s: {self.reasons()}; "
                 "look at the servers' logs and start them again"
             ) from None
@@ -94,7 +94,7 @@ class Roster:
         """Raises why a member can never be live, if one cannot."""
         for member in self.members:
             if member.fatal:
-                raise member.fatal
+                raise Unavailable(str(member.fatal))
 
     def raise_foreign(self) -> None:
         """Raises what is known of somebody else who publishes to our servers."""

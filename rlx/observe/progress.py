@@ -127,6 +127,7 @@ class Progress:
             f"trained/s {number(record.get('consumed_tokens_per_second'))}",
             f"seconds {number(record.get('step_seconds'))}" + (f" ({phases})" if phases else ""),
             f"failed {record.get('failed', 0)}",
+            f"skipped {record.get('skipped', 0)}",
             f"dropped {record.get('dropped', 0)}",
             f"elapsed {duration(record.get('elapsed_seconds'))}",
             f"left {duration(self._remaining())}",
@@ -146,6 +147,7 @@ class Progress:
             f"eval {record.get('step', 0)}/{self._total}",
             *(f"{h.key} {number(record[h.key])}" for h in present(HELD_OUT, [record])),
             f"questions {number(record.get('num_questions'))}",
+            *([f"failed {record['failed']}"] if record.get("failed") else []),
             f"version {record.get('version', '–')}",
             f"seconds {number(record.get('seconds'))}",
         ]
@@ -271,7 +273,7 @@ def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> "
     line = Text()
     for key, name in names:
         if record.get(key) is not None:
-            bad = name in ("failed", "dropped") and record[key]
+            bad = name in ("failed", "skipped", "dropped") and record[key]
             line.append(number(record[key]), style="bold red" if bad else "bold")
             line.append(f" {name}", style="dim")
             line.append(" " * max(2, column - line.cell_len % column))
@@ -281,7 +283,7 @@ def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> "
 
 def _prompts(record: Mapping[str, Any]) -> "Text":
     """Where the prompts are; live ones, if not counted, were admitted and have not ended."""
-    names = ("live", "queued", "accepted", "rejected", "failed", "dropped")
+    names = ("live", "queued", "accepted", "rejected", "failed", "skipped", "dropped")
     ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
     live = {"live": record["admitted"] - ended} if record.get("admitted") is not None else {}
     if record.get("running") is not None:  # a resumed run admits some prompts twice

@@ -259,7 +259,7 @@ def _speed_charts(run: Run, phases: Sequence[str]) -> list[str]:
     ]
     counts = [
         Line(name, run.series(name), color)
-        for name, color in (("rejected", "c2"), ("failed", "c5"))
+        for name, color in (("rejected", "c2"), ("failed", "c5"), ("skipped", "c8"))
     ]
     charts = [
         stacked_bars("Time of a step", "the trainer's phases", layers, steps, size=_HALF),
@@ -270,7 +270,7 @@ def _speed_charts(run: Run, phases: Sequence[str]) -> list[str]:
                    form=lambda v: f"{number(v)} ms"),
     ]  # fmt: skip
     if any(v for line in counts for v in line.values):
-        about = "rejected and failed so far; both give their place back"
+        about = "rejected, failed and skipped so far; all give their place back"
         charts.append(line_chart("Groups", about, counts, steps, times, size=_HALF, span=(0, 1)))
     return charts
 

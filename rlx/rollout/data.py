@@ -151,8 +151,12 @@ class Cursor:
 
     def row(self, position: int) -> Mapping[str, Any]:
         """The row at `position` ≥ 0."""
-        epoch, index = divmod(position, len(self._rows))
-        return self._rows[int(self._order(epoch)[index])]
+        return self._rows[self.index(position)]
+
+    def index(self, position: int) -> int:
+        """Which of the dataset's rows, from 0, is dealt at `position` ≥ 0."""
+        epoch, place = divmod(position, len(self._rows))
+        return int(self._order(epoch)[place])
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; `load_state_dict` continues from it."""
@@ -164,25 +168,37 @@ class Cursor:
             "digest": self._content(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], allow_change: bool = False) -> str:
         """Continues where `state` was.
+
+        Args:
+          allow_change: take other rows; a prompt begun before is that of the row now in its place.
+
+        Returns:
+          What changed of the rows, in words; empty where nothing did.
 
         Raises:
           UserError: rows, seed or shuffling are not those of the state.
         """
-        mine = self.state_dict()
+        mine, changed = self.state_dict(), ""
         for key, what in (
-            ("rows", "number of rows"),
-            ("digest", "dataset's content"),
             ("seed", "seed"),
             ("shuffle", "data.shuffle"),
+            ("rows", "number of rows"),
+            ("digest", "dataset's content"),
         ):
-            if mine[key] != state[key]:
-                raise UserError(
-                    f"the {what} changed since the checkpoint ({state[key]} before, {mine[key]} "
-                    "now); change it back, or start in a fresh --workdir"
-                )
+            if mine[key] == state[key]:
+                continue
+            found = (
+                f"the {what} changed since the checkpoint ({state[key]} before, {mine[key]} now)"
+            )
+            of_rows = key in ("rows", "digest")
+            if not (of_rows and allow_change):
+                remedy = ", set data.allow_change=True" if of_rows else ""
+                raise UserError(f"{found}; change it back{remedy}, or start in a fresh --workdir")
+            changed = changed or found
         self.position = int(state["position"])
+        return changed
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group, UserError
+from rlx.base import Group, Unavailable, UserError
 from rlx.fleet.engine import Sampling
-from rlx.rollout.executor import RolloutError, group_seed
+from rlx.rollout.executor import group_seed
+from rlx.rollout.failures import Patience, Skipped, Window
 from rlx.rollout.workflows import Generator, Workflow
 
 
@@ -33,7 +34,8 @@ class Evaluator:
         closed there too.
       workflow: what `submit` runs unless it names another.
       concurrency: rows in work at one time.
-      max_failures: attempts that may raise, altogether; one more fails its row's future.
+      patience: with failed attempts. A row's future fails after its last, and those of all rows
+        once too many of the evaluation's attempts do.
       timeout: seconds for one attempt.
       seed: of the evaluation; a row's seed is a function of it and of the row's number.
     """
@@ -44,13 +46,14 @@ class Evaluator:
         workflow: Workflow,
         *,
         concurrency: int = 64,
-        max_failures: int = 8,
+        patience: Patience | None = None,
         timeout: float = 3600.0,
         seed: int = 0,
     ):
         self._connect, self._workflow, self._seed = connect, workflow, seed
         self._concurrency, self._timeout = max(1, concurrency), timeout
-        self._max_failures, self._failures = max_failures, 0
+        self._patience, self._failures = patience or Patience(), 0
+        self._window = Window(self._patience)
         self._used = [workflow]
         self._waiting: deque[Future] = deque()
         self._submitted = 0
@@ -120,7 +123,8 @@ class Evaluator:
 
         Raises:
           TimeoutError: they are not all done in `timeout` seconds; they can be waited for again.
-          RolloutError, UserError: a row failed for good.
+          Skipped, UserError: a row failed for good.
+          RolloutError, Unavailable: nothing seems to work.
         """
         count = len(self._waiting) if count is None else count
         if count > len(self._waiting):
@@ -207,27 +211,34 @@ class Evaluator:
                 await close()
 
     async def _answer(self, workflow, row, number, seed, n, sampling) -> Group:
-        attempt = 0
-        async with self._places:
-            while True:
-                try:
-                    async with asyncio.timeout(self._timeout):
-                        group = await workflow.run(
-                            self._fleet, row, group_id=number, seed=seed, sampling=sampling, n=n
-                        )
-                    self._finished.append(group)
-                    return group
-                except UserError:
+        failed = 0
+        while True:
+            try:
+                async with self._places, asyncio.timeout(self._timeout):
+                    group = await workflow.run(
+                        self._fleet, row, group_id=number, seed=seed, sampling=sampling, n=n
+                    )
+            except Unavailable:
+                raise
+            except Exception as error:
+                failed += 1
+                self._failures += 1
+                self._window.add(True)
+                if ended := self._window.verdict(error, f"row {number}"):
+                    raise ended from error
+                if isinstance(error, UserError):
                     raise
-                except Exception as error:
-                    self._failures += 1
-                    if self._failures > self._max_failures:
-                        raise RolloutError(
-                            f"{self._failures} attempts failed, max_failures={self._max_failures}; "
-                            f"the last one, row {number}: {type(error).__name__}: {error}"
-                        ) from error
-                    attempt += 1
-                    seed = group_seed(seed, number, attempt)
+                if failed >= self._patience.attempts:
+                    raise Skipped(
+                        f"{failed} of rollout.max_attempts={failed} failed; the last one, row "
+                        f"{number}: {type(error).__name__}: {error}"
+                    ) from error
+            else:
+                self._window.add(False)
+                self._finished.append(group)
+                return group
+            seed = group_seed(seed, number, failed)
+            await asyncio.sleep(self._patience.back_off(failed))
 
 
 def _within(futures: Sequence[Future], timeout: float | None):

@@ -6,8 +6,8 @@
                                          │  a task a prompt: workflow.run → group
                                          ├─ accepted ─▶ buffer ──┐
                                          ├─ rejected: place free, next prompt
-                                         └─ failed: place free, same prompt again; over the
-    collect() ◀── the next batch ────────────────── budget: the error ──┘
+                                         └─ failed: place free, same prompt again later; at
+    collect() ◀── the next batch ──────────────────┘    last skipped; too many: the run ends
 
 What may be admitted and what forms a batch is decided by `staleness.py` and `buffer.py`; this
 file only feeds them events, under one lock. Both threads read and change the state, never while
@@ -24,22 +24,23 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rlx.base import Group, UserError
+from rlx.base import Group, Trajectory, Unavailable, UserError, malformed
 from rlx.fleet.engine import Sampling
 from rlx.rollout import buffer as buffers
-from rlx.rollout import evaluation, reward_pool, staleness
+from rlx.rollout import evaluation, failures, reward_pool, staleness
 from rlx.rollout.data import Cursor
-from rlx.rollout.reward_pool import RewardError
+from rlx.rollout.failures import Patience
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.workflows import Generator, Workflow
 
 _ADMIT_AT_ONCE = 64  # tasks started between two looks at the network
 _POLL_SECONDS = 0.5  # how long a waiting trainer is deaf to a dead executor
+_COUNTED = ("admitted", "rejected", "failed", "skipped")  # since step 0, in checkpoints
 _REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
 
 
-class RolloutError(RuntimeError):
-    """More prompts failed than the budget allows; its cause is the last failure."""
+class TrajectoryError(RuntimeError):
+    """A workflow's trajectory cannot be trained on; the message names workflow, row and reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -64,7 +65,10 @@ class Executor:
       seed: of the run; a group's seed is a function of it, the group's id and the attempt.
       force_staleness: hand out a batch only when all that may be admitted has finished, so that
         every batch lags by `limits.max_staleness` exactly. For experiments: it idles the fleet.
-      max_failures: failed attempts between two batches; one more and `collect` raises.
+      patience: with failed attempts.
+      max_tokens: of a trajectory, as training has room for; 0: any number.
+      on_skip: takes the `failures.skip_record` of a prompt that is given up, on the executor's
+        thread.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
       request_timeout: seconds for one attempt, after which it has failed.
       clock: seconds, monotonic.
@@ -79,14 +83,17 @@ class Executor:
         *,
         seed: int = 0,
         force_staleness: bool = False,
-        max_failures: int = 8,
+        patience: Patience | None = None,
+        max_tokens: int = 0,
+        on_skip: Callable[[dict[str, Any]], None] = lambda record: None,
         drop_equal_rewards: bool = False,
         request_timeout: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._workflow, self._cursor, self._limits = workflow, cursor, limits
         self._fleet, self._seed, self._clock = fleet, seed, clock
-        self._max_failures, self._request_timeout = max_failures, request_timeout
+        self._patience, self._request_timeout = patience or Patience(), request_timeout
+        self._max_tokens, self._on_skip = max_tokens, on_skip
         self._drop_equal_rewards = drop_equal_rewards
         self._force_staleness = force_staleness
 
@@ -94,9 +101,11 @@ class Executor:
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
         self._live: dict[int, Ticket] = {}
         self._retry: list[Ticket] = []  # a heap: prompts to start again, oldest first
+        self._later: list[tuple[float, Ticket]] = []  # a heap: those whose time has not come
         self._open = self._stopped = False
         self._error: BaseException | None = None
-        self._failures = self._rejected_in_a_row = self._dropped = 0
+        self._window = failures.Window(self._patience)
+        self._rejected_in_a_row = self._dropped = 0
         self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
         self._idle_since: float | None = None
 
@@ -162,8 +171,8 @@ class Executor:
           None when the time is up.
 
         Raises:
-          RolloutError: too many failures; the last one, with its traceback, is the cause.
-          UserError: a failure that no retry can mend.
+          RolloutError, UserError: too many failures; the last, with its traceback, is the cause.
+          Unavailable: nothing that is left to do can work.
         """
         begun = self._clock()
         with self._changed:
@@ -178,7 +187,6 @@ class Executor:
                 step = self._staleness.consumed
                 self._buffer, batch = buffers.take(self._buffer, step, self._limits)
                 self._staleness = staleness.consume(self._staleness, self._limits)
-                self._failures = 0  # a fleet that fills batches is not broken
                 return batch
             finally:
                 self._wait_seconds += self._clock() - begun
@@ -194,8 +202,7 @@ class Executor:
         """Starts a held-out evaluation beside training; the future has `evaluation.score`'s list.
 
         It goes before training's requests, so that few of its answers come from newer weights than
-        it began with. It has its own concurrency and failure budget and does not count as
-        training. A failed evaluation raises from the future.
+        it began with. It has its own concurrency and does not count as training.
         """
         return self.submit(
             evaluation.score(
@@ -205,7 +212,7 @@ class Executor:
                 sampling,
                 concurrency=concurrency,
                 priority=priority,
-                max_failures=self._max_failures,
+                patience=self._patience,
                 timeout=self._request_timeout,
             )
         )
@@ -233,6 +240,7 @@ class Executor:
                 "accepted": state.accepted,
                 "rejected": state.rejected,
                 "failed": state.failed,
+                "skipped": state.skipped,
                 "dropped": self._dropped + state.accepted - consumed - buffered,
                 "running": state.running,
                 "buffered": buffered,
@@ -254,7 +262,8 @@ class Executor:
         their ids and start again, with the same seeds.
         """
         with self._changed:
-            pending = [(t.group_id, t.attempt) for t in [*self._live.values(), *self._retry]]
+            waiting = [*self._live.values(), *self._retry, *(ticket for _, ticket in self._later)]
+            pending = [(t.group_id, t.attempt) for t in waiting]
             host = {
                 "step": self._staleness.consumed,
                 "cursor": self._cursor.state_dict(),
@@ -262,15 +271,24 @@ class Executor:
                 "admitted": self._staleness.admitted,
                 "rejected": self._staleness.rejected,
                 "failed": self._staleness.failed,
+                "skipped": self._staleness.skipped,
                 "dropped": self._dropped,
             }
             return host, buffers.groups(self._buffer)
 
-    def restore(self, host: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    def restore(
+        self, host: Mapping[str, Any], groups: Sequence[Group], allow_change: bool = False
+    ) -> str:
         """Continues where `state` was taken; before the first `set_version`.
 
         Groups that a lowered max_staleness has made too old are generated again (and counted as
-        dropped).
+        dropped). Prompts that had failed have the attempts that were left to them, at least one.
+
+        Args:
+          allow_change: of the dataset's rows.
+
+        Returns:
+          What changed of them, in words; empty where nothing did.
 
         Raises:
           UserError: the dataset is another one.
@@ -279,16 +297,17 @@ class Executor:
             if self._open or self._staleness.admitted:
                 raise RuntimeError("restore comes before the first set_version")
             step = int(host["step"])
-            self._cursor.load_state_dict(host["cursor"])
+            changed = self._cursor.load_state_dict(host["cursor"], allow_change)
             self._buffer, left_over = buffers.restore(groups, step, self._limits)
             self._staleness = dataclasses.replace(
                 staleness.resume(step, self._buffer.num_finished, self._limits),
-                **{event: int(host[event]) for event in ("admitted", "rejected", "failed")},
+                **{event: int(host.get(event, 0)) for event in _COUNTED},
             )
             self._dropped = int(host["dropped"]) + len(left_over)
             self._retry = [Ticket(int(g), int(a)) for g, a in host["pending"]]
             self._retry += [Ticket(g.group_id) for g in left_over]
             heapq.heapify(self._retry)
+            return changed
 
     # The loop's side.
 
@@ -335,6 +354,8 @@ class Executor:
 
     def _next_ticket(self) -> Ticket:
         version = self._staleness.version
+        while self._later and self._later[0][0] <= self._clock():
+            heapq.heappush(self._retry, heapq.heappop(self._later)[1])
         if self._retry:
             return dataclasses.replace(heapq.heappop(self._retry), version=version)
         return Ticket(self._cursor.next()[0], 0, version)
@@ -348,7 +369,7 @@ class Executor:
                 group = await self._workflow.run(
                     self._fleet, row, group_id=ticket.group_id, seed=seed
                 )
-                self._check_rewards(group, row)
+                self._check(group, row)
         except asyncio.CancelledError as error:
             if self._end is None or self._end.is_set():
                 raise
@@ -359,15 +380,28 @@ class Executor:
             self._finish(ticket, group)
         self._admit()
 
-    def _check_rewards(self, group: Group, row: Mapping[str, Any]) -> None:
-        """Raises for a reward that training would choke on, whichever workflow it is from."""
+    def _check(self, group: Group, row: Mapping[str, Any]) -> None:
+        """Raises for what training would choke on, whichever workflow it is from."""
         for trajectory in group.trajectories:
-            found = reward_pool.problem(trajectory.reward)
-            if found is not None:
-                raise RewardError(
+            if found := self._unfit(trajectory):
+                raise TrajectoryError(
                     f"workflow {type(self._workflow).__name__} gave trajectory "
-                    f"{trajectory.trajectory_id} of row {str(dict(row))[:200]} the reward {found}"
+                    f"{trajectory.trajectory_id} of row {failures.describe(row)} {found}"
                 )
+
+    def _unfit(self, trajectory: Trajectory) -> str:
+        """Why the update would not take a trajectory; empty where it would."""
+        if found := reward_pool.problem(trajectory.reward):
+            return f"the reward {found}"
+        if found := malformed(trajectory):
+            return f"a shape that is none: {found}"
+        if 0 < self._max_tokens < len(trajectory.tokens):
+            return (
+                f"{len(trajectory.tokens)} tokens, training has room for {self._max_tokens} "
+                "(train.max_tokens_per_microbatch and the longest of train.row_buckets); raise "
+                "them, or let the workflow stop earlier"
+            )
+        return ""
 
     def _too_slow(self) -> TimeoutError:
         limit = f"rollout.request_timeout_seconds={self._request_timeout:g}"
@@ -378,6 +412,7 @@ class Executor:
         rewards = {trajectory.reward for trajectory in group.trajectories}
         with self._changed:
             self._leave(ticket)
+            self._window.add(False)
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if self._drop_equal_rewards and len(rewards) == 1:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
@@ -401,23 +436,30 @@ class Executor:
             )
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
-        """Queues the prompt again, or ends the run when the budget is spent."""
+        """Queues the prompt again, gives it up, or ends the run when too many fail."""
         with self._changed:
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)
-            self._staleness = staleness.fail(self._staleness)
-            heapq.heappush(self._retry, Ticket(ticket.group_id, ticket.attempt + 1))
-            self._failures += 1
-            if isinstance(error, UserError):
-                self._stop(error)
-            elif self._failures > self._max_failures:
-                last = RolloutError(
-                    f"{self._failures} rollouts failed, rollout.max_failures="
-                    f"{self._max_failures} are allowed; the last one, group {ticket.group_id}: "
-                    f"{type(error).__name__}: {error}"
-                )
-                last.__cause__ = error
-                self._stop(last)
+            self._window.add(True)
+            held = Ticket(ticket.group_id, ticket.attempt + 1)
+            ended: BaseException | None = self._error
+            if isinstance(error, Unavailable):
+                ended = ended or error
+            ended = ended or self._window.verdict(error, f"group {ticket.group_id}")
+            skipped = ended is None and held.attempt >= self._patience.attempts
+            event = staleness.skip if skipped else staleness.fail
+            self._staleness = event(self._staleness)
+            if ended is not None:
+                heapq.heappush(self._retry, Ticket(ticket.group_id, ticket.attempt))
+                self._stop(ended)
+            elif not skipped:
+                due = self._clock() + self._patience.back_off(held.attempt)
+                heapq.heappush(self._later, (due, held))
+        if skipped:
+            place, row = self._cursor.index(held.group_id), self._cursor.row(held.group_id)
+            self._on_skip(
+                failures.skip_record("train", held.group_id, place, row, held.attempt, error)
+            )
 
     def _leave(self, ticket: Ticket) -> None:
         del self._live[ticket.group_id]

@@ -91,15 +91,17 @@ def per_question(
 
     Args:
       greedy: its record at temperature 0, or None. samples: its sampled records in order; a record
-        has reward, tokens and answer.
+        has reward, tokens and answer. One with an `error` is wrong and of no length.
     """
     out = {}
     if greedy is not None:
-        out["greedy_length"] = float(greedy["tokens"])  # type: ignore[arg-type]
+        if "error" not in greedy:
+            out["greedy_length"] = float(greedy["tokens"])  # type: ignore[arg-type]
         out["greedy_acc"] = float(greedy["reward"] > RIGHT)  # type: ignore[operator]
     if samples:
         right = [bool(s["reward"] > RIGHT) for s in samples]  # type: ignore[operator]
-        out["sample_length"] = float(np.mean([s["tokens"] for s in samples]))
+        if lengths := [s["tokens"] for s in samples if "error" not in s]:
+            out["sample_length"] = float(np.mean(lengths))  # type: ignore[arg-type]
         out["sample_pass@1"] = pass_at_k(len(right), sum(right), 1)
         for k in pass_at:
             out[f"pass@{k}"] = pass_at_k(len(right), sum(right), k)

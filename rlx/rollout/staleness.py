@@ -39,6 +39,7 @@ class Staleness:
       running: live prompts (admitted, not yet accepted, rejected or failed).
       accepted: groups accepted since step 0, consumed ones included.
       rejected, failed: groups filtered out, and attempts that raised.
+      skipped: prompts given up, the last of whose attempts is among `failed`.
       admitted: attempts started.
     """
 
@@ -48,6 +49,7 @@ class Staleness:
     accepted: int = 0
     rejected: int = 0
     failed: int = 0
+    skipped: int = 0
     admitted: int = 0
 
 
@@ -101,6 +103,12 @@ def reject(state: Staleness) -> Staleness:
 def fail(state: Staleness) -> Staleness:
     """A live prompt's attempt raised; its place is free again."""
     return replace(_leave(state, "fail"), failed=state.failed + 1)
+
+
+def skip(state: Staleness) -> Staleness:
+    """A live prompt's last attempt raised; its place is free for another prompt."""
+    state = fail(state)
+    return replace(state, skipped=state.skipped + 1)
 
 
 def publish(state: Staleness, version: int) -> Staleness:

@@ -86,4 +86,4 @@ class Taught:
             name = trajectory.trajectory_id
             raise UserError(f"the teacher does not score trajectory {name}: {error}") from error
         except UserError as error:
-            raise UserError(f"the teacher: {error}") from error
+            raise type(error)(f"the teacher: {error}") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError
+from rlx.base import Group, Trajectory, UserError, malformed
 
 Arrays = dict[str, np.ndarray]
 
@@ -112,17 +112,8 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
     """
     trajectories = [t for g in groups for t in g.trajectories]
     for t in trajectories:
-        shapes = {len(t.tokens), len(t.loss_mask), len(t.behaviour_logprobs), len(t.versions)}
-        if len(shapes) != 1 or 0 in shapes:
-            raise ValueError(
-                f"trajectory {t.trajectory_id}: per-token arrays have lengths {sorted(shapes)}; "
-                "want one length of at least 1"
-            )
-        if t.loss_mask[0]:
-            raise ValueError(
-                f"trajectory {t.trajectory_id}: its first token is trained on, with nothing before "
-                "it; want a prompt of at least 1 token"
-            )
+        if wrong := malformed(t):
+            raise ValueError(f"trajectory {t.trajectory_id}: {wrong}")
     sizes = np.array([len(t.tokens) for t in trajectories], np.int64)
     starts = np.cumsum(sizes) - sizes
     num_tokens, count = int(sizes.sum()), len(sizes)

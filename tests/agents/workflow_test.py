@@ -13,7 +13,8 @@ from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
 from rlx.fleet.engine import Sampling
 from rlx.rollout.evaluator import Evaluator
-from rlx.rollout.executor import Executor, RolloutError
+from rlx.rollout.executor import Executor
+from rlx.rollout.failures import Patience, RolloutError
 from rlx.rollout.staleness import Limits
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]
@@ -42,7 +43,7 @@ def shared(agents):
     workflow = AgentWorkflow(
         f"{agents.classes}:AsTheRowSays", agents.tokenizer(), agents.sampling, 2
     )
-    with Evaluator(Fleet(agents, engine).connect, workflow, max_failures=0) as run:
+    with Evaluator(Fleet(agents, engine).connect, workflow, patience=Patience(attempts=1)) as run:
         yield SimpleNamespace(run=run, engine=engine, workflow=workflow)
         process = workflow._front.workers._processes[0]
     with pytest.raises(ProcessLookupError):  # it ended with the evaluator

@@ -46,7 +46,7 @@ class Rollout(RuleBasedStateMachine):
         self.live = {}  # group_id → version at admission
         self.retry = []
         self.next_id = 0
-        self.trained, self.rejected = [], set()
+        self.trained, self.rejected, self.skipped = [], set(), set()
         self.most_held = 0  # by a checkpoint of a longer run
 
     def admit(self):
@@ -86,6 +86,14 @@ class Rollout(RuleBasedStateMachine):
         self.buffer = buffers.withdraw(self.buffer, admitted)
         self.state = staleness.fail(self.state)
         self.retry = sorted([*self.retry, group_id])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def skip(self, data):
+        group_id, admitted = self.leave(data)
+        self.buffer = buffers.withdraw(self.buffer, admitted)
+        self.state = staleness.skip(self.state)
+        self.skipped.add(group_id)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -173,6 +181,7 @@ class Rollout(RuleBasedStateMachine):
             return
         finished = [g.group_id for g in buffers.groups(self.buffer)]
         everything = [*finished, *self.live, *self.retry, *self.trained, *self.rejected]
+        everything += self.skipped
         assert sorted(everything) == list(range(self.next_id))
         assert self.buffer.num_live == self.state.running == len(self.live)
         assert self.buffer.num_finished == len(finished)

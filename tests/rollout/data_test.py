@@ -239,6 +239,18 @@ def test_state_of_other_data_is_refused(other, message):
         other.load_state_dict(Cursor(ROWS, seed=9).state_dict())
 
 
+def test_other_rows_are_taken_where_that_is_allowed_but_not_another_order():
+    state = Cursor(ROWS, seed=9).state_dict() | {"position": 7}
+    mended = Cursor([{**row, "answer": "?"} for row in ROWS], seed=9)
+    assert "dataset's content changed" in mended.load_state_dict(state, allow_change=True)
+    assert mended.position == 7
+    fewer = Cursor(ROWS[:9], seed=9)
+    assert "number of rows changed" in fewer.load_state_dict(state, allow_change=True)
+    assert Cursor(ROWS, seed=9).load_state_dict(state, allow_change=True) == ""
+    with pytest.raises(UserError, match="the seed changed"):
+        Cursor(ROWS[:9], seed=8).load_state_dict(state, allow_change=True)
+
+
 def test_no_rows():
     with pytest.raises(UserError, match="no rows"):
         Cursor([])

@@ -7,7 +7,7 @@ import pytest
 from rlx.base import UserError
 from rlx.fleet.engine import Sampling
 from rlx.rollout.evaluator import Evaluator
-from rlx.rollout.executor import RolloutError
+from rlx.rollout.failures import Patience, RolloutError, Skipped
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(12)]
 
@@ -91,17 +91,36 @@ def test_failures_are_retried_and_then_raised_with_their_cause(make, fake_workfl
         if attempt == 0 and group_id == 2:
             raise ValueError("bad luck")
 
-    assert len(make(workflow=fake_workflow(misbehave=once)).rollout_batch(ROWS, timeout=30)) == 12
+    quick = Patience(pause=0.0)
+    workflow = fake_workflow(misbehave=once)
+    assert len(make(workflow=workflow, patience=quick).rollout_batch(ROWS, timeout=30)) == 12
 
     def always(group_id, attempt):
         if group_id == 2:
             raise ValueError("no luck at all")
 
-    with pytest.raises(RolloutError, match="row 2: ValueError: no luck at all") as error:
-        make(workflow=fake_workflow(misbehave=always), max_failures=3).rollout_batch(
+    with pytest.raises(Skipped, match="row 2: ValueError: no luck at all") as error:
+        make(workflow=fake_workflow(misbehave=always), patience=quick).rollout_batch(
             ROWS, timeout=30
         )
     assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_one_row_that_fails_leaves_the_others_and_many_end_it(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        if group_id in bad:
+            raise ValueError("no luck at all")
+
+    bad = {2}
+    evaluator = make(workflow=fake_workflow(misbehave=misbehave), patience=Patience(pause=0.0))
+    futures = [evaluator.submit(row) for row in ROWS]
+    assert [type(f.exception(30)) for f in futures] == [
+        Skipped if i == 2 else type(None) for i in range(12)
+    ]
+    bad = set(range(40))
+    futures = [evaluator.submit(row, group_id=i) for i, row in enumerate(ROWS * 3)]
+    kinds = {type(f.exception(30)) for f in futures}
+    assert RolloutError in kinds
 
 
 def test_a_users_mistake_is_not_retried(make, fake_workflow):

@@ -1,6 +1,7 @@
 """The executor against an in-process fleet: real threads, every order, no sleeping for luck."""
 
 import asyncio
+import dataclasses
 import re
 import threading
 import time
@@ -9,13 +10,16 @@ import traceback
 import numpy as np
 import pytest
 
-from rlx.base import UserError
+from rlx.base import Unavailable, UserError
 from rlx.fleet.engine import Sampling
 from rlx.rollout.data import Cursor
-from rlx.rollout.executor import Executor, RolloutError, group_seed
+from rlx.rollout.executor import Executor, group_seed
+from rlx.rollout.failures import Patience, RolloutError
 from rlx.rollout.staleness import Limits, StalenessViolation
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(17)]
+PRECISE = Patience(window=16, pause=0.0)  # three failures end a run that has done nothing else
+NONE = Patience(rate=0.0)  # one failure ends a run
 SECONDS = 30.0  # no wait in here takes so long unless something is broken
 
 
@@ -171,7 +175,10 @@ def test_failures_are_retried_with_another_seed(make, fake_fleet, fake_workflow)
 
     fleet = fake_fleet()
     executor = make(
-        Limits(4, 1, 8), fleet=fleet, workflow=fake_workflow(misbehave=misbehave), max_failures=4
+        Limits(4, 1, 8),
+        fleet=fleet,
+        workflow=fake_workflow(misbehave=misbehave),
+        patience=Patience(pause=0.0),
     )
     publish(executor, fleet, 0)
     ids = [g.group_id for _ in range(2) for g in collect(executor)]
@@ -186,14 +193,20 @@ def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workf
     def misbehave(group_id, attempt):
         raise LookupError("the reward server is gone")
 
-    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave), max_failures=3)
+    told = []
+    executor = make(
+        Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave), patience=PRECISE,
+        on_skip=told.append,
+    )  # fmt: skip
     executor.set_version(0)
-    with pytest.raises(RolloutError, match=r"4 rollouts failed.*max_failures=3.*gone") as caught:
+    words = r"3 of the last 3 rollouts failed.*max_failure_rate=0.5.*failure_window=16.*gone"
+    with pytest.raises(RolloutError, match=words) as caught:
         collect(executor)
     text = "".join(traceback.format_exception(caught.value))
     assert "in misbehave" in text
-    assert executor.counters()["failed"] >= 4
+    assert executor.counters()["failed"] >= 3
     assert executor.counters()["dropped"] == 0
+    assert executor.counters()["skipped"] == len(told) == 0, "not the prompts' fault"
     with pytest.raises(RolloutError):
         collect(executor)
 
@@ -202,7 +215,7 @@ def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workf
 def test_a_reward_that_is_none_names_the_workflow_and_the_row(bad, make, fake_fleet, fake_workflow):
     """Whichever workflow it is from: a NaN in one reward would be one in the whole batch."""
     executor = make(
-        Limits(1, 0, 1), workflow=fake_workflow(misbehave=lambda *_: [1.0, bad]), max_failures=0
+        Limits(1, 0, 1), workflow=fake_workflow(misbehave=lambda *_: [1.0, bad]), patience=NONE
     )
     executor.set_version(0)
     words = r"FakeWorkflow gave trajectory 0\.1 of row .*'question': 'q\d+'.* the reward "
@@ -219,37 +232,184 @@ def test_numbers_of_any_kind_are_rewards(number, make, fake_workflow):
     assert group.trajectories[1].reward == number
 
 
-def test_a_batch_renews_the_budget(make, fake_fleet, fake_workflow):
-    """A long run meets many failures, a broken one meets them without a batch in between."""
+def test_a_long_run_meets_many_failures(make, fake_fleet, fake_workflow):
+    """Every second prompt fails once, a third of all attempts: fewer than the half allowed."""
 
     def misbehave(group_id, attempt):
-        if attempt == 0:
+        if attempt == 0 and group_id % 2:
             raise ConnectionError("a hiccup")
 
     fleet = fake_fleet()
     executor = make(
-        Limits(2, 0, 2), fleet=fleet, workflow=fake_workflow(misbehave=misbehave), max_failures=2
-    )
-    for version in range(4):  # two failures each
+        Limits(2, 0, 2), fleet=fleet, workflow=fake_workflow(misbehave=misbehave),
+        patience=Patience(window=16, pause=0.0),
+    )  # fmt: skip
+    for version in range(20):
         publish(executor, fleet, version)
-        assert len(collect(executor)) == 2
-    assert executor.counters()["failed"] == 8
+        assert [g.group_id for g in collect(executor)] == [2 * version, 2 * version + 1]
+    assert executor.counters()["failed"] == 20
 
 
-def test_a_users_mistake_is_not_retried(make, fake_workflow):
+@pytest.mark.parametrize("error", [ValueError("no gold answer"), UserError("it has 2000 tokens")])
+def test_a_prompt_that_cannot_work_is_skipped_and_named(error, make, fake_fleet, fake_workflow):
+    """Batches stay whole and within the bound: the next prompt has its place.
+
+    The row comes again in the next epochs and is skipped again.
+    """
+    bad = cursor().index(3)
+
     def misbehave(group_id, attempt):
-        raise UserError("the prompt of row 3 has 2000 tokens")
+        if cursor().index(group_id) == bad:
+            raise error
 
-    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave))
+    skipped, fleet, now = [], fake_fleet(turns=20), [0.0]
+    executor = make(
+        Limits(4, 1, 8), fleet=fleet, workflow=fake_workflow(misbehave=misbehave),
+        on_skip=skipped.append, clock=lambda: time.monotonic() + now[0],
+    )  # fmt: skip
+    seen = []
+    for step in range(30):
+        publish(executor, fleet, step)
+        now[0] += 60.0  # every back-off is over
+        batch = collect(executor)
+        assert all(step - g.oldest_version <= 1 for g in batch)
+        seen += [g.group_id for g in batch]
+    again = [g for g in range(200) if cursor().index(g) == bad]
+    assert len(set(seen)) == len(seen) == 120
+    assert not set(seen) & set(again)
+    counters = executor.counters()
+    assert counters["skipped"] == len(skipped) >= 2
+    assert counters["dropped"] == 0
+    assert counters["failed"] >= 3 * len(skipped)
+    assert {r["group_id"] for r in skipped} <= set(again)
+    one = skipped[0]
+    assert (one["which"], one["row"], one["attempts"]) == ("train", bad, 3)
+    assert ROWS[bad]["question"] in one["text"]
+    assert (one["error"], one["message"]) == (type(error).__name__, str(error))
+
+
+def test_other_prompts_go_before_one_that_failed(make, fake_fleet, fake_workflow):
+    """It waits 1 s, then 8 s: a failure is not repeated in a loop."""
+
+    def misbehave(group_id, attempt):
+        if group_id == 0:
+            raise ConnectionError("the judge is busy")
+
+    now, fleet, workflow = [0.0], fake_fleet(), fake_workflow(misbehave=misbehave)
+    executor = make(Limits(2, 0, 1), fleet=fleet, workflow=workflow, clock=lambda: now[0])
+    attempts = []
+    for step in range(6):
+        publish(executor, fleet, step)
+        assert 0 not in [g.group_id for g in collect(executor)]
+        attempts.append(workflow.attempts[0] + 1)
+        now[0] += 0.6 if step < 3 else 8.0
+    assert attempts == [1, 1, 2, 2, 3, 3]
+    assert executor.counters()["skipped"] == 1
+
+
+def test_what_has_failed_is_remembered_by_a_continuation(make, fake_fleet, fake_workflow):
+    """Also one that was tried more often than is allowed now: it has one attempt, not none."""
+
+    def misbehave(group_id, attempt):
+        if group_id in (0, 1):
+            raise ValueError("never")
+
+    fleet = fake_fleet()
+    first = make(
+        Limits(2, 0, 8), fleet=fleet, workflow=fake_workflow(misbehave=misbehave),
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    publish(first, fleet, 0)
+    assert [g.group_id for g in collect(first)] == [2, 3]
+    host, groups = first.state()
+    assert host["pending"] == [[0, 1], [1, 1]]
+    host["pending"][1][1] = 9
+
+    skipped, workflow = [], fake_workflow(misbehave=misbehave)
+    second = make(
+        Limits(2, 0, 8), fleet=fleet, workflow=workflow, on_skip=skipped.append,
+        patience=Patience(attempts=2),
+    )  # fmt: skip
+    second.restore(host, groups)
+    publish(second, fleet, 1)
+    assert [g.group_id for g in collect(second)] == [4, 5]
+    assert sorted((r["group_id"], r["attempts"]) for r in skipped) == [(0, 2), (1, 10)]
+    assert second.counters()["skipped"] == 2
+    assert second.state()[0]["skipped"] == 2
+    assert second.state()[0]["pending"] == []
+
+
+def test_no_server_ends_the_run_and_is_held_against_no_prompt(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        raise Unavailable("no rollout server alive for 300 s")
+
+    executor = make(Limits(4, 0, 8), workflow=fake_workflow(misbehave=misbehave))
     executor.set_version(0)
-    with pytest.raises(UserError, match="2000 tokens"):
+    with pytest.raises(Unavailable, match="no rollout server alive"):
+        collect(executor)
+    wait_for(lambda: executor.counters()["running"] == 0)
+    pending = executor.state()[0]["pending"]
+    assert pending == [[g, 0] for g in range(len(pending))]
+
+
+def test_a_users_mistake_in_every_row_ends_the_run_in_one_line(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        raise UserError("rows are JSON")
+
+    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave), patience=PRECISE)
+    executor.set_version(0)
+    with pytest.raises(UserError, match=r"^rows are JSON \(3 of the last 3 rollouts failed\)$"):
+        collect(executor)
+
+
+def test_a_trajectory_that_training_has_no_room_for_is_refused_when_it_finishes(
+    make, fake_fleet, fake_workflow
+):
+    class Long(fake_workflow):
+        async def run(self, fleet, row, *, group_id, **kw):
+            group = await super().run(fleet, row, group_id=group_id, **kw)
+            if group_id != 1:
+                return group
+            one = group.trajectories[0]
+            longer = {
+                name: np.resize(getattr(one, name), 100)
+                for name in ("tokens", "loss_mask", "behaviour_logprobs", "versions")
+            }
+            return dataclasses.replace(
+                group, trajectories=(dataclasses.replace(one, **longer), group.trajectories[1])
+            )
+
+    skipped, fleet = [], fake_fleet()
+    executor = make(
+        Limits(3, 0, 8), fleet=fleet, workflow=Long(), max_tokens=99, on_skip=skipped.append,
+        patience=Patience(pause=0.0),
+    )  # fmt: skip
+    publish(executor, fleet, 0)
+    assert [g.group_id for g in collect(executor)] == [0, 2, 3]
+    assert executor.counters()["failed"] == 3
+    (record,) = skipped
+    assert record["row"] == cursor().index(1)
+    for words in ("trajectory 1.0", "100 tokens", "room for 99", "'question': 'q"):
+        assert words in record["message"]
+
+
+def test_arrays_of_different_lengths_are_refused_when_they_finish(make, fake_workflow):
+    class Uneven(fake_workflow):
+        async def run(self, *args, **kw):
+            group = await super().run(*args, **kw)
+            one = dataclasses.replace(group.trajectories[0], loss_mask=np.ones(1, bool))
+            return dataclasses.replace(group, trajectories=(one,))
+
+    executor = make(Limits(1, 0, 1), workflow=Uneven(), patience=NONE)
+    executor.set_version(0)
+    with pytest.raises(RolloutError, match=r"trajectory 0.0 of row.*lengths \[1, \d+\]"):
         collect(executor)
 
 
 def test_an_attempt_that_takes_too_long_has_failed(make, fake_fleet):
     fleet = fake_fleet()
     fleet.hold = True
-    executor = make(Limits(1, 0, 1), fleet=fleet, max_failures=1, request_timeout=0.05)
+    executor = make(Limits(1, 0, 1), fleet=fleet, patience=NONE, request_timeout=0.05)
     executor.set_version(0)
     with pytest.raises(RolloutError, match=r"request_timeout_seconds=0.05"):
         collect(executor)
@@ -261,7 +421,11 @@ def test_a_workflow_cancelled_from_within_is_a_failure_not_a_lost_prompt(make, f
         if attempt == 0:
             raise asyncio.CancelledError
 
-    executor = make(Limits(2, 0, 2), workflow=fake_workflow(misbehave=misbehave))
+    executor = make(
+        Limits(2, 0, 2),
+        workflow=fake_workflow(misbehave=misbehave),
+        patience=Patience(pause=0.0),
+    )
     executor.set_version(0)
     assert [g.group_id for g in collect(executor)] == [0, 1]
 
@@ -402,12 +566,13 @@ def test_resume_with_a_tighter_bound_generates_again(make, fake_fleet):
     assert sorted(seen) == list(range(10))
 
 
-def test_restore_refuses_another_dataset(make):
+def test_restore_refuses_another_dataset_unless_it_is_allowed(make):
     executor = make(Limits(2, 0, 4))
     host, groups = executor.state()
     host["cursor"]["digest"] = "0"
-    with pytest.raises(UserError, match="dataset's content changed"):
+    with pytest.raises(UserError, match=r"dataset's content changed.*data.allow_change=True"):
         executor.restore(host, groups)
+    assert "dataset's content changed" in executor.restore(host, groups, allow_change=True)
 
 
 def test_stop_admitting_lets_what_runs_finish(make, fake_fleet):
@@ -458,19 +623,34 @@ def test_evaluation_goes_on_while_no_prompt_is_admitted_and_after(make, fake_fle
     assert executor.evaluate([], greedy).result(SECONDS) == []
 
 
-def test_evaluation_retries_and_then_raises_from_its_future(make, fake_workflow):
-    def misbehave(group_id, attempt):
-        if attempt < limit:
-            raise OSError(f"question {group_id}")
+def test_a_question_that_fails_is_asked_again_and_then_scores_nothing(make, fake_workflow):
+    """No number of them ends an evaluation: training is not to die of what only measures it."""
 
-    limit = 1
-    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave), max_failures=3)
-    future = executor.evaluate(ROWS[:3], Sampling(temperature=0.0))
-    assert len(future.result(SECONDS)) == 3
-    limit = 10**9
-    with pytest.raises(OSError, match="question"):
-        executor.evaluate(ROWS[:3], Sampling(temperature=0.0)).result(SECONDS)
+    def misbehave(group_id, attempt):
+        if (group_id == 1 and attempt < 2) or group_id in range(3, 12):
+            raise UserError(f"question {group_id}") if group_id == 3 else OSError("no judge")
+        if group_id == 12:
+            raise asyncio.CancelledError
+
+    workflow = fake_workflow(misbehave=misbehave)
+    executor = make(Limits(2, 0, 8), workflow=workflow, patience=Patience(window=4, pause=0.0))
+    scores = executor.evaluate(ROWS, Sampling(temperature=0.0)).result(SECONDS)
+    assert [s["index"] for s in scores] == list(range(17))
+    failed = [s for s in scores if "error" in s]
+    assert [s["index"] for s in failed] == list(range(3, 13))
+    assert all(s["reward"] == 0.0 and s["answer"] == ROWS[s["index"]]["answer"] for s in failed)
+    assert str(failed[0]["error"]) == "question 3"
+    assert [workflow.attempts[i] + 1 for i in (0, 1, 3, 12)] == [1, 3, 3, 3]
     assert executor.counters()["failed"] == 0
+
+
+def test_an_evaluation_that_no_server_answers_gives_no_score(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        raise Unavailable("no rollout server alive")
+
+    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave))
+    with pytest.raises(Unavailable):
+        executor.evaluate(ROWS, Sampling(temperature=0.0)).result(SECONDS)
 
 
 def test_coroutines_run_on_the_loop_and_never_wait_for_themselves(make):

@@ -67,6 +67,9 @@ def test_failures_and_rejections_give_the_place_back():
     assert staleness.capacity(state, limits) == 0
     assert staleness.capacity(staleness.fail(state), limits) == 1
     assert staleness.capacity(staleness.reject(state), limits) == 1
+    skipped = staleness.skip(state)
+    assert staleness.capacity(skipped, limits) == 1
+    assert (skipped.failed, skipped.skipped) == (1, 1)
     assert staleness.capacity(staleness.accept(state), limits) == 0
 
 
@@ -82,6 +85,7 @@ def test_resume_counts_what_was_consumed_and_what_is_buffered():
         lambda limits: staleness.accept(Staleness()),
         lambda limits: staleness.reject(Staleness()),
         lambda limits: staleness.fail(Staleness()),
+        lambda limits: staleness.skip(Staleness()),
         lambda limits: staleness.publish(Staleness(version=2, consumed=3), 1),
         lambda limits: staleness.publish(Staleness(version=2, consumed=3), 4),
         lambda limits: staleness.consume(Staleness(accepted=1), limits),

@@ -1,0 +1,114 @@
+"""What becomes of failed attempts: a prompt is tried again, then skipped; too many end the run.
+
+Shared by training, held-out evaluations and `rlx.evaluate`. No clock is read here.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.base import UserError
+
+_LONGEST = 60.0  # seconds between two attempts at one prompt
+_FIRST = 4  # a window's part that counts as full from the beginning
+_CHARACTERS = 200  # of a row, where one is told of
+
+
+class RolloutError(RuntimeError):
+    """More attempts failed than `Patience` allows; its cause is the last failure."""
+
+
+class Skipped(RolloutError):
+    """One row failed in all its attempts; its cause is the last failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """When a prompt is given up, and when the run is.
+
+    Attributes:
+      attempts: at one prompt, ≥ 1; after the last it is skipped.
+      rate: share of the last `window` attempts, of all prompts, that may fail; 1: all of them.
+      window: attempts, ≥ 1. From the beginning a fourth of it counts as made.
+      pause: seconds before the second attempt at a prompt.
+    """
+
+    attempts: int = 3
+    rate: float = 0.5
+    window: int = 128
+    pause: float = 1.0
+
+    def back_off(self, failed: int) -> float:
+        """Seconds until a prompt that has failed `failed` ≥ 1 times may be tried again."""
+        return min(self.pause * 8 ** (failed - 1), _LONGEST)
+
+
+class Window:
+    """The outcomes of the last attempts."""
+
+    def __init__(self, patience: Patience):
+        self._patience = patience
+        self._failed: deque[bool] = deque(maxlen=patience.window)
+
+    def add(self, failed: bool) -> None:
+        """An attempt has ended."""
+        self._failed.append(failed)
+
+    def verdict(self, error: BaseException, what: str) -> Exception | None:
+        """What ends the run after a failure, or None while failures are few enough.
+
+        Args:
+          error: of the last failure. Where it is the user's to mend, so is the result.
+          what: had that failure, as `group 3`.
+        """
+        p, failed = self._patience, sum(self._failed)
+        if failed <= p.rate * max(len(self._failed), p.window // _FIRST):
+            return None
+        share = f"{failed} of the last {len(self._failed)} rollouts failed"
+        if isinstance(error, UserError):
+            ended: Exception = UserError(f"{error} ({share})")
+        else:
+            ended = RolloutError(
+                f"{share}, more than rollout.max_failure_rate={p.rate:g} of "
+                f"rollout.failure_window={p.window} allow; the last one, {what}: "
+                f"{type(error).__name__}: {error}"
+            )
+        ended.__cause__ = error
+        return ended
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """A row in one short line, without its answer."""
+    return str({key: value for key, value in row.items() if key != "answer"})[:_CHARACTERS]
+
+
+def skip_record(
+    which: str, group_id: int, index: int, row: Mapping[str, Any], attempts: int,
+    error: BaseException,
+) -> dict[str, Any]:  # fmt: skip
+    """A line of skipped.jsonl.
+
+    Args:
+      which: train or eval.
+      group_id: of the prompt; of an evaluation the row's index too.
+      index: of the row in its dataset, from 0.
+    """
+    return {
+        "which": which,
+        "group_id": group_id,
+        "row": index,
+        "text": describe(row),
+        "attempts": attempts,
+        "error": type(error).__name__,
+        "message": str(error),
+    }
+
+
+def sentence(record: Mapping[str, Any]) -> str:
+    """A skipped row for the terminal: the last line of its failure, which says why."""
+    why = (record["message"].strip().splitlines() or [""])[-1][:_CHARACTERS]
+    return (
+        f"skipped {record['which']} row {record['row']} after {record['attempts']} attempts "
+        f"({record['error']}: {why}): {record['text']}"
+    )
