@@ -18,6 +18,7 @@ import asyncio
 import dataclasses
 import hashlib
 import heapq
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -41,6 +42,10 @@ _REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
 
 class TrajectoryError(RuntimeError):
     """A workflow's trajectory cannot be trained on; the message names workflow, row and reason."""
+
+
+class Exhausted(Exception):
+    """All answers are as good as any has been: no further batch will fill, and none need to."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -105,7 +110,9 @@ class Executor:
         self._open = self._stopped = False
         self._error: BaseException | None = None
         self._window = failures.Window(self._patience)
-        self._rejected_in_a_row = self._dropped = 0
+        self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
+        self._best = -math.inf  # reward of any trajectory
+        self._dropped = 0
         self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
         self._idle_since: float | None = None
 
@@ -173,6 +180,7 @@ class Executor:
         Raises:
           RolloutError, UserError: too many failures; the last, with its traceback, is the cause.
           Unavailable: nothing that is left to do can work.
+          Exhausted: the data has nothing more to teach, and no batch is left.
         """
         begun = self._clock()
         with self._changed:
@@ -273,6 +281,7 @@ class Executor:
                 "failed": self._staleness.failed,
                 "skipped": self._staleness.skipped,
                 "dropped": self._dropped,
+                "best_reward": self._best if math.isfinite(self._best) else None,
             }
             return host, buffers.groups(self._buffer)
 
@@ -304,6 +313,8 @@ class Executor:
                 **{event: int(host.get(event, 0)) for event in _COUNTED},
             )
             self._dropped = int(host["dropped"]) + len(left_over)
+            if host.get("best_reward") is not None:
+                self._best = float(host["best_reward"])
             self._retry = [Ticket(int(g), int(a)) for g, a in host["pending"]]
             self._retry += [Ticket(g.group_id) for g in left_over]
             heapq.heapify(self._retry)
@@ -413,6 +424,7 @@ class Executor:
         with self._changed:
             self._leave(ticket)
             self._window.add(False)
+            self._best = max([self._best, *map(float, rewards)])
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if self._drop_equal_rewards and len(rewards) == 1:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
@@ -421,19 +433,36 @@ class Executor:
             else:
                 self._buffer = buffers.finish(self._buffer, ticket.version, group)
                 self._staleness = staleness.accept(self._staleness)
-                self._rejected_in_a_row = 0
+                self._rejected.clear()
             self._changed.notify_all()
 
     def _count_rejection(self, reward: float) -> None:
-        self._rejected_in_a_row += 1
-        if self._rejected_in_a_row >= _REJECTIONS * self._limits.batch_prompts:
-            self._stop(
-                UserError(
-                    f"the last {self._rejected_in_a_row} groups were all rejected because their "
-                    f"rewards are equal (the last: all {reward:g}), so no batch fills; choose "
-                    "easier or harder data, or set algorithm.drop_equal_rewards=False"
-                )
+        """Ends the run when rejections do not end: well when it has solved its data, else in error.
+
+        It has when at least half of these groups are right, that is as good as the best answer so
+        far, and it was not so from the beginning. The rest are rows that nobody gets right.
+        """
+        self._rejected.append(reward)
+        if len(self._rejected) < _REJECTIONS * self._limits.batch_prompts:
+            return
+        right = sum(r >= self._best for r in self._rejected)
+        found = (
+            f"the last {len(self._rejected)} groups were all rejected because their rewards are "
+            f"equal (the last: all {reward:g})"
+        )
+        learned = self._staleness.consumed > 0
+        if learned and 2 * right >= len(self._rejected):
+            self._stop(Exhausted(f"{found}, {right} of them at the best reward, {self._best:g}"))
+            return
+        remedy = "choose easier data, or look at the reward function"
+        if learned:
+            remedy = f"no answer gets {self._best:g} any more; lower the learning rate"
+        self._stop(
+            UserError(
+                f"{found}, so no batch fills; {remedy}, choose harder data where all are right, or "
+                "set algorithm.drop_equal_rewards=False"
             )
+        )
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """Queues the prompt again, gives it up, or ends the run when too many fail."""
@@ -484,13 +513,17 @@ class Executor:
 
     def _ready(self) -> bool:
         """Whether a batch can be taken; raises what ended the run."""
-        if self._error is not None:
+        solved = isinstance(self._error, Exhausted)
+        if self._error is not None and not solved:
             raise self._error
         if not self._thread.is_alive():
             raise RuntimeError("the executor's thread is not running")
+        ready = buffers.ready(self._buffer, self._staleness.consumed, self._limits)
         if self._force_staleness and not staleness.full(self._staleness, self._limits):
-            return False
-        return buffers.ready(self._buffer, self._staleness.consumed, self._limits)
+            ready = False
+        if self._error is not None and not ready:
+            raise self._error
+        return ready
 
 
 def group_seed(seed: int, group_id: int, attempt: int) -> int:

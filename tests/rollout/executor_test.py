@@ -13,7 +13,7 @@ import pytest
 from rlx.base import Unavailable, UserError
 from rlx.fleet.engine import Sampling
 from rlx.rollout.data import Cursor
-from rlx.rollout.executor import Executor, group_seed
+from rlx.rollout.executor import Executor, Exhausted, group_seed
 from rlx.rollout.failures import Patience, RolloutError
 from rlx.rollout.staleness import Limits, StalenessViolation
 
@@ -459,6 +459,52 @@ def test_endless_rejection_ends_the_run(make, fake_workflow):
     )
     executor.set_version(0)
     with pytest.raises(UserError, match=r"last 40 groups were all rejected.*all 0"):
+        collect(executor)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_that_has_solved_its_data_hands_out_what_is_left_and_says_so(
+    resumed, make, fake_fleet, fake_workflow
+):
+    """Some rows nobody gets right; the rest all do, after four groups from which to learn."""
+
+    def misbehave(group_id, attempt):
+        if group_id < 4:
+            return [0.0, 1.0]
+        return [0.0, 0.0] if group_id % 3 == 0 else [1.0, 1.0]
+
+    fleet = fake_fleet(turns=0)
+    options = {"workflow": fake_workflow(misbehave=misbehave), "drop_equal_rewards": True}
+    executor = make(Limits(2, 1, 1), fleet=fleet, **options)
+    publish(executor, fleet, 0)
+    if resumed:
+        wait_for(lambda: executor.counters()["buffered"] == 4)
+        collect(executor)
+        host, groups = executor.state()
+        executor = make(Limits(2, 1, 1), fleet=fleet, **options)
+        executor.restore(host, groups)
+        publish(executor, fleet, 1)
+    wait_for(lambda: executor.counters()["rejected"] >= 40 or resumed is False)
+    ids = [g.group_id for _ in range(1 if resumed else 2) for g in collect(executor)]
+    assert ids == ([2, 3] if resumed else [0, 1, 2, 3])
+    publish(executor, fleet, 2)
+    with pytest.raises(Exhausted, match=r"last 40 groups.*2\d of them at the best reward, 1"):
+        collect(executor)
+    assert executor.counters()["dropped"] == 0
+
+
+def test_a_policy_that_has_fallen_apart_has_not_solved_its_data(make, fake_fleet, fake_workflow):
+    fleet = fake_fleet()
+    executor = make(
+        Limits(2, 0, 8),
+        fleet=fleet,
+        workflow=fake_workflow(misbehave=lambda g, _: [0.0, 1.0] if g < 2 else [0.0, 0.0]),
+        drop_equal_rewards=True,
+    )
+    publish(executor, fleet, 0)
+    collect(executor)
+    publish(executor, fleet, 1)
+    with pytest.raises(UserError, match=r"last 40 groups.*all 0.*no answer gets 1 any more"):
         collect(executor)
 
 
