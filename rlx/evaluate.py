@@ -67,13 +67,8 @@ def main() -> int:
     with Counting() as counting:
         rows = evaluation.run(config, models, sets, options, out, counting.show)
     command.say(text_table(rows, options.columns))
-    for row in rows:
-        if row["failed"]:
-            samples = out / row["model"] / f"{row['dataset']}.jsonl"
-            command.say(
-                f"{row['failed']} of {row['num_questions']} questions failed and count as wrong: "
-                f"see error in {samples}; the same command asks them again"
-            )
+    for line in evaluation.shortfall(rows, out):
+        command.say(line)
     return 0
 
 

@@ -169,6 +169,16 @@ def summary(
     return {**scores.row(name, found, names), "failed": failed}
 
 
+def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
+    """Return a line for each row of the table that has questions which failed."""
+    return [
+        f"{row['failed']} of {row['num_questions']} questions failed and count as wrong: see error "
+        f"in {out / row['model'] / row['dataset']}.jsonl; the same command asks them again"
+        for row in rows
+        if row["failed"]
+    ]
+
+
 def _ask_all(asked, connected: Serving, model: str, show) -> None:
     """Asks one set after the other; graders import their libraries while something else goes on."""
     if not asked:

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -31,6 +31,7 @@ class HeldOut:
     Args:
       config, inputs: of the run.
       done: steps that eval.jsonl has already.
+      start: the step that the run begins or goes on at.
       timeline: gets a span for each pass over the questions.
       elapsed: seconds of the run until now.
       on_skip: takes the `failures.skip_record` of each question that failed; on any thread.
@@ -42,6 +43,7 @@ class HeldOut:
         config: ConfigDict,
         inputs: Inputs,
         done: Iterable[int],
+        start: int,
         timeline: Timeline,
         elapsed: Callable[[], float],
         on_skip: Callable[[dict[str, Any]], None] = lambda record: None,
@@ -50,7 +52,9 @@ class HeldOut:
         self._on_skip, self._say = on_skip, say
         self._config, self._inputs, self._timeline = config, inputs, timeline
         self._elapsed, self._served = elapsed, has_servers(config)
-        self._done = set(done)
+        self._done, self._extra = set(done), set[int]()
+        if max(self._done, default=-1) < self._last_due(start):
+            self.add(start)  # whose weights are here; those of the one that was cut off are gone
         self._losses: dict[int, tuple[dict[str, float], float]] = {}  # and the seconds they took
         self._under_way: deque[tuple[int, Future[dict[str, Any]]]] = deque()
 
@@ -58,8 +62,17 @@ class HeldOut:
         """Whether this step is evaluated: the first, the last, and every so many between."""
         every = self._config.eval.every_steps
         ends = step == 0 or step >= self._config.total_steps
-        wanted = ends or (every > 0 and step % every == 0)
+        wanted = ends or (every > 0 and step % every == 0) or step in self._extra
         return wanted and bool(self._inputs.eval_rows) and step not in self._done
+
+    def add(self, step: int) -> None:
+        """Has `step` evaluated too."""
+        self._extra.add(step)
+
+    @property
+    def under_way(self) -> list[int]:
+        """The steps whose evaluations were begun and not taken."""
+        return [step for step, _ in self._under_way]
 
     def measure(self, step: int, loss: Callable[[Sequence[Group]], Mapping[str, float]]) -> None:
         """Computes the loss after `step` on the held-out groups, if it is due and they exist."""
@@ -74,18 +87,28 @@ class HeldOut:
             self._done.add(step)
             self._under_way.append((step, executor.submit(self._record(step, executor))))
 
-    def take(self, wait: bool = False) -> Iterator[dict[str, Any]]:
-        """The records of those that are finished, in order; of all of them when `wait`.
+    def take(self, seconds: float | None = 0.0) -> Iterator[dict[str, Any]]:
+        """The records of those that are finished within `seconds`, in order; None: of all.
 
         An evaluation never ends a run: one that cannot be made is told of, and is due again.
         """
-        while self._under_way and (wait or self._under_way[0][1].done()):
-            step, future = self._under_way.popleft()
+        end = None if seconds is None else time.monotonic() + seconds
+        while self._under_way:
+            step, future = self._under_way[0]
+            wait([future], None if end is None else max(0.0, end - time.monotonic()))
+            if not future.done():
+                return
+            self._under_way.popleft()
             try:
                 yield future.result()
             except Exception as error:
                 self._done.discard(step)
                 self._say(f"no evaluation of step {step}: {type(error).__name__}: {error}")
+
+    def _last_due(self, step: int) -> int:
+        """The last step until `step` that is evaluated by rule."""
+        every = self._config.eval.every_steps
+        return step - step % every if every > 0 else 0
 
     async def _record(self, step: int, executor: Executor) -> dict[str, Any]:
         """The record of one evaluation; runs on the executor's thread."""

@@ -56,7 +56,7 @@ from rlx.observe.report import write_report
 from rlx.observe.timeline import Timeline
 from rlx.rollout import failures
 from rlx.rollout.data import Cursor
-from rlx.rollout.executor import Executor
+from rlx.rollout.executor import Executor, Exhausted
 from rlx.rollout.staleness import Limits
 from rlx.rollout.taught import Taught
 from rlx.rollout.workflows import Workflow
@@ -65,6 +65,7 @@ from rlx.train import checkpoint
 from rlx.train.update import make_update
 
 INTERRUPTED = 130
+LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
 SKIPS_TOLD = 5  # in the terminal
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
 
@@ -108,7 +109,7 @@ class _Run:
         self.served, self.data = has_servers(config), inputs.algorithm.data
         self.begun = self.last_record = self.last_save = time.monotonic()
         self.generated, self.stopping, self.whole, self.saved = 0, False, True, -1
-        self.skips = 0
+        self.skips, self.solved = 0, False
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.advice = partial(memory.advice, config, inputs.model_config)
@@ -136,6 +137,7 @@ class _Run:
             config,
             inputs,
             done,
+            self.step,
             self.timeline,
             self._elapsed,
             self._note_skip,
@@ -329,12 +331,17 @@ class _Run:
         return self._finish()
 
     def _collect(self) -> list[Group] | None:
-        """The next batch; None when a signal came while there was none."""
+        """The next batch; None when a signal came while there was none, or none will come."""
         with self._phase("wait"):
             while not self.stopping:
                 if self.publishing and self.publishing.done():
                     self.publishing.result()  # raises what kept the weights from the fleet
-                groups = self.executor.collect(timeout=COLLECT_SECONDS)
+                try:
+                    groups = self.executor.collect(timeout=COLLECT_SECONDS)
+                except Exhausted as error:
+                    self.progress.message(f"the run ends well at step {self.step}: {error}")
+                    self.solved = True
+                    return None
                 if groups is not None:
                     return groups
         return None
@@ -451,9 +458,9 @@ class _Run:
                     self.step, lambda groups: self.update.evaluate(self.state, groups)
                 )
 
-    def _record_evaluations(self, wait: bool = False) -> None:
-        """Writes those that are finished, in order; all of them when `wait`."""
-        for record in self.held_out.take(wait):
+    def _record_evaluations(self, seconds: float | None = 0.0) -> None:
+        """Writes those that are finished within `seconds`, in order; None: all of them."""
+        for record in self.held_out.take(seconds):
             self.writer.write_eval(record)
             self.progress.evaluation(record)
 
@@ -496,19 +503,32 @@ class _Run:
         """Saves, scores the final weights if the run is complete, and writes the report."""
         self.executor.stop_admitting()
         self._save()
-        complete = self.step >= self.config.total_steps
+        complete = self.solved or self.step >= self.config.total_steps
         if complete:
+            self.held_out.add(self.step)
             self.progress.phase("final evaluation")
             if self.publishing:
                 self.publishing.result()
             self.held_out.begin(self.step, self.executor)
-        self._record_evaluations(wait=complete)
+        elif under_way := self.held_out.under_way:
+            self.progress.phase("evaluation")
+            self.progress.message(
+                f"saved; waiting for the evaluation of step {under_way[0]}, {LAST_SECONDS:g} s at "
+                "most; once more to stop at once"
+            )
+        self._record_evaluations(None if complete else LAST_SECONDS)
+        for late in self.held_out.under_way:
+            self.progress.message(
+                f"no evaluation of step {late}: it took longer; going on makes one of {self.step}"
+            )
         self.timeline.save(self.workdir / "timeline.json")
         if self.step:
             self.progress.message(f"report: {write_report(self.workdir)}")
         if not complete:
             again = f"python -m rlx.main with the same --config and --workdir={self.workdir}"
             self.progress.message(f"stopped after step {self.step}; to go on: {again}")
+        if complete and self.held_out.due(self.step):
+            self.progress.message("the last evaluation is missing; the same command makes it")
         return 0 if complete else INTERRUPTED
 
     # Small things.

@@ -94,6 +94,24 @@ def test_the_command_prints_the_table_and_goes_on_where_it_stopped(tmp_path):
     assert "temperature=0.6, this one has 0.7; give another --output" in changed.stderr
 
 
+def test_a_question_that_failed_is_wrong_without_a_length_and_asked_again(tmp_path):
+    path, options = tmp_path / "set.jsonl", Options(n_samples=2, pass_at=())
+    good = {"question": "q", "answer": "1", "completion": "1", "reward": 1.0, "tokens": 4}
+    bad = {**good, "answer": None, "completion": "", "reward": 0.0, "tokens": 0, "error": "E: no"}
+    for index, kinds in enumerate([[good, good, good], [bad, bad, bad]]):
+        for sample, record in zip((-1, 0, 1), kinds, strict=True):
+            append_jsonl(path, {**record, "index": index, "sample": sample})
+    row = evaluation.summary("set", path, 2, options, options.columns)
+    assert (row["greedy_acc"], row["sample_pass@1"], row["greedy_length"]) == (0.5, 0.5, 4.0)
+    assert row["failed"] == 1
+    assert [(j.index, j.first) for j in evaluation.pending(path, 2, 2)] == [(1, -1), (1, 0)]
+    for sample in (-1, 0, 1):
+        append_jsonl(path, {**good, "index": 1, "sample": sample})
+    row = evaluation.summary("set", path, 2, options, options.columns)
+    assert (row["greedy_acc"], row["failed"]) == (1.0, 0)
+    assert evaluation.pending(path, 2, 2) == []
+
+
 def test_models_are_named_by_what_tells_them_apart(tmp_path):
     for path in ("a/hf", "b/hf"):
         (tmp_path / path).mkdir(parents=True)

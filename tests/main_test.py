@@ -19,14 +19,18 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def start(workdir: Path, *flags: str) -> subprocess.Popen:
+def start(workdir: Path, *flags: str, environment: dict | None = None) -> subprocess.Popen:
     return subprocess.Popen(
         [*COMMAND, f"--workdir={workdir}", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "RLX_TEST_RUN": str(workdir)},  # whatever it starts inherits this
+        env={
+            **os.environ,
+            **(environment or {}),
+            "RLX_TEST_RUN": str(workdir),
+        },  # whatever it starts inherits this
     )
 
 
@@ -183,6 +187,57 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert steps[: len(done)] == done
     assert steps[-1]["staleness_max"] <= 2
     assert [record["step"] for record in records(tmp_path / "gate.jsonl")] == [0, last]
+
+
+def test_rows_that_cannot_be_graded_are_skipped_and_end_neither_training_nor_evaluation(tmp_path):
+    (tmp_path / "strict.py").write_text(
+        "def score(prompt, completion, prompt_ids, completion_ids, answer, **row):\n"
+        "    if answer == 'broken':\n"
+        "        raise LookupError('this row has no answer')\n"
+        "    return float(len(completion) % 2)\n"
+    )
+    rows, workdir = tmp_path / "rows.jsonl", tmp_path / "run"
+    answers = ["1", "2", "broken", "4", "5", "6", "7", "8"]
+    rows.write_text(
+        "".join(
+            json.dumps({"question": f"{i}+{i}=?", "answer": a}) + "\n"
+            for i, a in enumerate(answers)
+        )
+    )
+    process = start(
+        workdir, "--config.total_steps=6", "--config.data.kind=jsonl",
+        f"--config.data.train={rows}", f"--config.data.eval={rows}",
+        "--config.reward.name=strict:score", "--config.rollout.max_attempts=1",
+        "--config.gate.enabled=False", "--config.eval.every_steps=0",
+        environment={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+    )  # fmt: skip
+    status, out = finish(process)
+    assert status == 0, out
+    steps = records(workdir / "metrics.jsonl")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(r["n_seqs"] == 16 and r["dropped"] == 0 and r["staleness_max"] <= 2 for r in steps)
+    skipped = records(workdir / "skipped.jsonl")
+    trained = [r for r in skipped if r["which"] == "train"]
+    assert len(trained) >= steps[-1]["skipped"] >= 1
+    assert {(r["row"], r["attempts"], r["error"]) for r in skipped} == {(2, 1, "RewardError")}
+    assert all("this row has no answer" in r["message"] and "2+2" in r["text"] for r in skipped)
+    scores = records(workdir / "eval.jsonl")
+    assert [(s["step"], s["failed"]) for s in scores] == [(0, 1), (6, 1)]
+    assert len(skipped) - len(trained) == 2
+    assert "skipped train row 2 after 1 attempts" in out
+    assert "skipped eval row 2" in out
+    assert "this row has no answer" in (workdir / "report.html").read_text()
+
+
+def test_ctrl_c_waits_for_an_evaluation_under_way(tmp_path):
+    process = start(tmp_path, "--config.total_steps=1000", "--config.eval.num_questions=400")
+    wait_for(lambda: records(tmp_path / "metrics.jsonl"))
+    os.killpg(process.pid, signal.SIGINT)
+    status, out = finish(process)
+    assert status == 130, out
+    scores = records(tmp_path / "eval.jsonl")
+    assert scores[0]["step"] == 0, out
+    assert scores[0]["num_questions"] == 400
 
 
 def test_killing_the_trainer_leaves_no_process(tmp_path):

@@ -33,6 +33,7 @@ from rlx.observe.rundir import Run, finite, load
 from rlx.observe.text import duration, number, visible
 
 _VERSION = re.compile(r"version (\d+)$")  # in the names of publish and load spans
+_SKIPPED = 20  # rows named
 _WIDE, _HALF = (1096, 320), (532, 220)
 # A small chart: title, what it says, lines of (metric, name, color), least y that must show.
 _SMALL = (
@@ -345,7 +346,25 @@ def _setup(run: Run) -> str:
             '<figure class="card"><figcaption><h3>Environment</h3><p>where the run ran</p>'
             f"</figcaption>{_table(flatten(run.environment))}</figure>"
         )
-    return grid("two", tables)
+    return grid("two", [*tables, *_skipped(run)])
+
+
+def _skipped(run: Run) -> list[str]:
+    """The rows that no attempt got through, with why."""
+    if not run.skipped:
+        return []
+    rows = [
+        (
+            f"{record.get('which')} row {record.get('row')}, {record.get('attempts')} attempts",
+            "\n".join(str(record.get(key, "")) for key in ("text", "error", "message")),
+        )
+        for record in run.skipped[-_SKIPPED:]
+    ]
+    return [
+        '<figure class="card"><figcaption><h3>Skipped rows</h3>'
+        f"<p>{len(run.skipped)} rows failed in every attempt; skipped.jsonl names all</p>"
+        f"</figcaption>{_table(rows)}</figure>"
+    ]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ class Run:
     Attributes:
       metrics, evals: the objects of metrics.jsonl and eval.jsonl.
       samples: transcripts of rollouts/, oldest first.
+      skipped: the rows that were given up, of skipped.jsonl, each once.
       spans: complete events of timeline.json, by start; times in microseconds.
       ended_at: when metrics.jsonl was last written, seconds since the epoch; 0 when unknown.
     """
@@ -28,6 +29,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
     spans: list["TraceSpan"] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -77,6 +79,7 @@ def load(workdir: str | os.PathLike) -> Run:
         metrics=_by_step(read_jsonl(metrics)),
         evals=_by_step(read_jsonl(path / "eval.jsonl")),
         samples=_samples(path / "rollouts"),
+        skipped=_by_row(read_jsonl(path / "skipped.jsonl")),
         spans=_spans(read_json(path / "timeline.json")),
         config=read_json(path / "config.json"),
         environment=read_json(path / "environment.json"),
@@ -105,6 +108,11 @@ def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records with a step, sorted; of two for one step the later written counts."""
     steps = {r["step"]: r for r in records if has_step(r)}
     return [steps[step] for step in sorted(steps)]
+
+
+def _by_row(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Skipped rows in order of their last time; each epoch skips them again."""
+    return list({(str(r.get("which")), str(r.get("row"))): r for r in records}.values())
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
