@@ -294,8 +294,11 @@ def _sound(text: Any, name: str) -> str:
     """`text`, if it is a text that can be tokenised."""
     if not isinstance(text, str):
         raise _wrong(name, text, "a text")
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ApiError(400, f"{name} has half of a surrogate pair, which is no character", name)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"{name} has half of a surrogate pair, which is no character"
+        raise ApiError(400, message, name) from None
     return text
 
 

@@ -15,6 +15,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,9 @@ from rlx.fleet.member import Failed
 from rlx.fleet.sample import Completion
 from rlx.rollout import workflows
 
-MAX_BODY = 64 << 20  # bytes of a request
+MAX_BODY = 16 << 20  # bytes of a request
+_SMALL = 8 << 10  # bytes of a body that is read and tokenised on the loop
+_PIECE = 1 << 16  # characters of a long prompt whose tokens are counted at once
 _BACKLOG = 4096  # connections that a burst of agents may open at once
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -86,6 +89,7 @@ class Gateway:
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
+        self._threads = ThreadPoolExecutor(2, "gateway")
 
     async def start(self) -> None:
         """Begins to listen.
@@ -119,6 +123,7 @@ class Gateway:
         if self._runner:
             await self._runner.cleanup()
             self._runner = None
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def base_url(self, session: Session | None = None) -> str:
         """What clients are given; with a session's key in it, any API key will do."""
@@ -137,7 +142,7 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         with self._under_way(request) as session:
-            p = self._prepare(session, chat.parse(await request.read()), "chatcmpl-")
+            p = await self._prepare(session, await request.read(), "chatcmpl-")
             if p.chat.stream:
                 return await self._stream(request, p)
             completions = await self._generate(p)
@@ -153,8 +158,7 @@ class Gateway:
 
     async def _respond(self, request: web.Request) -> web.Response:
         with self._under_way(request) as session:
-            asked = responses.to_chat(chat.parse(await request.read()))
-            p = self._prepare(session, asked, "resp_")
+            p = await self._prepare(session, await request.read(), "resp_", responses.to_chat)
             completions = await self._generate(p)
             (said,) = self._keep(p, completions)
             usage = _usage(p, completions)
@@ -193,8 +197,36 @@ class Gateway:
             401, f"{message}; send the api_key that `run` was given", code="invalid_api_key"
         )
 
-    def _prepare(self, session: Session, data: Any, id_begin: str) -> Prepared:
-        """Checks, renders, tokenises; raises ApiError for what cannot be answered."""
+    async def _prepare(
+        self,
+        session: Session,
+        body: bytes,
+        id_begin: str,
+        convert: Callable[[Any], Any] = lambda data: data,
+    ) -> Prepared:
+        """Checks, renders, tokenises; raises ApiError for what cannot be answered.
+
+        A large body is read in a thread: nothing else would run meanwhile, of the whole run.
+        """
+        if len(body) <= _SMALL:
+            asked, text, tokens, parent = self._read_body(session, body, convert)
+        else:
+            loop = asyncio.get_running_loop()
+            asked, text, tokens, parent = await loop.run_in_executor(
+                self._threads, self._read_body, session, body, convert
+            )
+        if asked.sampling.seed is None:
+            drawn = session.seed(tokens)
+        else:
+            drawn = asked.sampling.seed % 2**31
+        asked = replace(asked, sampling=replace(asked.sampling, seed=drawn))
+        completion_id = id_begin + uuid.uuid4().hex
+        return Prepared(session, asked, completion_id, int(time.time()), text, tokens, parent)
+
+    def _read_body(
+        self, session: Session, body: bytes, convert: Callable[[Any], Any]
+    ) -> tuple[ChatRequest, str, np.ndarray, int | None]:
+        data = convert(chat.parse(body))
         asked = chat.read(data, session.defaults, temperature_fixed=session.temperature_fixed)
         if asked.tools and not self._has_tools:
             raise ApiError(
@@ -208,13 +240,7 @@ class Gateway:
             raise ApiError(
                 400, "the rendered prompt is empty; give a message with text", "messages"
             )
-        if asked.sampling.seed is None:
-            drawn = session.seed(tokens)
-        else:
-            drawn = asked.sampling.seed % 2**31
-        asked = replace(asked, sampling=replace(asked.sampling, seed=drawn))
-        completion_id = id_begin + uuid.uuid4().hex
-        return Prepared(session, asked, completion_id, int(time.time()), text, tokens, parent)
+        return asked, text, tokens, parent
 
     def _tokens(self, session: Session, asked: ChatRequest) -> tuple[str, np.ndarray, int | None]:
         template = dict(asked.template_kwargs)
@@ -226,11 +252,30 @@ class Gateway:
             template["tools"] = list(asked.tools)
         try:
             text = workflows.chat(self._tokenizer, session.verbatim(asked.messages), **template)
+            self._check_length(text)
             return text, *session.prompt(text, partial(workflows.encode, self._tokenizer))
+        except ApiError:
+            raise
         except Exception as error:  # templates raise what they like
             why = " ".join(str(error).split())[:300]
             message = f"the model's chat template does not take these messages: {why}"
             raise ApiError(400, message, "messages") from error
+
+    def _check_length(self, text: str) -> None:
+        """Raises ApiError for a text far beyond the context, having tokenised little of it.
+
+        Cut into pieces, a text has a few tokens more than as a whole, and never twice as many.
+        """
+        context, counted = self._fleet.context, 0
+        if not context or len(text) <= _PIECE:
+            return
+        for start in range(0, len(text), _PIECE):
+            counted += len(workflows.encode(self._tokenizer, text[start : start + _PIECE]))
+            if counted > 2 * context:
+                raise ApiError(
+                    400, f"the prompt has more than {context} tokens, and max_model_len is "
+                    f"{context}; shorten it", "messages", "context_length_exceeded",
+                )  # fmt: skip
 
     async def _generate(self, p: Prepared, **options: Any) -> list[Completion]:
         try:

@@ -351,6 +351,11 @@ class Fleet:
                 seconds=time.monotonic() - start,
             )
 
+    @property
+    def context(self) -> int:
+        """The longest sequence that a server takes; 0: none has said."""
+        return max((m.status.max_model_len for m in self._members if m.status), default=0)
+
     async def status(self) -> list[ServerStatus]:
         """The servers as of now; a live one is asked."""
         await self._probe_all()

@@ -1,6 +1,7 @@
 """The gateway over real HTTP and gRPC, asked by OpenAI's own client."""
 
 import asyncio
+import io
 import json
 import time
 
@@ -451,3 +452,44 @@ def test_malformed_http_is_answered_and_leaves_the_terminal_alone(agents, caplog
 
     agents.run(main())
     assert not [r for r in caplog.records if r.levelname != "DEBUG"]
+
+
+@pytest.mark.parametrize("context", [4096, 1 << 24])
+def test_the_loop_turns_while_a_large_body_is_read(agents, context):
+    """Ticks of another coroutine between the request's arrival and its answer."""
+
+    async def main():
+        engine = agents.engine(lambda *_: "ok", max_model_len=context)
+        async with agents.gateway(engine) as g:
+            encode, ticks, during = g.gateway._tokenizer.__class__.__call__, 0, []
+
+            async def tick():
+                nonlocal ticks
+                while True:
+                    await asyncio.sleep(0.001)
+                    ticks += 1
+
+            def counted(own, text, **options):
+                before = ticks
+                try:
+                    return encode(own, text, **options)
+                finally:
+                    during.append(ticks - before)
+
+            ticking = asyncio.create_task(tick())
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(g.gateway._tokenizer.__class__, "__call__", counted)
+                size = 10_000_000 if context == 4096 else 1_000_000
+                words = "lorem ipsum " * (size // 12)
+                body = json.dumps({"messages": [{"role": "user", "content": words}]})
+                status, answer = await post(g, io.BytesIO(body.encode()))
+            ticking.cancel()
+            assert sum(during) > 0  # others ran while it was tokenised
+            if context == 4096:
+                assert status == 400
+                assert answer["error"]["code"] == "context_length_exceeded"
+                assert len(during) == 1  # one piece was enough
+            else:
+                assert status == 200
+
+    agents.run(main(), 120)
