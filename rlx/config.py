@@ -50,6 +50,7 @@ def default() -> ConfigDict:
     c.reward.timeout_seconds = 5.0
     c.reward.workers = 1
     c.agents = ConfigDict()  # their processes; reward.workers is how many
+    c.agents.process_per_run = False  # no run sees another's key; reward.workers runs at once
     for workers in (c.reward, c.agents):
         workers.memory_gb = 0.0  # address space of each process; 0: no limit
         workers.max_processes = 0  # a worker and all that it starts; 0: no limit

@@ -220,6 +220,7 @@ class _Asking:
             max_model_len=load_config(directory).max_position,
             workers=reward.workers,
             limits=Limits.of(config.agents),
+            process_per_run=config.agents.process_per_run,
         )
         self._lock = threading.Lock()
 

@@ -1,5 +1,6 @@
 """Rewards and agents that nobody should run: for the workers of kept_test.py to import."""
 
+import asyncio
 import ctypes
 import os
 import subprocess
@@ -78,4 +79,57 @@ class Leaving:
         leave(data["marker"])
         if data["how"] == "hang":
             hang()
+        return 1.0
+
+
+def spy(trainer):
+    """What it can get hold of that is not its own: a list of texts."""
+    found = []
+    if any("planted" in value for value in os.environ.values()) or "RLX_FLEET_TOKEN" in os.environ:
+        found.append("a secret in the environment")
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            if "planted" in os.readlink(f"/proc/self/fd/{number}"):
+                found.append("a descriptor of the trainer")
+        except OSError:
+            pass
+    near = {trainer, os.getppid()}
+    for name in filter(str.isdigit, os.listdir("/proc")):  # other workers of the trainer
+        try:
+            if "rlx.agents.worker" in Path(f"/proc/{name}/cmdline").read_text():
+                near.add(int(name))
+        except OSError:
+            pass
+    for pid in near - {os.getpid(), os.getppid()}:
+        for name in ("environ", "mem"):
+            try:
+                with open(f"/proc/{pid}/{name}", "rb") as file:
+                    if name == "mem" or b"planted" in file.read():
+                        found.append(f"{name} of process {pid}")
+            except OSError:
+                pass
+    return found
+
+
+def spying(prompt, completion, prompt_ids, completion_ids, *, trainer, **row):
+    if found := spy(trainer):
+        raise RuntimeError(f"found {found}")
+    return 1.0
+
+
+class Spying:
+    """Also looks for keys of other runs in its process."""
+
+    async def run(self, data, **extra_kwargs):
+        Path(f"{data['marker']}-{data['wait']}").touch()
+        while len(list(Path(data["marker"]).parent.glob("ready-*"))) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(data["wait"])
+        if found := spy(data["trainer"]):
+            raise RuntimeError(f"found {found}")
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        frames = [t.get_coro().cr_frame for t in tasks]
+        keys = {str(f.f_locals.get("message", {}).get("api_key")) for f in frames if f} - {"None"}
+        if keys - {extra_kwargs["api_key"]}:
+            raise RuntimeError(f"found the keys {keys}")
         return 1.0

@@ -212,3 +212,47 @@ def test_the_debugger_ends_what_agents_left_and_nothing_else(tmp_path):
     finally:
         before.kill()
         before.wait()
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A trainer with secrets in its environment and an open, inheritable file."""
+    monkeypatch.setenv("RLX_FLEET_TOKEN", "planted-token")
+    monkeypatch.setenv("A_SECRET", "planted-secret")
+    with open(tmp_path / "planted", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        yield
+
+
+def test_a_reward_sees_nothing_of_the_trainer(planted):
+    pool = RewardPool("kept_code:spying", timeout=60.0)
+    try:
+        call = Call("", "", [], [], {"answer": "", "trainer": os.getpid()})
+        assert asyncio.run(pool.rewards([call]))[0] == [1.0]
+    finally:
+        pool.close()
+
+
+def test_an_agent_sees_nothing_of_the_trainer_and_alone_nothing_of_other_runs(planted, tmp_path):
+    async def main(per_run):
+        place = tmp_path / str(per_run)
+        place.mkdir()
+        own = Workers(f"{HERE / 'kept_code.py'}:Spying", {}, 2 if per_run else 1, per_run=per_run)
+        data = {"trainer": os.getpid(), "marker": str(place / "ready")}
+        try:
+            await own.start()
+            runs = (own.run({**data, "wait": wait}, "", f"key-{wait:.1f}") for wait in (0.0, 2.0))
+            return await asyncio.gather(*runs, return_exceptions=True)
+        finally:
+            await own.close()
+
+    assert asyncio.run(main(True)) == [1.0, 1.0]
+    first, second = asyncio.run(main(False))  # as docs/security.md says of shared processes
+    assert "found the keys {'key-2.0'" in str(first)
+    assert second == 1.0
+
+
+def test_variables_that_a_config_names_are_passed_on(monkeypatch):
+    monkeypatch.setenv("A_SECRET", "planted")
+    assert "A_SECRET" not in kept.environment()
+    assert kept.environment(("A_SECRET",))["A_SECRET"] == "planted"

@@ -18,8 +18,8 @@ def build(name: str, kwargs: Mapping[str, Any], **shared: Any) -> tuple[Workflow
       name: of either, as `loading.load_class` takes it; empty: RLVR.
       kwargs: of its constructor, from the user.
       shared: what a workflow may take besides, by name: tokenizer, sampling, n, reward_pool,
-        system_prompt, question_key, max_prompt_tokens, max_model_len, workers, limits. One of rlx
-        gets those that its constructor names.
+        system_prompt, question_key, max_prompt_tokens, max_model_len, workers, limits,
+        process_per_run. One of rlx gets those that its constructor names.
 
     Returns:
       (the workflow, whether it uses the reward pool).
@@ -29,7 +29,8 @@ def build(name: str, kwargs: Mapping[str, Any], **shared: Any) -> tuple[Workflow
     """
     cls = loading.load_class(name) if name else RLVR
     if loading.kind(cls) == "agent":
-        own = ("tokenizer", "sampling", "n", "system_prompt", "question_key", "workers", "limits")
+        own = ("tokenizer", "sampling", "n", "system_prompt", "question_key", "workers", "limits",
+               "process_per_run")  # fmt: skip
         given = {key: shared[key] for key in own if key in shared}
         return AgentWorkflow(name, kwargs=kwargs, **given), False
     takes = inspect.signature(cls).parameters

@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, end: socket.socket):
         self._end = end
         self._write = threading.Lock()
-        self._runs: dict[int, asyncio.Task] = {}
+        self._runs: dict[str, asyncio.Task] = {}
 
     def say(self, **message: Any) -> None:
         """Writes one line, from any thread."""

@@ -9,8 +9,9 @@ run ─▶ the process with the fewest runs ─▶ value, or AgentError
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlx.base import UserError
@@ -39,6 +40,8 @@ class Workers:
       count: processes, ≥ 1; more than one for agents that compute or block.
       block_seconds: how long an agent may keep its process's event loop from turning.
       limits: of each process.
+      per_run: each run has a process to itself, of which it is all that is ever in it; `count` are
+        there at once.
     """
 
     def __init__(
@@ -50,13 +53,15 @@ class Workers:
         block_seconds: float = 300.0,
         cancel_seconds: float = CANCEL_SECONDS,
         limits: Limits = NO_LIMITS,
+        per_run: bool = False,
     ):
         report = min(_REPORT_SECONDS, block_seconds / 2)
         self._first = {"class": name, "kwargs": dict(kwargs), "path": sys.path, "report": report}
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
         self._limits = limits
         self._processes: list[_Process | None] = [None] * max(1, count)
-        self._numbers = 0
+        self._places = asyncio.Semaphore(max(1, count)) if per_run else None
+        self._alone: set[_Process] = set()
         self._closed = False
 
     async def start(self) -> None:
@@ -65,6 +70,9 @@ class Workers:
         Raises:
           UserError: it cannot be loaded.
         """
+        if self._places:
+            async with self._own_process():
+                return
         await asyncio.gather(*(self._process(i) for i in range(len(self._processes))))
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
@@ -76,33 +84,51 @@ class Workers:
           AgentError, Displaced.
           UserError: `data` cannot be sent.
         """
-        index = min(range(len(self._processes)), key=self._load)
-        process = await self._process(index)
-        self._numbers += 1
-        message = {"id": self._numbers, "data": data, "base_url": base_url, "api_key": api_key}
+        number = secrets.token_hex(16)  # another run cannot report under it by counting
+        message = {"id": number, "data": data, "base_url": base_url, "api_key": api_key}
         try:
             line = json.dumps(message)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"a row cannot be given to an agent, {error}; rows are JSON: {str(data)[:120]}"
             ) from None
-        return await process.run(self._numbers, line)
+        if self._places:
+            async with self._places, self._own_process() as process:
+                return await process.run(number, line)
+        index = min(range(len(self._processes)), key=self._load)
+        process = await self._process(index)
+        return await process.run(number, line)
 
     async def close(self) -> None:
         """Ends the processes, busy or not."""
         self._closed = True
-        await asyncio.gather(*(p.close() for p in self._processes if p))
+        await asyncio.gather(*(p.close() for p in [*self._processes, *self._alone] if p))
 
     def _load(self, index: int) -> int:
         process = self._processes[index]
         return len(process.runs) if process else 0
 
+    @contextlib.asynccontextmanager
+    async def _own_process(self) -> AsyncIterator["_Process"]:
+        """A process for one run."""
+        process = self._new()
+        self._alone.add(process)
+        try:
+            await process.ready()
+            yield process
+        finally:
+            await process.close()
+            self._alone.discard(process)
+
+    def _new(self) -> "_Process":
+        if self._closed:
+            raise AgentError("the agents' processes are closed")
+        return _Process(self._first, self._block_seconds, self._cancel_seconds, self._limits)
+
     async def _process(self, index: int) -> "_Process":
         process = self._processes[index]
         if process is None or process.over:
-            if self._closed:
-                raise AgentError("the agents' processes are closed")
-            process = _Process(self._first, self._block_seconds, self._cancel_seconds, self._limits)
+            process = self._new()
             self._processes[index] = process
         await process.ready()
         return process
@@ -118,7 +144,7 @@ class _Process:
         cancel_seconds: float,
         limits: Limits,
     ):
-        self.runs: dict[int, asyncio.Future] = {}
+        self.runs: dict[str, asyncio.Future] = {}
         self.over = False
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
         self._blocked = ""  # where, when it was last heard of
@@ -133,7 +159,7 @@ class _Process:
         """Returns when it takes runs; raises why it does not."""
         await asyncio.shield(self._ready)
 
-    async def run(self, number: int, line: str) -> Any:
+    async def run(self, number: str, line: str) -> Any:
         """Sends a run and waits for its value."""
         if self.over:
             raise Displaced
@@ -203,7 +229,7 @@ class _Process:
                 trace = f"\n{message['traceback']}" if message["traceback"] else ""
                 future.set_exception(AgentError(message["error"] + trace))
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: str) -> None:
         self.runs[number].cancel()
         self._send(json.dumps({"cancel": number}))
 

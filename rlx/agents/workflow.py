@@ -59,6 +59,7 @@ class AgentWorkflow:
       turn_discount, individual: see `trajectories.of_run`.
       block_seconds: how long an agent may block its process's event loop.
       limits: of each process.
+      process_per_run: a process for each run, so that none sees another's key; `workers` at once.
 
     Raises:
       UserError: it is no agent class, or the extra `agents` is not installed.
@@ -79,6 +80,7 @@ class AgentWorkflow:
         individual: bool = False,
         block_seconds: float = 300.0,
         limits: Limits = NO_LIMITS,
+        process_per_run: bool = False,
     ):
         cls = loading.load_class(agent) if isinstance(agent, str) else agent
         if loading.kind(cls) != "agent":
@@ -91,7 +93,13 @@ class AgentWorkflow:
         name = agent if isinstance(agent, str) else name_of(cls)
         loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
         self._new_workers = partial(
-            Workers, name, kwargs or {}, workers, block_seconds=block_seconds, limits=limits
+            Workers,
+            name,
+            kwargs or {},
+            workers,
+            block_seconds=block_seconds,
+            limits=limits,
+            per_run=process_per_run,
         )
         self._front: _Front | None = None
         self._starting = asyncio.Lock()
