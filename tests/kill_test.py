@@ -35,14 +35,15 @@ SECONDS = 240.0  # until an attempt is given up
 
 def start(workdir: Path, total_steps: int, max_staleness: int) -> subprocess.Popen:
     functions = Path(__file__).parent / "rollout"
-    return subprocess.Popen(
-        [*COMMAND, f"--workdir={workdir}", f"--config.fleet.publish_dir={workdir.parent}",
-         f"--config.total_steps={total_steps}", f"--config.rollout.max_staleness={max_staleness}"],
-        stdout=open(workdir.with_suffix(".log"), "ab"), stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env={**os.environ, "RLX_TEST_RUN": str(workdir),
-             "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '.')}:{functions}"},
-    )  # fmt: skip
+    with open(workdir.with_suffix(".log"), "ab") as log:
+        return subprocess.Popen(
+            [*COMMAND, f"--workdir={workdir}", f"--config.fleet.publish_dir={workdir.parent}",
+             f"--config.total_steps={total_steps}",
+             f"--config.rollout.max_staleness={max_staleness}"],
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "RLX_TEST_RUN": str(workdir),
+                 "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '.')}:{functions}"},
+        )  # fmt: skip
 
 
 def records(path: Path) -> list[dict]:
