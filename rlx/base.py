@@ -23,6 +23,10 @@ class Unavailable(UserError):
     """A mistake that holds for every row, as where no server is alive: a run cannot skip it."""
 
 
+class DiskFull(UserError):
+    """There is no space for what was to be written; what was there before still is."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """The tokens of one rollout: prompt, completion, and any observations between.

@@ -12,6 +12,7 @@ are published only for evaluations; without servers there is nobody to publish t
 """
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ import jax
 from ml_collections import ConfigDict
 
 from rlx import memory, records, remedies, resume, teacher
-from rlx.base import Group
+from rlx.base import DiskFull, Group
 from rlx.export import Export
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
@@ -163,6 +164,19 @@ class _Run:
         )
         if text:
             self.progress.message(text)
+        if text := self._disk():
+            self.progress.message(text)
+
+    def _disk(self) -> str:
+        """What is to be said of the room for checkpoints; raises DiskFull where there is none."""
+        there = [self.workdir / "checkpoints", self.workdir / "hf"]
+        files = [path for place in there for path in place.rglob("*") if path.is_file()]
+        return memory.disk_foresight(
+            self.config,
+            self.inputs.model_config,
+            shutil.disk_usage(self.workdir).free,
+            sum(path.stat().st_size for path in files),
+        )
 
     def _start_servers(
         self, stack: ExitStack, cores: list[int], token: str | None
@@ -323,7 +337,7 @@ class _Run:
                 self._check_newcomers()
                 self._train(groups)
                 if self._save_due():
-                    self._save()
+                    self._save_if_it_fits()
         except Exception:
             if self.whole and self.step != self.saved:  # what ended the run must not cost its steps
                 self._save()
@@ -476,6 +490,19 @@ class _Run:
         due = first or self._due(c.every_steps)
         return due or (c.every_seconds > 0 and seconds > c.every_seconds)
 
+    def _save_if_it_fits(self) -> None:
+        """A checkpoint on the way: where it does not fit, that is said and training goes on."""
+        try:
+            self._save()
+            text = self._disk()
+        except DiskFull as error:
+            text, self.last_save = (
+                f"{error}; training goes on until the next is due",
+                time.monotonic(),
+            )
+        if text:
+            self.progress.message(text)
+
     def _save(self) -> None:
         """A checkpoint of everything, and the exported HF directory."""
         with self._phase("checkpoint", step=self.step):
@@ -494,6 +521,7 @@ class _Run:
                 },
                 groups,
                 keep=self.config.checkpoint.keep,
+                beside=memory.exported(self.config, self.inputs.model_config),
             )
             self.export.save(self.workdir, self.state.params)
         self.saved = self.step

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from rlx.base import DiskFull
 from rlx.fleet.programs import make_plan
 from rlx.launch.allowance import Allowance
 from rlx.model import lora, sharding
@@ -291,6 +292,43 @@ def foresight(
     if total <= there.free:
         return estimate if always else ""
     return f"memory may not do: {estimate}; {remedy(config, model, there=there.free)}"
+
+
+def disk_foresight(config: ConfigDict, model: ModelConfig, free: int, there: int = 0) -> str:
+    """What to say before a run whose checkpoints may not fit on the disk; empty where they do.
+
+    Args:
+      free: bytes. there: bytes of earlier checkpoints and exports, which these will replace.
+
+    Raises:
+      DiskFull: not even one fits.
+    """
+    saved, out = sum(state(config, model).values()), exported(config, model)
+    what = checkpoints(saved, out, config.checkpoint.keep)
+    if saved + out > free:
+        raise DiskFull(
+            f"not one checkpoint will fit: {what[1]}; {size(free)} free; free some, or give "
+            "another --workdir"
+        )
+    if what[0] <= free + there:
+        return ""
+    return (
+        f"the disk may not do: {what[1]}; {size(free)} free; free some, give another --workdir, or "
+        "lower checkpoint.keep"
+    )
+
+
+def exported(config: ConfigDict, model: ModelConfig) -> int:
+    """Bytes of the exported HF directory."""
+    return parameters.count(model) * jnp.dtype(config.model.publish_dtype).itemsize
+
+
+def checkpoints(state: int, exported: int, keep: int) -> tuple[int, str]:
+    """Bytes that a run keeps on the disk while it writes the next, and what they are in words."""
+    needed = (keep + 1) * state + 2 * exported
+    return needed, (
+        f"{keep} + 1 checkpoints of {size(state)} and the HF directory need {size(needed)}"
+    )
 
 
 def _bytes(tree: Any) -> int:

@@ -19,9 +19,11 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def start(workdir: Path, *flags: str, environment: dict | None = None) -> subprocess.Popen:
+def start(
+    workdir: Path, *flags: str, environment: dict | None = None, command=COMMAND
+) -> subprocess.Popen:
     return subprocess.Popen(
-        [*COMMAND, f"--workdir={workdir}", *flags],
+        [*command, f"--workdir={workdir}", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -391,6 +393,23 @@ def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_pat
     done = records(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert int(checkpoint.name.removeprefix("step_")) == done
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
+    """Files end at a megabyte, as by a quota: records fit, the state does not."""
+    limited = [
+        sys.executable, "-c",
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6)); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+    ]  # fmt: skip
+    flags = ("--config.fleet.publish=stream", "--config.total_steps=4")
+    status, out = finish(start(tmp_path, *flags, command=[*limited, *COMMAND[1:]]))
+    assert status == 2, out
+    assert out.count("no disk space for a checkpoint") == 2, out
+    assert "training goes on until the next is due" in out
+    assert out.strip().splitlines()[-1].startswith("error: no disk space")
+    assert [step["step"] for step in records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.vllm

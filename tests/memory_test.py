@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlx import memory
+from rlx.base import DiskFull
 from rlx.config import default
 from rlx.launch.allowance import Allowance
 from rlx.model import decode, lora, params
@@ -150,3 +151,17 @@ def test_a_run_that_may_be_killed_is_told_before():
     text = memory.foresight(config, MODEL, much._replace(free=need // 2))
     assert text.startswith("memory may not do: ")
     assert "; set " in text
+
+
+def test_a_disk_that_will_fill_is_told_before():
+    config = config_of()
+    saved = sum(memory.state(config, MODEL).values())
+    out = memory.exported(config, MODEL)
+    needed = (config.checkpoint.keep + 1) * saved + 2 * out
+    assert memory.disk_foresight(config, MODEL, free=needed) == ""
+    assert memory.disk_foresight(config, MODEL, free=saved + out, there=needed) == ""
+    text = memory.disk_foresight(config, MODEL, free=needed - 1)
+    assert text.startswith("the disk may not do: 2 + 1 checkpoints of ")
+    assert "lower checkpoint.keep" in text
+    with pytest.raises(DiskFull, match="not one checkpoint will fit"):
+        memory.disk_foresight(config, MODEL, free=saved + out - 1, there=needed)

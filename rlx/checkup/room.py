@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rlx import memory, teacher
@@ -17,7 +16,6 @@ from rlx.launch import allowance
 from rlx.launch.allowance import Allowance
 from rlx.memory import listed
 from rlx.model import hf
-from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.observe.text import size
 
@@ -51,7 +49,7 @@ def check(
     yield judge_host(host, there, on_host)
     place = machine.existing(workdir)
     state = sum(memory.state(config, model).values())
-    exported = parameters.count(model) * jnp.dtype(config.model.publish_dtype).itemsize
+    exported = memory.exported(config, model)
     yield judge_disk(state, exported, config.checkpoint.keep, shutil.disk_usage(place).free)
 
 
@@ -118,11 +116,8 @@ def judge_host(needed: int, there: Allowance, with_trainer: bool) -> Finding:
 
 def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
     """The row of checkpoints: `keep` of them, one more while it is written, and the HF export."""
-    needed = (keep + 1) * state + 2 * exported
-    what = (
-        f"{keep} + 1 checkpoints of {size(state)} and the HF directory need {size(needed)}; "
-        f"{size(free)} free"
-    )
+    needed, what = memory.checkpoints(state, exported, keep)
+    what = f"{what}; {size(free)} free"
     if needed > free:
         return Finding("memory", "disk", "problem", what,
                        "free some, give another --workdir, or lower checkpoint.keep")  # fmt: skip

@@ -1,8 +1,10 @@
 """Directories that are replaced whole: a reader finds the old one or the new one. No JAX."""
 
 import ctypes
+import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +13,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rlx.base import UserError
+from rlx.base import DiskFull, UserError
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_TEXT = re.compile(rf"os error ({'|'.join(str(int(code)) for code in _FULL)})\b")
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
 
 
@@ -40,7 +44,8 @@ def replaced_directory(path: Path) -> Iterator[Path]:
             fresh.rename(path)
             shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
-        raise UserError(
+        full = getattr(error, "errno", None) in _FULL or _FULL_TEXT.search(str(error))
+        raise (DiskFull if full else UserError)(
             f"cannot write {path}: {error}; free space or choose another directory"
         ) from error
     finally:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rlx.base import Group, UserError
+from rlx.base import DiskFull, Group, UserError
 from rlx.model.replaced import exchange
 from rlx.train.archive import read_groups, write_groups
 
@@ -51,6 +51,7 @@ def save(
     host: dict,
     groups: Sequence[Group] = (),
     keep: int = 2,
+    beside: int = 0,
 ) -> Path:
     """Writes a checkpoint atomically and removes the oldest beyond `keep`.
 
@@ -61,17 +62,18 @@ def save(
       host: JSON-able; the dataset's cursor, staleness counters, seeds, config.
       groups: finished but unconsumed.
       keep: how many to keep, ≥ 1.
+      beside: bytes that must be free as well, for what is written after it.
 
     Returns:
       The checkpoint's directory.
 
     Raises:
-      UserError: there is no space for it. Nothing is left behind; older checkpoints stay.
+      DiskFull: there is no space for it. Nothing is left behind; older checkpoints stay.
     """
     directory = Path(directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     _remove_temporary(directory)
-    _require_space(directory, state)
+    _require_space(directory, _bytes(state) + beside)
     temporary = directory / f"{_TEMPORARY}{step:08d}"
     final = directory / f"step_{step:08d}"
     try:
@@ -351,14 +353,14 @@ def _free(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def _require_space(directory: Path, state: Any) -> None:
-    needed, free = _bytes(state) + _SPACE_MARGIN, _free(directory)
+def _require_space(directory: Path, needed: int) -> None:
+    needed, free = needed + _SPACE_MARGIN, _free(directory)
     if free < needed:
         raise _no_space(directory, needed, free)
 
 
-def _no_space(directory: Path, needed: int, free: int) -> UserError:
-    return UserError(
+def _no_space(directory: Path, needed: int, free: int) -> DiskFull:
+    return DiskFull(
         f"no disk space for a checkpoint in {directory}: it needs about {needed / 1e6:.0f} MB, "
         f"{free / 1e6:.0f} MB are free; free some, or point --workdir at another disk"
     )
