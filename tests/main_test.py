@@ -233,7 +233,8 @@ def test_rows_that_cannot_be_graded_are_skipped_and_end_neither_training_nor_eva
 
 def test_ctrl_c_waits_for_an_evaluation_under_way(tmp_path):
     process = start(tmp_path, "--config.total_steps=1000", "--config.eval.num_questions=400")
-    wait_for(lambda: records(tmp_path / "metrics.jsonl"))
+    while "gate: " not in process.stdout.readline():  # it is passed after the evaluation has begun
+        assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     status, out = finish(process)
     assert status == 130, out

@@ -41,7 +41,7 @@ def config_of(out: Path, steps: int):
     c.sampling.max_new_tokens = 8
     c.rollout.batch_prompts = 2
     c.rollout.max_concurrent_rollouts = 8
-    c.rollout.max_failures = 1000
+    c.rollout.max_failure_rate = 1.0
     c.train.max_tokens_per_microbatch = 192
     c.train.row_buckets = (192,)
     c.fleet.num_servers = 2
