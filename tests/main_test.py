@@ -413,6 +413,27 @@ def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+def test_a_killed_run_leaves_no_weights_and_gave_nobody_its_users_token(tmp_path, monkeypatch):
+    room, workdir = tmp_path / "room", tmp_path / "run"
+    room.mkdir()
+    monkeypatch.setenv("RLX_FLEET_TOKEN", "of other servers")
+    flags = ("--config.total_steps=1000", f"--config.fleet.publish_dir={room}")
+    process = start(workdir, *flags)
+    try:
+        wait_for(lambda: list(room.glob("*/rlx-weights-*")))
+        (directory,) = room.iterdir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        started = [pid for pid in processes_of(workdir) if pid != process.pid]
+        assert started, "its server at least"
+        for pid in started:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert b"RLX_FLEET_TOKEN=of other servers" not in variables
+    finally:
+        process.kill()
+        process.communicate()
+    wait_for(lambda: not list(room.iterdir()), 30)
+
+
 @pytest.mark.vllm
 def test_two_vllm_servers_train_the_same_model_by_the_same_command(tmp_path):
     flags = ("--config.fleet.engine=vllm", "--config.fleet.num_servers=2")

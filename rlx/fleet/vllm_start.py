@@ -82,6 +82,7 @@ def start_llm(
 def _set_environment(cpu: bool) -> None:
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",  # else it listens where the host's name leads, for anybody
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # TemperedSampler is a V1 sampler
     }
