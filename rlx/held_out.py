@@ -115,7 +115,7 @@ class HeldOut:
         began, scores = time.monotonic(), []
         losses, spent = self._losses.pop(step, ({}, 0.0))
         if self._served:
-            with self._timeline.span("evaluation", f"after step {step}", track="held-out"):
+            with self._timeline.span("evaluation", "evaluation", track="held-out", step=step):
                 sampling = evaluation_sampling(self._config)
                 answers = executor.evaluate(self._inputs.eval_rows, sampling)
                 scores = await asyncio.wrap_future(answers)

@@ -25,7 +25,7 @@ import jax
 from ml_collections import ConfigDict
 
 from rlx import memory, records, remedies, resume, teacher
-from rlx.base import DiskFull, Group
+from rlx.base import DiskFull, Group, UserError
 from rlx.export import Export
 from rlx.fleet import compile_cache, wire
 from rlx.fleet.client import Fleet
@@ -338,6 +338,8 @@ class _Run:
                 self._train(groups)
                 if self._save_due():
                     self._save_if_it_fits()
+                    with suppress(OSError, UserError):  # a page must not end a run
+                        self._show()
         except Exception:
             if self.whole and self.step != self.saved:  # what ended the run must not cost its steps
                 self._save()
@@ -364,8 +366,10 @@ class _Run:
         """One batch: update, publish, record."""
         with self._phase("train", step=self.step + 1):
             self.whole = False
-            self.state, metrics = self.update.update(self.state, groups)
-            jax.block_until_ready(self.state.step)
+            with self.timeline.span("trainer", "pack and dispatch", step=self.step + 1):
+                self.state, metrics = self.update.update(self.state, groups)
+            with self.timeline.span("trainer", "compute", step=self.step + 1):
+                jax.block_until_ready(self.state.step)
             self.step, self.whole = self.step + 1, True
         self._measure()
         self._publish()
@@ -418,7 +422,7 @@ class _Run:
     async def _deliver(self, version: int, weights: Any) -> None:
         """Publishes `version`; its tokens count once every live server has acknowledged it."""
         if self.served:
-            with self.timeline.span("publish", f"version {version}"):
+            with self.timeline.span("publish", "publish", version=version):
                 report = await self.fleet.publish(version, weights, self.config.fleet.publish)
             self.published = records.publish_record(report)
         if self.data == "rollouts":
@@ -458,8 +462,10 @@ class _Run:
         """Puts what a fleet's engines did since the last record on the timeline; busy seconds."""
         spans = list(self.executor.run(fleet.drain_spans()).values())
         for index, server in enumerate(spans):
-            for name, start, end in server:
-                self.timeline.add(f"{process} {index}", "engine", name, start, end)
+            for text, start, end in server:
+                name, _, version = text.partition(" version ")  # one name, so that a viewer can sum
+                args = {"version": int(version)} if version else {}
+                self.timeline.add(f"{process} {index}", "engine", name, start, end, **args)
         return records.busy_seconds(spans)
 
     # Held-out evaluation.
@@ -527,6 +533,11 @@ class _Run:
         self.saved = self.step
         self.last_save = time.monotonic()
 
+    def _show(self) -> Path | None:
+        """Write the timeline and the report of what there is; return the report's path."""
+        self.timeline.save(self.workdir / "timeline.json")
+        return write_report(self.workdir) if self.step else None
+
     def _finish(self) -> int:
         """Saves, scores the final weights if the run is complete, and writes the report."""
         self.executor.stop_admitting()
@@ -549,9 +560,8 @@ class _Run:
             self.progress.message(
                 f"no evaluation of step {late}: it took longer; going on makes one of {self.step}"
             )
-        self.timeline.save(self.workdir / "timeline.json")
-        if self.step:
-            self.progress.message(f"report: {write_report(self.workdir)}")
+        if report := self._show():
+            self.progress.message(f"report: {report}")
         if not complete:
             again = f"python -m rlx.main with the same --config and --workdir={self.workdir}"
             self.progress.message(f"stopped after step {self.step}; to go on: {again}")

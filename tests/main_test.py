@@ -106,10 +106,29 @@ def test_a_finished_run_leaves_what_the_readme_says(finished_run):
     trace = json.loads((workdir / "timeline.json").read_text())
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert {"trainer", "server 0", "rewards", "publish"} <= names
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert not [e["name"] for e in spans if any(map(str.isdigit, e["name"]))]
+    assert {e["args"]["version"] for e in spans if e["name"] == "publish"} == {1, 2, 3}
+    assert {"train", "pack and dispatch", "compute", "load"} <= {e["name"] for e in spans}
     assert (workdir / "report.html").stat().st_size > 10_000
     assert list((workdir / "rollouts").glob("step-*.jsonl"))
     assert list((workdir / "tensorboard").iterdir())
     assert "step 3/3" in out
+
+
+def test_a_run_can_be_looked_at_from_its_first_checkpoint_on(tmp_path):
+    process = start(tmp_path, "--config.total_steps=1000", "--config.checkpoint.every_steps=1")
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "report.html").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+        assert (tmp_path / "hf" / "config.json").exists()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        finish(process)
 
 
 def test_a_finished_run_has_passed_the_gate_and_shows_what_it_cost(finished_run):

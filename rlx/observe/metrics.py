@@ -60,7 +60,8 @@ class MetricsWriter:
 
     def write_gate(self, record: Mapping[str, Any]) -> None:
         """Appends one comparison of engines and trainer: `step`, `max_delta`, `mean_delta`, …"""
-        self._write("gate.jsonl", record, "gate")
+        named = {f"server_{i}": v for i, v in enumerate(record.get("servers", {}).values())}
+        self._write("gate.jsonl", record, "gate", {**record, "servers": named})
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the transcripts sampled at `step`, a trajectory a line, replacing any before."""
@@ -78,11 +79,17 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, name: str, record: Mapping[str, Any], section: str | None) -> None:
-        record = jsonable(record)
-        append_jsonl(self._workdir / name, record)
+    def _write(
+        self,
+        name: str,
+        record: Mapping[str, Any],
+        section: str | None,
+        drawn: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append `record`; boards get `drawn`, whose names are the same in every run."""
+        append_jsonl(self._workdir / name, jsonable(record))
         if self._events:
-            self._events.add(record["step"], record, section)
+            self._events.add(record["step"], jsonable(drawn or record), section)
 
 
 def forget(workdir: str | os.PathLike, first_step: int) -> int:

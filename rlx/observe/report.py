@@ -7,7 +7,6 @@ makes no request, runs one script that is allowed by its hash, and escapes every
 import base64
 import hashlib
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from rlx.observe.lanes import busy_shares, color_of, overview
 from rlx.observe.rundir import Run, finite, load
 from rlx.observe.text import duration, number, visible
 
-_VERSION = re.compile(r"version (\d+)$")  # in the names of publish and load spans
 _SKIPPED = 20  # rows named
 _WIDE, _HALF = (1096, 320), (532, 220)
 # A small chart: title, what it says, lines of (metric, name, color), least y that must show.
@@ -286,8 +284,8 @@ def _publishing(run: Run) -> list[Line]:
         for span in run.spans:
             if not span.process.startswith(process):
                 continue
-            if version := _VERSION.search(span.name):
-                costs.setdefault(int(version[1]), []).append((span.end - span.start) / 1000)
+            if (version := finite(span.args.get("version"))) is not None:
+                costs.setdefault(int(version), []).append((span.end - span.start) / 1000)
         versions = sorted(costs)
         values = [sum(costs[v]) / len(costs[v]) for v in versions]
         times = [elapsed.get(version) for version in versions]

@@ -156,7 +156,7 @@ def _spans(timeline, clock, record, step, draw):
     for phase in ("wait", "pack", "train", "publish", "log"):
         add("trainer", "main", phase, at, record["seconds"][phase], step=step)
         if phase == "publish":
-            add("publish", "main", f"version {step}", at, record["seconds"][phase] * 1.6)
+            add("publish", "main", "publish", at, record["seconds"][phase] * 1.6, version=step)
         at += record["seconds"][phase]
     add("trainer", "main", "step", clock, record["step_seconds"], step=step)
     for server in ("server 0", "server 1"):
@@ -165,7 +165,7 @@ def _spans(timeline, clock, record, step, draw):
             length = draw.uniform(0.02, 0.05)
             add(server, "engine", draw.choice(["prefill", *["decode"] * 5]), now, length)
             now += length + draw.choice([0.0, 0.0, 0.004])
-        add(server, "engine", f"load version {step}", at - 0.03, 0.02)
+        add(server, "engine", "load", at - 0.03, 0.02, version=step)
     for index in range(6):
         add("rewards", "main", "reward", clock + draw.random() * record["step_seconds"],
             draw.uniform(0.003, 0.06), group=step * 8 + index)  # fmt: skip

@@ -76,3 +76,17 @@ def test_the_board_does_not_bring_torch_or_the_terminal_along(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+def test_the_gates_tags_are_the_same_in_every_run(tmp_path, read_events):
+    """Ports of servers are new in every run; they stay in gate.jsonl."""
+    for run, port in (("a", 40123), ("b", 51999)):
+        servers = {f"127.0.0.1:{port + i}": {"max_delta": 0.1 * i} for i in range(2)}
+        with MetricsWriter(tmp_path / run) as writer:
+            writer.write_gate({"step": 1, "max_delta": 0.1, "servers": servers})
+        events = list(read_events(tmp_path / run / "tensorboard"))
+        tags = {value.tag for event in events for value in event.summary.value}
+        assert tags == {
+            "gate/max_delta", "gate/servers_server_0_max_delta", "gate/servers_server_1_max_delta",
+        }  # fmt: skip
+        assert str(port) in (tmp_path / run / "gate.jsonl").read_text()
