@@ -13,8 +13,9 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,9 @@ from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
 from rlx.fleet.engine import Sampling
 from rlx.inputs import load_tokenizer, patience
+from rlx.launch.occupancy import make_directory, occupied
 from rlx.model.directory import load_config, resolve
-from rlx.observe.jsonl import append_jsonl, read_jsonl, write_atomically
+from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, write_atomically
 from rlx.rollout import benchmarks, scores
 from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
@@ -108,26 +110,49 @@ def run(
     if not config.fleet.addresses and config.fleet.num_servers < 1:
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
     token = wire.take_token(os.environ)
-    settings = _settings(config, models, sets, options, out)
-    directories = {name: directory_of(path, out / name) for name, path in models.items()}
-    for directory in directories.values():
-        _check_model(config, directory)
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "settings.json", json.dumps(settings, indent=2).encode())
-    rows = []
-    for model, directory in directories.items():
-        files = {found.name: out / model / f"{found.name}.jsonl" for found, _ in sets}
-        asked = []
-        for found, questions in sets:
-            if jobs := pending(files[found.name], len(questions), options.n_samples):
-                ask = _Asking(config, directory, found, options, files[found.name])
-                asked.append((ask, questions, jobs))
-        _ask_all(asked, Serving(config, directory, out / model, token), model, show)
-        for found, questions in sets:
-            row = summary(found.name, files[found.name], len(questions), options, names)
-            rows.append({"model": model, **row})
-            _write(out, rows, names)
-    return rows
+    with _own(out):
+        settings = _settings(config, models, sets, options, out)
+        directories = {name: directory_of(path, out / name) for name, path in models.items()}
+        for directory in directories.values():
+            _check_model(config, directory)
+        write_atomically(out / "settings.json", json.dumps(settings, indent=2).encode())
+        rows = []
+        for model, directory in directories.items():
+            files = {found.name: out / model / f"{found.name}.jsonl" for found, _ in sets}
+            for path in files.values():
+                set_aside(path, _is_sample)
+            asked = []
+            for found, questions in sets:
+                if jobs := pending(files[found.name], len(questions), options.n_samples):
+                    ask = _Asking(config, directory, found, options, files[found.name])
+                    asked.append((ask, questions, jobs))
+            _ask_all(asked, Serving(config, directory, out / model, token), model, show)
+            for found, questions in sets:
+                row = summary(found.name, files[found.name], len(questions), options, names)
+                rows.append({"model": model, **row})
+                _write(out, rows, names)
+        return rows
+
+
+@contextmanager
+def _own(out: Path) -> Iterator[None]:
+    """OUT is there and this process's alone; one made for nothing goes again."""
+    made = not out.exists()
+    make_directory(out, "--output")
+    try:
+        with occupied(out, "--output"):
+            yield
+    finally:
+        with suppress(OSError):
+            if made:
+                out.rmdir()
+
+
+def _is_sample(record: Mapping[str, Any]) -> bool:
+    """Whether a line of a samples file has what the table is made of."""
+    whole = all(isinstance(record.get(key), int) for key in ("index", "sample", "tokens"))
+    answered = isinstance(record.get("answer", 0), str | None)
+    return whole and answered and isinstance(record.get("reward"), int | float)
 
 
 def pending(path: Path, questions: int, n_samples: int) -> list[Job]:
@@ -396,7 +421,7 @@ def _settings(config, models, sets, options: Options, out: Path) -> dict[str, An
     path = out / "settings.json"
     # An evaluation that failed before it wrote anything claims nothing.
     if path.exists() and any((*out.glob("*/*.jsonl"), *out.glob("*/hf"))):
-        before = json.loads(path.read_text())
+        before = read_json(path)
         for key in (key for key in settings if key not in ("models", "datasets")):
             if before.get(key) != settings[key]:
                 raise UserError(
@@ -405,12 +430,12 @@ def _settings(config, models, sets, options: Options, out: Path) -> dict[str, An
                 )
         for key in ("models", "datasets"):
             for name, value in settings[key].items():
-                if before[key].get(name, value) != value:
+                if before.get(key, {}).get(name, value) != value:
                     raise UserError(
                         f"{out} holds {name} of {before[key][name]}, this one is {value}; give "
                         "another --output"
                     )
-            settings[key] = {**before[key], **settings[key]}
+            settings[key] = {**before.get(key, {}), **settings[key]}
     return settings
 
 

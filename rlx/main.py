@@ -5,6 +5,7 @@ With --dry_run it is only looked at, as by rlx.doctor: exit status 0 when nothin
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ml_collections import config_flags
@@ -19,11 +20,15 @@ from rlx.launch.host_memory import keep_freed_memory
 
 
 def fresh_workdir(config_file: str) -> Path:
-    """`runs/<config>-<date>-<time>`, with a number behind it when that exists."""
+    """`runs/<config>-<date>-<time>`, with a number behind it when that exists; made, so that no
+    other run that starts at the same moment gets it."""
     stem = Path(config_file.split(":", 1)[0]).stem
     base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    taken = (Path(f"{base}-{n}") for n in range(1, 1000))
-    return base if not base.exists() else next(p for p in taken if not p.exists())
+    for path in (base, *(Path(f"{base}-{n}") for n in range(1, 1000))):
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise UserError(f"{base} and a thousand behind it exist; give a --workdir")
 
 
 def main() -> int:
@@ -35,9 +40,7 @@ def main() -> int:
     )
     if not values.dry_run:
         check(config)
-    workdir = Path(
-        values.workdir or fresh_workdir(config_flags.get_config_filename(values["config"]))
-    )
+    workdir = Path(values.workdir or "runs")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     if values.dry_run:
@@ -45,7 +48,14 @@ def main() -> int:
     keep_freed_memory()
     from rlx import loop  # JAX only after the command line was found good
 
-    return loop.run(config, workdir)
+    if values.workdir:
+        return loop.run(config, workdir)
+    workdir = fresh_workdir(config_flags.get_config_filename(values["config"]))
+    try:
+        return loop.run(config, workdir)
+    finally:
+        with suppress(OSError):
+            workdir.rmdir()  # empty where nothing was begun
 
 
 if __name__ == "__main__":

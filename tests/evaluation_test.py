@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,8 +18,10 @@ from rlx.base import UserError
 from rlx.evaluation import GREEDY, Job, Options
 from rlx.inputs import server_options
 from rlx.launch.local import LocalServers
+from rlx.launch.occupancy import occupied
+from rlx.main import fresh_workdir
 from rlx.model import directory, hf
-from rlx.observe.jsonl import append_jsonl, read_jsonl
+from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.rollout import benchmarks
 
@@ -244,3 +247,27 @@ def test_an_evaluation_that_wrote_no_sample_claims_no_directory(tmp_path):
     append_jsonl(tmp_path / "m" / "x.jsonl", {"index": 0, "sample": 0})
     with pytest.raises(UserError, match=r"holds an evaluation with temperature=0.1"):
         evaluation._settings(config, {"m": Path("m")}, sets, Options(), tmp_path)
+
+
+def test_a_sample_that_cannot_be_read_is_put_aside_and_asked_for_again(tmp_path):
+    path = tmp_path / "set.jsonl"
+    sample = {"index": 0, "sample": -1, "tokens": 3, "reward": 1.0, "answer": None}
+    spoilt = [{**sample, "index": 1, key: None} for key in ("index", "tokens", "reward")]
+    for record in (sample, *spoilt, {**sample, "index": 1, "answer": 7}):
+        append_jsonl(path, record)
+    assert set_aside(path, evaluation._is_sample) == 4
+    assert [job.index for job in evaluation.pending(path, 2, 0)] == [1]
+    assert len(list(read_jsonl(path.with_name("set.jsonl.unreadable")))) == 4
+
+
+def test_an_evaluation_is_refused_where_another_goes_on(tmp_path):
+    with occupied(tmp_path), pytest.raises(UserError, match=r"runs in .*give another --output"):
+        evaluation.run(rlx_config.default(), {}, [], Options(0, pass_at=()), tmp_path, print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_begin_together_get_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(fresh_workdir, ["configs/small.py"] * 64))
+    assert len(set(found)) == 64
