@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlx import config
-from rlx.algorithms.presets import PRESETS, Algorithm, resolve
+from rlx.algorithms.presets import PRESETS, Algorithm, choose, resolve
 
 PAGE = Path(__file__).with_suffix(".md")
 TEMPLATE = Path(__file__).with_name("algorithms.template.md")
@@ -25,6 +25,30 @@ def fill(text: str, **values: str) -> str:
     return text
 
 
+# What is written by a condition below and not looked up in a table knows these choices alone.
+LEVELS = ("group", "batch", "none")
+KNOWN = {
+    **dict.fromkeys(("reward_mean", "reward_std", "advantage_mean", "advantage_std"), LEVELS),
+    "ratio_level": ("token", "sequence"),
+    "peers": ("prompt", "agent", "turn"),
+    "kl_anchor": ("reference", "teacher"),
+    "kl_placement": ("none", "reward", "loss"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "proximal": ("recompute", "loglinear", "behaviour"),
+    "weight_level": ("token", "sequence"),
+    "weight_action": ("none", "mask", "truncate"),
+    "weight_statistic": ("ratio", "k1", "k2", "k3"),
+    "weight_aggregate": ("mean", "sum", "max"),
+}
+
+
+def known(a: Algorithm) -> Algorithm:
+    """Return the row, or raise UserError for a choice that this page has no words for."""
+    for field, names in KNOWN.items():
+        choose(field, getattr(a, field), dict.fromkeys(names))
+    return a
+
+
 # Words, for the big table.
 
 REDUCTION_WORDS = {
@@ -35,6 +59,7 @@ REDUCTION_WORDS = {
     "prompt_mean": "prompt mean of token means",
 }
 LOSS_WORDS = {
+    "clip": "clipped ratio",
     "sapo": "soft gate",
     "reinforce": "REINFORCE",
     "nll": "negative log-likelihood",
@@ -86,7 +111,9 @@ def advantage_words(a: Algorithm) -> str:
 
 def loss_words(a: Algorithm) -> str:
     """The loss's name."""
-    words = LOSS_WORDS.get(a.loss, "clipped ratio" if clips(a) else "ratio")
+    words = choose("loss", a.loss, LOSS_WORDS)
+    if a.loss == "clip" and not clips(a):
+        words = "ratio"
     if a.data != "rollouts":
         return words
     return words + ("" if a.decoupled else ", not decoupled")
@@ -130,11 +157,14 @@ def filter_words(a: Algorithm) -> str:
 
 def row(a: Algorithm) -> str:
     """A line of the big table."""
+    known(a)
     cells = (
         f"[{a.name}](#{a.name})",
         advantage_words(a),
         loss_words(a),
-        "mean over pairs" if a.data == "pairs" else REDUCTION_WORDS[a.reduction],
+        choose("reduction", a.reduction, REDUCTION_WORDS)
+        if a.data != "pairs"
+        else "mean over pairs",
         clip_words(a),
         kl_words(a),
         filter_words(a),
@@ -269,10 +299,12 @@ def ratio_lines(a: Algorithm) -> list[str]:
     name = indexed("w", a)
     line = rf"{name} &= \mathrm{{sg}}\Bigl[{weight}\Bigr]"
     if a.weight_action != "none":
-        bounds = rf"{a.weight_upper:g}"
-        what = rf"{name} \le {bounds}"
+        what = name
         if a.weight_level == "sequence":
-            what = rf"\text{{{a.weight_aggregate} of }} w_i \le {bounds}"
+            what = rf"\text{{{a.weight_aggregate} of }} w_i"
+        if not math.isinf(a.weight_lower):
+            what = rf"{a.weight_lower:g} \le {what}"
+        what += rf" \le {a.weight_upper:g}"
         how = {"mask": r"0 \text{ unless }", "truncate": r"\text{truncated to }"}[a.weight_action]
         line += rf", \quad {how} {what}"
         if a.weight_statistic != "ratio":
@@ -283,15 +315,20 @@ def ratio_lines(a: Algorithm) -> list[str]:
 def token_loss(a: Algorithm) -> list[str]:
     """The loss ℓ of a token."""
     values = {"u": indexed("u", a), "A": "A_{i,t}"}
-    if a.loss == "nll":
-        return [r"\ell_{i,t} &= -\log \pi_\theta(o_{i,t})"]
-    if a.loss == "reinforce":
-        return [fill(r"\ell_{i,t} &= -@A@\,\log\pi_\theta(o_{i,t})", **values)]
-    if a.loss == "sapo":
-        gate = r"""\ell_{i,t} &= -@A@\,\frac{4}{\tau}\,\sigma\bigl(\tau\,(@u@ - 1)\bigr), \qquad
-            \tau = @plus@ \text{ where } @A@ \gt 0,\quad @minus@ \text{ elsewhere}"""
-        plus, minus = tex(a.sapo_positive), tex(a.sapo_negative)
-        return [fill(gate, plus=plus, minus=minus, **values)]
+    gate = r"""\ell_{i,t} &= -@A@\,\frac{4}{\tau}\,\sigma\bigl(\tau\,(@u@ - 1)\bigr), \qquad
+        \tau = @plus@ \text{ where } @A@ \gt 0,\quad @minus@ \text{ elsewhere}"""
+    plus, minus = tex(a.sapo_positive), tex(a.sapo_negative)
+    lines = {
+        "nll": lambda: [r"\ell_{i,t} &= -\log \pi_\theta(o_{i,t})"],
+        "reinforce": lambda: [fill(r"\ell_{i,t} &= -@A@\,\log\pi_\theta(o_{i,t})", **values)],
+        "sapo": lambda: [fill(gate, plus=plus, minus=minus, **values)],
+        "clip": lambda: clip_loss(a, values),
+    }
+    return choose("loss", a.loss, lines)()
+
+
+def clip_loss(a: Algorithm, values: dict[str, str]) -> list[str]:
+    """The clipped loss of a token, as far as its clip can bind."""
     if not clips(a):
         return [fill(r"\ell_{i,t} &= -@u@\,@A@", **values)]
     clip = r"""\ell_{i,t} &= \max\bigl(-@u@\,@A@,\
@@ -344,21 +381,27 @@ def value_line(a: Algorithm) -> str:
 
 def pair_lines(a: Algorithm) -> list[str]:
     """Of losses on a chosen (+) and a rejected (−) answer."""
-    if a.loss == "bradley_terry":
-        difference, each = r"z &= s_\theta(o^+) - s_\theta(o^-)", r"-\log\sigma(z)"
-    else:
+    beta = tex(a.pair_beta)
+    each = choose(
+        "loss",
+        a.loss,
+        {
+            "bradley_terry": r"-\log\sigma(z)",
+            "dpo": rf"-\log\sigma({beta}\,z)",
+            "ipo": rf"\Bigl(z - \frac{{1}}{{2\cdot {beta}}}\Bigr)^2",
+        },
+    )
+    difference = r"z &= s_\theta(o^+) - s_\theta(o^-)"
+    if a.loss != "bradley_terry":
         weight = r"\frac{1}{L^\pm}" if a.reduction == "sequence_mean_token_mean" else ""
         side = r"z^\pm &= @weight@\sum_t \log\frac{\pi_\theta(o^\pm_t)}{@ref@(o^\pm_t)}, \qquad"
         difference = fill(side + " z = z^+ - z^-", weight=weight, ref=ANCHOR[a.kl_anchor])
-        beta = tex(a.pair_beta)
-        each = rf"-\log\sigma({beta}\,z)"
-        if a.loss == "ipo":
-            each = rf"\Bigl(z - \frac{{1}}{{2\cdot {beta}}}\Bigr)^2"
     return [difference, rf"\mathcal{{L}} &= \frac1P\sum_{{\text{{pairs}}}} {each}"]
 
 
 def equation(a: Algorithm) -> str:
     """All of a row as one block."""
+    known(a)
     if a.data == "pairs":
         lines = pair_lines(a)
     elif a.data == "demonstrations":

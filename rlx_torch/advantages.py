@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.presets import Algorithm, choose
 from rlx.base import UserError
 from rlx_torch import kl
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
 EPS = 1e-5
+IN_REWARD = {"none": False, "reward": True, "loss": False}  # by kl_placement
 BLOCK = 32  # tokens that `_recur` walks through one by one
 
 
@@ -62,14 +63,24 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
 def peers(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """Who shares a group's statistics: [N] int of each trajectory, [T] int of each token."""
     groups, ids = flat["group_ids"], flat["sequence_ids"]
-    if algorithm.peers == "agent":
-        groups = _pairs(groups, flat["agent_ids"])
-    group_of_token = take(groups, ids, -1)
-    if algorithm.peers != "turn":
-        return groups, group_of_token
-    last = flat["loss_mask"] & ~next_trained(flat["loss_mask"], ids)[1]
-    turns = segment_sum(torch.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
-    return _pairs(groups, turns), _pairs(group_of_token, flat["turn_ids"])
+
+    def own(groups: Tensor) -> tuple[Tensor, Tensor]:
+        return groups, take(groups, ids, -1)
+
+    def by_turn() -> tuple[Tensor, Tensor]:
+        last = flat["loss_mask"] & ~next_trained(flat["loss_mask"], ids)[1]
+        turns = segment_sum(torch.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
+        return _pairs(groups, turns), _pairs(own(groups)[1], flat["turn_ids"])
+
+    return choose(
+        "peers",
+        algorithm.peers,
+        {
+            "prompt": lambda: own(groups),
+            "agent": lambda: own(_pairs(groups, flat["agent_ids"])),
+            "turn": by_turn,
+        },
+    )()
 
 
 def _pairs(a: Tensor, b: Tensor) -> Tensor:
@@ -146,7 +157,9 @@ def standardise(
     """
     same_shape(x, group_ids, valid)
     x = torch.where(valid, x, 0.0)
-    peers: dict[str, Tensor | None] = {"batch": None}
+    peers: dict[str, Tensor | None] = {"batch": None, "none": None, "group": None}
+    for name, how in (("mean", mean), ("std", std)):
+        choose(f"reward_{name} or advantage_{name}", how, peers)
     if "group" in (mean, std):
         peers["group"] = dense_ranks(group_ids)
     out = x
@@ -196,7 +209,7 @@ def kl_penalty(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor
       UserError: without `reference_logprobs`.
     """
     mask = flat["loss_mask"]
-    if algorithm.kl_placement != "reward":
+    if not choose("kl_placement", algorithm.kl_placement, IN_REWARD):
         zeros = torch.zeros_like(mask, dtype=torch.float32)
         return zeros, torch.zeros_like(mask[0], dtype=torch.int64)
     reference = require_reference(flat)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rlx.algorithms.presets import choose
+
 CLAMP = 10.0  # nats
 
 
@@ -15,11 +17,15 @@ def estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Te
       estimator: k1 | k2 | k3.
     """
     delta = (logprobs - reference_logprobs).clamp(-CLAMP, CLAMP)
-    if estimator == "k1":
-        return delta
-    if estimator == "k2":
-        return 0.5 * delta**2
-    return torch.expm1(-delta) + delta
+    return choose(
+        "kl_estimator",
+        estimator,
+        {
+            "k1": lambda: delta,
+            "k2": lambda: 0.5 * delta**2,
+            "k3": lambda: torch.expm1(-delta) + delta,
+        },
+    )()
 
 
 def adapt(

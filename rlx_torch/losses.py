@@ -9,11 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.presets import Algorithm, choose
 from rlx_torch import kl
 from rlx_torch.advantages import require_reference
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
+IN_LOSS = {"none": False, "reward": False, "loss": True}  # by kl_placement
 LARGEST_LOG = 88.72  # nats: of the largest float32
 
 
@@ -52,10 +53,14 @@ def policy_loss(
     advantage, target = torch.where(used, advantage, 0.0), torch.where(used, target, 0.0)
     log_ratio = target - torch.where(used, proximal, 0.0)
     log_weight = torch.where(used, proximal - behaviour, 0.0)
-    if algorithm.ratio_level == "sequence":
-        log_ratio = _aggregate(log_ratio, used, batch["segment_ids"], "mean")
-        log_weight = _aggregate(log_weight, used, batch["segment_ids"], "mean")
-    weight, in_bounds = control_weights(log_weight, used, batch.get("segment_ids"), algorithm)
+    segments = batch.get("segment_ids")
+    leveled = choose(
+        "ratio_level",
+        algorithm.ratio_level,
+        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")},
+    )
+    log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
+    weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
     surrogate, clipped = _surrogate(log_ratio, target, advantage, algorithm)
     scale = torch.where(used, batch["loss_weights"], 0.0)
     actor_loss = (scale * weight * surrogate).sum()
@@ -110,19 +115,23 @@ def loss_weights(
     prompts = dense_ranks(group_ids_N)
     per_prompt = segment_sum(per_sequence, prompts, size)
     num_sequences, num_prompts = (per_sequence > 0).sum(), (per_prompt > 0).sum()
-    reduction = algorithm.reduction
-    if algorithm.data == "pairs" or reduction == "prompt_mean":
-        count = num_prompts
-    elif reduction == "token_mean":
-        count = mask.sum()
-    elif reduction == "constant":
-        count = num_sequences * algorithm.constant_length
-    else:
-        count = num_sequences
-    if reduction in ("prompt_mean", "sequence_mean_token_mean"):
-        peers = per_prompt[prompts] if reduction == "prompt_mean" else per_sequence
-        mask = mask / take(peers, sequence_ids, 1.0).clamp(min=1.0)
-    return mask, count.float().clamp(min=1.0)
+
+    def shared(sizes: Tensor) -> Tensor:
+        return mask / take(sizes, sequence_ids, 1.0).clamp(min=1.0)
+
+    weights, count = choose(
+        "reduction",
+        algorithm.reduction,
+        {
+            "token_mean": lambda: (mask, mask.sum()),
+            "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
+            "sequence_mean_token_sum": lambda: (mask, num_sequences),
+            "constant": lambda: (mask, num_sequences * algorithm.constant_length),
+            "prompt_mean": lambda: (shared(per_prompt[prompts]), num_prompts),
+        },
+    )()
+    count = num_prompts if algorithm.data == "pairs" else count
+    return weights, count.float().clamp(min=1.0)
 
 
 def proximal_logprobs(target: Tensor, batch: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
@@ -139,11 +148,21 @@ def proximal_logprobs(target: Tensor, batch: Mapping[str, Tensor], algorithm: Al
     behaviour, frozen = batch["behaviour_logprobs"], target.detach()
     if algorithm.loss == "reinforce":
         return frozen
-    if algorithm.proximal == "behaviour":
-        return behaviour
-    if algorithm.proximal == "recompute":
-        return batch.get("proximal_logprobs", frozen)
-    version = torch.as_tensor(batch["target_version"], dtype=torch.float32, device=target.device)
+    return choose(
+        "proximal",
+        algorithm.proximal,
+        {
+            "behaviour": lambda: behaviour,
+            "recompute": lambda: batch.get("proximal_logprobs", frozen),
+            "loglinear": lambda: _loglinear(frozen, batch),
+        },
+    )()
+
+
+def _loglinear(frozen: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return what lies between behaviour and target, as far along as the versions do."""
+    behaviour = batch["behaviour_logprobs"]
+    version = torch.as_tensor(batch["target_version"], dtype=torch.float32, device=frozen.device)
     age = version - batch["versions"]
     alpha = (version.floor() - batch["versions"]) / torch.where(age == 0, 1.0, age)
     alpha = torch.where(age == 0, 0.0, alpha.clamp(0.0, 1.0))
@@ -154,12 +173,16 @@ def _surrogate(
     log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor]:
     """ℓ of each token, and where a clip took its gradient away."""
-    if algorithm.loss == "clip":
-        return clipped_surrogate(log_ratio, advantage, algorithm)
     unclipped = torch.zeros_like(log_ratio, dtype=torch.bool)
-    if algorithm.loss == "sapo":
-        return soft_surrogate(log_ratio, advantage, algorithm), unclipped
-    return -advantage * target, unclipped
+    return choose(
+        "loss",
+        algorithm.loss,
+        {
+            "clip": lambda: clipped_surrogate(log_ratio, advantage, algorithm),
+            "sapo": lambda: (soft_surrogate(log_ratio, advantage, algorithm), unclipped),
+            "reinforce": lambda: (-advantage * target, unclipped),
+        },
+    )()
 
 
 def soft_surrogate(log_ratio: Tensor, advantage: Tensor, algorithm: Algorithm) -> Tensor:
@@ -218,27 +241,39 @@ def control_weights(
     weight = log_weight_BT.exp()
     if algorithm.weight_action == "none":
         return weight, torch.ones_like(used_BT)
-    statistic = _statistic(log_weight_BT, algorithm.weight_statistic)
-    if algorithm.weight_level == "sequence":
-        statistic = _aggregate(statistic, used_BT, segment_ids_BT, algorithm.weight_aggregate)
-    if algorithm.weight_statistic == "ratio":
-        statistic = statistic.exp()
+    how = algorithm.weight_aggregate
+    leveled = choose(
+        "weight_level",
+        algorithm.weight_level,
+        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segment_ids_BT, how)},
+    )(_statistic(log_weight_BT, algorithm.weight_statistic))
+    statistic = leveled.exp() if algorithm.weight_statistic == "ratio" else leveled
     held = statistic.clamp(algorithm.weight_lower, algorithm.weight_upper)
     in_bounds = held == statistic
-    if algorithm.weight_action == "mask":
-        return torch.where(in_bounds, weight, 0.0), in_bounds
     log_scale = (
         torch.where(in_bounds, 1.0, held).log() - torch.where(in_bounds, 1.0, statistic).log()
     )
-    return (log_weight_BT + log_scale).exp(), in_bounds
+    return choose(
+        "weight_action",
+        algorithm.weight_action,
+        {
+            "mask": lambda: torch.where(in_bounds, weight, 0.0),
+            "truncate": lambda: (log_weight_BT + log_scale).exp(),
+        },
+    )(), in_bounds
 
 
 def _statistic(log_weight: Tensor, name: str) -> Tensor:
-    if name == "k2":
-        return 0.5 * log_weight**2
-    if name == "k3":
-        return torch.expm1(log_weight) - log_weight
-    return log_weight
+    return choose(
+        "weight_statistic",
+        name,
+        {
+            "ratio": lambda: log_weight,
+            "k1": lambda: log_weight,
+            "k2": lambda: 0.5 * log_weight**2,
+            "k3": lambda: torch.expm1(log_weight) - log_weight,
+        },
+    )()
 
 
 def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
@@ -247,21 +282,31 @@ def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor
     # A row of `width` tokens has at most that many segments, and 0 for padding.
     index = torch.arange(rows, device=x.device)[:, None] * (width + 1) + segment_ids
     index, size = index.reshape(-1), rows * (width + 1)
-    if how == "max":
+
+    def total(x: Tensor) -> Tensor:
+        return segment_sum(torch.where(used, x, 0.0).reshape(-1), index, size)
+
+    def largest() -> Tensor:
         lifted = torch.where(used, x, -torch.inf).reshape(-1)
-        per = segment_extreme(lifted, index, size, "amax", -torch.inf)
-        return torch.where(used, per[index].reshape(x.shape), 0.0)
-    per = segment_sum(torch.where(used, x, 0.0).reshape(-1), index, size)
-    if how == "mean":
-        per = per / segment_sum(used.float().reshape(-1), index, size).clamp(min=1.0)
-    return per[index].reshape(x.shape)
+        return segment_extreme(lifted, index, size, "amax", -torch.inf)
+
+    per = choose(
+        "weight_aggregate",
+        how,
+        {
+            "mean": lambda: total(x) / total(torch.ones_like(x)).clamp(min=1.0),
+            "sum": lambda: total(x),
+            "max": largest,
+        },
+    )()
+    return torch.where(used, per[index].reshape(x.shape), 0.0)
 
 
 def _kl_loss(
     target: Tensor, batch: Mapping[str, Tensor], scale: Tensor, used: Tensor, algorithm: Algorithm
 ) -> Tensor:
     """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
-    if algorithm.kl_placement != "loss":
+    if not choose("kl_placement", algorithm.kl_placement, IN_LOSS):
         return target.new_zeros(())
     reference = require_reference(batch)
     used = used & torch.isfinite(reference)

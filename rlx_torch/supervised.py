@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.presets import Algorithm, choose
 from rlx_torch.advantages import require_reference
 from rlx_torch.segments import same_shape, segment_sum, take
 
@@ -59,15 +59,18 @@ def pair_loss(
     weights = torch.where(mask, batch["loss_weights"], 0.0)
     chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
     z, present = chosen - rejected, _by_pair(mask.float(), mask, segments, 1) > 0
-    if algorithm.loss == "bradley_terry":
-        margin, each = z, -logsigmoid(z)
-    elif algorithm.loss == "dpo":
-        margin = algorithm.pair_beta * z
-        each = -logsigmoid(margin)
-    else:
-        margin, each = algorithm.pair_beta * z, (z - 0.5 / algorithm.pair_beta) ** 2
-    loss = torch.where(present, each, 0.0).sum()
     scale = 1.0 if algorithm.loss == "bradley_terry" else algorithm.pair_beta
+    margin = scale * z
+    each = choose(
+        "loss",
+        algorithm.loss,
+        {
+            "bradley_terry": lambda: -logsigmoid(z),
+            "dpo": lambda: -logsigmoid(margin),
+            "ipo": lambda: (z - 0.5 / algorithm.pair_beta) ** 2,
+        },
+    )()
+    loss = torch.where(present, each, 0.0).sum()
     stats = {
         "n_valid_tokens": mask,
         "n_pairs": present,

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rlx.algorithms import kl
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.presets import Algorithm, choose
 from rlx.base import UserError
 
 EPS = 1e-5
+IN_REWARD = {"none": False, "reward": True, "loss": False}  # by kl_placement
 
 
 def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Array]:
@@ -77,14 +78,24 @@ def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array
             turn of its last trained token, and each token, for its advantage, to its own.
     """
     groups, ids = flat["group_ids"], flat["sequence_ids"]
-    if algorithm.peers == "agent":
-        groups = _pairs(groups, flat["agent_ids"])
-    group_of_token = groups.at[ids].get(mode="fill", fill_value=-1)
-    if algorithm.peers != "turn":
-        return groups, group_of_token
-    last = flat["loss_mask"] & ~next_trained(flat["loss_mask"], ids)[1]
-    turns = jax.ops.segment_sum(jnp.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
-    return _pairs(groups, turns), _pairs(group_of_token, flat["turn_ids"])
+
+    def own(groups: Array) -> tuple[Array, Array]:
+        return groups, groups.at[ids].get(mode="fill", fill_value=-1)
+
+    def by_turn() -> tuple[Array, Array]:
+        last = flat["loss_mask"] & ~next_trained(flat["loss_mask"], ids)[1]
+        turns = jax.ops.segment_sum(jnp.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
+        return _pairs(groups, turns), _pairs(own(groups)[1], flat["turn_ids"])
+
+    return choose(
+        "peers",
+        algorithm.peers,
+        {
+            "prompt": lambda: own(groups),
+            "agent": lambda: own(_pairs(groups, flat["agent_ids"])),
+            "turn": by_turn,
+        },
+    )()
 
 
 def _pairs(a: Array, b: Array) -> Array:
@@ -178,7 +189,9 @@ def standardise(
     """
     chex.assert_equal_shape([x, group_ids, valid])
     x = jnp.where(valid, x, 0.0)
-    peers: dict[str, Array | None] = {"batch": None}
+    peers: dict[str, Array | None] = {"batch": None, "none": None, "group": None}
+    for name, how in (("mean", mean), ("std", std)):
+        choose(f"reward_{name} or advantage_{name}", how, peers)
     if "group" in (mean, std):
         peers["group"] = jnp.unique(group_ids, return_inverse=True, size=x.size)[1]
     out = x
@@ -237,7 +250,7 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
       UserError: without `reference_logprobs`; a missing reference is not one of logprob 0.
     """
     mask = flat["loss_mask"]
-    if algorithm.kl_placement != "reward":
+    if not choose("kl_placement", algorithm.kl_placement, IN_REWARD):
         return jnp.zeros(mask.shape, jnp.float32), jnp.zeros((), jnp.int32)
     reference = require_reference(flat)
     policy = flat.get("proximal_logprobs", flat["behaviour_logprobs"])

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
+from rlx.algorithms.presets import choose
+
 CLAMP = 10.0  # nats: the exponential in k3 must not overflow on one unlucky token
 
 
@@ -20,11 +22,15 @@ def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Arra
       Same shape, float32, nats.
     """
     delta = jnp.clip(logprobs - reference_logprobs, -CLAMP, CLAMP)
-    if estimator == "k1":
-        return delta
-    if estimator == "k2":
-        return 0.5 * delta**2
-    return jnp.expm1(-delta) + delta
+    return choose(
+        "kl_estimator",
+        estimator,
+        {
+            "k1": lambda: delta,
+            "k2": lambda: 0.5 * delta**2,
+            "k3": lambda: jnp.expm1(-delta) + delta,
+        },
+    )()
 
 
 def adapt(

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from rlx.algorithms import kl
 from rlx.algorithms.advantages import require_reference
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.presets import Algorithm, choose
 
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
@@ -22,6 +22,7 @@ COUNTS = ("n_valid_tokens", "n_nonfinite_tokens", "n_pairs")
 LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss")
 LAG = ("lag_kl", "n_sampled_tokens")  # a sum, and what divides it
 PAIRS = "pair_"  # means over pairs begin so
+IN_LOSS = {"none": False, "reward": False, "loss": True}  # by kl_placement
 LARGEST_LOG = 88.72  # nats: of the largest float32
 
 
@@ -60,7 +61,7 @@ def policy_loss(
     Raises:
       UserError: KL in the loss without `reference_logprobs`.
     """
-    mask, advantage = batch["loss_mask"], batch["advantages"]
+    mask, advantage, segments = batch["loss_mask"], batch["advantages"], batch["segment_ids"]
     chex.assert_rank([target_logprobs_BT, mask], 2)
     chex.assert_equal_shape([target_logprobs_BT, entropy_BT, mask, advantage])
     target = target_logprobs_BT.astype(jnp.float32)
@@ -72,10 +73,13 @@ def policy_loss(
     advantage = jnp.where(used, advantage, 0.0)
     log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
     log_weight = jnp.where(used, proximal - behaviour, 0.0)
-    if algorithm.ratio_level == "sequence":
-        log_ratio = _aggregate(log_ratio, used, batch["segment_ids"], "mean")
-        log_weight = _aggregate(log_weight, used, batch["segment_ids"], "mean")
-    weight, in_bounds = control_weights(log_weight, used, batch["segment_ids"], algorithm)
+    leveled = choose(
+        "ratio_level",
+        algorithm.ratio_level,
+        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")},
+    )
+    log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
+    weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
     surrogate, clipped = _surrogate(log_ratio, jnp.where(used, target, 0.0), advantage, algorithm)
     scale = jnp.where(used, batch["loss_weights"], 0.0)
     actor_loss = jnp.sum(scale * weight * surrogate)
@@ -171,19 +175,23 @@ def loss_weights(
     per_prompt = jax.ops.segment_sum(per_sequence, prompts, size)[prompts]
     num_sequences = jnp.sum(per_sequence > 0)
     num_prompts = jnp.sum(jnp.zeros(size, bool).at[prompts].max(per_sequence > 0))
-    reduction = algorithm.reduction
-    if algorithm.data == "pairs" or reduction == "prompt_mean":
-        count = num_prompts
-    elif reduction == "token_mean":
-        count = jnp.sum(mask)
-    elif reduction == "constant":
-        count = num_sequences * algorithm.constant_length
-    else:
-        count = num_sequences
-    if reduction in ("prompt_mean", "sequence_mean_token_mean"):
-        peers = per_prompt if reduction == "prompt_mean" else per_sequence
-        mask = mask / jnp.maximum(peers.at[sequence_ids].get(mode="fill", fill_value=1.0), 1.0)
-    return mask, jnp.maximum(count.astype(jnp.float32), 1.0)
+
+    def shared(sizes: Array) -> Array:
+        return mask / jnp.maximum(sizes.at[sequence_ids].get(mode="fill", fill_value=1.0), 1.0)
+
+    weights, count = choose(
+        "reduction",
+        algorithm.reduction,
+        {
+            "token_mean": lambda: (mask, jnp.sum(mask)),
+            "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
+            "sequence_mean_token_sum": lambda: (mask, num_sequences),
+            "constant": lambda: (mask, num_sequences * algorithm.constant_length),
+            "prompt_mean": lambda: (shared(per_prompt), num_prompts),
+        },
+    )()
+    count = num_prompts if algorithm.data == "pairs" else count
+    return weights, jnp.maximum(count.astype(jnp.float32), 1.0)
 
 
 def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algorithm) -> Array:
@@ -204,10 +212,20 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
     frozen = lax.stop_gradient(target)
     if algorithm.loss == "reinforce":
         return frozen
-    if algorithm.proximal == "behaviour":
-        return behaviour
-    if algorithm.proximal == "recompute":
-        return batch.get("proximal_logprobs", frozen)
+    return choose(
+        "proximal",
+        algorithm.proximal,
+        {
+            "behaviour": lambda: behaviour,
+            "recompute": lambda: batch.get("proximal_logprobs", frozen),
+            "loglinear": lambda: _loglinear(frozen, batch),
+        },
+    )()
+
+
+def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
+    """Return what lies between behaviour and target, as far along as the versions do."""
+    behaviour = batch["behaviour_logprobs"]
     version = jnp.asarray(batch["target_version"], jnp.float32)
     age = version - batch["versions"]
     alpha = (jnp.floor(version) - batch["versions"]) / jnp.where(age == 0, 1.0, age)
@@ -219,11 +237,16 @@ def _surrogate(
     log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
     """ℓ of each token, and where a clip took its gradient away."""
-    if algorithm.loss == "sapo":
-        return soft_surrogate(log_ratio, advantage, algorithm), jnp.zeros_like(log_ratio, bool)
-    if algorithm.loss == "reinforce":
-        return -advantage * target, jnp.zeros_like(log_ratio, bool)
-    return clipped_surrogate(log_ratio, advantage, algorithm)
+    unclipped = jnp.zeros_like(log_ratio, bool)
+    return choose(
+        "loss",
+        algorithm.loss,
+        {
+            "clip": lambda: clipped_surrogate(log_ratio, advantage, algorithm),
+            "sapo": lambda: (soft_surrogate(log_ratio, advantage, algorithm), unclipped),
+            "reinforce": lambda: (-advantage * target, unclipped),
+        },
+    )()
 
 
 def soft_surrogate(log_ratio: Array, advantage: Array, algorithm: Algorithm) -> Array:
@@ -313,27 +336,39 @@ def control_weights(
     weight = jnp.exp(log_weight)
     if algorithm.weight_action == "none":
         return weight, jnp.ones_like(used_BT)
-    statistic = _statistic(log_weight, algorithm.weight_statistic)
-    if algorithm.weight_level == "sequence":
-        statistic = _aggregate(statistic, used_BT, segment_ids_BT, algorithm.weight_aggregate)
-    if algorithm.weight_statistic == "ratio":
-        statistic = jnp.exp(statistic)
+    how = algorithm.weight_aggregate
+    leveled = choose(
+        "weight_level",
+        algorithm.weight_level,
+        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segment_ids_BT, how)},
+    )(_statistic(log_weight, algorithm.weight_statistic))
+    statistic = jnp.exp(leveled) if algorithm.weight_statistic == "ratio" else leveled
     held = jnp.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
     in_bounds = held == statistic
-    if algorithm.weight_action == "mask":
-        return jnp.where(in_bounds, weight, 0.0), in_bounds
     log_scale = jnp.log(jnp.where(in_bounds, 1.0, held)) - jnp.log(
         jnp.where(in_bounds, 1.0, statistic)
     )
-    return jnp.exp(log_weight + log_scale), in_bounds
+    return choose(
+        "weight_action",
+        algorithm.weight_action,
+        {
+            "mask": lambda: jnp.where(in_bounds, weight, 0.0),
+            "truncate": lambda: jnp.exp(log_weight + log_scale),
+        },
+    )(), in_bounds
 
 
 def _statistic(log_weight: Array, name: str) -> Array:
-    if name == "k2":
-        return 0.5 * log_weight**2
-    if name == "k3":
-        return jnp.expm1(log_weight) - log_weight
-    return log_weight
+    return choose(
+        "weight_statistic",
+        name,
+        {
+            "ratio": lambda: log_weight,
+            "k1": lambda: log_weight,
+            "k2": lambda: 0.5 * log_weight**2,
+            "k3": lambda: jnp.expm1(log_weight) - log_weight,
+        },
+    )()
 
 
 def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
@@ -342,21 +377,27 @@ def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
     # A row of `width` tokens has at most that many segments, and 0 for padding.
     index = (jnp.arange(rows)[:, None] * (width + 1) + segment_ids).ravel()
     size = rows * (width + 1)
-    if how == "max":
-        per = jax.ops.segment_max(jnp.where(used, x, -jnp.inf).ravel(), index, size)
-        return jnp.where(used, per[index].reshape(x.shape), 0.0)
-    per = jax.ops.segment_sum(jnp.where(used, x, 0.0).ravel(), index, size)
-    if how == "mean":
-        counts = jax.ops.segment_sum(used.astype(jnp.float32).ravel(), index, size)
-        per = per / jnp.maximum(counts, 1.0)
-    return per[index].reshape(x.shape)
+
+    def total(x: Array) -> Array:
+        return jax.ops.segment_sum(jnp.where(used, x, 0.0).ravel(), index, size)
+
+    per = choose(
+        "weight_aggregate",
+        how,
+        {
+            "mean": lambda: total(x) / jnp.maximum(total(jnp.ones_like(x)), 1.0),
+            "sum": lambda: total(x),
+            "max": lambda: jax.ops.segment_max(jnp.where(used, x, -jnp.inf).ravel(), index, size),
+        },
+    )()
+    return jnp.where(used, per[index].reshape(x.shape), 0.0)
 
 
 def _kl_loss(
     target: Array, batch: Mapping[str, Array], scale: Array, used: Array, algorithm: Algorithm
 ) -> Array:
     """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
-    if algorithm.kl_placement != "loss":
+    if not choose("kl_placement", algorithm.kl_placement, IN_LOSS):
         return jnp.zeros((), jnp.float32)
     reference = require_reference(batch)
     used = used & jnp.isfinite(reference)

@@ -7,7 +7,9 @@ Imports neither JAX nor torch: the servers, the planner and `rlx_torch` share it
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ml_collections import ConfigDict
 
@@ -42,6 +44,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kl_placement": ("none", "reward", "loss"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
+
+
+T = TypeVar("T")
+
+
+def choose(field: str, name: str, table: Mapping[str, T]) -> T:
+    """Return `table[name]`: code that lacks a choice must not fall through to another.
+
+    Raises:
+      UserError: `name` is not in the table.
+    """
+    if name not in table:
+        raise unknown(f"algorithm.{field}", name, table)
+    return table[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +171,8 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """Whether that policy is the reference, which the trainer keeps; a teacher has a fleet."""
-        return self.needs_anchor and self.kl_anchor == "reference"
+        kept = choose("kl_anchor", self.kl_anchor, {"reference": True, "teacher": False})
+        return self.needs_anchor and kept
 
     def needs_proximal_pass(self, minibatches: int) -> bool:
         """Whether a forward pass before the first update is due.

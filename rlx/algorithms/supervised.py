@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rlx.algorithms.advantages import require_reference
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.presets import Algorithm, choose
 
 
 def nll_loss(
@@ -76,15 +76,18 @@ def pair_loss(
     weights = jnp.where(mask, batch["loss_weights"], 0.0)
     chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
     z, present = chosen - rejected, _by_pair(mask.astype(jnp.float32), mask, segments, 1) > 0
-    if algorithm.loss == "bradley_terry":
-        margin, each = z, -jax.nn.log_sigmoid(z)
-    elif algorithm.loss == "dpo":
-        margin = algorithm.pair_beta * z
-        each = -jax.nn.log_sigmoid(margin)
-    else:
-        margin, each = algorithm.pair_beta * z, (z - 0.5 / algorithm.pair_beta) ** 2
-    loss = jnp.sum(jnp.where(present, each, 0.0))
     scale = 1.0 if algorithm.loss == "bradley_terry" else algorithm.pair_beta
+    margin = scale * z
+    each = choose(
+        "loss",
+        algorithm.loss,
+        {
+            "bradley_terry": lambda: -jax.nn.log_sigmoid(z),
+            "dpo": lambda: -jax.nn.log_sigmoid(margin),
+            "ipo": lambda: (z - 0.5 / algorithm.pair_beta) ** 2,
+        },
+    )()
+    loss = jnp.sum(jnp.where(present, each, 0.0))
     stats = {
         "n_valid_tokens": mask,
         "n_pairs": present,

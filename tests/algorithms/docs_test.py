@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.algorithms.presets import PRESETS
+from rlx.algorithms.presets import CHOICES, PRESETS
+from rlx.base import UserError
 
 SCRIPT = Path(__file__).parent.parent.parent / "docs" / "algorithms.py"
 spec = importlib.util.spec_from_file_location("algorithms_page", SCRIPT)
@@ -65,6 +66,7 @@ def test_what_is_said_of_a_preset_does_not_depend_on_its_name(name):
         ("grpo", {"weight_action": "none"}),
         ("grpo", {"weight_statistic": "k2"}),
         ("grpo", {"weight_upper": 2.0}),
+        ("grpo", {"weight_lower": 0.5}),
         ("m2po", {"second_moment": 0.1}),
         ("grpo", {"loss": "sapo"}),
         ("grpo", {"loss": "reinforce"}),
@@ -84,6 +86,17 @@ def test_what_is_said_of_a_preset_does_not_depend_on_its_name(name):
 def test_a_changed_field_changes_what_is_said(name, changes):
     row = PRESETS[name]
     assert said(dataclasses.replace(row, **changes)) != said(row)
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_a_choice_that_the_page_has_no_words_for_is_an_error(field):
+    for name in ("grpo", "dpo", "sft"):
+        row = dataclasses.replace(PRESETS[name], **{field: "nonesuch"})
+        if name == "grpo" or field in docs.KNOWN:
+            with pytest.raises(UserError, match=f"unknown algorithm.{field} 'nonesuch'"):
+                said(row)
+    with pytest.raises(UserError, match=r"unknown algorithm\.loss 'nonesuch'"):
+        docs.pair_lines(dataclasses.replace(PRESETS["dpo"], loss="nonesuch"))
 
 
 def test_sapo_is_held_against_the_behaviour_policy_as_a_run_has_it():

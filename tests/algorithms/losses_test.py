@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.algorithms import losses
-from rlx.algorithms.presets import PRESETS, REDUCTIONS
+from rlx.algorithms import advantages, losses, supervised
+from rlx.algorithms.presets import CHOICES, PRESETS, REDUCTIONS
 from rlx.base import UserError
 
 GRPO = PRESETS["grpo"]
@@ -431,6 +431,36 @@ def test_statistics_are_means_over_trained_tokens(cases):
     assert set(metrics) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# Where a choice is looked at, other than GRPO as it is.
+WHERE = {
+    "kl_estimator": {"kl_placement": "loss"},
+    "kl_anchor": {"kl_placement": "loss"},
+    "weight_aggregate": {"weight_level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_a_choice_that_the_code_lacks_is_an_error(field, cases):
+    """A name that is in CHOICES alone must not train what stands last in the code."""
+    algorithm = variant(**WHERE.get(field, {}), **{field: "nonesuch"})
+    batch = cases.random(0, count=3, empty=False)
+
+    def train():
+        assert algorithm.needs_reference is not None
+        advantages.advantages(jax.tree.map(jnp.asarray, cases.flat(batch)), algorithm)
+        run(cases, batch, algorithm, *OPTIONAL)
+
+    with pytest.raises(UserError, match=rf"algorithm\..*{field}.* 'nonesuch'"):
+        train()
+
+
+def test_a_loss_on_pairs_that_the_code_lacks_is_an_error(cases):
+    rows, _ = cases.packed(cases.pairs(0), *OPTIONAL, unit=2)
+    rows["loss_weights"] = rows["loss_mask"].astype(np.float32)
+    with pytest.raises(UserError, match=r"unknown algorithm\.loss 'nonesuch'"):
+        supervised.pair_loss(rows["target"], rows, variant(loss="nonesuch"))
 
 
 def test_an_empty_minibatch_divides_by_one(cases):

@@ -15,7 +15,7 @@ from rlx.algorithms import kl as jax_kl
 from rlx.algorithms import losses as jax_losses
 from rlx.algorithms import presets
 from rlx.base import Group, Trajectory, UserError
-from rlx_torch import advantages, critic, kl, losses
+from rlx_torch import advantages, critic, kl, losses, supervised
 
 BOUND = 1e-5
 GRPO = workers.resolved("grpo")
@@ -196,6 +196,29 @@ def test_the_coefficient_of_kl_adapts_as_in_jax(observed):
     want = jax_kl.adapt(*map(jax.numpy.float32, given), target=0.01, horizon=10_000)
     got = kl.adapt(*map(torch.tensor, given), target=0.01, horizon=10_000)
     close(got, want, "coefficient")
+
+
+WHERE = {
+    "kl_estimator": {"kl_placement": "loss", "kl_coefficient": 0.1},
+    "weight_aggregate": {"weight_level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("field", sorted({*presets.CHOICES} - {"kl_anchor"}))  # the config's own
+def test_a_choice_that_the_code_lacks_is_an_error(field):
+    base = dataclasses.replace(GRPO, **WHERE.get(field, {}))
+    flat, rows = (workers.torch_inputs(x) for x in make_inputs(base))
+    algorithm = dataclasses.replace(base, **{field: "nonesuch"})
+    with pytest.raises(UserError, match=rf"algorithm\..*{field}.* 'nonesuch'"):
+        workers.torch_gradient(algorithm)(flat, rows)
+
+
+def test_a_loss_on_pairs_that_the_code_lacks_is_an_error():
+    algorithm = workers.resolved("dpo")
+    _, rows = (workers.torch_inputs(x) for x in make_inputs(algorithm))
+    rows |= {"loss_weights": rows["loss_mask"].float(), "reference_logprobs": rows["entropy"]}
+    with pytest.raises(UserError, match=r"unknown algorithm\.loss 'nonesuch'"):
+        supervised.pair_loss(rows["target"], rows, dataclasses.replace(GRPO, loss="nonesuch"))
 
 
 @pytest.mark.parametrize("where", ["reward", "loss"])
