@@ -346,8 +346,10 @@ def loss_lines(a: Algorithm) -> list[str]:
     lines = token_loss(a)
     each = rf"{indexed('w', a)}\,\ell_{{i,t}}" if a.decoupled and a.loss != "nll" else r"\ell_{i,t}"
     if a.kl_placement == "loss":
-        lines.append(kl_line(a, TARGET))
-        each += rf" + {times(a.kl_coefficient)}\mathrm{{{a.kl_estimator}}}_{{i,t}}"
+        lines += [kl_line(a, TARGET), drawn_line(a)]
+        each += (
+            rf" + {times(a.kl_coefficient)}{indexed('d', a)}\,\mathrm{{{a.kl_estimator}}}_{{i,t}}"
+        )
     if a.entropy_coefficient:
         each += rf" - {times(a.entropy_coefficient)}H_{{i,t}}"
     if " + " in each or " - " in each:
@@ -357,6 +359,13 @@ def loss_lines(a: Algorithm) -> list[str]:
         each = rf"\mathbf{{1}}[(i,t) \in M]\,{each}"
     lines.append(r"\mathcal{L} &= " + fill(REDUCTIONS[a.reduction], each=each))
     return [*lines, value_line(a)] if a.critic else lines
+
+
+def drawn_line(a: Algorithm) -> str:
+    """The weight of KL in the loss."""
+    used = {"w": a.decoupled, "u": a.loss != "reinforce"}
+    ratios = [indexed(letter, a) for letter, use in used.items() if use]
+    return rf"{indexed('d', a)} &= \mathrm{{sg}}\bigl[{' '.join(ratios) or 1}\bigr]"
 
 
 def second_moment_line(a: Algorithm) -> str:

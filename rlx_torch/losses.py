@@ -24,7 +24,7 @@ def policy_loss(
     batch: Mapping[str, Tensor],
     algorithm: Algorithm,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ loss_weights · (w·ℓ + β·KL − c·H), and the sums behind the step's statistics.
+    """Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − c·H), and the sums behind the step's statistics.
 
     u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1; ℓ is
     max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A) for loss=clip, −A·(4/τ)·σ(τ(u − 1)) for sapo and
@@ -64,7 +64,8 @@ def policy_loss(
     surrogate, clipped = _surrogate(log_ratio, target, advantage, algorithm)
     scale = torch.where(used, batch["loss_weights"], 0.0)
     actor_loss = (scale * weight * surrogate).sum()
-    kl_loss = _kl_loss(target, batch, scale, used, algorithm)
+    drawn = weight * log_ratio.detach().exp()
+    kl_loss = _kl_loss(target, batch, scale * drawn, used, algorithm)
     entropy = torch.where(used, entropy_BT, 0.0)
     entropy_loss = -algorithm.entropy_coefficient * (scale * entropy).sum()
     with torch.no_grad():

@@ -32,7 +32,7 @@ def policy_loss(
     batch: Mapping[str, Array],
     algorithm: Algorithm,
 ) -> tuple[Array, dict[str, Array]]:
-    """Σ loss_weights · (w·ℓ + β·KL − c·H), and the sums behind the step's statistics.
+    """Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − c·H), and the sums behind the step's statistics.
 
     u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1
     (2505.24298), each of the token or, for ratio_level=sequence, exp of the mean over its
@@ -41,6 +41,10 @@ def policy_loss(
         clip       max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A), for A < 0 at most −c·A under dual clip
         sapo       −A·(4/τ)·σ(τ(u − 1))
         reinforce  −A·target; no anchor: w is the target's, sg(exp(target − behaviour))
+
+    KL in the loss has the weight sg(w·u), which is target / behaviour within w's bounds: a token of
+    an old policy pulls as often as the target itself would draw it, so the term's gradient has the
+    same mean at every lag.
 
     Tokens with a non-finite ratio are excluded from the loss and every mean, and counted.
 
@@ -83,7 +87,8 @@ def policy_loss(
     surrogate, clipped = _surrogate(log_ratio, jnp.where(used, target, 0.0), advantage, algorithm)
     scale = jnp.where(used, batch["loss_weights"], 0.0)
     actor_loss = jnp.sum(scale * weight * surrogate)
-    kl_loss = _kl_loss(target, batch, scale, used, algorithm)
+    drawn = lax.stop_gradient(weight * jnp.exp(log_ratio))
+    kl_loss = _kl_loss(target, batch, scale * drawn, used, algorithm)
     entropy = jnp.where(used, entropy_BT, 0.0)
     entropy_loss = -algorithm.entropy_coefficient * jnp.sum(scale * entropy)
     stats = {

@@ -150,7 +150,7 @@ def test_the_oracles_own_gradient_is_that_of_finite_differences(name, cases, ora
                 moved[t] += step
                 nudged = list(batch)
                 nudged[i] = dataclasses.replace(rollout, target=moved)
-                values.append(oracles.loss_and_gradient(nudged, algorithm)[0])
+                values.append(oracles.loss_and_gradient(nudged, algorithm, at=batch)[0])
             slope = (values[0] - values[1]) / 2e-6
             np.testing.assert_allclose(exact[i][t], slope, rtol=1e-5, atol=1e-8)
 
@@ -294,6 +294,65 @@ def test_microbatches_sum_to_the_whole(reduction, cases):
             np.testing.assert_allclose(total, value, rtol=1e-5, atol=1e-5, err_msg=name)
 
     check()
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_gradient_of_kl_has_one_mean_at_every_lag(estimator, decoupled):
+    """All outcomes of one draw, weighed by the behaviour policy, in place of many samples.
+
+    k2's mean gradient is that of KL(target ‖ reference), k3's that of KL(reference ‖ target),
+    k1's is 0; an old behaviour policy moves none of them.
+    """
+    keys = jax.random.split(jax.random.key(7), 4)
+    logits, proximal, behaviour, reference = (jax.random.normal(key, (6,)) for key in keys)
+    proximal, behaviour, reference = map(
+        jax.nn.log_softmax, (logits + 0.1 * proximal, behaviour, reference)
+    )
+    algorithm = variant(
+        kl_placement="loss", kl_estimator=estimator, kl_coefficient=1.0, decoupled=decoupled,
+        proximal="recompute" if decoupled else "behaviour", weight_action="none",
+    )  # fmt: skip
+
+    def loss(logits, behaviour, proximal):
+        rows = {
+            "loss_mask": jnp.ones((6, 1), bool),
+            "segment_ids": jnp.ones((6, 1), int),
+            "advantages": jnp.zeros((6, 1)),
+            "behaviour_logprobs": behaviour[:, None],
+            "proximal_logprobs": proximal[:, None],
+            "reference_logprobs": reference[:, None],
+            "loss_weights": jnp.exp(behaviour)[:, None],  # each as often as it is drawn
+        }
+        target = jax.nn.log_softmax(logits)[:, None]
+        return losses.policy_loss(target, jnp.zeros((6, 1)), rows, algorithm)[0]
+
+    def exact(logits):
+        p = jax.nn.log_softmax(logits)
+        one, other = (p, reference) if estimator == "k2" else (reference, p)
+        return (estimator != "k1") * jnp.sum(jnp.exp(one) * (one - other))
+
+    on_policy = jax.nn.log_softmax(logits)
+    old = jax.grad(loss)(logits, behaviour, proximal)
+    fresh = jax.grad(loss)(logits, on_policy, on_policy)
+    np.testing.assert_allclose(old, fresh, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(old, jax.grad(exact)(logits), rtol=1e-4, atol=1e-6)
+
+
+def test_k2_with_its_weight_is_the_unbiased_estimate_through_the_ratio():
+    """2512.02556 differentiates u·k3, ratio and all: token by token that is k2's gradient here."""
+    behaviour, reference = jnp.array([-1.0, -2.0, -0.5]), jnp.array([-0.7, -2.5, -0.1])
+
+    def through(target):
+        u, delta = jnp.exp(target - behaviour), target - reference
+        return jnp.sum(u * (jnp.expm1(-delta) + delta))
+
+    def weighed(target):
+        u, delta = jnp.exp(jax.lax.stop_gradient(target) - behaviour), target - reference
+        return jnp.sum(u * 0.5 * delta**2)
+
+    target = jnp.array([-1.2, -1.5, -0.6])
+    np.testing.assert_allclose(jax.grad(through)(target), jax.grad(weighed)(target), rtol=1e-5)
 
 
 def test_turning_control_off_keeps_the_correction_on(cases):

@@ -237,7 +237,7 @@ def surrogate(u, adv, a):
 
 
 def policy_terms(rollout, weight, a, target_version):
-    """Σ weight·w·ℓ over one rollout, its gradient by target [L], Σ|terms|, and tokens used [L]."""
+    """Σ weight·w·ℓ over one rollout, its gradient by target [L], Σ|terms|, tokens used, w·u [L]."""
     proximal = anchor(rollout, a, target_version)
     used = rollout.mask & finite(rollout.target, proximal)
     used &= finite(proximal, rollout.behaviour)
@@ -260,22 +260,29 @@ def policy_terms(rollout, weight, a, target_version):
             slopes[used] += weight[t] * w[t] * slope / used.sum()
         else:
             slopes[t] += weight[t] * w[t] * slope
-    return loss, slopes, scale, used
+    return loss, slopes, scale, used, w * np.exp(log_u)
 
 
-def loss_and_gradient(batch, a, target_version=0.0, weights=None):
-    """The minibatch's loss, its gradient by target and by entropy, and Σ|terms| for tolerances."""
+def loss_and_gradient(batch, a, target_version=0.0, weights=None, at=None):
+    """The minibatch's loss, its gradient by target and by entropy, and Σ|terms| for tolerances.
+
+    `at` is the batch from which the KL's weights w·u are taken, which have no gradient: itself.
+    """
     loss, scale, by_target, by_entropy = 0.0, 0.0, [], []
-    for rollout, weight in zip(batch, weights or token_weights(batch, a), strict=True):
-        value, slope_t, size, used = policy_terms(rollout, weight, a, target_version)
+    for rollout, where, weight in zip(
+        batch, at or batch, weights or token_weights(batch, a), strict=True
+    ):
+        value, slope_t, size, used, _ = policy_terms(rollout, weight, a, target_version)
+        drawn = policy_terms(where, weight, a, target_version)[-1]
         slope_e = np.where(used, -weight * a.entropy_coefficient, 0.0)
         loss, scale = loss + value, scale + size
         for t in np.flatnonzero(used):
             terms = [-a.entropy_coefficient * rollout.entropy[t]]
             if a.kl_placement == "loss":
                 pair = rollout.target[t], rollout.reference[t], a.kl_estimator
-                terms.append(a.kl_coefficient * kl(*pair))
-                slope_t[t] += weight[t] * a.kl_coefficient * kl_slope(*pair)
+                beta = a.kl_coefficient * drawn[t]
+                terms.append(beta * kl(*pair))
+                slope_t[t] += weight[t] * beta * kl_slope(*pair)
             loss += weight[t] * sum(terms)
             scale += weight[t] * sum(abs(x) for x in terms)
         by_target.append(slope_t)

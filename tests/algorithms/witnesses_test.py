@@ -109,7 +109,7 @@ def agree(got, want):
     np.testing.assert_allclose(loss, exact, rtol=1e-6, atol=1e-6 * scale * gradient.size)
 
 
-def grpo(torch, trl, batch, algorithm, loss_type, *, weights=None):
+def grpo(torch, trl, batch, algorithm, loss_type, *, weights=None, through=False):
     """TRL's loss and its gradient by the log-probabilities."""
     logps = padded(torch, [r.target for r in batch]).requires_grad_()
     entropy = padded(torch, [r.entropy for r in batch])
@@ -129,7 +129,7 @@ def grpo(torch, trl, batch, algorithm, loss_type, *, weights=None):
         vllm_importance_sampling_correction=True,
         _entropy_bonus_enabled=False,
         args=SimpleNamespace(
-            use_bias_correction_kl=False,
+            use_bias_correction_kl=through,
             delta=algorithm.dual_clip or None,
             sapo_temperature_pos=algorithm.sapo_positive,
             sapo_temperature_neg=algorithm.sapo_negative,
@@ -160,7 +160,6 @@ def variant(name, **fields):
 KL = {"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.04}
 TRL_LOSSES = {
     "grpo": (variant("grpo"), "grpo"),
-    "grpo_kl": (variant("grpo", **KL), "grpo"),
     "dr_grpo": (variant("dr_grpo", constant_length=LONGEST), "dr_grpo"),
     "dapo": (variant("dapo"), "dapo"),
     "lite_ppo": (variant("lite_ppo"), "bnpo"),
@@ -179,10 +178,31 @@ def test_trl_computes_the_same_policy_loss(name, cases, torch, trl):
         agree(ours(cases, batch, algorithm), grpo(torch, trl, batch, algorithm, loss_type))
 
 
+def test_trls_kl_is_ours_before_a_batchs_first_update(cases, torch, trl):
+    """Later, and with old data, ours has the weight of who sampled the token, TRL's has none."""
+    algorithm = variant("grpo", **KL)
+    for seed in SEEDS:
+        batch = per_sequence(cases.random(seed, count=8, empty=False))
+        batch = [dataclasses.replace(r, proximal=r.target) for r in batch]
+        agree(ours(cases, batch, algorithm), grpo(torch, trl, batch, algorithm, "grpo"))
+
+
+def test_trls_bias_corrected_k3_has_the_gradient_of_our_k2(cases, torch, trl):
+    """DeepSeek-V3.2's (2512.02556): the ratio times k3, differentiated through the ratio."""
+    algorithm = variant("grpo", **{**KL, "kl_estimator": "k2"})
+    for seed in SEEDS:
+        batch = per_sequence(cases.random(seed, count=8, empty=False))
+        _, theirs = grpo(torch, trl, batch, variant("grpo", **KL), "grpo", through=True)
+        for mine, exact in zip(ours(cases, batch, algorithm)[1], theirs, strict=True):
+            np.testing.assert_allclose(
+                mine, exact[: len(mine)], rtol=0, atol=1e-6 * np.abs(theirs).max()
+            )
+
+
 @pytest.mark.parametrize("action", ["mask", "truncate"])
 def test_trl_corrects_for_the_engine_with_the_same_weights(action, cases, torch, trl):
     """Its importance_sampling_ratio (token_mask, token_truncate) is our behaviour weight."""
-    algorithm = variant("grpo", **KL, decoupled=True, weight_action=action, weight_upper=1.3)
+    algorithm = variant("grpo", decoupled=True, weight_action=action, weight_upper=1.3)
     for seed in SEEDS:
         batch = per_sequence(cases.random(seed, count=8, empty=False))
         ratio = torch.exp(padded(torch, [r.proximal - r.behaviour for r in batch]))
