@@ -231,8 +231,8 @@ def control_weights(
     """exp(proximal − behaviour) kept within bounds, without gradient, and which were in bounds.
 
     The statistic (ratio, k1, k2, k3; of the token, or its mean, sum or max over the sequence) is
-    held against [weight_lower, weight_upper]: mask drops what is out, truncate scales it by
-    bound / ratio, none keeps w as it is.
+    held against [weight_lower, weight_upper]: mask drops what is out, truncate makes w the ratio
+    within its bounds (with max: scales w until the largest is), none keeps w as it is.
 
     Args:
       log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool. segment_ids_BT: [B, T] int.
@@ -251,15 +251,13 @@ def control_weights(
     statistic = leveled.exp() if algorithm.weight_statistic == "ratio" else leveled
     held = statistic.clamp(algorithm.weight_lower, algorithm.weight_upper)
     in_bounds = held == statistic
-    log_scale = (
-        torch.where(in_bounds, 1.0, held).log() - torch.where(in_bounds, 1.0, statistic).log()
-    )
+    own = algorithm.weight_level == "sequence" and how == "max"
     return choose(
         "weight_action",
         algorithm.weight_action,
         {
             "mask": lambda: torch.where(in_bounds, weight, 0.0),
-            "truncate": lambda: (log_weight_BT + log_scale).exp(),
+            "truncate": lambda: (log_weight_BT - leveled).exp() * held if own else held,
         },
     )(), in_bounds
 

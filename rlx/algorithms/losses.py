@@ -324,8 +324,9 @@ def control_weights(
 
     none      w as it is: the correction stays on
     mask      w = 0 where out of bounds: those tokens leave the loss
-    truncate  w scaled by bound / ratio where out of bounds: at token level a cap (TIS), at
-              sequence level the whole sequence's weights shrink until its ratio is the bound
+    truncate  w = the ratio, capped (TIS): of the token; or of the whole sequence, then one weight
+              for all its tokens (aggregate sum: the product of their ratios, mean: its geometric
+              mean). With max each token keeps its own, scaled until the largest is the bound
 
     Args:
       log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool, which tokens count.
@@ -350,15 +351,13 @@ def control_weights(
     statistic = jnp.exp(leveled) if algorithm.weight_statistic == "ratio" else leveled
     held = jnp.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
     in_bounds = held == statistic
-    log_scale = jnp.log(jnp.where(in_bounds, 1.0, held)) - jnp.log(
-        jnp.where(in_bounds, 1.0, statistic)
-    )
+    own = algorithm.weight_level == "sequence" and how == "max"
     return choose(
         "weight_action",
         algorithm.weight_action,
         {
             "mask": lambda: jnp.where(in_bounds, weight, 0.0),
-            "truncate": lambda: jnp.exp(log_weight + log_scale),
+            "truncate": lambda: jnp.exp(log_weight - leveled) * held if own else held,
         },
     )(), in_bounds
 

@@ -296,6 +296,28 @@ def test_microbatches_sum_to_the_whole(reduction, cases):
     check()
 
 
+@pytest.mark.parametrize(
+    ("level", "how", "expected"),
+    [("token", "mean", [1, 3, 1]), ("sequence", "mean", [3, 3, 3]), ("sequence", "sum", [3, 3, 3]),
+     ("sequence", "max", [3 * math.exp(-4), 3, 3 * math.exp(-4)])],
+)  # fmt: skip
+def test_a_truncated_weight_is_never_above_its_bound(level, how, expected):
+    """One token of e⁴ among ones; the sequence's ratio is e⁴, or e^(4/3) by its geometric mean."""
+    algorithm = variant(
+        weight_action="truncate", weight_level=level, weight_aggregate=how, weight_upper=3.0
+    )
+    log_weight, segments = jnp.array([[0.0, 4.0, 0.0]]), jnp.ones((1, 3), int)
+    weight, in_bounds = losses.control_weights(log_weight, segments > 0, segments, algorithm)
+    np.testing.assert_allclose(weight, [expected], rtol=1e-6)
+    assert bool(in_bounds.all()) is False
+    small, in_bounds = losses.control_weights(log_weight / 8, segments > 0, segments, algorithm)
+    ratios = {"mean": [math.exp(1 / 6)] * 3, "sum": [math.exp(0.5)] * 3}
+    own = [1, math.exp(0.5), 1]
+    want = own if level == "token" else ratios.get(how, own)
+    np.testing.assert_allclose(small, [want], rtol=1e-6)
+    assert bool(in_bounds.all())
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_gradient_of_kl_has_one_mean_at_every_lag(estimator, decoupled):

@@ -209,8 +209,12 @@ def behaviour_weights(log_w, used, a):
         stat = np.exp(stat)
     for t in range(len(w)):
         bound = min(max(stat[t], a.weight_lower), a.weight_upper)
-        if bound != stat[t]:
-            w[t] *= 0.0 if a.weight_action == "mask" else bound / stat[t]
+        if a.weight_action == "mask":
+            w[t] *= bound == stat[t]
+        elif a.weight_level == "sequence" and a.weight_aggregate != "max":
+            w[t] = bound  # one weight for the whole sequence
+        else:
+            w[t] *= bound / stat[t]
     return w
 
 
