@@ -45,7 +45,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kl_estimator": ("k1", "k2", "k3"),
 }
 
-
 T = TypeVar("T")
 
 
@@ -200,7 +199,9 @@ def _row(name: str, paper: str, **fields) -> Algorithm:
 # What every row shares, though no paper's row names it: training is asynchronous, so losses are
 # decoupled (AReaL, 2505.24298) with weights above 5 masked. GRPO's and RLOO's KL terms are off, as
 # they are in use; they need a reference model in memory (GRPO's is kl_placement="loss",
-# kl_estimator="k3", kl_coefficient=0.04). The last rows are the other trainers.
+# kl_estimator="k3", kl_coefficient=0.04). GRPO's reduction is its paper's too: on data tens of
+# versions old it collapsed where token_mean held (experiments/2026-11-staleness). The last rows are
+# the other trainers.
 PRESETS: dict[str, Algorithm] = {
     row.name: row
     for row in (
@@ -281,8 +282,58 @@ def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algo
     )
     _check_ranges(algorithm)
     _check_parts(algorithm)
+    _check_acts(algorithm, given)
     _check_samples(algorithm, n_samples)
     return algorithm
+
+
+_KL_NUMBERS = ("kl_estimator", "kl_coefficient", "kl_target", "kl_horizon")
+_BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper", "weight_lower")
+# Fields (one that ends in _ stands for all that begin so), and what makes them act: another field
+# with one of these values, or any that is not 0. The first reason for doing nothing is told.
+ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
+    (("overlong_", "reward_", "leave_one_out", "peers", "bootstrap_truncated", "gamma", "lam",
+      "advantage_", "proximal", "decoupled", "weight_", "ratio_level", "clip_", "dual_clip",
+      "sapo_", "value_clip", "entropy_coefficient"), {"loss": ("clip", "sapo", "reinforce")}),
+    (("overlong_limit", "overlong_factor"), {"overlong_buffer": ()}),
+    (("peers",), dict.fromkeys(("reward_mean", "reward_std", "advantage_mean", "advantage_std"),
+                               ("group",))),
+    (("kl_anchor",), {"kl_placement": ("reward", "loss"), "loss": ("dpo", "ipo")}),
+    (_KL_NUMBERS, {"kl_placement": ("reward", "loss")}),
+    (("kl_horizon",), {"kl_target": ()}),
+    (("bootstrap_truncated", "value_clip"), {"critic": (True,)}),
+    (("proximal",), {"loss": ("clip", "sapo"), "kl_placement": ("reward",)}),
+    (("weight_",), {"decoupled": (True,)}),
+    (_BOUNDS, {"weight_action": ("mask", "truncate")}),
+    (("weight_aggregate",), {"weight_level": ("sequence",)}),
+    (("ratio_level",), {"loss": ("clip", "sapo"), "decoupled": (True,)}),
+    (("clip_", "dual_clip"), {"loss": ("clip",)}),
+    (("sapo_",), {"loss": ("sapo",)}),
+    (("pair_beta",), {"loss": ("dpo", "ipo")}),
+    (("constant_length",), {"reduction": ("constant",)}),
+)  # fmt: skip
+
+
+def _check_acts(algorithm: Algorithm, given: dict) -> None:
+    """Raise for an override that changes nothing; 0, False and none ask for nothing and pass."""
+    if given.get("kl_placement") == "none":  # a KL term switched off whole may keep its numbers
+        given = {k: v for k, v in given.items() if k not in _KL_NUMBERS}
+    for fields, needs in ACTS:
+        values = {name: getattr(algorithm, name) for name in needs}
+        if any(
+            values[name] in wanted if wanted else values[name] for name, wanted in needs.items()
+        ):
+            continue
+        begins = tuple(field for field in fields if field.endswith("_"))
+        asked = [k for k, v in given.items() if v not in (0, "none")]
+        idle = next((k for k in asked if k in fields or k.startswith(begins)), None)
+        if idle:
+            wants = (f"{name}={'|'.join(map(str, wanted))}" if wanted else f"{name} above 0"
+                     for name, wanted in needs.items())  # fmt: skip
+            raise UserError(
+                f"algorithm.{idle}={given[idle]} acts on nothing ({algorithm.name}); it needs "
+                f"algorithm.{' or '.join(wants)}: set that, or leave {idle} unset"
+            )
 
 
 def _check_samples(algorithm: Algorithm, n_samples: int) -> None:
@@ -310,11 +361,6 @@ def _check_kl(algorithm: Algorithm, given: dict) -> None:
             f"algorithm.kl_placement={algorithm.kl_placement} with kl_coefficient=0 is no KL term; "
             "set algorithm.kl_coefficient, or kl_placement=none"
         )
-    if not placed and "kl_placement" not in given and given.get("kl_coefficient"):
-        raise UserError(
-            f"algorithm.kl_coefficient={coefficient:g} has no KL term to weigh, for preset "
-            f"{algorithm.name} has none; set algorithm.kl_placement to reward or loss"
-        )
 
 
 def _check_weights(algorithm: Algorithm, given: dict) -> None:
@@ -337,6 +383,22 @@ def _check_weights(algorithm: Algorithm, given: dict) -> None:
         raise UserError(
             f"algorithm.weight_lower={algorithm.weight_lower} is not below weight_upper="
             f"{algorithm.weight_upper}; every token would be out of bounds"
+        )
+    # What data of the policy itself have must be within the bounds, or nothing is trained on.
+    fresh = 1 if algorithm.weight_statistic == "ratio" else 0
+    least = {"ratio": 0, "k1": -math.inf}.get(algorithm.weight_statistic, fresh)
+    masks = algorithm.weight_action == "mask"
+    if masks and algorithm.weight_upper <= fresh:
+        raise UserError(
+            f"algorithm.weight_upper={algorithm.weight_upper} masks every token that is on policy, "
+            f"whose {algorithm.weight_statistic} is {fresh}; set it above {fresh}"
+        )
+    lower = algorithm.weight_lower
+    if lower != -math.inf and not least < lower < (fresh if masks else math.inf):
+        remedy = f"set it between {least} and {fresh}, or" if least < fresh else "as no bound can,"
+        raise UserError(
+            f"algorithm.weight_lower={lower} bounds no {algorithm.weight_statistic}, or masks all "
+            f"that is on policy; {remedy} leave it unset"
         )
 
 
@@ -390,11 +452,6 @@ def _check_parts(algorithm: Algorithm) -> None:
             f"algorithm.second_moment={a.second_moment:g} compares the behaviour with a recomputed "
             f"proximal policy, got proximal={a.proximal}, decoupled={a.decoupled}; set "
             "proximal=recompute and decoupled=True"
-        )
-    if a.kl_target and a.kl_placement == "none":
-        raise UserError(
-            f"algorithm.kl_target={a.kl_target:g} steers a KL term and there is none; set "
-            "kl_placement to reward or loss"
         )
     if a.data != "rollouts":
         for field, off in (("kl_placement", "none"), ("critic", False), ("second_moment", 0.0),

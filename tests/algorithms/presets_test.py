@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlx import config as rlx_config
-from rlx.algorithms.presets import CHOICES, PRESETS, Algorithm, resolve
+from rlx.algorithms.presets import ACTS, CHOICES, PRESETS, Algorithm, resolve
 from rlx.base import UserError
 from rlx.config import ALGORITHM_OVERRIDES
 
@@ -106,7 +106,7 @@ def test_every_preset_resolves_and_is_hashable(name):
 
 
 def test_an_override_replaces_one_field():
-    a = resolve(overrides(clip_high=0.28, constant_length=9), max_new_tokens=77)
+    a = resolve(overrides(clip_high=0.28, reduction="constant", constant_length=9), 77)
     assert (a.clip_low, a.clip_high, a.constant_length) == (0.2, 0.28, 9)
 
 
@@ -158,8 +158,20 @@ def test_an_unknown_choice_names_its_key(field):
             {"kl_placement": "loss", "kl_coefficient": 0.0, "kl_target": 0.1},
             "set algorithm.kl_coefficient",
         ),
-        ({"kl_coefficient": 0.04}, "kl_coefficient=0.04 has no KL term .* grpo has none"),
-        ({"kl_target": 0.1}, "kl_target=0.1 steers a KL term and there is none"),
+        (
+            {"kl_coefficient": 0.04},
+            r"kl_coefficient=0.04 acts on nothing \(grpo\); it needs .*"
+            "kl_placement=reward|loss: set that, or leave",
+        ),
+        ({"kl_target": 0.1}, r"kl_target=0.1 acts on nothing \(grpo\); .*kl_placement=reward"),
+        ({"weight_upper": 1.0}, "weight_upper=1.0 masks every token that is on policy"),
+        ({"weight_statistic": "k2", "weight_upper": 0.0}, "whose k2 is 0; set it above 0"),
+        ({"weight_statistic": "k1", "weight_upper": -0.5}, "whose k1 is 0; set it above 0"),
+        ({"weight_lower": 1.0}, "set it between 0 and 1, or leave it unset"),
+        ({"weight_lower": 0.0}, "set it between 0 and 1, or leave it unset"),
+        ({"weight_lower": 0.0, "weight_action": "truncate"}, "set it between 0 and 1"),
+        ({"weight_statistic": "k1", "weight_upper": 1.0, "weight_lower": 0.5}, "between -inf and"),
+        ({"weight_statistic": "k3", "weight_upper": 1.0, "weight_lower": 0.5}, "leave it unset"),
         ({"kl_anchor": "teacher"}, "kl_anchor=teacher without a KL term"),
         ({"second_moment": 0.04, "proximal": "loglinear"}, "set proximal=recompute"),
         ({"second_moment": 0.04, "decoupled": False}, "set proximal=recompute"),
@@ -175,6 +187,54 @@ def test_an_unknown_choice_names_its_key(field):
 def test_what_cannot_work_is_explained(values, words):
     with pytest.raises(UserError, match=words):
         resolve(overrides(**values), 8)
+
+
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({"sapo_positive": 2.0}, "loss=sapo"),
+        ({"value_clip": 0.2}, "critic=True"),
+        ({"bootstrap_truncated": True}, "critic=True"),
+        ({"preset": "sapo", "clip_high": 0.3}, "loss=clip"),
+        ({"preset": "rloo", "clip_low": 0.1}, "loss=clip"),
+        ({"preset": "rloo", "dual_clip": 3.0}, "loss=clip"),
+        ({"preset": "rloo", "proximal": "loglinear"}, "loss=clip|sapo or kl_placement=reward"),
+        ({"kl_estimator": "k2"}, "kl_placement=reward|loss"),
+        ({"kl_horizon": 9}, "kl_placement=reward|loss"),
+        ({"preset": "reinforce_pp", "kl_horizon": 9}, "kl_target above 0"),
+        ({"constant_length": 100}, "reduction=constant"),
+        ({"overlong_factor": 2.0}, "overlong_buffer above 0"),
+        ({"decoupled": False, "weight_upper": 3.0}, "decoupled=True"),
+        ({"preset": "sapo", "weight_action": "truncate"}, "decoupled=True"),
+        ({"preset": "m2po", "weight_upper": 3.0}, "weight_action=mask|truncate"),
+        ({"weight_aggregate": "sum"}, "weight_level=sequence"),
+        ({"preset": "rloo", "decoupled": False, "ratio_level": "sequence"}, "loss=clip|sapo or d"),
+        ({"preset": "ppo", "peers": "turn"}, "reward_mean=group or reward_std=group or adv"),
+        ({"pair_beta": 0.3}, "loss=dpo|ipo"),
+        ({"preset": "dpo", "clip_low": 0.1}, "loss=clip|sapo|reinforce"),
+        ({"preset": "sft", "entropy_coefficient": 0.1}, "loss=clip|sapo|reinforce"),
+        ({"preset": "dpo", "weight_upper": 3.0}, "loss=clip|sapo|reinforce"),
+        ({"preset": "sft", "kl_anchor": "reference"}, "kl_placement=reward|loss or loss=dpo|ipo"),
+    ],
+    ids=str,
+)
+def test_an_override_that_acts_on_nothing_names_what_would_make_it_act(values, needs):
+    field, value = list(values.items())[-1]
+    words = f"algorithm.{field}={value} acts on nothing (.*); it needs algorithm.{needs}"
+    with pytest.raises(UserError, match=words.replace("|", r"\|")):
+        resolve(overrides(**values), 8)
+
+
+@pytest.mark.parametrize("field", sorted({f for fields, _ in ACTS for f in fields}))
+def test_the_table_of_what_acts_names_fields(field):
+    assert any(name == field or name.startswith(field) for name in ALGORITHM_OVERRIDES), field
+
+
+def test_what_asks_for_nothing_passes():
+    resolve(overrides(preset="sapo", dual_clip=0.0, value_clip=0.0, critic=False), 8)
+    resolve(overrides(decoupled=False, weight_action="none"), 8)
+    truncated = overrides(weight_action="truncate", weight_upper=1.0, weight_lower=0.5)
+    assert resolve(truncated, 8).weight_upper == 1  # V-trace's own bound
 
 
 def test_rejecting_equal_rewards_needs_something_to_compare():
