@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlx import command
 from rlx.fleet import options
-from rlx.fleet.child import end_with_parent
+from rlx.fleet.child import end_with_parent, keep_private
 
 
 def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES) -> None:
     """Serves until SIGTERM or SIGINT."""
     args = options.parser(engines).parse_args(argv)
+    keep_private()  # /proc/PID/environ holds the token that we were started with
     os.umask(0o077)  # vLLM's sockets and all else that we make: this user's alone
     if args.parent_pid:
         end_with_parent(args.parent_pid)

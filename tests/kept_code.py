@@ -103,9 +103,8 @@ def spy(trainer):
     for pid in near - {os.getpid(), os.getppid()}:
         for name in ("environ", "mem"):
             try:
-                with open(f"/proc/{pid}/{name}", "rb") as file:
-                    if name == "mem" or b"planted" in file.read():
-                        found.append(f"{name} of process {pid}")
+                with open(f"/proc/{pid}/{name}", "rb"):
+                    found.append(f"{name} of process {pid}")
             except OSError:
                 pass
     return found

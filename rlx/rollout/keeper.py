@@ -22,7 +22,9 @@ import sys
 import time
 
 TOO_MANY = 97
-_PDEATHSIG, _CAPBSET_DROP, SUBREAPER, _CAP_SYS_PTRACE = 1, 24, 36, 19  # of prctl
+_PDEATHSIG, _CAPBSET_DROP, SUBREAPER = 1, 24, 36  # of prctl
+# CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_PERFMON: with any of them root reads other processes.
+_LOOKING = (19, 21, 38)
 _LOOK_SECONDS = 0.25
 _END_SECONDS = 5.0  # for processes that we may not kill, or that the kernel cannot end
 
@@ -67,7 +69,8 @@ def _become(libc: ctypes.CDLL, keeper: int, memory: int, command: tuple[str, ...
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_CAPBSET_DROP, _CAP_SYS_PTRACE, 0, 0, 0)  # root's: it reads any process's memory
+        for capability in _LOOKING:
+            libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if memory:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

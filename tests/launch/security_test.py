@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import which
 
 import psutil
 import pytest
@@ -54,6 +55,20 @@ def test_a_process_of_the_same_user_can_call_nothing_without_the_token(servers):
     found = intrude(servers, os.getuid())
     assert set(found["tried"]) == CALLS
     assert found["worked"] == []
+
+
+@pytest.mark.skipif(os.getuid() == 0 and not which("setpriv"), reason="root reads all of /proc")
+def test_a_process_of_the_same_user_cannot_read_the_token(tmp_path):
+    plain = ("setpriv", "--bounding-set=-sys_ptrace,-perfmon,-sys_admin")
+    plain = plain if os.getuid() == 0 else ()  # what every other user lacks anyway
+    with LocalServers("none", workdir=tmp_path, command=(*plain, *COMMAND)) as local:
+        local.wait()
+        (pid,) = local.pids
+        for name in ("environ", "mem"):
+            said = subprocess.run(
+                (*plain, "head", "-c1", f"/proc/{pid}/{name}"), capture_output=True
+            )
+            assert b"Permission denied" in said.stderr, name
 
 
 def test_the_token_is_fresh_and_on_no_command_line(servers, tmp_path):
