@@ -1,10 +1,11 @@
 """Many runs of rlx.main, one after the other, and the records of those that are finished.
 
 An experiment says its variants as flags; `run` starts each with each seed as a user would, in
-OUT/VARIANT/seed-N, and skips what is over already, so a sweep that was stopped goes on, and two
-sweeps with different seeds can share OUT.
+OUT/VARIANT/seed-N, and skips what is over already or under way elsewhere, so a sweep that was
+stopped goes on, and several sweeps can share OUT.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -32,12 +33,20 @@ def run(
     todo = [(name, seed) for seed in seeds for name in variants if not done(out, name, seed)]
     began = time.monotonic()
     for index, (name, seed) in enumerate(todo):
-        if done(out, name, seed):  # by a sweep beside this one
-            continue
-        spent = time.monotonic() - began
-        left = f", {spent / index * (len(todo) - index) / 60:.0f} min left" if index else ""
-        print(f"{index + 1}/{len(todo)} {name} seed {seed}{left}", flush=True)
-        _one(place(out, name, seed), config, [*variants[name], f"--config.seed={seed}"], cores)
+        lock = out / f"{name}-{seed}.lock"
+        out.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # a sweep beside this one has it
+                continue
+            if done(out, name, seed):
+                continue
+            spent = time.monotonic() - began
+            left = f", {spent / index * (len(todo) - index) / 60:.0f} min left" if index else ""
+            print(f"{index + 1}/{len(todo)} {name} seed {seed}{left}", flush=True)
+            _one(place(out, name, seed), config, [*variants[name], f"--config.seed={seed}"], cores)
+            lock.unlink()
 
 
 def place(out: Path, name: str, seed: int) -> Path:
