@@ -20,9 +20,11 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def start(workdir: Path, *flags: str, environment: dict | None = None) -> subprocess.Popen:
+def start(
+    workdir: Path, *flags: str, environment: dict | None = None, command=COMMAND
+) -> subprocess.Popen:
     return subprocess.Popen(
-        [*COMMAND, f"--workdir={workdir}", *flags],
+        [*command, f"--workdir={workdir}", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -417,8 +419,9 @@ def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_pat
 def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
     """The trainer's files end at a megabyte, as by a quota: records fit, the state does not."""
     process = start(
-        tmp_path, "--config.total_steps=12", "--config.fleet.publish=stream",
-        "--config.checkpoint.first_step=6",
+        tmp_path, "--config.total_steps=30", "--config.algorithm.preset=sft",
+        "--config.fleet.num_servers=0", "--config.checkpoint.first_step=20",
+        "--config.sampling.max_new_tokens=128",
     )  # fmt: skip
     wait_for(lambda: records(tmp_path / "metrics.jsonl"))
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (10**6, 10**6))
@@ -428,7 +431,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
     assert len(told) == 2, out
     assert told[0].endswith("training goes on until the next is due")
     assert told[1].startswith("error: ")
-    assert [step["step"] for step in records(tmp_path / "metrics.jsonl")] == list(range(1, 13))
+    assert [step["step"] for step in records(tmp_path / "metrics.jsonl")] == list(range(1, 31))
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
