@@ -252,14 +252,12 @@ class Gateway:
             template["tools"] = list(asked.tools)
         try:
             text = workflows.chat(self._tokenizer, session.verbatim(asked.messages), **template)
-            self._check_length(text)
-            return text, *session.prompt(text, partial(workflows.encode, self._tokenizer))
-        except ApiError:
-            raise
         except Exception as error:  # templates raise what they like
             why = " ".join(str(error).split())[:300]
             message = f"the model's chat template does not take these messages: {why}"
             raise ApiError(400, message, "messages") from error
+        self._check_length(text)
+        return text, *session.prompt(text, partial(workflows.encode, self._tokenizer))
 
     def _check_length(self, text: str) -> None:
         """Raises ApiError for a text far beyond the context, having tokenised little of it.

@@ -29,7 +29,7 @@ class Fleet:
     async def connect(self):
         self._whole = self._agents.fleet(self._engine)
         self._fleet, _ = await self._whole.__aenter__()
-        self.generate = self._fleet.generate
+        self.generate, self.context = self._fleet.generate, self._fleet.context
         return self
 
     async def close(self):
