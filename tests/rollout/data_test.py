@@ -160,7 +160,7 @@ def test_hub_errors_are_one_line(hub):
 
 def test_without_the_package_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'rlx\[hub\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[hub\]'"):
         data.load("openai/gsm8k")
 
 
