@@ -34,6 +34,7 @@ def start_llm(
     cpu = on_cpu()
     _set_environment(cpu)
     try:
+        import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
@@ -72,6 +73,8 @@ def start_llm(
         config = args.create_engine_config()
         if cpu:  # vLLM has just asked for spawn, which imports everything again
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            # Linux lets a process use AMX when it has asked; vLLM's bf16 attention does not ask.
+            torch.cpu._init_amx()
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         words = cause(error)
