@@ -593,7 +593,7 @@ def test_other_models_before_and_after_an_update(tiny_model_dir, tmp_path, archi
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     save_file({name: tensor * np.float32(0.7) for name, tensor in tensors.items()}, weights)
     with servers_of(tmp_path / "m", tmp_path) as servers:
-        served = Served(*servers.wait())
+        served = Served(*servers.wait(), servers.token)
         try:
             before = served.ask(prompt_of(1), n=2, max_new_tokens=20)
             served.do(served.load(weights, 1))
@@ -627,7 +627,7 @@ def test_an_engine_that_is_killed_leaves_its_tokens_and_ends_the_server(
     tiny_model_dir, tmp_path, model
 ):
     with servers_of(tiny_model_dir, tmp_path) as servers:
-        served = Served(*servers.wait())
+        served = Served(*servers.wait(), servers.token)
         pid, out = servers.pids[0], {}
         server, core = psutil.Process(pid), engine_core(pid)
 
