@@ -160,7 +160,7 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
         model_config = None
 
     monkeypatch.setattr(loop, "prepare", lambda config: Inputs)
-    monkeypatch.setattr(loop, "claim", lambda config, workdir: None)
+    monkeypatch.setattr(loop.resume, "claim", lambda config, workdir: [])
     monkeypatch.setattr(loop, "_Run", fails)
     monkeypatch.setattr(memory, "advice", lambda config, model, started: "lower this")
     monkeypatch.setattr(loop, "occupied", lambda workdir: nullcontext())
