@@ -79,7 +79,7 @@ class Trajectory:
 
 
 def malformed(trajectory: Trajectory) -> str | None:
-    """Why a trajectory cannot be trained on, or None where it can."""
+    """Return why a trajectory's arrays cannot be trained on, or None where they can."""
     t = trajectory
     shapes = {len(t.tokens), len(t.loss_mask), len(t.behaviour_logprobs), len(t.versions)}
     if len(shapes) != 1 or 0 in shapes:

@@ -168,7 +168,7 @@ class _Run:
             self.progress.message(text)
 
     def _disk(self) -> str:
-        """What is to be said of the room for checkpoints; raises DiskFull where there is none."""
+        """Return the warning about disk space for checkpoints; raise DiskFull where none fits."""
         there = [self.workdir / "checkpoints", self.workdir / "hf"]
         files = [path for place in there for path in place.rglob("*") if path.is_file()]
         return memory.disk_foresight(

@@ -80,13 +80,13 @@ def _begin_anew(workdir: Path) -> str:
 
 
 def last_step(workdir: Path) -> Mapping[str, Any]:
-    """The last readable record of metrics.jsonl; empty where there is none."""
+    """Return the last readable record of metrics.jsonl; empty where there is none."""
     records = [r for r in read_jsonl(workdir / "metrics.jsonl") if has_step(r)]
     return max(records, key=lambda record: record["step"], default={})
 
 
 def done_again(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """What a run says that goes on after a checkpoint.
+    """Return the line that announces a continuation: how many steps and prompts are done again.
 
     Args:
       host: of the checkpoint. last: the record of the last step that was made after it.
@@ -106,13 +106,13 @@ def done_again(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What to say where a run goes on under other conditions, by environment.json; or nothing."""
+    """Return the warning for a run that continues on another machine or layout; "" where none."""
     changed = [text for text in differences(before, now) if text.split(" ")[0] in SAME]
     return f"not where the run began, so its bits will differ: {'; '.join(changed)}" * bool(changed)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """`key old → new` of what both have and is not the same; keys that one lacks say nothing."""
+    """Yield `key old → new` for each key that both have with different values."""
     old, new = dict(_leaves(before)), dict(_leaves(now))
     for key in old:
         if key in new and old[key] != new[key]:

@@ -262,7 +262,8 @@ class Gateway:
     def _check_length(self, text: str) -> None:
         """Raises ApiError for a text far beyond the context, having tokenised little of it.
 
-        Cut into pieces, a text has a few tokens more than as a whole, and never twice as many.
+        Cut into pieces, a text has a few tokens more than as a whole: twice as many is a wide
+        margin, not a proved one. What is between one and two contexts the fleet refuses.
         """
         context, counted = self._fleet.context, 0
         if not context or len(text) <= _PIECE:

@@ -163,7 +163,7 @@ class RolloutService(rpc.RolloutServicer):
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
-        """Room for `count` more samples; one call is let in whatever its size when none is here."""
+        """Hold `count` places of the queue; an empty server lets one call in, whatever its size."""
         if self._here and self._here + count > self._max_queue:
             raise RequestError(
                 _Code.RESOURCE_EXHAUSTED,

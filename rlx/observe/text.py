@@ -90,7 +90,7 @@ def shares(parts: Sequence[float], width: int) -> list[int]:
 
 
 def plain(text: str) -> str:
-    """`text` for a terminal: without colours, and with what else would command it written out.
+    """Return `text` made safe for a terminal: colours dropped, control characters written out.
 
     Model outputs, rows, users' exceptions, names of directories and logs of servers reach the
     terminal; `ESC [2J` in one of them would clear it.

@@ -401,7 +401,7 @@ class Executor:
                 )
 
     def _unfit(self, trajectory: Trajectory) -> str:
-        """Why the update would not take a trajectory; empty where it would."""
+        """Return why a trajectory cannot be trained on; empty where it can."""
         if found := reward_pool.problem(trajectory.reward):
             return f"the reward {found}"
         if found := malformed(trajectory):

@@ -52,11 +52,11 @@ class Window:
         self._failed: deque[bool] = deque(maxlen=patience.window)
 
     def add(self, failed: bool) -> None:
-        """An attempt has ended."""
+        """Record the outcome of an attempt."""
         self._failed.append(failed)
 
     def verdict(self, error: BaseException, what: str) -> Exception | None:
-        """What ends the run after a failure, or None while failures are few enough.
+        """Return the error that ends the run, or None while failures are few enough.
 
         Args:
           error: of the last failure. Where it is the user's to mend, so is the result.
@@ -79,7 +79,7 @@ class Window:
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """A row in one short line, without its answer."""
+    """Return a row as one short line, without its answer."""
     return str({key: value for key, value in row.items() if key != "answer"})[:_CHARACTERS]
 
 
@@ -87,7 +87,7 @@ def skip_record(
     which: str, group_id: int, index: int, row: Mapping[str, Any], attempts: int,
     error: BaseException,
 ) -> dict[str, Any]:  # fmt: skip
-    """A line of skipped.jsonl.
+    """Return the record of a skipped row, a line of skipped.jsonl.
 
     Args:
       which: train or eval.
@@ -106,7 +106,7 @@ def skip_record(
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """A skipped row for the terminal: the last line of its failure, which says why."""
+    """Return the terminal's line for a skipped row, with the last line of its failure."""
     why = (record["message"].strip().splitlines() or [""])[-1][:_CHARACTERS]
     return (
         f"skipped {record['which']} row {record['row']} after {record['attempts']} attempts "
