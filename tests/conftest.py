@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("no_clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no_clocks")
 
+pytest_plugins = ["tests.fixtures.fleet", "tests.fixtures.model", "tests.fixtures.rollout"]
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlx.base import UserError
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_plan
 
-SCRIPT = str(Path(__file__).parent.parent / "fleet" / "arithmetic_engine.py")
+SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")
 COMMAND = (sys.executable, SCRIPT)
 
 

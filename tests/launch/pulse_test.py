@@ -9,7 +9,7 @@ import pytest
 from rlx.launch.local import LocalServers
 from rlx.launch.pulse import Pulse
 
-SCRIPT = str(Path(__file__).parent.parent / "fleet" / "arithmetic_engine.py")
+SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")
 
 
 class Clock:

@@ -18,7 +18,7 @@ from rlx.fleet.scratch import Scratch
 from rlx.launch.local import LocalServers
 
 TESTS = Path(__file__).parent
-COMMAND = (sys.executable, str(TESTS.parent / "fleet" / "arithmetic_engine.py"))
+COMMAND = (sys.executable, str(TESTS.parent / "fixtures" / "arithmetic_engine.py"))
 NOBODY = 65534
 CALLS = {"Generate", "Score", "Publish", "Pause", "Resume", "Status"}
 
