@@ -12,7 +12,7 @@ import tempfile
 from rlx import command
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
 from rlx.launch.local import LocalServers
 

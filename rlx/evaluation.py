@@ -27,7 +27,7 @@ from rlx.agents import chosen
 from rlx.base import Group, Unavailable, UserError
 from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.inputs import load_tokenizer, patience
 from rlx.launch.occupancy import make_directory, occupied
 from rlx.model.directory import load_config, resolve

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from rlx import teacher
 from rlx.algorithms.presets import Algorithm
 from rlx.base import Group, UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl

@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from rlx import memory, records, remedies, resume, teacher
 from rlx.base import DiskFull, Group, UserError
 from rlx.export import Export
-from rlx.fleet import compile_cache, wire
+from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.nobody import Nobody
@@ -48,7 +48,7 @@ from rlx.interrupts import interrupts
 from rlx.launch import allowance
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
 from rlx.launch.occupancy import Killed, make_directory, occupied
-from rlx.model import hf
+from rlx.model import compile_cache, hf
 from rlx.model import params as parameters
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.observe.metrics import MetricsWriter

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rlx.base import DiskFull
-from rlx.fleet.programs import make_plan
+from rlx.engines.jax.programs import make_plan
 from rlx.launch.allowance import Allowance
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
@@ -27,7 +27,7 @@ from rlx.train.update import make_steps
 Bytes = dict[str, int]
 
 _UPDATE = 2.6  # float32 copies of the parameters at an optimizer update, beside the state
-_VLLM_CPU_KV = 4 << 30  # the most that rlx.fleet.vllm_start asks for on a CPU
+_VLLM_CPU_KV = 4 << 30  # the most that rlx.engines.vllm.vllm_start asks for on a CPU
 
 
 def longest(config: ConfigDict) -> int:

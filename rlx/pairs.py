@@ -11,10 +11,9 @@ from rlx import consistency
 from rlx.base import install
 from rlx.causes import Case, advice, diagnose
 from rlx.consistency import Report, Sample, Scorer, Tolerance
-from rlx.fleet import compile_cache
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.model import hf
+from rlx.model import compile_cache, hf
 
 
 def case_of(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlx.base import UserError
-from rlx.fleet.kv_memory import device_is_full
+from rlx.engines.kv_memory import device_is_full
 from rlx.launch import allowance
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from rlx import command
-from rlx.fleet import options
+from rlx.engines import options
 from rlx.fleet.child import end_with_parent, keep_private
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES)
 
 
 async def _serve(args: argparse.Namespace, engine: Callable) -> None:
-    from rlx.fleet import server
+    from rlx.engines import server
 
     stop = asyncio.Event()
 

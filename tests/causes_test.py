@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from rlx import consistency
 from rlx.causes import CAUSES, Case, advice, diagnose
 from rlx.consistency import EXACT, ROUNDED, Sample, Scorer
-from rlx.fleet.engine import Request, Sampling
-from rlx.fleet.engine_jax import JaxEngine
+from rlx.engines.jax.jax_engine import JaxEngine
+from rlx.fleet.requests import Request, Sampling
 from rlx.fleet.sample import Completion
 from rlx.model import hf
 

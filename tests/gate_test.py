@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 FORGETFUL = """
 import sys
 from rlx import command, serve
-from rlx.fleet.engine_jax import JaxEngine
+from rlx.engines.jax.jax_engine import JaxEngine
 
 load = JaxEngine.load
 

@@ -11,8 +11,9 @@ import pytest
 from rlx import memory
 from rlx.base import DiskFull
 from rlx.config import default
+from rlx.engines.jax import decode
 from rlx.launch.allowance import Allowance
-from rlx.model import decode, lora, params
+from rlx.model import lora, params
 from rlx.model.config import ModelConfig
 from rlx.train.update import make_steps
 

@@ -13,7 +13,7 @@ import pytest
 
 from rlx import remedies
 from rlx.base import UserError
-from rlx.fleet import kv_memory
+from rlx.engines import kv_memory
 from rlx.launch import endings
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}

@@ -25,6 +25,7 @@ ORDER = (
     ("train",),
     ("observe",),
     ("fleet",),
+    ("engines",),
     ("rollout",),
     ("agents",),
     ("launch",),
@@ -40,12 +41,16 @@ ORDER = (
     COMMANDS,
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-LIGHT_ROOMS = ("", "base", "config", "observe", "fleet", "rollout", "agents", "launch", "plan")
-LIGHT_FILES = ("algorithms/presets.py", "train/packing.py", "model/config.py", "model/directory.py",
-               "model/replaced.py", "model/tensors.py")  # fmt: skip
+LIGHT_ROOMS = ("", "base", "config", "observe", "fleet", "engines", "rollout", "agents",
+               "launch", "plan")  # fmt: skip
+LIGHT_FILES = (
+    "algorithms/presets.py", "train/packing.py", "model/compile_cache.py", "model/config.py",
+    "model/directory.py", "model/replaced.py", "model/tensors.py",
+)  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
-    "fleet/engine_jax.py", "fleet/programs.py", "fleet/scoring.py", "fleet/engine_vllm.py",
-    "fleet/vllm_start.py", "fleet/vllm_worker.py", "fleet/openai_http.py",
+    "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/programs.py",
+    "engines/jax/sampling.py", "engines/jax/scoring.py", "engines/vllm/openai_http.py",
+    "engines/vllm/vllm_engine.py", "engines/vllm/vllm_start.py", "engines/vllm/vllm_worker.py",
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 80

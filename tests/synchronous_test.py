@@ -15,7 +15,7 @@ import pytest
 
 from rlx import config as config_lib
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 from rlx.model import hf
 from rlx.rollout.data import Cursor

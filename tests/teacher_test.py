@@ -16,8 +16,8 @@ from rlx import teacher
 from rlx.algorithms import presets
 from rlx.base import UserError
 from rlx.config import check, default
+from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Limits
-from rlx.fleet.server import Server
 from rlx.inputs import server_options
 from rlx.model import hf
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.bench import process
 from rlx.base import Group
-from rlx.fleet.engine import Chunk, EngineStatus, Request
+from rlx.fleet.requests import Chunk, EngineStatus, Request
 from rlx.fleet.sample import Completion
 
 SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 64, 64
@@ -138,7 +138,7 @@ class Result:
 
 def drive(fleet, live: int, seconds: float, connect: bool) -> Result:
     """Runs the executor as the loop does, and measures it once `live` prompts wait."""
-    from rlx.fleet.engine import Sampling
+    from rlx.fleet.requests import Sampling
     from rlx.rollout.data import Cursor
     from rlx.rollout.executor import Executor
     from rlx.rollout.staleness import Limits
@@ -186,7 +186,7 @@ def rss() -> float:
 
 def serve(live: int, pipe) -> None:
     """The server process; ends when the pipe closes."""
-    from rlx.fleet.server import serve as run
+    from rlx.engines.server import serve as run
 
     async def main() -> None:
         stop = asyncio.Event()

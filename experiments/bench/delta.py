@@ -32,7 +32,7 @@ import numpy as np
 from experiments.bench.process import cores_of, median_spread
 from rlx import serve
 from rlx.fleet import delta, publish
-from rlx.fleet.engine import EngineStatus
+from rlx.fleet.requests import EngineStatus
 from rlx.launch.local import CpuPlan, LocalServers
 
 STEPS = {

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx.fleet.engine import Request, Sampling
-from rlx.fleet.engine_jax import JaxEngine
+from rlx.engines.jax.jax_engine import JaxEngine
+from rlx.fleet.requests import Request, Sampling
 from rlx.model import hf, params
 from rlx.model.config import ModelConfig
 

@@ -22,9 +22,9 @@ import numpy as np
 
 from experiments.bench import workload
 from rlx import serve
-from rlx.fleet import options as server_options
+from rlx.engines import options as server_options
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Chunk, EngineStatus, Request, Sampling
+from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 
 GROUPS, SAMPLES, NEW_TOKENS = 8, 8, 64  # live at a time: 64 sequences
@@ -127,7 +127,7 @@ async def wire_part(seconds: float, directory: str, cores: list[int]) -> None:
 
 async def jax_part(seconds: float, directory: str, cores: list[int]) -> None:
     """Both engines run on the second core, in turns; the wire's client has the first."""
-    from rlx.fleet.engine_jax import JaxEngine
+    from rlx.engines.jax.jax_engine import JaxEngine
 
     model = await asyncio.to_thread(workload.make, Path(directory) / "workload") / "model"
     options = {"slots": 64, "max_model_len": 128, "decode_steps": 8}

@@ -21,7 +21,7 @@ import numpy as np
 from experiments.bench import process
 from rlx import consistency
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import hf
 

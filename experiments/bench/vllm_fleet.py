@@ -28,7 +28,7 @@ import psutil
 
 from experiments.bench import process, vllm_workers
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Job, Sample
 from rlx.inputs import load_tokenizer
 from rlx.launch.local import CpuPlan, LocalServers

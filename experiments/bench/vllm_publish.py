@@ -38,7 +38,7 @@ from experiments.bench import process, vllm_workers
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.client import Limits
-from rlx.fleet.engine import Request, Sampling
+from rlx.fleet.requests import Request, Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 
 PROMPT, MAX_LEN = 32, 512

@@ -3,8 +3,8 @@
     python -m experiments.bench.vllm_workers offline|evaluate|reload --model=DIR …
 
 A rival runs in a process of its own on the server's core, with the settings that VllmEngine gives
-vLLM (rlx/fleet/engine_vllm.py: eager, one process for EngineCore and worker, blocks of 32, whole
-prefills), and takes one JSON line of work at a time. While it has none it costs nothing.
+vLLM (rlx/engines/vllm/vllm_engine.py: eager, one process for EngineCore and worker, blocks of 32,
+whole prefills), and takes one JSON line of work at a time. While it has none it costs nothing.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def make(path: str) -> None:
 
 def kv_bytes(path: Path, tokens: int, dtype: str) -> int:
     """KV cache for `tokens` tokens, as VllmEngine reckons it."""
-    from rlx.fleet.vllm_start import kv_bytes
+    from rlx.engines.vllm.vllm_start import kv_bytes
     from rlx.model.directory import load_config
 
     return kv_bytes(load_config(path), tokens, dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlx.config import unknown
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CHOICES = 128

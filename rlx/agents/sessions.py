@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 
 _REMEMBERED = 100_000  # ended keys, which are answered otherwise than wrong ones

@@ -21,7 +21,7 @@ from rlx.agents import loading, returned, trajectories
 from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.rollout.kept import NO_LIMITS, Limits
 from rlx.rollout.reward_pool import Span
 from rlx.rollout.workflows import Generator

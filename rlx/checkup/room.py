@@ -10,7 +10,7 @@ from rlx import memory, teacher
 from rlx.base import UserError
 from rlx.checkup import machine
 from rlx.checkup.findings import Finding
-from rlx.fleet.vllm_start import on_cpu
+from rlx.engines.vllm.vllm_start import on_cpu
 from rlx.inputs import has_servers
 from rlx.launch import allowance
 from rlx.launch.allowance import Allowance

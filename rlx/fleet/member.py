@@ -21,8 +21,8 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
-from rlx.fleet.engine import Request, ScoreRequest, Scores
 from rlx.fleet.publish import Delta, Weights, chunks
+from rlx.fleet.requests import Request, ScoreRequest, Scores
 
 _Code = grpc.StatusCode
 _BAD_REQUEST = (_Code.INVALID_ARGUMENT, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED)

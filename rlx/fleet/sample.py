@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlx.fleet.engine import Request, Sampling
+from rlx.fleet.requests import Request, Sampling
 from rlx.fleet.wire import Piece
 
 

@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 
 from rlx.fleet import rollout_pb2 as pb
-from rlx.fleet.engine import (
+from rlx.fleet.requests import (
     LEAST_TEMPERATURE,
     MOST_TEMPERATURE,
     Chunk,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rollout.reward_pool import Span
 from rlx.rollout.workflows import RLVR, Generator, encode, trajectory

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlx.base import Unavailable
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.rollout.failures import Patience
 from rlx.rollout.workflows import Generator, Workflow
 

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlx.base import Group, Trajectory, Unavailable, UserError, malformed
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.rollout import buffer as buffers
 from rlx.rollout import evaluation, failures, reward_pool, staleness
 from rlx.rollout.data import Cursor

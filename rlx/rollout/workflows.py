@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rollout.reward_pool import Call, RewardPool, Span
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlx.agents import chat
 from rlx.agents.chat import ApiError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 
 DEFAULTS = Sampling(temperature=0.6, top_p=0.95, max_new_tokens=100, stop=("X",), seed=3)
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}

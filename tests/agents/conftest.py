@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.agents.gateway import Gateway
+from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Limits
-from rlx.fleet.engine import Sampling
-from rlx.fleet.server import Server
+from rlx.fleet.requests import Sampling
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from rlx import evaluation
 from rlx.agents import chosen
 from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import RLVR
 

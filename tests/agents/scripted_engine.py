@@ -9,7 +9,7 @@ end it as a model's engine would. Without a script it repeats what the last user
 import asyncio
 import re
 
-from rlx.fleet.engine import Chunk, EngineStatus
+from rlx.fleet.requests import Chunk, EngineStatus
 
 TEMPLATE = (
     "{% if tools %}<|system|>tools <tool_call>: {{ tools | map(attribute='function') "

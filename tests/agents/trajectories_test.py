@@ -5,7 +5,7 @@ import pytest
 
 from rlx.agents import trajectories
 from rlx.agents.sessions import Interaction, Sessions
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 
 

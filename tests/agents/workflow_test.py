@@ -11,7 +11,7 @@ from rlx.agents import chosen
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import Executor
 from rlx.rollout.failures import Patience, RolloutError

@@ -11,12 +11,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlx.base import UserError
+from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet import adapter, publish
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Request, Sampling
-from rlx.fleet.engine_jax import JaxEngine
 from rlx.fleet.publish import Adapter
+from rlx.fleet.requests import Request, Sampling
 from rlx.launch.local import LocalServers
 from rlx.model import hf, lora, peft
 from rlx.model.lora import LoraConfig

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 
 BURST = 4000  # gRPC's own server cancels calls beyond 3000 that wait to be accepted
 

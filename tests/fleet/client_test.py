@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
+from rlx.engines.server import Server
 from rlx.fleet import publish
 from rlx.fleet.client import Fleet, Limits
-from rlx.fleet.engine import Sampling
 from rlx.fleet.member import Failed
-from rlx.fleet.server import Server
+from rlx.fleet.requests import Sampling
 
 PROMPT = [1, 2, 3]
 

@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlx.base import UserError
+from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet import delta, member, publish
 from rlx.fleet import rollout_pb2 as pb
-from rlx.fleet.engine import Request, Sampling
-from rlx.fleet.engine_jax import JaxEngine
+from rlx.fleet.requests import Request, Sampling
 from rlx.launch.local import LocalServers
 from rlx.model import hf
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlx.config import default
 from rlx.fleet.client import Fleet, Limits
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 
 PROMPT = [1, 2, 3]

@@ -8,8 +8,8 @@ import pytest
 from rlx.base import UserError
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Sampling
 from rlx.fleet.publish import checksum, write_weights
+from rlx.fleet.requests import Sampling
 
 
 async def publish(tools, tmp_path, server, version, scale):

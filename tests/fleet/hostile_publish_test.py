@@ -192,7 +192,7 @@ def test_sizes_have_limits(tools, tmp_path):
 
 
 def test_a_drip_ends_with_the_whole_publish(tools, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlx.fleet.service.PUBLISH_SECONDS", 0.5)
+    monkeypatch.setattr("rlx.engines.service.PUBLISH_SECONDS", 0.5)
 
     async def drip():
         yield header(num_bytes=1 << 20)

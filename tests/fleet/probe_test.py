@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlx.fleet.engine import Sampling
 from rlx.fleet.member import Failed
+from rlx.fleet.requests import Sampling
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
 SAMPLING = Sampling(max_new_tokens=6, min_new_tokens=6, seed=3)

@@ -7,10 +7,10 @@ import pytest
 import trustme
 
 from rlx.base import UserError
+from rlx.engines.server import Server
 from rlx.fleet import tls
 from rlx.fleet.client import Fleet
-from rlx.fleet.engine import Sampling
-from rlx.fleet.server import Server
+from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls
 
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)

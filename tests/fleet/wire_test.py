@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import rlx
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import wire
-from rlx.fleet.engine import Chunk, Request, Sampling, ScoreRequest, Scores
+from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores
 
 ROOT = Path(rlx.__file__).parent.parent
 INT32 = st.integers(0, 2**31 - 1)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.fleet.engine import Sampling
 from rlx.fleet.nobody import Nobody
+from rlx.fleet.requests import Sampling
 from rlx.rollout.data import Cursor
 from rlx.rollout.datasets import Demonstrations, Preferences, end_token
 from rlx.rollout.executor import Executor

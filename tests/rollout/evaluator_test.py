@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rlx.base import UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.failures import Patience, RolloutError, Skipped
 

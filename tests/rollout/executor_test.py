@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlx.base import Unavailable, UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted, group_seed
 from rlx.rollout.failures import Patience, RolloutError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.rollout.staleness import Limits
 from rlx.rollout.taught import Taught
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.fleet.engine import Sampling
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rollout.reward_pool import RewardError, RewardPool
 from rlx.rollout.workflows import RLVR

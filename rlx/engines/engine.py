@@ -1,0 +1,69 @@
+"""The protocol between a rollout server and the engine that produces its tokens.
+
+The server (gRPC) knows only this; the JAX engine and the vLLM engine implement it.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from rlx.fleet.requests import Chunk, EngineStatus, Request, ScoreRequest, Scores
+
+
+class EngineStopped(RuntimeError):
+    """The engine broke and serves nothing any more; its cause is what broke it."""
+
+
+class Engine(Protocol):
+    """An asyncio-facing engine; every method is called from the server's event loop.
+
+    Once the engine is broken for good, every method but `close` raises EngineStopped, and so do
+    the streams under way.
+    """
+
+    async def start(self) -> None:
+        """Loads the model and compiles; raises UserError when it cannot serve."""
+        ...
+
+    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Streams chunks of all samples until each has a stop reason. Closing it aborts them.
+
+        Raises ValueError (with the remedy) before the first chunk for a request that cannot be
+        served: empty prompt, token out of vocabulary, prompt longer than max_model_len.
+        """
+        ...
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """The logprobs of `tokens[first:]` under the current weights, beside running requests.
+
+        Waits while the engine is paused. Cancelling it withdraws the request. Raises ValueError
+        (with the remedy) for one that cannot be served: token out of vocabulary, longer than
+        max_model_len.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Returns once no decode step is running; running requests are kept."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, path: str, version: int, kv: str = "keep") -> int:
+        """Replaces the weights by a safetensors file with HF names; paused or in full swing.
+
+        Reading and checking (names, shapes, finite) go on beside decoding; only the exchange
+        happens between two decode steps. On ValueError nothing was touched: the old weights and
+        version still serve. Tokens decoded afterwards carry `version`. A new request never meets
+        the old weights' keys and values.
+
+        Args:
+          kv: what becomes of running requests: `keep` their cache, `recompute` it with the new
+            weights, or `abort` them, for their clients to send again with the tokens so far.
+
+        Returns:
+          ns for which no decode step could run.
+        """
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,445 @@
+"""The decoder as an engine runs it: prompts into a KV cache, then a token per slot and step. Pure.
+
+Why not decoder.py's `hidden`: serving wants other layouts. Weights are per layer (a scan would
+copy every layer's slice at every step), fused (q, k, v together; gate and up together) and stored
+[out, in]: XLA's CPU matrix product then adds in one order whatever the number of rows, which is
+what keeps a completion independent of its batch. Keys are stored [head_dim, length] and values
+[length, head_dim]: both of attention's products read the cache in order.
+
+Shapes: S slots, P prompts, T prompt tokens, N cache length, K key/value heads, G query heads per
+key/value head, H head width, R steps of one decode call.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx.engines.jax.sampling import row_sum
+from rlx.model import params as parameters
+from rlx.model.config import ModelConfig
+from rlx.model.decoder import rope_tables
+
+
+class ServingParams(NamedTuple):
+    """Weights as the engine reads them; every matrix is [out, in].
+
+    Attributes:
+      embed, head: [V, D] (the same array when tied). final_norm: [D].
+      layers: per layer, `input_norm`, `qkv` [(G·K + 2·K)·H, D], `o`, `post_norm`,
+        `gate_up` [2·F, D], `down`, and where the model has them `qkv_bias`, `o_bias`, `q_norm`,
+        `k_norm`.
+    """
+
+    embed: jax.Array
+    layers: tuple[dict[str, jax.Array], ...]
+    final_norm: jax.Array
+    head: jax.Array
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys [S, K, H, N] and values [S, K, N, H]; of a decode call's own tokens, both
+    [S, K, R, H]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+Cache = tuple[LayerCache, ...]
+
+
+def serving_params(
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any
+) -> ServingParams:
+    """Weights in the engine's layout, which is HF's but for what is joined.
+
+    Args:
+      tensors: with HF's names and layouts, already checked against `config`
+        (rlx.model.hf.check_tensors); each is read once, so it may be lazy.
+      dtype: of the result, and of the engine's activations and cache.
+    """
+    names = {row.path[-1]: row.hf for row in parameters.table(config)}
+
+    def read(name, layer=0):
+        return np.asarray(tensors[names[name].format(layer)])
+
+    def put(*parts):
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return jnp.asarray(np.ascontiguousarray(whole, dtype))
+
+    def layer(index):
+        joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+        if config.attention_bias:
+            joined["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
+        alone = ("input_norm", "post_norm", "o", "o_bias", "down", "q_norm", "k_norm")
+        joined |= {name: (name,) for name in alone if name in names}
+        return {key: put(*(read(n, index) for n in parts)) for key, parts in joined.items()}
+
+    embed = put(read("embed"))
+    return ServingParams(
+        embed=embed,
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=put(read("final_norm")),
+        head=embed if config.tie_embeddings else put(read("lm_head")),
+    )
+
+
+def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cache:
+    """An empty cache for `slots` sequences of at most `length` tokens."""
+    keys = (slots, config.num_kv_heads, config.head_dim, length)
+    values = (slots, config.num_kv_heads, length, config.head_dim)
+    return tuple(
+        LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+        for _ in range(config.num_layers)
+    )
+
+
+def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cache:
+    """Empty places for the tokens of one decode call."""
+    empty = jnp.zeros((slots, config.num_kv_heads, steps, config.head_dim), dtype)
+    return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """decoder.rms_norm with a sum that does not depend on the number of rows."""
+    x32 = x.astype(jnp.float32)
+    mean = row_sum(x32 * x32) / x.shape[-1]
+    return (x32 * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * scale
+
+
+def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+    """Always of two matrices: with a third axis XLA's order of adding depends on its size."""
+    y = jnp.einsum("rd,fd->rf", x.reshape(-1, x.shape[-1]), layer[name])
+    y = y.reshape(*x.shape[:-1], -1)
+    bias = layer.get(f"{name}_bias")
+    return y if bias is None else y + bias
+
+
+def _qkv(layer, config: ModelConfig, x, angles):
+    """q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D]; RoPE applied."""
+    fused = _linear(layer, "qkv", _rms_norm(x, layer["input_norm"], config.rms_eps))
+    heads = fused.reshape(*x.shape[:-1], -1, config.head_dim)
+    n, m = config.num_heads, config.num_kv_heads
+    q, k, v = heads[..., :n, :], heads[..., n : n + m, :], heads[..., n + m :, :]
+    if config.qk_norm:
+        q = _rms_norm(q, layer["q_norm"], config.rms_eps)
+        k = _rms_norm(k, layer["k_norm"], config.rms_eps)
+    return _rotate(q, angles), _rotate(k, angles), v
+
+
+def _angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, ±sin) of positions, [...] int32 → two [..., 2, H/2] float32: factors of both halves."""
+    cos, sin = rope_tables(config, positions)
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+
+
+def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """rope.rotate by exchanging the halves, which vectorises where joining them does not."""
+    cos, sin = (factor[..., None, :, :] for factor in angles)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    return (halves * cos + halves[..., ::-1, :] * sin).astype(x.dtype).reshape(x.shape)
+
+
+def _finish_layer(layer, config: ModelConfig, x, mixed):
+    """The residual stream after attention's output projection and the MLP."""
+    x = x + _linear(layer, "o", mixed)
+    gate_up = _linear(layer, "gate_up", _rms_norm(x, layer["post_norm"], config.rms_eps))
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return x + _linear(layer, "down", jax.nn.silu(gate) * up)
+
+
+def prefill(
+    params: ServingParams, config: ModelConfig, tokens: jax.Array, chunks: jax.Array, chunk: int
+) -> Cache:
+    """Keys and values of prompts, `chunk` positions at a time: one program for every length.
+
+    Args:
+      tokens: [P, T] int32, T a multiple of `chunk`; a row may be padded at the end, for attention
+        is causal and what padding leaves in the cache is never read.
+      chunks: scalar int32, how many chunks hold tokens; places after them stay zero.
+
+    Returns:
+      A Cache of P rows and length T.
+    """
+
+    def advance(state):
+        index, cache = state
+        part = jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1)
+        _, cache = _advance(params, config, cache, part, index * chunk)
+        return index + 1, cache  # nobody reads the last layer's output, so XLA does not make it
+
+    prompts, length = tokens.shape
+    empty = init_cache(config, prompts, length, params.embed.dtype)
+    return jax.lax.while_loop(lambda state: state[0] < chunks, advance, (jnp.int32(0), empty))[1]
+
+
+def score(
+    params: ServingParams,
+    config: ModelConfig,
+    cache: Cache,
+    tokens: jax.Array,
+    targets: jax.Array,
+    start: jax.Array,
+    wanted: jax.Array,
+    temperature: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Log-probabilities of the tokens after a chunk of one sequence, and the cache with the chunk.
+
+        logprob_i = log softmax(logits_{start + i} / temperature)[target_i]
+
+    Args:
+      cache: of one row; holds the positions before `start`.
+      tokens: [1, C] int32, the tokens at positions start … start + C − 1.
+      targets: [C] int32, each one's successor.
+      start: scalar int32. temperature: scalar float32, > 0.
+      wanted: scalar bool; without it there are zeros and no logits.
+
+    Returns:
+      [C] float32 (nats, ≤ 0), and the cache.
+    """
+    x, cache = _advance(params, config, cache, tokens, start)
+
+    def logprobs():
+        last = _rms_norm(x[0], params.final_norm, config.rms_eps)
+        logits = jnp.einsum("cd,vd->cv", last, params.head, preferred_element_type=jnp.float32)
+        logits = logits / temperature
+        picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return picked - jax.nn.logsumexp(logits, axis=-1)
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    return jax.lax.cond(wanted, logprobs, lambda: zeros), cache
+
+
+def _advance(
+    params: ServingParams, config: ModelConfig, cache: Cache, part: jax.Array, start: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """The residual stream of `part` [P, C], tokens at positions start …, after the last layer
+    [P, C, D], and the rows' cache with the keys and values of `part`."""
+    positions = start + jnp.arange(part.shape[1])
+    angles = _angles(config, jnp.broadcast_to(positions, part.shape))
+    x = params.embed[part]
+    filled = []
+    for layer, old in zip(params.layers, cache, strict=True):
+        q, k, v = _qkv(layer, config, x, angles)
+        keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+        new = LayerCache(
+            jax.lax.dynamic_update_slice_in_dim(old.keys, keys, start, 3),
+            jax.lax.dynamic_update_slice_in_dim(old.values, values, start, 2),
+        )
+        filled.append(new)
+        x = _finish_layer(layer, config, x, _prompt_attention(q, new, start))
+    return x, tuple(filled)
+
+
+def _prompt_attention(q: jax.Array, cache: LayerCache, start: jax.Array) -> jax.Array:
+    """[P, C, G·K, H] queries at positions start … over the rows' own cache → [P, C, G·K·H]."""
+    prompts, chunk, heads, width = q.shape
+    kv_heads, length = cache.keys.shape[1], cache.keys.shape[3]
+    q = q.reshape(prompts, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4) * width**-0.5
+    q = q.reshape(prompts, kv_heads, -1, width)  # one axis of queries: see _linear
+    scores = jnp.einsum("pkqh,pkhs->pkqs", q, cache.keys, preferred_element_type=jnp.float32)
+    seen = jnp.arange(length) <= start + jnp.arange(chunk)[:, None]
+    scores = jnp.where(jnp.tile(seen, (heads // kv_heads, 1)), scores, -jnp.inf)
+    weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+    weights = (weights / row_sum(weights)).astype(cache.values.dtype)
+    mixed = jnp.einsum("pkqs,pksh->pkqh", weights, cache.values)
+    mixed = mixed.reshape(prompts, kv_heads, -1, chunk, width).transpose(0, 3, 1, 2, 4)
+    return mixed.reshape(prompts, chunk, heads * width)
+
+
+def insert(cache: Cache, prompts: Cache, rows: jax.Array, slots: jax.Array, count) -> Cache:
+    """Copies prompt `rows[i]` into slot `slots[i]`, positions from 0, for i < count.
+
+    Args:
+      prompts: from `prefill`, T ≤ N. rows, slots: [S] int32; a group's samples name one row.
+    """
+
+    def fill(index, cache):
+        def put(old, new):
+            block = jax.lax.dynamic_slice_in_dim(new, rows[index], 1)
+            return jax.lax.dynamic_update_slice(old, block, (slots[index], 0, 0, 0))
+
+        return jax.tree.map(put, cache, prompts)
+
+    return jax.lax.fori_loop(0, count, fill, cache)
+
+
+def copy(cache: Cache, sources: jax.Array, targets: jax.Array, count) -> Cache:
+    """Copies whole slots: `sources[i]` to `targets[i]`, both [S] int32, for i < count."""
+
+    def move(index, cache):
+        def put(array):
+            block = jax.lax.dynamic_slice_in_dim(array, sources[index], 1)
+            return jax.lax.dynamic_update_slice(array, block, (targets[index], 0, 0, 0))
+
+        return jax.tree.map(put, cache)
+
+    return jax.lax.fori_loop(0, count, move, cache)
+
+
+def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
+    """Writes the R tokens of a decode call after the `positions` [S] tokens each slot has.
+
+    Args:
+      recent: keys and values [B, K, R, H] of the first B slots, from `decode`.
+    """
+
+    def write(slot, cache):
+        def put(old, new, axis):
+            block = jax.lax.dynamic_slice_in_dim(new, slot, 1)
+            start = [slot, 0, 0, 0]
+            start[axis] = positions[slot]
+            return jax.lax.dynamic_update_slice(old, block, start)
+
+        return tuple(
+            LayerCache(put(old.keys, new.keys.mT, 3), put(old.values, new.values, 2))
+            for old, new in zip(cache, recent, strict=True)
+        )
+
+    slots = recent[0].keys.shape[0]
+    return jax.lax.fori_loop(0, slots, write, cache)
+
+
+def view(cache: Cache, slots: int, length: int) -> Cache:
+    """The first `slots` slots and `length` positions of a cache."""
+    return tuple(
+        LayerCache(layer.keys[:slots, :, :, :length], layer.values[:slots, :, :length])
+        for layer in cache
+    )
+
+
+def step(
+    params: ServingParams,
+    config: ModelConfig,
+    cache: Cache,
+    recent: Cache,
+    index: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, Cache]:
+    """Logits of the next token of every slot.
+
+    Each slot attends to its first `lengths` cached tokens and to the first index + 1 tokens of
+    this call's own `recent` block, where all slots write at one place: no scatter. The two parts
+    are added in the same order at every cache length, so a longer view changes no bit.
+
+    Args:
+      cache: [S, …, N], not changed.
+      recent: keys and values of this call's tokens, R places.
+      index: scalar int32, 0 … R − 1.
+      tokens: [S] int32, the slot's token number `lengths + index`.
+      lengths: [S] int32, cached tokens at the start of the call.
+      angles: of the tokens' positions, two [S, 2, H/2].
+
+    Returns:
+      logits [S, V] float32, and `recent` with place `index` filled.
+    """
+    x = params.embed[tokens]
+    filled = []
+    for layer, cached, new in zip(params.layers, cache, recent, strict=True):
+        q, k, v = _qkv(layer, config, x, angles)
+        new = LayerCache(
+            jax.lax.dynamic_update_slice_in_dim(new.keys, k[:, :, None, :], index, 2),
+            jax.lax.dynamic_update_slice_in_dim(new.values, v[:, :, None, :], index, 2),
+        )
+        filled.append(new)
+        x = _finish_layer(layer, config, x, _cached_attention(q, cached, new, index, lengths))
+    x = _rms_norm(x, params.final_norm, config.rms_eps)
+    logits = jnp.einsum("sd,vd->sv", x, params.head, preferred_element_type=jnp.float32)
+    return logits, tuple(filled)
+
+
+def _cached_attention(q, cached: LayerCache, new: LayerCache, index, lengths) -> jax.Array:
+    """[S, G·K, H] queries over both parts of the cache → [S, G·K·H]."""
+    slots, heads, width = q.shape
+    kv_heads = cached.keys.shape[1]
+    q = q.reshape(slots, kv_heads, heads // kv_heads, width) * width**-0.5
+
+    def scores(layout, keys, seen):
+        raw = jnp.einsum(layout, q, keys, preferred_element_type=jnp.float32)
+        return jnp.where(seen[:, None, None], raw, -jnp.inf)
+
+    in_cache = jnp.arange(cached.keys.shape[3]) < lengths[:, None]
+    old = scores("skgh,skhn->skgn", cached.keys, in_cache)
+    now = scores("skgh,skrh->skgr", new.keys, jnp.arange(new.keys.shape[2])[None] <= index)
+    top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(now, -1, keepdims=True))
+    old, now = jnp.exp(old - top), jnp.exp(now - top)
+    total = row_sum(old) + row_sum(now)
+
+    def mix(weights, values):
+        return jnp.einsum(
+            "skgn,sknh->skgh", weights.astype(values.dtype), values,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    mixed = (mix(old, cached.values) + mix(now, new.values)) / total
+    return mixed.astype(cached.values.dtype).reshape(slots, heads * width)
+
+
+class Block(NamedTuple):
+    """Results of a decode call: [S, R] tokens and logprobs; a row's first `counts` [S] hold."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+
+
+def decode(
+    params: ServingParams,
+    config: ModelConfig,
+    cache: Cache,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    budgets: jax.Array,
+    stops: jax.Array,
+    choose: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    steps: int,
+) -> tuple[Block, Cache]:
+    """Up to `steps` tokens for every slot; ends early once no slot wants more.
+
+    Args:
+      cache: read only; `append` the second result to it afterwards.
+      tokens: [S] int32, each slot's last token, not yet in the cache.
+      lengths: [S] int32, tokens in the cache.
+      budgets: [S] int32, tokens a slot still wants; 0 for an idle slot.
+      stops: [S, M] int32, tokens that end a slot; −1 for none.
+      choose: (logits [S, V], index) → tokens and logprobs [S], drawn from the logits of a step.
+
+    Returns:
+      Block, and the new keys and values [S, …, steps].
+    """
+    slots = tokens.shape[0]
+    recent = init_recent(config, slots, steps, params.embed.dtype)
+    block = Block(
+        jnp.zeros((slots, steps), jnp.int32),
+        jnp.zeros((slots, steps), jnp.float32),
+        jnp.zeros((slots,), jnp.int32),
+    )
+
+    # Made before the loop: inside, they would be made again in every layer.
+    angles = _angles(config, lengths + jnp.arange(steps, dtype=jnp.int32)[:, None])
+
+    def wanted(state):
+        index, alive, *_ = state
+        return (index < steps) & jnp.any(alive)
+
+    def advance(state):
+        index, alive, tokens, recent, block = state
+        now = tuple(jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in angles)
+        logits, recent = step(params, config, cache, recent, index, tokens, lengths, now)
+        drawn, logprobs = choose(logits, index)
+        block = Block(
+            jax.lax.dynamic_update_slice_in_dim(block.tokens, drawn[:, None], index, 1),
+            jax.lax.dynamic_update_slice_in_dim(block.logprobs, logprobs[:, None], index, 1),
+            block.counts + alive,
+        )
+        stopped = jnp.any(drawn[:, None] == stops, axis=-1)
+        alive = alive & ~stopped & (block.counts < budgets)
+        return index + 1, alive, drawn, recent, block
+
+    state = (jnp.int32(0), budgets > 0, tokens, recent, block)
+    *_, recent, block = jax.lax.while_loop(wanted, advance, state)
+    return block, recent

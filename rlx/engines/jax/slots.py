@@ -1,0 +1,314 @@
+"""Which sample decodes in which slot: continuous batching as plain host state. No JAX, no threads.
+
+Requests wait in order of priority, then arrival; each sample takes the lowest free slot and keeps
+it until it ends. Samples start only between decode calls, and every call gives a running sample
+all of its steps: the place of a token within its call depends on the token's position alone,
+which is one of the things that make a completion independent of its batch.
+"""
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlx.fleet.requests import Chunk, Request
+
+MAX_STOPS = 8  # stop tokens a slot can have
+
+# Ends a completion by its text: called with the new tokens, says how many of them to keep.
+StopText = Callable[[list[int]], int | None]
+
+
+def sample_key(seed: int, index: int) -> np.uint64:
+    """The 64-bit key of sample `index` of a request with `seed`."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def uniforms(keys: NDArray[np.uint64], positions: np.ndarray, steps: int) -> NDArray[np.float32]:
+    """The draws of `steps` positions of each sample: [S, steps] float32 in [0, 1).
+
+    SplitMix64 as a counter-based generator: mix(key + (position + 1)·γ). A draw is a function of
+    key and position alone. Source: Steele, Lea, Flood, Fast splittable pseudorandom number
+    generators, OOPSLA 2014.
+
+    Args:
+      keys: [S] uint64; positions: [S] int, position in the completion of the first draw.
+    """
+    ahead: NDArray[np.uint64] = np.arange(1, steps + 1, dtype=np.uint64)
+    counters: NDArray[np.uint64] = positions.astype(np.uint64)[:, None] + ahead
+    z = keys[:, None] + counters * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return ((z >> np.uint64(40)) * 2.0**-24).astype(np.float32)
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """A request in flight.
+
+    Attributes:
+      seed: the request's, or the one the engine picked.
+      stops: token ids that end its samples, at most MAX_STOPS.
+      stop_text: makes a fresh StopText for one sample, or None.
+      sink: the engine's own; chunks go there.
+      waiting: samples that have not started.
+      open: samples that have not ended.
+    """
+
+    request: Request
+    seed: int
+    stops: tuple[int, ...]
+    stop_text: Callable[[], StopText] | None = None
+    sink: Any = None
+    waiting: int = field(init=False)
+    open: int = field(init=False)
+    cancelled: bool = False
+
+    def __post_init__(self):
+        self.waiting = self.open = self.request.n
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One completion in a slot.
+
+    Attributes:
+      tokens: prompt and completion so far; all but the last have keys and values in the cache.
+      produced: completion tokens so far, an earlier part included.
+      prompt_version: of the weights that made the prompt's keys and values.
+    """
+
+    live: Live
+    index: int
+    tokens: list[int]
+    produced: int
+    prompt_version: int
+    stop_text: StopText | None
+
+
+class Start(NamedTuple):
+    """A sample that takes a slot: its prompt's cache is copied from `source`, or made when None."""
+
+    slot: int
+    sample: Sample
+    source: int | None
+
+
+class Inputs(NamedTuple):
+    """What a decode call reads.
+
+    Attributes:
+      numbers: [S, 5] int32: last token, cached tokens, tokens still wanted (0 when idle), tokens
+        before a stop token may come, top-k.
+      chances: [S, 2] float32: temperature, top-p.
+      stops: [S, MAX_STOPS] int32, −1 for none.
+      uniforms: [S, steps] float32.
+    """
+
+    numbers: np.ndarray
+    chances: np.ndarray
+    stops: np.ndarray
+    uniforms: np.ndarray
+
+
+TOKEN, LENGTH, BUDGET, MINIMUM, TOP_K = range(5)
+TEMPERATURE, TOP_P = range(2)
+
+
+class Slots:
+    """The table of slots and the queue before it.
+
+    Args:
+      count: slots; steps: tokens of one decode call; max_model_len: tokens of one sequence.
+    """
+
+    def __init__(self, count: int, steps: int, max_model_len: int):
+        self.count, self.steps, self.max_model_len = count, steps, max_model_len
+        self.samples: list[Sample | None] = [None] * count
+        self._numbers = np.zeros((count, 5), np.int32)
+        self._chances = np.ones((count, 2), np.float32)
+        self._stops = np.full((count, MAX_STOPS), -1, np.int32)
+        self._keys = np.zeros(count, np.uint64)
+        self._positions = np.zeros(count, np.int64)
+        self._queue: list[tuple[int, int, Live]] = []
+        self._arrivals = itertools.count()
+
+    @property
+    def running(self) -> int:
+        """Samples in slots."""
+        return sum(sample is not None for sample in self.samples)
+
+    @property
+    def queued(self) -> int:
+        """Samples waiting for a slot."""
+        return sum(live.waiting for *_, live in self._queue if not live.cancelled)
+
+    @property
+    def used(self) -> int:
+        """1 + the highest slot in use."""
+        taken = [slot for slot, sample in enumerate(self.samples) if sample is not None]
+        return max(taken, default=-1) + 1
+
+    @property
+    def longest(self) -> int:
+        """The most cached tokens of a slot in use."""
+        return int(self._numbers[:, LENGTH].max())
+
+    def add(self, live: Live) -> None:
+        """Queues a request."""
+        heapq.heappush(self._queue, (-live.request.priority, next(self._arrivals), live))
+
+    def cancel(self, live: Live) -> None:
+        """Forgets a request; its slots are free at once."""
+        live.cancelled = True
+        for slot, sample in enumerate(self.samples):
+            if sample is not None and sample.live is live:
+                self._free(slot)
+
+    def clear(self) -> list[Live]:
+        """Forgets every request, and says which there were."""
+        live = {id(entry): entry for *_, entry in self._queue if not entry.cancelled}
+        live |= {id(sample.live): sample.live for sample in self.samples if sample is not None}
+        for entry in live.values():
+            self.cancel(entry)
+        return list(live.values())
+
+    def admit(self, version: int) -> list[Start]:
+        """Gives free slots to waiting samples.
+
+        A sample's prompt cache is copied from a sibling's slot when one holds it in the current
+        weights, so a group's prompt is computed once however late its samples start.
+        """
+        starts: list[Start] = []
+        free = [slot for slot, sample in enumerate(self.samples) if sample is None]
+        for slot in free:
+            live = self._next()
+            if live is None:
+                break
+            index = live.request.first_index + live.request.n - live.waiting
+            live.waiting -= 1
+            fresh = {start.slot for start in starts}
+            source = next(
+                (
+                    other
+                    for other, sample in enumerate(self.samples)
+                    if sample is not None
+                    and other not in fresh
+                    and sample.live is live
+                    and sample.prompt_version == version
+                ),
+                None,
+            )
+            starts.append(Start(slot, self._start(slot, live, index, version), source))
+        return starts
+
+    def _next(self) -> Live | None:
+        while self._queue:
+            live = self._queue[0][2]
+            if live.waiting and not live.cancelled:
+                return live
+            heapq.heappop(self._queue)
+        return None
+
+    def _start(self, slot: int, live: Live, index: int, version: int) -> Sample:
+        request, sampling = live.request, live.request.sampling
+        prompt = request.prompt_tokens.tolist()
+        stop_text = live.stop_text() if live.stop_text else None
+        if stop_text and request.prefix_len:
+            stop_text(prompt[-request.prefix_len :])
+        sample = Sample(live, index, prompt, request.prefix_len, version, stop_text)
+        self.samples[slot] = sample
+        room = min(sampling.max_new_tokens - request.prefix_len, self.max_model_len - len(prompt))
+        minimum = sampling.min_new_tokens - request.prefix_len
+        self._numbers[slot] = (
+            prompt[-1], len(prompt) - 1, room, max(minimum, 0), sampling.top_k,
+        )  # fmt: skip
+        self._chances[slot] = sampling.temperature, sampling.top_p
+        self._stops[slot] = -1
+        self._stops[slot, : len(live.stops)] = live.stops
+        self._keys[slot] = sample_key(live.seed, index)
+        self._positions[slot] = request.prefix_len
+        return sample
+
+    def inputs(self) -> Inputs:
+        """The arrays of the next decode call, of all slots."""
+        draws = uniforms(self._keys, self._positions, self.steps)
+        return Inputs(self._numbers.copy(), self._chances.copy(), self._stops.copy(), draws)
+
+    def accept(
+        self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int
+    ) -> list[tuple[Live, Chunk]]:
+        """Takes the results of a decode call and frees the slots of what ended.
+
+        Args:
+          tokens, logprobs: [B, steps], of the first B slots.
+          counts: [B], how many of each row are real.
+          version: of the weights that made them.
+
+        Returns:
+          One chunk for every sample that ran.
+        """
+        out = []
+        for slot, count in enumerate(counts.tolist()):
+            sample = self.samples[slot]
+            if sample is None or not count:
+                continue
+            new = tokens[slot, :count].tolist()
+            kept, reason = self._kept(slot, sample, new)
+            new = new[:kept]
+            sample.tokens += new
+            sample.produced += kept
+            self._positions[slot] += kept
+            row = self._numbers[slot]
+            row[TOKEN] = new[-1]
+            row[LENGTH] += kept
+            row[BUDGET] -= kept
+            row[MINIMUM] = max(row[MINIMUM] - kept, 0)
+            chunk = Chunk(
+                sample.index, new, logprobs[slot, :kept].tolist(), [version] * kept, reason
+            )
+            out.append((sample.live, chunk))
+            if reason:
+                sample.live.open -= 1
+                self._free(slot)
+        return out
+
+    def _kept(self, slot: int, sample: Sample, new: list[int]) -> tuple[int, str | None]:
+        """How many of the new tokens count, and the stop reason if the sample ended there."""
+        if sample.stop_text:
+            stop = sample.stop_text(new)
+            if stop is not None:
+                return stop, "stop"
+        if new[-1] in sample.live.stops:
+            return len(new), "stop"
+        return len(new), "length" if len(new) >= self._numbers[slot, BUDGET] else None
+
+    def _free(self, slot: int) -> None:
+        self.samples[slot] = None
+        self._numbers[slot] = 0
+        self._chances[slot] = 1
+
+    def moves(self, bucket: int) -> list[tuple[int, int]]:
+        """(source, target) pairs that bring every sample into the first `bucket` slots.
+
+        The table is changed as if they had been done; the caller copies the cache. Empty when
+        there are more samples than that.
+        """
+        high = [slot for slot in range(bucket, self.count) if self.samples[slot] is not None]
+        low = [slot for slot in range(bucket) if self.samples[slot] is None]
+        if len(high) > len(low):
+            return []
+        pairs = list(zip(high, low, strict=False))
+        for source, target in pairs:
+            self.samples[target] = self.samples[source]
+            for array in (self._numbers, self._chances, self._stops, self._keys, self._positions):
+                array[target] = array[source]
+            self._free(source)
+        return pairs

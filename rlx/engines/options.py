@@ -1,0 +1,81 @@
+"""What `python -m rlx.serve` can be told, and what of it the engine and the server get."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlx.base import UserError
+from rlx.fleet import tls, wire
+from rlx.fleet.requests import KV_POLICIES
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+def _jax(args: argparse.Namespace) -> Any:
+    from rlx.engines.jax.jax_engine import JaxEngine
+
+    options = ("seed", "slots", "max_model_len", "decode_steps", "dtype")
+    return JaxEngine(args.model, **{name: getattr(args, name) for name in options})
+
+
+def _vllm(args: argparse.Namespace) -> Any:
+    from rlx.engines.vllm.vllm_engine import VllmEngine
+
+    options = ("seed", "slots", "max_model_len", "dtype", "hang_seconds")
+    return VllmEngine(args.model, **{name: getattr(args, name) for name in options})
+
+
+ENGINES: Mapping[str, Callable[[argparse.Namespace], Any]] = {"jax": _jax, "vllm": _vllm}
+
+
+def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser:
+    """The flags; `rlx.launch.local` fills them in for the servers of a run."""
+    p = argparse.ArgumentParser("rlx.serve", allow_abbrev=False)
+    p.add_argument("--model", required=True, help="HF directory")
+    p.add_argument("--engine", default=next(iter(engines)), choices=sorted(engines))
+    p.add_argument("--slots", type=int, default=64, help="sequences decoded together")
+    p.add_argument("--max-queue", type=int, default=16384, help="samples, decoding or waiting")
+    p.add_argument("--max-model-len", type=int, default=0, help="tokens; 0: the model's context")
+    p.add_argument("--decode-steps", type=int, default=8, help="tokens a sequence per decode call")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--hang-seconds", type=float, default=60.0, help="a silent EngineCore is dead")
+    p.add_argument("--kv-on-update", default="keep", choices=KV_POLICIES)
+    p.add_argument("--host", default="127.0.0.1", help="any but loopback needs a token and TLS")
+    p.add_argument("--port", type=int, default=0, help="0: any")
+    p.add_argument("--token", default="", help="bearer token; better in $RLX_FLEET_TOKEN")
+    p.add_argument("--tls-cert", default="", help="PEM file, of this server")
+    p.add_argument("--tls-key", default="", help="PEM file, of --tls-cert")
+    p.add_argument("--tls-client-ca", default="", help="callers need a certificate signed by it")
+    p.add_argument("--metrics-port", type=int, default=0, help="of Prometheus; 0: none")
+    p.add_argument("--metrics-host", default="127.0.0.1", help="others need --tls-client-ca")
+    p.add_argument("--openai-port", type=int, default=0, help="of vLLM's own API, on loopback")
+    p.add_argument("--weight-root", action="append", help="of published files; loopback: /dev/shm")
+    p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="for streamed weights")
+    p.add_argument("--parent-pid", type=int, default=0, help="end when this process ends")
+    return p
+
+
+def server_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `engines.server.serve`; UserError for half of a pair of flags."""
+    if args.openai_port and args.engine != "vllm":
+        raise UserError(
+            f"--openai-port={args.openai_port} is vLLM's own endpoint and --engine={args.engine} "
+            "has none; use --engine=vllm or drop the flag"
+        )
+    local, token = tls.is_loopback(args.host), wire.take_token(os.environ)
+    return {
+        "host": args.host,
+        "port": args.port,
+        "token": args.token or token,
+        "tls": tls.server_tls(args.tls_cert, args.tls_key, args.tls_client_ca),
+        "metrics_host": args.metrics_host,
+        "metrics_port": args.metrics_port,
+        "openai_port": args.openai_port,
+        "weight_roots": args.weight_root or ([_SHARED_MEMORY] if local else []),
+        "stage_dir": args.stage_dir,
+        "model_dir": args.model,
+        "kv": args.kv_on_update,
+        "max_queue": args.max_queue,
+    }

@@ -1,0 +1,162 @@
+"""A listening rollout server: a port, a token and TLS if asked, and the service behind them."""
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+
+from rlx.base import UserError
+from rlx.engines import server_metrics
+from rlx.engines.engine import Engine
+from rlx.engines.service import RolloutService
+from rlx.engines.vllm import openai_http
+from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet import tls as transport
+from rlx.fleet import wire
+
+_CHECK_SECONDS = 0.25  # between two looks at the engine
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else two servers may share a port, and each sees half of the calls
+    # A burst of admissions waits its turn; beyond these gRPC cancels calls (1000 and 3000).
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
+)
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED to calls without the bearer token, before anything is read."""
+
+    def __init__(self, token: str):
+        self._wanted = f"Bearer {token}".encode()
+
+    async def intercept_service(self, continuation, handler_call_details):
+        handler = await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
+        given = given.encode() if isinstance(given, str) else given
+        if handler is None or hmac.compare_digest(given, self._wanted):
+            return handler
+        return grpc.unary_unary_rpc_method_handler(_unauthenticated)
+
+
+async def _unauthenticated(request, context):
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing bearer token")
+
+
+class Server:
+    """A listening server. `port` is bound at once, so a taken one is found before a model loads.
+
+    Args:
+      engine: builds the engine; called in `start`, when the port is ours.
+      host, port, token: where it listens (port 0: any), and what callers must know.
+      tls: certificate and key, and the CA of the callers' certificates when they must have one.
+      metrics_host, metrics_port: where Prometheus finds it; port 0: nowhere.
+      openai_port: of vLLM's own endpoint, on loopback; 0: none. The engine must be VllmEngine.
+      service: see RolloutService.
+    """
+
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        tls: transport.Tls | None = None,
+        metrics_host: str = "127.0.0.1",
+        metrics_port: int = 0,
+        openai_port: int = 0,
+        **service: Any,
+    ):
+        transport.check_host(host, token, tls)
+        if not 0 <= port < 1 << 16:
+            raise UserError(f"port={port} is not in [0, 65535]; 0 takes any free one")
+        credentials = transport.server_credentials(tls) if tls else None
+        self.meters = server_metrics.Meters()
+        self._listener: WSGIServer | None = None
+        self._make_engine, self._service = engine, service
+        self._engine: Engine | None = None
+        self._rollouts: RolloutService | None = None
+        self._grpc = grpc.aio.server(
+            interceptors=(
+                server_metrics.CallMeter(self.meters),
+                *((_TokenCheck(token),) if token else ()),
+            ),
+            options=(*wire.OPTIONS, *_SERVER_OPTIONS),
+        )
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if credentials:
+                self.port = self._grpc.add_secure_port(address, credentials)
+            else:
+                self.port = self._grpc.add_insecure_port(address)
+        except RuntimeError:
+            raise UserError(
+                f"cannot listen on {address}: the port is in use or not ours; choose another, or "
+                "port 0 for any"
+            ) from None
+        if metrics_port:
+            self._listener = server_metrics.listen(self.meters, metrics_host, metrics_port, tls)
+        self._token = token
+        self._openai_socket = openai_http.bind(openai_port) if openai_port else None
+        self._openai: openai_http.Endpoint | None = None
+
+    async def start(self) -> None:
+        """Starts the engine, then answers calls."""
+        self._engine = self._make_engine()
+        await self._engine.start()
+        self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
+        self.meters.watch(self._rollouts.look)
+        rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)
+        if self._openai_socket:
+            llm = getattr(self._engine, "llm")  # noqa: B009 - VllmEngine's, not the protocol's
+            self._openai = openai_http.Endpoint(llm, self._openai_socket, self._token)
+            await self._openai.start()
+        await self._grpc.start()
+
+    def check(self) -> None:
+        """Raises EngineStopped when the engine serves nothing any more."""
+        if self._rollouts:
+            self._rollouts.look()
+
+    async def stop(self) -> None:
+        """Ends the running calls and the engine."""
+        await self._grpc.stop(None)
+        if self._openai:
+            await self._openai.stop()
+        if self._listener:
+            await asyncio.to_thread(self._listener.shutdown)
+            self._listener.server_close()
+        if self._rollouts:
+            self._rollouts.close()
+        if self._engine:
+            await self._engine.close()
+
+
+async def serve(
+    engine: Callable[[], Engine],
+    *,
+    on_ready: Callable[[int], None],
+    stop: asyncio.Event,
+    **options: Any,
+) -> None:
+    """Serves until `stop` is set; calls `on_ready(port)` once calls are answered.
+
+    Raises:
+      UserError: the port is taken, the host needs a token and TLS, a certificate or the engine
+        cannot work.
+      EngineStopped: the engine broke; a server without one must end, to be started again.
+    """
+    server = Server(engine, **options)
+    try:
+        await server.start()
+        on_ready(server.port)
+        while not stop.is_set():
+            server.check()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _CHECK_SECONDS)
+    finally:
+        await server.stop()

@@ -1,0 +1,173 @@
+"""What a rollout server tells Prometheus. Counted a call, not a token; the rest at a scrape.
+
+    rlx_calls_total{method,code}           ended calls; method: Generate, Publish, …, other
+    rlx_request_seconds                    histogram: Generate calls that ended OK
+    rlx_first_token_seconds                histogram: until the first message of a Generate call
+    rlx_publish_bytes_total{way}           of weights taken; way: path, stream, delta, adapter
+    rlx_load_stall_seconds                 histogram: no decode step could run, by load
+    rlx_tokens_generated_total             since the engine started
+    rlx_running_sequences, rlx_queued_sequences, rlx_slots, rlx_policy_version, rlx_paused
+    rlx_engine_alive                       0: it broke, or its event loop does not answer
+
+`publishes by result` are rlx_calls_total{method="Publish"}. The listener is plain HTTP on
+loopback; anywhere else it is refused unless scrapers must show a client certificate.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from rlx.base import UserError
+from rlx.fleet.requests import EngineStatus
+from rlx.fleet.tls import Tls, is_loopback
+
+_METHODS = ("Generate", "Score", "Publish", "Pause", "Resume", "Status")
+_STATUS_SECONDS = 5.0  # that the event loop may take to answer a scrape
+_CALL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Meters:
+    """The counters and histograms of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        own: dict[str, Any] = {"registry": self.registry}
+        self.calls = Counter("rlx_calls", "Ended calls.", ("method", "code"), **own)
+        self.request = Histogram(
+            "rlx_request_seconds", "Generate calls that ended OK.", buckets=_CALL_SECONDS, **own
+        )
+        self.first_token = Histogram(
+            "rlx_first_token_seconds", "Until a call's first message.", buckets=_CALL_SECONDS, **own
+        )
+        self.publish_bytes = Counter("rlx_publish_bytes", "Bytes of weights.", ("way",), **own)
+        self.stall = Histogram(
+            "rlx_load_stall_seconds", "No step could run, by load.", buckets=_STALL_SECONDS, **own
+        )
+
+    def watch(self, look: Callable[[], EngineStatus]) -> None:
+        """Has scrapes show the status that `look` gives on the running event loop."""
+        self.registry.register(_Status(look, asyncio.get_running_loop()))
+
+
+class CallMeter(grpc.aio.ServerInterceptor):
+    """Counts every call by its code; must be the outermost, to see those that others refuse."""
+
+    def __init__(self, meters: Meters):
+        self._meters = meters
+
+    async def intercept_service(self, continuation, handler_call_details):
+        name = handler_call_details.method.rpartition("/")[2]
+        name = name if name in _METHODS else "other"
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            self._meters.calls.labels(name, "UNIMPLEMENTED").inc()
+            return None
+        kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+        return getattr(grpc, f"{kind}_rpc_method_handler")(
+            self._metered(name, getattr(handler, kind)),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+    def _metered(self, name: str, behaviour: Callable) -> Callable:
+        async def call(request, context):
+            begun = time.monotonic()
+            code = grpc.StatusCode.UNKNOWN
+            try:
+                result = await behaviour(request, context)
+                code = _code(context, grpc.StatusCode.OK)
+                return result
+            except asyncio.CancelledError:
+                left = context.time_remaining()
+                late = left is not None and left <= 0
+                code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+                raise
+            except BaseException:
+                code = _code(context, grpc.StatusCode.UNKNOWN)
+                raise
+            finally:
+                self._meters.calls.labels(name, code.name).inc()
+                if name == "Generate" and code is grpc.StatusCode.OK:
+                    self._meters.request.observe(time.monotonic() - begun)
+
+        return call
+
+
+class _Status:
+    """Collects what the engine's status says; called on the listener's threads."""
+
+    def __init__(self, look: Callable[[], EngineStatus], loop: asyncio.AbstractEventLoop):
+        self._look, self._loop = look, loop
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        async def look() -> EngineStatus:
+            return self._look()
+
+        try:
+            answer = asyncio.run_coroutine_threadsafe(look(), self._loop)
+            status = answer.result(_STATUS_SECONDS)
+        except Exception:  # EngineStopped, a loop that hangs or has ended
+            yield GaugeMetricFamily("rlx_engine_alive", "Whether the engine serves.", 0)
+            return
+        for name, text, value in (
+            ("engine_alive", "Whether the engine serves.", 1),
+            ("running_sequences", "Sequences decoding now.", status.running),
+            ("queued_sequences", "Sequences waiting for a slot.", status.queued),
+            ("slots", "Sequences decoded together at most.", status.slots),
+            ("policy_version", "Version of the weights.", status.version),
+            ("paused", "Whether decoding is paused.", status.paused),
+        ):
+            yield GaugeMetricFamily(f"rlx_{name}", text, value)
+        tokens = status.tokens_generated
+        yield CounterMetricFamily("rlx_tokens_generated", "Tokens generated.", tokens)
+
+
+def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
+    """Serves `meters` over HTTP on threads of its own until `shutdown`; beyond loopback by TLS.
+
+    Raises:
+      UserError: the port is taken, or others could read along.
+    """
+    options: dict[str, Any] = {}
+    if not is_loopback(host):
+        if not (tls and tls.ca):
+            raise UserError(
+                f"--metrics-host={host} listens beyond this machine and anyone could scrape it; "
+                "use 127.0.0.1, or give --tls-client-ca, whose certificates scrapers then show"
+            )
+        options = {"certfile": tls.cert, "keyfile": tls.key}
+        options |= {"client_cafile": tls.ca, "client_auth_required": True}
+    try:
+        server, _ = start_http_server(port, host, meters.registry, **options)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"cannot serve metrics on {host}:{port}: {error}; choose another --metrics-port"
+        ) from None
+    return server
+
+
+def _code(context: grpc.aio.ServicerContext, unset: grpc.StatusCode) -> grpc.StatusCode:
+    code = context.code()  # 0, a number or a StatusCode
+    return _CODES.get(code, code) if code else unset
+
+
+def _arity(streaming: bool) -> str:
+    return "stream" if streaming else "unary"

@@ -1,0 +1,521 @@
+"""The calls of a rollout server, in front of one engine. Everything that comes in is checked here.
+
+    Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
+    Score    ─▶ score_from ─▶ engine.score ─▶ one message ─▶ client
+    Publish  ─▶ staged (a delta: applied to the kept file; an adapter: added to the model
+                directory) and checksummed beside the running engine ─▶ engine.load
+
+A bad request is answered with a status and never touches the engine or the other requests.
+"""
+
+import asyncio
+import errno
+import os
+import secrets
+import stat
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from rlx.base import UserError
+from rlx.engines.engine import Engine, EngineStopped
+from rlx.engines.server_metrics import Meters
+from rlx.fleet import adapter, delta, wire
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
+from rlx.fleet.requests import Chunk, EngineStatus
+
+MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
+STALL_SECONDS = 30.0  # between two messages of a publish
+PUBLISH_SECONDS = 3600.0  # of a whole publish, however steadily it drips
+PAUSE_SECONDS = 60.0  # of a pause whose caller does not say how long
+MAX_PAUSE_SECONDS = 3600.0
+MAX_PATH = 4096  # bytes of a published path
+_DRAIN_SECONDS = 5.0
+_Code = grpc.StatusCode
+
+
+class RequestError(Exception):
+    """A request that is answered with a status and a sentence instead of a result."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The served version's file, kept for the delta to come."""
+
+    version: int
+    num_bytes: int
+    crc32: int
+    file: WeightFile
+
+
+class RolloutService(rpc.RolloutServicer):
+    """The six calls, on `engine`.
+
+    Args:
+      engine: started.
+      weight_roots: directories that a publish by path may name files in.
+      stage_dir: where weights that come as chunks are written until they are loaded.
+      model_dir: the HF directory that adapters are added to; "" takes no adapters.
+      max_queue: samples and scores that may be here at one time, decoding or waiting.
+      kv: what an update does to running requests by default, one of KV_POLICIES.
+      stall_seconds: how long a publish may send nothing.
+      hold_seconds: how long new tokens may wait for company on their way to the client.
+      clock: of the spans, in ns; the engine's.
+      meters: take note of latencies, bytes and stalls.
+      say: takes one line for the log.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        weight_roots: Sequence[str] = (),
+        stage_dir: str = "/dev/shm",
+        model_dir: str = "",
+        max_queue: int = 16384,
+        kv: str = "keep",
+        stall_seconds: float = STALL_SECONDS,
+        hold_seconds: float = 0.1,
+        clock: Callable[[], int] = time.monotonic_ns,
+        meters: Meters | None = None,
+        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    ):
+        self._meters = meters or Meters()
+        self._hold_seconds, self._stall_seconds = hold_seconds, stall_seconds
+        self._clock = clock
+        self._engine = engine
+        self._roots = tuple(os.path.realpath(root) for root in weight_roots)
+        self._stage_dir = stage_dir
+        self._kv, self._say = kv, say
+        self._max_queue, self._here = max_queue, 0
+        self._crc32 = 0  # of the weights in use, once some were published
+        self._lease: asyncio.Task | None = None  # of a pause
+        self._instance = secrets.token_hex(8)
+        self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
+        self._changing = asyncio.Lock()  # one pause, load or resume at a time
+        self._installs: set[asyncio.Task] = set()
+        self._base: _Base | None = None
+        self._model = adapter.Base(model_dir) if model_dir else None
+        self._closed = False
+        sweep(stage_dir)
+
+    def close(self) -> None:
+        """Removes the kept file."""
+        self._closed = True
+        self._end_lease()
+        self._keep(None)
+
+    def look(self) -> EngineStatus:
+        """The engine's status, its spans kept; raises EngineStopped when there is none any more."""
+        status = self._engine.status()
+        self._spans.extend(status.spans)
+        return status
+
+    async def Generate(self, request, context):
+        await self._check_instance(request, context)
+        begun, first = time.monotonic(), True
+        try:
+            wanted = wire.request_from(request)
+            with self._place(wanted.n):
+                stream = self._engine.generate(wanted)
+                async with (
+                    aclosing(stream),
+                    aclosing(_gathered(stream, wanted.n, self._hold_seconds)) as batches,
+                ):
+                    async for batch in batches:
+                        await context.write(wire.reply_message(batch))
+                        if first:
+                            self._meters.first_token.observe(time.monotonic() - begun)
+                            first = False
+        except RequestError as error:
+            await _refuse(context, error.code, error)
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.INVALID_ARGUMENT, error)
+        except EngineStopped as error:  # for the client the same as a server that is gone
+            await _refuse(context, _Code.UNAVAILABLE, error)
+
+    async def Score(self, request, context):
+        await self._check_instance(request, context)
+        try:
+            wanted = wire.score_from(request)
+            with self._place(1):
+                return wire.score_reply(await self._engine.score(wanted))
+        except RequestError as error:
+            await _refuse(context, error.code, error)
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.INVALID_ARGUMENT, error)
+        except EngineStopped as error:
+            await _refuse(context, _Code.UNAVAILABLE, error)
+
+    @contextmanager
+    def _place(self, count: int) -> Iterator[None]:
+        """Hold `count` places of the queue; an empty server lets one call in, whatever its size."""
+        if self._here and self._here + count > self._max_queue:
+            raise RequestError(
+                _Code.RESOURCE_EXHAUSTED,
+                f"{wire.QUEUE_FULL}: {self._here} samples are here, {count} more would exceed "
+                f"--max-queue={self._max_queue}",
+            )
+        self._here += count
+        try:
+            yield
+        finally:
+            self._here -= count
+
+    async def Publish(self, request_iterator, context):
+        file = None
+        requests = _timely(aiter(request_iterator), self._stall_seconds)
+        try:
+            header = await _header(requests)
+            if header.path:
+                path = await self._verified(header)
+            else:
+                file = self._stage_file(header.num_bytes)
+                path = file.path
+                if header.HasField("delta"):
+                    await self._apply(header, requests, path)
+                elif header.HasField("adapter"):
+                    await self._add(header, requests, path)
+                else:
+                    await _receive(header, requests, path)
+        except RequestError as error:
+            _close(file)
+            await _drain(requests)
+            await _refuse(context, error.code, error)
+        except BaseException:
+            _close(file)
+            raise
+        # From here on it finishes whatever becomes of the call: half an update is none.
+        install = asyncio.create_task(self._install(header, path, file))
+        self._installs.add(install)
+        install.add_done_callback(self._installs.discard)
+        try:
+            reply = await asyncio.shield(install)
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.FAILED_PRECONDITION, error)
+        sent = header.delta if header.HasField("delta") else header
+        kind = "adapter" if header.HasField("adapter") else "stream"
+        way = "path" if header.path else kind if sent is header else "delta"
+        self._meters.publish_bytes.labels(way).inc(sent.num_bytes)
+        return reply
+
+    async def Pause(self, request, context):
+        seconds = request.lease_seconds or PAUSE_SECONDS
+        if not 0 < seconds <= MAX_PAUSE_SECONDS:
+            message = f"lease_seconds={seconds} is not in (0, {MAX_PAUSE_SECONDS:g}]"
+            await _refuse(context, _Code.INVALID_ARGUMENT, ValueError(message))
+        async with self._changing:
+            self._end_lease()
+            self._lease = asyncio.create_task(self._resume_after(seconds))
+            await self._engine.pause()
+        return pb.PauseReply()
+
+    async def Resume(self, request, context):
+        async with self._changing:
+            self._end_lease()
+            await self._engine.resume()
+        return pb.ResumeReply()
+
+    def _end_lease(self) -> None:
+        if self._lease:
+            self._lease.cancel()
+            self._lease = None
+
+    async def _resume_after(self, seconds: float) -> None:
+        """Ends a pause whose caller has not come back."""
+        await asyncio.sleep(seconds)
+        async with self._changing:
+            with suppress(EngineStopped):  # which the server finds by itself
+                await self._engine.resume()
+        self._say(f"paused for {seconds:g} s and not asked to resume; going on")
+
+    async def Status(self, request, context):
+        status = self.look()
+        reply = pb.StatusReply(
+            version=status.version,
+            running=status.running,
+            queued=status.queued,
+            slots=status.slots,
+            max_model_len=status.max_model_len,
+            tokens_generated=status.tokens_generated,
+            paused=status.paused,
+            instance=self._instance,
+            pid=os.getpid(),
+            weights_crc32=self._crc32,
+        )
+        if request.drain_spans:
+            while self._spans:
+                name, start_ns, end_ns = self._spans.popleft()
+                reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
+        reply.monotonic_ns = self._clock()
+        return reply
+
+    async def _check_instance(self, request, context) -> None:
+        if request.instance not in ("", self._instance):  # perhaps without the current weights
+            await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
+
+    async def _verified(self, header: pb.PublishHeader) -> str:
+        """The real path of the named file, once it is known to hold the promised bytes."""
+        path = os.path.realpath(header.path)
+        if not any(os.path.commonpath((path, root)) == root for root in self._roots):
+            allowed = ", ".join(self._roots) or "none is"
+            raise RequestError(
+                _Code.PERMISSION_DENIED,
+                f"{header.path} is outside the weight roots ({allowed} allowed); start the server "
+                "with --weight-root, or publish by stream",
+            )
+        start_ns, cancelled = self._clock(), threading.Event()
+        try:
+            found = os.stat(path)
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            _compare_size(header, found.st_size)
+            crc = await asyncio.to_thread(checksum, path, cancelled.is_set)
+        except OSError as error:
+            raise RequestError(
+                _Code.NOT_FOUND,
+                f"cannot read {header.path}: {error.strerror}; where trainer and server share no "
+                "file system, publish by stream",
+            ) from error
+        finally:
+            cancelled.set()  # else the thread reads on for nobody
+        self._spans.append(("verify weights", start_ns, self._clock()))
+        _compare_crc(header, crc)
+        return path
+
+    async def _apply(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+        """Makes the announced file of the kept one and the delta that follows."""
+        base, sent = self._base, header.delta
+        wanted = sent.base_version, header.num_bytes, sent.base_crc32
+        if not base or (base.version, base.num_bytes, base.crc32) != wanted:
+            message = f"no version {sent.base_version} with those bytes here to apply a delta to"
+            raise RequestError(_Code.ABORTED, message)
+        file = self._stage_file(sent.num_bytes)
+        try:
+            await _receive(sent, requests, file.path)
+            start_ns = self._clock()
+            crc = await asyncio.to_thread(delta.apply, base.file.path, file.path, path)
+        except (ValueError, OSError) as error:
+            raise RequestError(_Code.ABORTED, f"cannot apply the delta: {error}") from error
+        finally:
+            file.close()
+        self._spans.append(("apply delta", start_ns, self._clock()))
+        if crc != header.crc32:
+            message = f"the delta makes a file with checksum {crc:08x}, not {header.crc32:08x}"
+            raise RequestError(_Code.ABORTED, message)
+
+    async def _add(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+        """Makes the whole weights of the model directory and the adapter that follows."""
+        sent, start_ns = header.adapter, self._clock()
+        if not self._model:
+            raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
+        file = self._stage_file(header.num_bytes)
+        try:
+            await asyncio.to_thread(self._model.require, sent.base)
+            await _receive(header, requests, file.path)
+            await asyncio.to_thread(self._model.write, file.path, sent.scale, sent.dtype, path)
+        except adapter.OtherBase as error:
+            raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
+        except ValueError as error:
+            raise RequestError(_Code.INVALID_ARGUMENT, str(error)) from error
+        except (UserError, OSError) as error:
+            raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
+        finally:
+            file.close()
+        self._spans.append(("add adapter", start_ns, self._clock()))
+
+    def _keep(self, base: _Base | None) -> None:
+        """Makes `base` the kept file instead of the one before."""
+        before, self._base = self._base, base
+        _close(before.file if before else None)
+
+    def _stage_file(self, num_bytes: int) -> WeightFile:
+        try:
+            check_room(self._stage_dir, num_bytes)
+            return WeightFile(self._stage_dir)
+        except UserError as error:
+            raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
+
+    async def _install(
+        self, header: pb.PublishHeader, path: str, file: WeightFile | None
+    ) -> pb.PublishReply:
+        """Has the engine take the file."""
+        kv = wire.KV_NAMES.get(header.kv) or self._kv
+        base = None
+        try:
+            async with self._changing:
+                start_ns, reply = self._clock(), pb.PublishReply(version=header.version)
+                reply.replaced_version = self.look().version
+                reply.replaced_crc32 = self._crc32
+                reply.paused_ns = await self._engine.load(path, header.version, kv)
+                self._crc32 = header.crc32
+                self._meters.stall.observe(reply.paused_ns / 1e9)
+                self._spans.append((f"load version {header.version}", start_ns, self._clock()))
+                if file and header.keep and not self._closed:
+                    base = _Base(header.version, header.num_bytes, header.crc32, file)
+                self._keep(base)
+        finally:
+            if not base:
+                _close(file)
+        return reply
+
+
+async def _gathered(
+    stream: AsyncIterator[Chunk], n: int, hold_seconds: float
+) -> AsyncGenerator[list[Chunk], None]:
+    """The chunks of `stream`, several at a time: messages are what a wire costs, not tokens.
+
+    A sample's tokens wait for company up to `hold_seconds`; the last of all `n` samples do not.
+    """
+    pending: list[Chunk] = []
+    wake, ended = asyncio.Event(), asyncio.Event()
+
+    async def pump() -> None:
+        left = n
+        try:
+            async for chunk in stream:
+                pending.append(chunk)
+                left -= chunk.stop_reason is not None
+                wake.set()
+                if not left:
+                    ended.set()
+        finally:
+            wake.set()
+            ended.set()
+
+    task = asyncio.create_task(pump())
+    try:
+        while True:
+            await wake.wait()
+            if hold_seconds and not ended.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(hold_seconds):
+                        await ended.wait()
+            wake.clear()
+            if pending:
+                batch = pending.copy()
+                pending.clear()
+                yield batch
+            if task.done() and not pending:
+                task.result()  # raises what ended the stream
+                return
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _timely(
+    requests: AsyncIterator[pb.PublishRequest], stall_seconds: float
+) -> AsyncIterator[pb.PublishRequest]:
+    """`requests`, for as long as they keep coming and do not come for ever."""
+    end = time.monotonic() + PUBLISH_SECONDS
+    while True:
+        seconds = min(stall_seconds, end - time.monotonic())
+        try:
+            async with asyncio.timeout(seconds):
+                request = await anext(requests, None)
+        except TimeoutError:
+            message = f"nothing came for {seconds:g} s"
+            if seconds < stall_seconds:
+                message = f"it took more than {PUBLISH_SECONDS:g} s"
+            raise RequestError(_Code.DEADLINE_EXCEEDED, f"publish given up: {message}") from None
+        if request is None:
+            return
+        yield request
+
+
+async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeader:
+    first = await anext(requests, None)
+    if first is None or first.WhichOneof("part") != "header":
+        raise RequestError(_Code.INVALID_ARGUMENT, "a publish begins with its header")
+    header = first.header
+    if header.version < 0:
+        raise RequestError(_Code.INVALID_ARGUMENT, f"version={header.version}; it must be ≥ 0")
+    if len(header.path.encode()) > MAX_PATH:
+        raise RequestError(_Code.INVALID_ARGUMENT, f"the path is longer than {MAX_PATH} bytes")
+    if "\0" in header.path:
+        raise RequestError(_Code.INVALID_ARGUMENT, "the path holds a NUL character")
+    return header
+
+
+async def _receive(
+    header: pb.PublishHeader | pb.PublishDelta, requests: AsyncIterator, path: str
+) -> None:
+    """Writes the chunks to `path`; they must be all there, in order and unharmed."""
+    size, crc = 0, 0
+
+    def take(data: bytes) -> int:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]  # a disk that is nearly full takes a part
+        return zlib.crc32(data, crc)
+
+    with open(path, "wb", buffering=0) as file:
+        async for request in requests:
+            if request.WhichOneof("part") != "chunk":
+                raise RequestError(_Code.INVALID_ARGUMENT, "only chunks may follow the header")
+            chunk = request.chunk
+            if chunk.offset != size:
+                raise RequestError(
+                    _Code.DATA_LOSS, f"chunk at offset {chunk.offset} where {size} was expected"
+                )
+            if not chunk.data:
+                raise RequestError(_Code.INVALID_ARGUMENT, "a chunk is empty")
+            size += len(chunk.data)
+            if size > header.num_bytes:
+                raise RequestError(
+                    _Code.DATA_LOSS, f"more than the {header.num_bytes} bytes announced"
+                )
+            try:
+                crc = await asyncio.to_thread(take, chunk.data)
+            except OSError as error:
+                message = f"cannot stage the weights: {error.strerror}"
+                raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
+    _compare_size(header, size)
+    _compare_crc(header, crc)
+
+
+async def _drain(requests: AsyncIterator) -> None:
+    """Reads on to the end, for a while: a grpc.aio client that is still writing when the status
+    comes may report INTERNAL instead of it."""
+    with suppress(TimeoutError, DecodeError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            async for _ in requests:
+                pass
+
+
+def _compare_size(header: pb.PublishHeader | pb.PublishDelta, size: int) -> None:
+    if size != header.num_bytes:
+        message = f"{size} bytes of weights where {header.num_bytes} were announced"
+        raise RequestError(_Code.DATA_LOSS, message)
+
+
+def _compare_crc(header: pb.PublishHeader | pb.PublishDelta, crc: int) -> None:
+    if crc != header.crc32:
+        message = f"checksum {crc:08x} of the weights where {header.crc32:08x} was announced"
+        raise RequestError(_Code.DATA_LOSS, message)
+
+
+def _close(file: WeightFile | None) -> None:
+    if file:
+        file.close()
+
+
+async def _refuse(context, code: grpc.StatusCode, error: Exception) -> NoReturn:
+    await context.abort(code, " ".join(str(error).split())[:2000])
+    raise AssertionError("abort returned")

@@ -1,0 +1,1 @@
+"""The vLLM engine, and its part inside vLLM's worker processes."""

@@ -1,0 +1,536 @@
+"""The vLLM engine: AsyncLLM in this process, its EngineCore in one of its own.
+
+    generate ─▶ EngineCore ─▶ one message a step ─▶ _take: token, logprob, version ─▶ samples
+        ▲                                                                               │
+        └── chunks, every `_FLUSH_SECONDS` or when one of its samples ends ◀────────────┘
+    load: stage beside decoding (vllm_worker.py) ─▶ pause(keep) ─▶ exchange ─▶ resume
+
+EngineCore labels each step's outputs with the version of the weights that made them, so a token's
+version does not depend on when it is read here. The outputs of our requests are taken before
+vLLM's detokenizer; requests of vLLM's own HTTP endpoint go on to it.
+"""
+
+import asyncio
+import contextlib
+import copy
+import hashlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.base import UserError
+from rlx.engines.engine import EngineStopped
+from rlx.engines.request_checks import check_request, check_score, model_len
+from rlx.engines.stop_strings import Decode, StopStrings, load_decode
+from rlx.engines.vllm.vllm_start import cause, kv_bytes, start_llm, weight_files
+from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
+from rlx.model.directory import load_config, resolve
+
+_FLUSH_SECONDS = 0.05  # how long tokens wait for company on their way to `generate`
+_STAGE_POLL_SECONDS = 0.005
+_GAP_NS = 200_000_000  # between two steps that count as one span of work
+_SCORE_ATTEMPTS = 16  # of one sequence, in which an update may abort it
+
+
+class VllmEngine:
+    """An `Engine` (rlx.engines.engine) on vLLM.
+
+    Args:
+      model_path: HF directory.
+      seed: of the draws of requests that have none; give every server its own.
+      slots: sequences decoded together.
+      max_model_len: tokens of prompt and completion together; 0: the model's context, at most
+        checks.DEFAULT_MODEL_LEN.
+      dtype: float32 | bfloat16, of weights, activations and cache.
+      kv_cache_bytes: 0: on a CPU what `slots` full sequences need, at most 4 GiB; on a GPU vLLM's
+        own choice. Sequences that do not fit wait.
+      hang_seconds: an EngineCore that does not answer for so long is dead. It answers between two
+        steps, so it must be longer than the longest prefill.
+      clock: ns, of the spans in `status`.
+
+    Attributes:
+      model_path: the local HF directory.
+      llm: vLLM's AsyncLLM, once started.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        seed: int = 0,
+        slots: int = 64,
+        max_model_len: int = 0,
+        dtype: str = "float32",
+        kv_cache_bytes: int = 0,
+        hang_seconds: float = 60.0,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ):
+        if slots < 1:
+            raise UserError(f"slots={slots} is below 1; set it to 1 or more")
+        self.model_path = resolve(model_path)
+        self._config = load_config(self.model_path)
+        self._max_model_len = model_len(max_model_len, self._config.max_position)
+        self._seed, self._slots, self._dtype = seed, slots, dtype
+        self._kv_cache_bytes, self._hang_seconds, self._clock = kv_cache_bytes, hang_seconds, clock
+        self._samples: dict[str, _Sample] = {}
+        self._spans: deque[tuple[str, int, int]] = deque(maxlen=100_000)
+        self._busy = (0, 0)
+        self._failure: BaseException | None = None
+        self._paused = self._flushing = False
+        self._version = self._generated = self._serial = 0
+        self._changing = asyncio.Lock()
+        self._decode_text: Decode | None = None
+        self._watcher: asyncio.Task | None = None
+        self.llm: Any = None
+
+    async def start(self) -> None:
+        """Loads the model; raises UserError when it cannot serve."""
+        # Here, not in a thread: EngineCore ends with the thread that starts it.
+        self.llm = start_llm(
+            self.model_path,
+            seed=self._seed,
+            slots=self._slots,
+            max_model_len=self._max_model_len,
+            dtype=self._dtype,
+            kv_cache_bytes=self._kv_cache_bytes
+            or kv_bytes(self._config, self._slots * self._max_model_len, self._dtype),
+        )
+        self._process_others = self.llm.output_processor.process_outputs
+        self._fail_others = self.llm.output_processor.propagate_error
+        self.llm.output_processor.process_outputs = self._take
+        self.llm.output_processor.propagate_error = self._fail
+        self.llm._run_output_handler()
+        self._tasks = await self.llm.get_supported_tasks()
+        try:
+            await self._call("rlx_setup", weight_files(self.model_path))
+        except Exception as error:
+            self.llm.shutdown()
+            raise UserError(f"vLLM cannot serve {self.model_path}: {cause(error)}") from error
+        await self.llm.update_weight_version("0")
+        await self._try_out()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _try_out(self) -> None:
+        """One token, so that what vLLM only finds out when it runs is found out here."""
+        sampling = Sampling(temperature=0.0, max_new_tokens=1)
+        try:
+            async for _ in self.generate(Request("try out", np.zeros(1, np.int32), sampling)):
+                pass
+        except (EngineStopped, ValueError) as error:
+            await self.close()
+            raise UserError(
+                f"vLLM cannot serve {self.model_path}: its first token failed; the lines before "
+                "this one say why"
+            ) from error
+        self._generated = 0
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """See Engine.generate."""
+        check_request(request, self._config.vocab_size, self._max_model_len)
+        self._check_alive()
+        sampling = request.sampling
+        indices = range(request.first_index, request.first_index + request.n)
+        if sampling.max_new_tokens <= request.prefix_len:
+            for index in indices:
+                yield Chunk(index, stop_reason="length")
+            return
+        wake = asyncio.Event()
+        core = self._core_request(request)
+        samples = [
+            _Sample(index, self._for_sample(core, request, index), wake) for index in indices
+        ]
+        if sampling.stop:
+            text = await asyncio.to_thread(self._text_decoder)
+            for sample in samples:
+                sample.stops = StopStrings(text, sampling.stop, sampling.min_new_tokens)
+        try:
+            for sample in samples:
+                await self._admit(sample)
+            left = len(samples)
+            while left:
+                await wake.wait()
+                wake.clear()
+                for sample in samples:
+                    if chunk := sample.drain():
+                        left -= chunk.stop_reason is not None
+                        yield chunk
+                if left:
+                    self._check_alive()
+        finally:
+            await self._abort([sample for sample in samples if not sample.ended])
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See Engine.score."""
+        check_score(request, self._config.vocab_size, self._max_model_len)
+        core = self._core_score(request)
+        for _ in range(_SCORE_ATTEMPTS):
+            self._check_alive()
+            sample = _Scored(core)
+            try:
+                await self._admit(sample)
+                while not sample.ended:
+                    await sample.wake.wait()
+                    sample.wake.clear()
+                    if not sample.ended:
+                        self._check_alive()
+            finally:
+                if not sample.ended:
+                    await self._abort([sample])
+            if sample.stop_reason != "abort":
+                logprobs = np.array(sample.logprobs, np.float32)
+                return Scores(logprobs[request.first - 1 :], sample.versions[0])
+        raise RuntimeError(f"EngineCore aborted the sequence {_SCORE_ATTEMPTS} times")
+
+    async def pause(self) -> None:
+        """See Engine.pause."""
+        async with self._changing:
+            await self._core(self.llm.engine_core.pause_scheduler_async("keep", clear_cache=False))
+            self._paused = True
+
+    async def resume(self) -> None:
+        """Goes on decoding."""
+        async with self._changing:
+            await self._core(self.llm.engine_core.resume_scheduler_async())
+            self._paused = False
+
+    async def load(self, path: str, version: int, kv: str = "keep") -> int:
+        """See Engine.load."""
+        async with self._changing:
+            start = self._clock()
+            await self._call("rlx_stage", path)
+            while (refusal := await self._call("rlx_staged")) is None:
+                await asyncio.sleep(_STAGE_POLL_SECONDS)
+            if refusal:
+                raise ValueError(refusal)
+            stopped = self._clock()
+            self._spans.append(("stage weights", start, stopped))
+            core = self.llm.engine_core
+            await self._core(core.pause_scheduler_async("keep", clear_cache=kv == "recompute"))
+            try:
+                await self._call("rlx_exchange")
+                await self._core(self.llm.update_weight_version(str(version)))
+                self._version = version
+                if kv == "abort":
+                    await self._abort_all()
+                elif kv == "keep":
+                    await self._readmit()
+            finally:
+                if not self._paused:
+                    await self._core(core.resume_scheduler_async())
+            end = self._clock()
+            self._spans.append(("swap weights", stopped, end))
+            return end - stopped
+
+    def status(self) -> EngineStatus:
+        """See EngineStatus."""
+        self._check_alive()
+        self._end_span()
+        spans = tuple(self._spans)
+        self._spans.clear()
+        running = sum(sample.begun for sample in self._samples.values())
+        return EngineStatus(
+            version=self._version,
+            running=running,
+            queued=len(self._samples) - running,
+            slots=self._slots,
+            max_model_len=self._max_model_len,
+            tokens_generated=self._generated,
+            paused=self._paused,
+            spans=spans,
+        )
+
+    async def close(self) -> None:
+        """Ends EngineCore; running requests are aborted."""
+        if self._watcher:
+            self._watcher.cancel()
+        for sample in self._samples.values():
+            sample.end("abort")
+        self._samples.clear()
+        if self.llm:
+            if self.llm.output_handler:  # else it reports the end as a failure
+                self.llm.output_handler.cancel()
+            # At once: it has nothing to finish, and a hung one would not listen.
+            await asyncio.to_thread(self.llm.shutdown, timeout=0.0)
+
+    # Requests on their way in.
+
+    def _core_request(self, request: Request) -> Any:
+        """vLLM's form of `request`, without a seed or a name."""
+        sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
+        stops = (*self._config.eos_token_ids, *sampling.stop_token_ids)
+        longest = min(sampling.max_new_tokens - request.prefix_len, room)
+        return self._processed(
+            request.request_id,
+            request.prompt_tokens,
+            priority=-request.priority,  # vLLM serves the lowest first
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=longest,
+            min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
+            stop_token_ids=list(dict.fromkeys(stops)),
+        )
+
+    def _core_score(self, request: ScoreRequest) -> Any:
+        """vLLM's form of `request`.
+
+        The last token is the only one that may be drawn, so a sequence as long as the context fits
+        too: vLLM wants room for a token after every prompt. Log-probabilities are those before
+        that restriction. It reads no cached prefix where a prompt's are wanted.
+        """
+        return self._processed(
+            "score",
+            request.tokens[:-1],
+            priority=0,
+            temperature=request.temperature,
+            max_tokens=1,
+            allowed_token_ids=[int(request.tokens[-1])],
+            prompt_logprobs=0,
+        )
+
+    def _processed(self, name: str, prompt: np.ndarray, *, priority: int, **sampling: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        try:
+            params = SamplingParams(
+                logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling
+            )
+            return self.llm.input_processor.process_inputs(
+                name,
+                tokens_input(prompt.tolist()),
+                params,
+                supported_tasks=self._tasks,
+                priority=priority,
+            )
+        except (VLLMValidationError, ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"vLLM does not take the request: {error}") from error
+
+    def _for_sample(self, core: Any, request: Request, index: int) -> Any:
+        mine = copy.copy(core)
+        sampling = request.sampling
+        if sampling.seed is not None and sampling.temperature > 0:
+            mine.sampling_params = core.sampling_params.clone()
+            mine.sampling_params.seed = _mix(sampling.seed, index, request.prefix_len)
+        return mine
+
+    async def _admit(self, sample: "_Sample") -> None:
+        """Gives `sample` to EngineCore under a new name, with prefixes of this version alone."""
+        self._serial += 1
+        core = sample.core = copy.copy(sample.core)
+        core.request_id = f"rlx-{self._serial}"
+        core.cache_salt = str(self._version)
+        self._samples[core.request_id] = sample
+        await self._core(self.llm.engine_core.add_request_async(core))
+
+    async def _readmit(self) -> None:
+        """Has the samples that wait for their first token begin under the new version.
+
+        They were admitted to prefixes of the old weights, which no new sample may meet.
+        """
+        waiting = [sample for sample in self._samples.values() if not sample.begun]
+        await self._abort(waiting)
+        for sample in waiting:
+            await self._admit(sample)
+
+    async def _abort_all(self) -> None:
+        samples = list(self._samples.values())
+        await self._abort(samples)
+        for sample in samples:
+            sample.end("abort")
+
+    async def _abort(self, samples: "list[_Sample]") -> None:
+        ids = [s.core.request_id for s in samples if self._samples.pop(s.core.request_id, None)]
+        if ids and not self._failure:
+            with contextlib.suppress(EngineStopped):
+                await self._core(self.llm.engine_core.abort_requests_async(ids))
+
+    # Tokens on their way out.
+
+    def _take(
+        self, outputs: list, timestamp: float | None = None, stats: Any = None, **kwargs: Any
+    ) -> Any:
+        """In the place of vLLM's `process_outputs`: keeps what is ours, passes on the rest."""
+        others, aborted, ours = [], [], False
+        version = int(label) if (label := kwargs.get("weight_version") or "").isdigit() else 0
+        for output in outputs:
+            sample = self._samples.get(output.request_id)
+            if sample is None:
+                others.append(output)
+                continue
+            ours = True
+            self._generated += sample.add(output, version)
+            if sample.ended:
+                del self._samples[output.request_id]
+                if output.finish_reason is None:  # a stop string, of which EngineCore knows nothing
+                    aborted.append(output.request_id)
+        if ours:
+            self._mark_busy()
+            self._flush_soon()
+        processed = self._process_others(others, timestamp, stats, **kwargs)
+        processed.reqs_to_abort.extend(aborted)
+        return processed
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        for sample in self._samples.values():
+            if sample.tokens:
+                sample.wake.set()
+
+    def _mark_busy(self) -> None:
+        now = self._clock()
+        start, end = self._busy
+        if now - end > _GAP_NS:
+            self._end_span()
+            start = now
+        self._busy = (start, now)
+
+    def _end_span(self) -> None:
+        start, end = self._busy
+        if end > start:
+            self._spans.append(("decode", start, end))
+            self._busy = (end, end)
+
+    def _text_decoder(self) -> Decode:
+        if self._decode_text is None:
+            try:
+                self._decode_text = load_decode(Path(self.model_path))
+            except UserError as error:
+                raise ValueError(str(error)) from error
+        return self._decode_text
+
+    # Life and death of EngineCore.
+
+    async def _watch(self) -> None:
+        """Finds an EngineCore that is gone or hung; it answers only between two steps."""
+        while not self._failure:
+            await asyncio.sleep(min(1.0, self._hang_seconds / 4))
+            try:
+                async with asyncio.timeout(self._hang_seconds):
+                    await self.llm.is_paused()
+            except TimeoutError:
+                self._fail(
+                    RuntimeError(f"EngineCore hangs, no answer for {self._hang_seconds:g} s")
+                )
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends every stream after the tokens it has; in the place of `propagate_error`."""
+        self._failure = self._failure or error
+        for sample in self._samples.values():
+            sample.wake.set()
+        self._fail_others(error)
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise EngineStopped(f"the engine has stopped: {cause(self._failure)}")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """The answer of the first worker; all of them do the same."""
+        return (await self._core(self.llm.collective_rpc(method, args=args)))[0]
+
+    async def _core(self, call: Any) -> Any:
+        """Awaits a call to EngineCore; EngineStopped when there is none, or none that answers."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            self._check_alive()
+        except EngineStopped:
+            call.close()
+            raise
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=0.2))[0]:
+                self._check_alive()
+            return task.result()
+        except EngineDeadError as error:
+            self._fail(error)
+            raise EngineStopped(f"the engine has stopped: {cause(error)}") from error
+        finally:
+            task.cancel()
+
+
+class _Sample:
+    """One sample in EngineCore, and the tokens that nobody has fetched yet."""
+
+    __slots__ = (
+        "begun", "core", "ended", "index", "logprobs", "stop_reason", "stops", "tokens",
+        "versions", "wake",
+    )  # fmt: skip
+
+    def __init__(self, index: int, core: Any, wake: asyncio.Event):
+        self.index, self.core, self.wake = index, core, wake
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.begun = self.ended = False
+        self.stop_reason: str | None = None
+        self.stops: StopStrings | None = None
+
+    def add(self, output: Any, version: int) -> int:
+        """Takes the tokens of one step; returns how many."""
+        tokens = output.new_token_ids
+        reason = str(output.finish_reason) if output.finish_reason is not None else None
+        if tokens:
+            self.begun = True
+            if self.stops and (count := self.stops(tokens)) is not None:
+                tokens, reason = tokens[:count], "stop"
+            self.tokens += tokens
+            self.logprobs += output.new_logprobs.logprobs[: len(tokens), 0].tolist()
+            self.versions += [version] * len(tokens)
+        if reason:
+            self.end(reason if reason in ("stop", "length") else "abort")
+        elif self.stops:
+            self.wake.set()
+        return len(tokens)
+
+    def end(self, reason: str) -> None:
+        self.stop_reason, self.ended = reason, True
+        self.wake.set()
+
+    def drain(self) -> Chunk | None:
+        """What came since the last time; None when nothing did."""
+        if not self.tokens and self.stop_reason is None:
+            return None
+        chunk = Chunk(self.index, self.tokens, self.logprobs, self.versions, self.stop_reason)
+        self.tokens, self.logprobs, self.versions, self.stop_reason = [], [], [], None
+        return chunk
+
+
+class _Scored(_Sample):
+    """A prompt whose own logprobs are wanted, and that of the one token after it."""
+
+    __slots__ = ()
+
+    def __init__(self, core: Any):
+        super().__init__(0, core, asyncio.Event())
+
+    def add(self, output: Any, version: int) -> int:
+        """Takes what comes at the end; nothing of it is generated."""
+        if output.new_prompt_logprobs_tensors is not None:
+            self.logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+        if output.new_token_ids:
+            self.begun = True
+            self.logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
+            self.versions.append(version)
+        if output.finish_reason is not None:
+            self.end("length" if self.versions else "abort")
+        return 0
+
+
+def _mix(seed: int, index: int, position: int) -> int:
+    """A seed of its own for each sample, and for what is drawn after each continuation."""
+    text = f"{seed} {index} {position}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

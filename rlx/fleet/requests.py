@@ -1,0 +1,108 @@
+"""What a client asks of an engine and what it gets back: the nouns of generation and of scoring.
+
+The wire carries them; neither end of it is known here.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn.
+
+    Attributes:
+      temperature: ≥ 0; 0 is greedy. Behaviour logprobs are those of
+        log softmax(logits / temperature) over the whole vocabulary (top-p and top-k restrict the
+        draw, not the logprob); of the untempered distribution when greedy.
+      top_p: in (0, 1]. top_k: 0 is off.
+      max_new_tokens, min_new_tokens: counted over the whole completion, `prefix_len` included.
+      stop: strings that end a completion as soon as its text contains one (kept in the tokens).
+      stop_token_ids: tokens that end a completion (kept in the tokens), besides the model's own.
+      seed: draws are a function of (seed, sample index, position in the completion) alone, so a
+        completion never depends on what else is in the batch. None: the engine picks one.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """`n` samples of one prompt, sharing its prefill.
+
+    Attributes:
+      prompt_tokens: [T] int32, T ≥ 1; for a continued completion it ends with the tokens so far.
+      prefix_len: how many trailing prompt tokens are an earlier part of the same completion.
+      first_index: index of the first sample; samples are first_index … first_index + n − 1.
+    """
+
+    request_id: str
+    prompt_tokens: np.ndarray
+    sampling: Sampling
+    n: int = 1
+    first_index: int = 0
+    prefix_len: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one sample, in order. `stop_reason` (`stop` | `length` | `abort`) ends it."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRequest:
+    """A sequence whose tokens are to be scored.
+
+    Attributes:
+      tokens: [T] int32, 2 ≤ T ≤ max_model_len.
+      first: in [1, T − 1], the first token to score; token 0 follows nothing.
+      temperature: in [LEAST_TEMPERATURE, MOST_TEMPERATURE]; logprobs are those of
+        log softmax(logits / temperature).
+    """
+
+    tokens: np.ndarray
+    first: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """`logprobs`: [T − first] float32, nats, all under the weights of `version`."""
+
+    logprobs: np.ndarray
+    version: int
+
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # of scores; below, vLLM takes another one
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot; `spans` are (name, start_ns, end_ns) on CLOCK_MONOTONIC since the last call."""
+
+    version: int
+    running: int  # sequences decoding now
+    queued: int  # sequences waiting for a slot
+    slots: int
+    max_model_len: int
+    tokens_generated: int
+    paused: bool
+    spans: tuple[tuple[str, int, int], ...] = ()
+
+
+KV_POLICIES = ("keep", "recompute", "abort")  # what an update does to running requests

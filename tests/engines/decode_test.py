@@ -1,0 +1,198 @@
+"""The engine's decoder against the trainer's, and its independence of the batch, bit for bit."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlx.engines.jax import decode
+from rlx.model import decoder, hf, params
+from rlx.model.config import ModelConfig, Rope
+
+SIZES = {
+    "vocab_size": 96, "num_layers": 2, "model_dim": 32, "mlp_dim": 48, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+}  # fmt: skip
+CONFIGS = {
+    "qwen2": ModelConfig("Qwen2ForCausalLM", **SIZES, attention_bias=True, tie_embeddings=True),
+    "qwen3": ModelConfig("Qwen3ForCausalLM", **SIZES, qk_norm=True),
+    "llama": ModelConfig(
+        "LlamaForCausalLM", **SIZES, attention_bias=True, output_bias=True,
+        rope=Rope("linear", factor=2.0),
+    ),
+}  # fmt: skip
+# Widths that fill vector registers: narrower ones may fall to scalar code with other last bits.
+WIDE = ModelConfig(
+    "Qwen2ForCausalLM", vocab_size=256, num_layers=2, model_dim=128, mlp_dim=192, num_heads=4,
+    num_kv_heads=2, head_dim=32, attention_bias=True, tie_embeddings=True, initializer_range=0.1,
+)  # fmt: skip
+STEPS, CHUNK, LENGTH = 4, 8, 32
+
+
+def random_params(config, seed=0):
+    """Parameters with biases and norms that are not trivial."""
+    tree = params.init(config, jax.random.key(seed))
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, noisy)
+
+
+def serve(config, weights, dtype=jnp.float32):
+    """The engine's layout of the trainer's parameters, by way of HF's."""
+    return decode.serving_params(hf.to_hf(weights, config), config, dtype)
+
+
+def forced(tokens, score=jax.nn.log_softmax):
+    """A `choose` that takes the tokens [S, R] given, with their logprobs."""
+
+    def choose(logits, index):
+        token = jax.lax.dynamic_index_in_dim(tokens, index, 1, keepdims=False)
+        return token, jnp.take_along_axis(score(logits), token[:, None], axis=1)[:, 0]
+
+    return choose
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
+    """Prompts of 1, 9 and 13 tokens (none, one chunk and a bit), then three calls of 4 tokens."""
+    config = CONFIGS[name]
+    weights = random_params(config)
+    serving = serve(config, weights)
+    prompt_lengths, total = np.array([1, 9, 13]), 12
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 96, (3, LENGTH)).astype(np.int32)
+    cache = decode.init_cache(config, 3, LENGTH, jnp.float32)
+    prompts = jax.jit(partial(decode.prefill, serving, config, chunk=CHUNK))(tokens, chunks=2)
+    slots = jnp.arange(3)
+    cache = jax.jit(decode.insert)(cache, prompts, slots, slots, 3)
+
+    @jax.jit
+    def call(cache, last, lengths, future):
+        block, recent = decode.decode(
+            serving, config, cache, last, lengths, jnp.full(3, 100), jnp.full((3, 1), -1),
+            forced(future), STEPS,
+        )  # fmt: skip
+        return block.logprobs, decode.append(cache, recent, lengths)
+
+    lengths, got = prompt_lengths - 1, []
+    for _ in range(total // STEPS):
+        rows = np.arange(3)[:, None]
+        future = tokens[rows, lengths[:, None] + 1 + np.arange(STEPS)]
+        logprobs, cache = call(cache, tokens[slots, lengths], lengths, future)
+        lengths = lengths + STEPS
+        got.append(np.asarray(logprobs))
+    batch = {
+        "tokens": tokens,
+        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (3, 1)),
+        "segment_ids": np.ones((3, LENGTH), np.int32),
+    }
+    wanted, _ = decoder.logprobs(weights, config, batch)
+    at = prompt_lengths[:, None] + np.arange(total)
+    wanted = np.asarray(wanted)[np.arange(3)[:, None], at]
+    np.testing.assert_allclose(np.concatenate(got, axis=1), wanted, atol=1e-5)
+
+
+def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():
+    config = CONFIGS["qwen2"]
+    serving = serve(config, random_params(config))
+    cache = decode.init_cache(config, 4, 8, jnp.float32)
+    forced_tokens = jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
+    calls = []
+
+    def choose(logits, index):
+        jax.debug.callback(lambda: calls.append(1), ordered=True)
+        return forced(forced_tokens)(logits, index)
+
+    run = jax.jit(partial(decode.decode, serving, config, choose=choose, steps=STEPS))
+    block, _ = run(
+        cache, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), budgets=jnp.array([2, 9, 0, 9]),
+        stops=jnp.array([[-1], [7], [-1], [6]]),
+    )  # fmt: skip
+    jax.effects_barrier()
+    assert np.asarray(block.counts).tolist() == [2, 3, 0, 2]
+    assert len(calls) == 3
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """64 slots with random caches of 200 positions, and what one decode call makes of them."""
+    config = WIDE
+    serving = serve(config, random_params(config))
+    rng = np.random.default_rng(0)
+    cache = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32),
+        decode.init_cache(config, 64, 192, jnp.float32),
+    )
+    tokens = rng.integers(0, 256, 64).astype(np.int32)
+    lengths = rng.integers(0, 60, 64).astype(np.int32)
+    future = rng.integers(0, 256, (64, STEPS)).astype(np.int32)
+
+    @partial(jax.jit, static_argnames="length")
+    def call(cache, tokens, lengths, future, length=192):
+        slots = tokens.shape[0]
+        block, recent = decode.decode(
+            serving, config, decode.view(cache, slots, length), tokens, lengths,
+            jnp.full(slots, 100), jnp.full((slots, 1), -1), forced(future, lambda x: x), STEPS,
+        )  # fmt: skip
+        return block.logprobs, recent
+
+    return call, cache, tokens, lengths, future
+
+
+def assert_same_bits(got, wanted, rows):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[rows])
+
+
+def test_a_slot_does_not_depend_on_how_many_slots_there_are(crowd):
+    call, cache, *rows = crowd
+    wanted = call(cache, *rows)
+    for slots in (2, 8, 16, 32):
+        assert_same_bits(call(cache, *(r[:slots] for r in rows)), wanted, slice(slots))
+
+
+def test_a_slot_does_not_depend_on_how_much_cache_is_looked_at(crowd):
+    call, cache, *rows = crowd
+    wanted = call(cache, *rows)
+    for length in (64, 96, 128):
+        assert_same_bits(call(cache, *rows, length=length), wanted, slice(None))
+    few = [r[:8] for r in rows]
+    assert_same_bits(call(cache, *few, length=64), wanted, slice(8))
+
+
+def test_a_slot_does_not_depend_on_its_place_or_neighbours(crowd):
+    call, cache, *rows = crowd
+    wanted = call(cache, *rows)
+    order = np.random.default_rng(3).permutation(64)
+    moved = jax.tree.map(lambda x: x[order], cache)
+    assert_same_bits(call(moved, *(r[order] for r in rows)), wanted, order)
+    noisy = jax.tree.map(lambda x: x.at[1:].set(x[1:] * 3 + 1), cache)
+    tokens, lengths, future = rows
+    got = call(noisy, np.where(np.arange(64) > 0, 7, tokens).astype(np.int32), lengths, future)
+    assert_same_bits(jax.tree.map(lambda x: x[:1], got), wanted, slice(1))
+
+
+def test_a_prompt_does_not_depend_on_how_many_there_are_or_on_the_longest():
+    serving = serve(WIDE, random_params(WIDE))
+    run = jax.jit(partial(decode.prefill, serving, WIDE, chunk=32))
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 128)).astype(np.int32)
+    wanted, alone = run(tokens, chunks=4), run(tokens[2:3], chunks=2)
+    for a, b in zip(alone, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a.keys)[..., :64], b.keys[2:3, ..., :64])
+        np.testing.assert_array_equal(np.asarray(a.values)[:, :, :64], b.values[2:3, :, :64])
+
+
+def test_bfloat16_runs_and_stays_near():
+    config = CONFIGS["qwen2"]
+    weights = random_params(config)
+    tokens = np.arange(16, dtype=np.int32)[None] % 96
+    caches = [
+        decode.prefill(serve(config, weights, dtype), config, tokens, 2, CHUNK)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ]
+    assert caches[1][0].keys.dtype == jnp.bfloat16
+    for exact, rough in zip(*caches, strict=True):
+        assert np.abs(np.asarray(exact.values) - np.asarray(rough.values, np.float32)).mean() < 0.1
