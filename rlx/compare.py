@@ -9,7 +9,7 @@ import asyncio
 import os
 import tempfile
 
-from rlx import command
+from rlx.cli import command
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling

@@ -11,8 +11,8 @@ train an HF directory, give it to a run as model.path instead. TARGET must not e
 import argparse
 from pathlib import Path
 
-from rlx import command
 from rlx.base import UserError
+from rlx.cli import command
 
 
 def to_hf(path: Path, target: Path, model: str, dtype: str, adapter: Path | None = None) -> str:

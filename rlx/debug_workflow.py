@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlx import command, flags
 from rlx.agents import debug, loading
 from rlx.base import UserError
 from rlx.checkup.findings import Finding
 from rlx.checkup.table import section
+from rlx.cli import command, flags
 from rlx.observe.jsonl import jsonable, write_atomically
 
 FLAGS = {

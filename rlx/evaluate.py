@@ -6,7 +6,7 @@ Prints and saves one row a data set. The same command again goes on where it sto
 import sys
 from pathlib import Path
 
-from rlx import command, flags
+from rlx.cli import command, flags
 from rlx.config import check
 
 FLAGS = {

@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from rlx import memory, records, remedies, resume, teacher
 from rlx.base import DiskFull, Group, UserError
+from rlx.cli.signals import interrupts
 from rlx.export import Export
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
@@ -44,7 +45,6 @@ from rlx.inputs import (
     prepare,
     server_options,
 )
-from rlx.interrupts import interrupts
 from rlx.launch import allowance
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
 from rlx.launch.occupancy import Killed, make_directory, occupied

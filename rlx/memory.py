@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rlx.base import DiskFull
+from rlx.cli.text import size
 from rlx.engines.jax.programs import make_plan
 from rlx.launch.allowance import Allowance
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
-from rlx.observe.text import size
 from rlx.train.steps import Steps
 from rlx.train.update import make_steps
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rlx import command
+from rlx.cli import command
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from rlx import command
+from rlx.cli import command
 from rlx.engines import options
 from rlx.fleet.child import end_with_parent, keep_private
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from rlx import flags
 from rlx.algorithms.presets import PRESETS
+from rlx.cli import flags
 from rlx.config import check
 from rlx.inputs import prepare
 from rlx.model import hf

@@ -20,6 +20,7 @@ ORDER = (
     ("",),  # rlx/__init__.py
     ("base",),
     ("config",),
+    ("cli",),
     ("algorithms",),
     ("model",),
     ("train",),
@@ -34,14 +35,13 @@ ORDER = (
     ("causes",),
     ("memory", "remedies"),
     ("teacher",),
-    ("inputs", "records", "interrupts"),
+    ("inputs", "records"),
     ("export", "gate", "held_out", "pairs", "resume", "serving"),
     ("loop", "checkup", "evaluation"),
-    ("command", "flags"),
     COMMANDS,
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-LIGHT_ROOMS = ("", "base", "config", "observe", "fleet", "engines", "rollout", "agents",
+LIGHT_ROOMS = ("", "base", "config", "cli", "observe", "fleet", "engines", "rollout", "agents",
                "launch", "plan")  # fmt: skip
 LIGHT_FILES = (
     "algorithms/presets.py", "train/packing.py", "model/compile_cache.py", "model/config.py",

@@ -11,7 +11,7 @@ from rlx.agents import returned
 from rlx.agents.crowd import Outcome, Session
 from rlx.agents.exchange import Call
 from rlx.agents.stalls import Cause, causes
-from rlx.observe.text import duration
+from rlx.cli.text import duration
 
 
 @dataclass(frozen=True, slots=True)

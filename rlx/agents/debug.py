@@ -16,8 +16,8 @@ from rlx.agents.exchange import Call, shorten
 from rlx.agents.recorder import Recorder
 from rlx.agents.remarks import Remark, bad, remarks
 from rlx.base import UserError
+from rlx.cli.text import duration
 from rlx.observe.counting import Counting
-from rlx.observe.text import duration
 from rlx.rollout import arithmetic, data
 from rlx.rollout.kept import nothing_left
 

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 from rlx.base import UserError
+from rlx.cli import user_code
 from rlx.config import unknown
-from rlx.rollout import modules
 
 GIVEN = ("base_url", "api_key", "http_client")  # what `run` of an agent gets by name
 _WORKFLOW_NEEDS = ("group_id", "seed", "sampling", "n", "priority")
@@ -35,7 +35,7 @@ def load_class(text: str) -> type:
         raise UserError(
             f"{text!r} names no class; write package.module.Class or path/to/file.py:Class"
         )
-    module = modules.load(place)
+    module = user_code.load(place)
     found = getattr(module, name, None)
     if inspect.isclass(found):
         return found
@@ -93,7 +93,7 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
         raise
     except Exception as error:
         raise UserError(
-            f"{cls.__name__}({_spelled(kwargs)}) failed: {modules.where(error)}"
+            f"{cls.__name__}({_spelled(kwargs)}) failed: {user_code.where(error)}"
         ) from error
 
 

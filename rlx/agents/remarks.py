@@ -12,7 +12,7 @@ from rlx.agents.crowd import Outcome
 from rlx.agents.crowd_facts import Facts
 from rlx.agents.exchange import Call
 from rlx.agents.stalls import Cause
-from rlx.observe.text import duration
+from rlx.cli.text import duration
 
 _BLOCKS = 0.02  # share of the time that waiting inside the loop may take before it is a problem
 _COMPUTES = 0.5  # seconds of one computation that hold all other runs up

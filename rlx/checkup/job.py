@@ -19,6 +19,7 @@ from rlx.algorithms import presets
 from rlx.algorithms.presets import Algorithm
 from rlx.checkup import machine, room
 from rlx.checkup.findings import Finding, attempt, problems
+from rlx.cli.text import number
 from rlx.fleet.addresses import read_addresses
 from rlx.inputs import Inputs
 from rlx.memory import group_size, longest
@@ -27,7 +28,6 @@ from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
-from rlx.observe.text import number
 from rlx.rollout import rewards
 from rlx.rollout.workflows import encode, render
 from rlx.train import packing

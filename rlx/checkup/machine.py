@@ -16,8 +16,8 @@ from typing import Any
 
 from rlx.base import install
 from rlx.checkup.findings import Finding
+from rlx.cli.text import size
 from rlx.launch import allowance
-from rlx.observe.text import size
 
 DEVICE_SECONDS = 120.0
 _NOT_BEFORE = 1_750_000_000  # June 2025, seconds: no machine runs this with an earlier clock

@@ -10,6 +10,7 @@ from rlx import memory, teacher
 from rlx.base import UserError
 from rlx.checkup import machine
 from rlx.checkup.findings import Finding
+from rlx.cli.text import size
 from rlx.engines.vllm.vllm_start import on_cpu
 from rlx.inputs import has_servers
 from rlx.launch import allowance
@@ -17,7 +18,6 @@ from rlx.launch.allowance import Allowance
 from rlx.memory import listed
 from rlx.model import hf
 from rlx.model.config import ModelConfig
-from rlx.observe.text import size
 
 _TIGHT = 0.9  # of the memory there is
 _PROGRAM = {"trainer": 600 << 20, "jax": 400 << 20, "vllm": 1100 << 20}  # beside its arrays, here

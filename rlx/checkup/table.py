@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rlx.checkup.findings import Finding, summary
-from rlx.observe.text import plain
+from rlx.cli.text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console

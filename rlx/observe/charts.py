@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from rlx.observe.text import duration, number
+from rlx.cli.text import duration, number
 
 MAX_POINTS = 500  # a longer line is averaged down to that many
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 26  # room for the axes, user units

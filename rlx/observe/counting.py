@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from rlx.observe.text import plain
+from rlx.cli.text import plain
 
 _LINE_SECONDS = 10.0
 

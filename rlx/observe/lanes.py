@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from html import escape
 
+from rlx.cli.text import duration
 from rlx.observe.charts import share_bar
 from rlx.observe.rundir import TraceSpan
-from rlx.observe.text import duration
 from rlx.observe.timeline import process_order
 
 COLORS = {

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from rlx.cli.text import number
 from rlx.observe.charts import Line, grid, line_chart
 from rlx.observe.headlines import HELD_OUT, TRAINED, present
 from rlx.observe.rundir import Run, finite
-from rlx.observe.text import number
 
 _WIDE, _HALF = (1096, 320), (532, 220)
 # What a run on a dataset has learned: title, what it says, (metric, name, color) of batches and of

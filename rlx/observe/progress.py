@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlx.cli.text import duration, number, plain, shares, sparkline
 from rlx.observe.headlines import HELD_OUT, TRAINED, present
-from rlx.observe.text import duration, number, plain, shares, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rlx.cli.text import duration, number, visible
 from rlx.observe import learned
 from rlx.observe import samples as transcripts
 from rlx.observe.charts import (
@@ -29,7 +30,6 @@ from rlx.observe.charts import (
 from rlx.observe.jsonl import write_atomically
 from rlx.observe.lanes import busy_shares, color_of, overview
 from rlx.observe.rundir import Run, finite, load
-from rlx.observe.text import duration, number, visible
 
 _SKIPPED = 20  # rows named
 _WIDE, _HALF = (1096, 320), (532, 220)

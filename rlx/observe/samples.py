@@ -9,8 +9,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from rlx.cli.text import number, visible
 from rlx.observe.rundir import finite
-from rlx.observe.text import number, visible
 
 PER_VIEW = 6
 MAX_CHARACTERS = 6000  # of one text; the middle of a longer one is left out

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlx.base import UserError
+from rlx.cli import user_code
 from rlx.config import unknown
-from rlx.rollout import answers, equality, modules, numbers, symbolic
+from rlx.rollout import answers, equality, numbers, symbolic
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 
@@ -104,7 +105,7 @@ def resolve(name: str) -> RewardFunction:
         return REWARDS[name]
     module_name, _, function_name = name.rpartition(":")
     try:
-        module = modules.load(module_name)
+        module = user_code.load(module_name)
     except UserError as error:
         raise UserError(f"reward.name={name!r}: cannot import {module_name!r}: {error}") from error
     function = getattr(module, function_name, None)

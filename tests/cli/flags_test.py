@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlx import flags
 from rlx.base import UserError
+from rlx.cli import flags
 from rlx.config import check
 
 CONFIG = "--config=configs/gsm8k.py"

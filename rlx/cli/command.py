@@ -8,7 +8,7 @@ from typing import TextIO
 
 from rlx import remedies
 from rlx.base import UserError
-from rlx.observe.text import plain
+from rlx.cli.text import plain
 
 
 def say(text: object, file: TextIO | None = None) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.observe.text import duration, number, resample, shares, sparkline
+from rlx.cli.text import duration, number, resample, shares, sparkline
 
 
 @pytest.mark.parametrize(
