@@ -46,7 +46,7 @@ def default() -> ConfigDict:
     c.data.allow_change = False  # continue a checkpoint with rows that have changed since
 
     c.reward = ConfigDict()
-    c.reward.name = "gsm8k"  # in rlx.rollout.rewards, or FILE.py:function, module:function
+    c.reward.name = "gsm8k"  # in rlx.rewards.rewards, or FILE.py:function, module:function
     c.reward.timeout_seconds = 5.0
     c.reward.workers = 1
     c.agents = ConfigDict()  # their processes; reward.workers is how many

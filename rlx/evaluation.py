@@ -32,13 +32,13 @@ from rlx.inputs import load_tokenizer, patience
 from rlx.launch.occupancy import make_directory, occupied
 from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, write_atomically
+from rlx.rewards.reward_pool import RewardPool
+from rlx.rewards.worker_process import Limits
 from rlx.rollout import benchmarks, scores
 from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
 from rlx.rollout.failures import Skipped
-from rlx.rollout.kept import Limits
-from rlx.rollout.reward_pool import RewardPool
 from rlx.serving import Serving
 from rlx.train import checkpoint
 

@@ -17,11 +17,12 @@ from rlx.fleet.requests import Sampling
 from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
-from rlx.rollout import arithmetic, data, rewards
+from rlx.rewards import rewards
+from rlx.rewards.reward_pool import RewardPool
+from rlx.rewards.worker_process import Limits
+from rlx.rollout import arithmetic, data
 from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
 from rlx.rollout.failures import Patience
-from rlx.rollout.kept import Limits
-from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train.update import make_steps
 

@@ -27,6 +27,7 @@ ORDER = (
     ("observe",),
     ("fleet",),
     ("engines",),
+    ("rewards",),
     ("rollout",),
     ("agents",),
     ("launch",),
@@ -41,7 +42,7 @@ ORDER = (
     COMMANDS,
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-LIGHT_ROOMS = ("", "base", "config", "cli", "observe", "fleet", "engines", "rollout", "agents",
+LIGHT_ROOMS = ("", "base", "config", "cli", "observe", "fleet", "engines", "rewards", "rollout", "agents",
                "launch", "plan")  # fmt: skip
 LIGHT_FILES = (
     "algorithms/presets.py", "train/packing.py", "model/compile_cache.py", "model/config.py",

@@ -18,9 +18,9 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 from rlx.model import hf
+from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, group_seed
-from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import RLVR
 from rlx.train.update import make_update
@@ -73,7 +73,7 @@ def trainer(quick_compilation, tiny_model_dir, config):
 def workflow(tiny_model_dir, config):
     from transformers import AutoTokenizer
 
-    folder = str(Path(__file__).parent / "rollout")
+    folder = str(Path(__file__).parent / "rewards")
     sys.path.insert(0, folder)  # the workers find reward_functions.py there
     pool = RewardPool("reward_functions:digits", timeout=60.0)
     pool.start()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import math_verify
 
-from rlx.rollout import rewards, symbolic
+from rlx.rewards import rewards, symbolic
 
 Case = tuple[str, str, float]  # a row's answer, a completion, the reward it deserves
 DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"

@@ -18,8 +18,8 @@ from rlx.agents.remarks import Remark, bad, remarks
 from rlx.base import UserError
 from rlx.cli.text import duration
 from rlx.observe.counting import Counting
+from rlx.rewards.worker_process import nothing_left
 from rlx.rollout import arithmetic, data
-from rlx.rollout.kept import nothing_left
 
 _SAMPLE_TEXT = "What is 12 + 30? Answer with a number."
 SAMPLE = {

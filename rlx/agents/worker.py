@@ -26,7 +26,7 @@ from rlx.agents import loading, returned
 from rlx.agents.http_clients import HttpClients
 from rlx.agents.stalls import Watchdog, causes
 from rlx.base import UserError
-from rlx.rollout.kept import own_end
+from rlx.rewards.worker_process import own_end
 
 _LOOK_SECONDS = 0.5
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none

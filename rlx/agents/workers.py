@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlx.base import UserError
-from rlx.rollout.kept import NO_LIMITS, Kept, Limits, start_worker, words
+from rlx.rewards.worker_process import NO_LIMITS, Kept, Limits, start_worker, words
 
 CANCEL_SECONDS = 10.0  # that a cancelled run may take to end
 _REPORT_SECONDS = 5.0  # of a blocked loop, before its process says where

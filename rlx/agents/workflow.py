@@ -22,8 +22,8 @@ from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install
 from rlx.fleet.requests import Sampling
-from rlx.rollout.kept import NO_LIMITS, Limits
-from rlx.rollout.reward_pool import Span
+from rlx.rewards.reward_pool import Span
+from rlx.rewards.worker_process import NO_LIMITS, Limits
 from rlx.rollout.workflows import Generator
 
 if TYPE_CHECKING:

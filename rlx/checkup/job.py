@@ -28,7 +28,7 @@ from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
-from rlx.rollout import rewards
+from rlx.rewards import rewards
 from rlx.rollout.workflows import encode, render
 from rlx.train import packing
 from rlx.train.update import attention_cost

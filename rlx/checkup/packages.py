@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from rlx.base import install
 from rlx.checkup.findings import Finding
-from rlx.rollout.kept import Kept
+from rlx.rewards.worker_process import Kept
 
 IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
 

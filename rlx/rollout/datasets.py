@@ -16,7 +16,7 @@ import numpy as np
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rollout.reward_pool import Span
+from rlx.rewards.reward_pool import Span
 from rlx.rollout.workflows import RLVR, Generator, encode, trajectory
 
 _CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair

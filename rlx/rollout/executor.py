@@ -27,8 +27,9 @@ from typing import Any
 
 from rlx.base import Group, Trajectory, Unavailable, UserError, malformed
 from rlx.fleet.requests import Sampling
+from rlx.rewards import reward_pool
 from rlx.rollout import buffer as buffers
-from rlx.rollout import evaluation, failures, reward_pool, staleness
+from rlx.rollout import evaluation, failures, staleness
 from rlx.rollout.data import Cursor
 from rlx.rollout.failures import Patience
 from rlx.rollout.staleness import Limits, Staleness

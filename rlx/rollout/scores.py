@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlx.base import UserError
-from rlx.rollout import quantity
-from rlx.rollout.answers import compact, final_answers, tidy
+from rlx.rewards import quantity
+from rlx.rewards.answers import compact, final_answers, tidy
 
 RIGHT = 0.5  # a reward above it counts as a right answer
 _RESAMPLES = 2000

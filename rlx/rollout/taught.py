@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.requests import Sampling
-from rlx.rollout.reward_pool import Span
+from rlx.rewards.reward_pool import Span
 from rlx.rollout.workflows import Generator, Workflow
 
 

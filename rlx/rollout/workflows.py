@@ -14,7 +14,7 @@ import numpy as np
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rollout.reward_pool import Call, RewardPool, Span
+from rlx.rewards.reward_pool import Call, RewardPool, Span
 
 _MAX_SPANS = 100_000  # kept until drained
 

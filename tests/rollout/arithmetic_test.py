@@ -7,7 +7,8 @@ import string
 import pytest
 
 from rlx.base import UserError
-from rlx.rollout import arithmetic, rewards
+from rlx.rewards import rewards
+from rlx.rollout import arithmetic
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 from rlx.base import UserError
 from rlx.fleet.nobody import Nobody
 from rlx.fleet.requests import Sampling
+from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor
 from rlx.rollout.datasets import Demonstrations, Preferences, end_token
 from rlx.rollout.executor import Executor
-from rlx.rollout.reward_pool import RewardPool
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import RLVR
 

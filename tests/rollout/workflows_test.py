@@ -8,7 +8,7 @@ import pytest
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rollout.reward_pool import RewardError, RewardPool
+from rlx.rewards.reward_pool import RewardError, RewardPool
 from rlx.rollout.workflows import RLVR
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}

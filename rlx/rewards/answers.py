@@ -8,7 +8,7 @@ All of it is linear in the text, and nothing raises on any text.
 import re
 from typing import Any
 
-from rlx.rollout import numbers
+from rlx.rewards import numbers
 
 MAX_LENGTH = 1000  # characters of a final answer; a longer one is compared as it stands
 _TAIL = 4000  # characters at a text's end in which an answer without a box is looked for

@@ -1,4 +1,4 @@
-"""A process that computes rewards: `python -m rlx.rollout.reward_worker N`, by `reward_pool` alone.
+"""A process that computes rewards: `python -m rlx.rewards.reward_worker N`, by `reward_pool` alone.
 
     in    pickles: (path of modules, reward's name) first, then (reward's name, pickled calls)
     out   a line of JSON each: {"ready": true}, then for each call of a task
@@ -15,9 +15,9 @@ import time
 import traceback
 from typing import Any
 
-from rlx.rollout import rewards, symbolic
-from rlx.rollout.kept import own_end
-from rlx.rollout.reward_pool import problem
+from rlx.rewards import rewards, symbolic
+from rlx.rewards.reward_pool import problem
+from rlx.rewards.worker_process import own_end
 
 _RESERVED = ("prompt", "completion", "prompt_ids", "completion_ids")  # row keys that would clash
 _MOST = 8000  # characters of a traceback

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.rollout.numbers import last_box, read_answer
+from rlx.rewards.numbers import last_box, read_answer
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 from rlx.base import UserError
 from rlx.cli import user_code
 from rlx.config import unknown
-from rlx.rollout import answers, equality, numbers, symbolic
+from rlx.rewards import answers, equality, numbers, symbolic
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 

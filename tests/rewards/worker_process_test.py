@@ -13,9 +13,9 @@ import pytest
 
 from rlx.agents.workers import Workers
 from rlx.checkup import packages
-from rlx.rollout import kept
-from rlx.rollout.kept import Limits
-from rlx.rollout.reward_pool import Call, RewardError, RewardPool
+from rlx.rewards import worker_process
+from rlx.rewards.reward_pool import Call, RewardError, RewardPool
+from rlx.rewards.worker_process import Limits
 
 HERE = Path(__file__).parent
 
@@ -62,7 +62,7 @@ class Rewards:
     """A pool whose worker does as it is told, with one interface for both kinds of worker."""
 
     def __init__(self, timeout=600.0):
-        self.pool = RewardPool("kept_code:leaving", timeout=timeout)
+        self.pool = RewardPool("worker_code:leaving", timeout=timeout)
 
     async def run(self, how, marker):
         row = {"marker": str(marker), "answer": ""}
@@ -79,13 +79,13 @@ class Agents:
     """The same of an agent's process."""
 
     def __init__(self, timeout=600.0):
-        self.workers = Workers(f"{HERE / 'kept_code.py'}:Leaving", {}, block_seconds=timeout)
+        self.workers = Workers(f"{HERE / 'worker_code.py'}:Leaving", {}, block_seconds=timeout)
 
     async def run(self, how, marker):
         return await self.workers.run({"how": how, "marker": str(marker)}, "", "")
 
     def worker(self):
-        return kept.keeper.descendants(self.workers._processes[0]._kept.pid)[0]
+        return worker_process.keeper.descendants(self.workers._processes[0]._kept.pid)[0]
 
     async def close(self):
         await self.workers.close()
@@ -164,7 +164,7 @@ def test_what_is_left_behind_ends_with_a_trainer_that_is_killed(kind, tmp_path):
 
 
 def test_one_hang_costs_one_timeout_and_computes_nothing_twice(tmp_path):
-    pool = RewardPool("kept_code:hanging", timeout=1.0)
+    pool = RewardPool("worker_code:hanging", timeout=1.0)
     marker = tmp_path / "calls"
     row = {"marker": str(marker), "answer": ""}
     try:
@@ -179,7 +179,7 @@ def test_one_hang_costs_one_timeout_and_computes_nothing_twice(tmp_path):
 
 def test_limits_of_memory_and_processes_are_told_as_what_they_are():
     pool = RewardPool(
-        "kept_code:greedy", timeout=60.0, limits=Limits(memory_gb=1.0, max_processes=8)
+        "worker_code:greedy", timeout=60.0, limits=Limits(memory_gb=1.0, max_processes=8)
     )
     try:
         with pytest.raises(RewardError, match="MemoryError"):
@@ -205,7 +205,7 @@ def test_an_import_that_leaves_a_process_behind_holds_nobody_up(tmp_path, monkey
 def test_the_debugger_ends_what_agents_left_and_nothing_else(tmp_path):
     before = subprocess.Popen(["sleep", "600"])
     try:
-        with kept.nothing_left():
+        with worker_process.nothing_left():
             subprocess.run(["setsid", "sh", "-c", f"sleep 600 & echo $! > {tmp_path / 'pid'}"])
         assert not alive(int((tmp_path / "pid").read_text()))
         assert alive(before.pid)
@@ -225,7 +225,7 @@ def planted(tmp_path, monkeypatch):
 
 
 def test_a_reward_sees_nothing_of_the_trainer(planted):
-    pool = RewardPool("kept_code:spying", timeout=60.0)
+    pool = RewardPool("worker_code:spying", timeout=60.0)
     try:
         call = Call("", "", [], [], {"answer": "", "trainer": os.getpid()})
         assert asyncio.run(pool.rewards([call]))[0] == [1.0]
@@ -237,7 +237,7 @@ def test_an_agent_sees_nothing_of_the_trainer_and_alone_nothing_of_other_runs(pl
     async def main(per_run):
         place = tmp_path / str(per_run)
         place.mkdir()
-        own = Workers(f"{HERE / 'kept_code.py'}:Spying", {}, 2 if per_run else 1, per_run=per_run)
+        own = Workers(f"{HERE / 'worker_code.py'}:Spying", {}, 2 if per_run else 1, per_run=per_run)
         data = {"trainer": os.getpid(), "marker": str(place / "ready")}
         try:
             await own.start()
@@ -254,5 +254,5 @@ def test_an_agent_sees_nothing_of_the_trainer_and_alone_nothing_of_other_runs(pl
 
 def test_variables_that_a_config_names_are_passed_on(monkeypatch):
     monkeypatch.setenv("A_SECRET", "planted")
-    assert "A_SECRET" not in kept.environment()
-    assert kept.environment(("A_SECRET",))["A_SECRET"] == "planted"
+    assert "A_SECRET" not in worker_process.environment()
+    assert worker_process.environment(("A_SECRET",))["A_SECRET"] == "planted"

@@ -11,8 +11,8 @@ Nothing here raises, and all of it ends within `symbolic.CPU_SECONDS` of process
 import re
 from typing import NamedTuple
 
-from rlx.rollout import quantity, symbolic
-from rlx.rollout.answers import MAX_LENGTH, closes, compact, tidy
+from rlx.rewards import quantity, symbolic
+from rlx.rewards.answers import MAX_LENGTH, closes, compact, tidy
 
 _MAX_DEPTH = 4  # of tuples in sets in lists
 _MAX_ITEMS = 16  # more than that is compared as text

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.base import UserError
-from rlx.rollout import rewards
-from rlx.rollout.reward_pool import Call, RewardPool
+from rlx.rewards import rewards
+from rlx.rewards.reward_pool import Call, RewardPool
 
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
@@ -149,7 +149,7 @@ def test_math_and_arithmetic_take_any_text(text):
 
 def test_resolve():
     assert rewards.resolve("gsm8k") is rewards.gsm8k
-    assert rewards.resolve("rlx.rollout.rewards:math") is rewards.math
+    assert rewards.resolve("rlx.rewards.rewards:math") is rewards.math
 
 
 def test_a_reward_in_a_file_is_found_here_and_by_the_workers(tmp_path, monkeypatch):

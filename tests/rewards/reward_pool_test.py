@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlx.rollout.reward_pool import Call, RewardError, RewardPool, problem
+from rlx.rewards.reward_pool import Call, RewardError, RewardPool, problem
 
 HERE = str(Path(__file__).parent)
 
@@ -136,7 +136,7 @@ def test_arguments_and_kinds_of_numbers():
         pool.name = "reward_functions:truth"
         calls = [Call("p", c, [], [], {"answer": "yes"}) for c in ("yes", "no")]
         assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
-        pool.name = "rlx.rollout.rewards:math"
+        pool.name = "rlx.rewards.rewards:math"
         calls = [Call("p", c, [], [], {"answer": "1/2"}) for c in (r"\boxed{0.5}", "no")]
         assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
     finally:
@@ -153,7 +153,7 @@ def test_numbers_of_any_kind_are_rewards(number):
 
 PARENT = """
 import asyncio, sys, threading
-from rlx.rollout.reward_pool import Call, RewardPool
+from rlx.rewards.reward_pool import Call, RewardPool
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.fleet.child import keep_private
-from rlx.rollout import keeper
+from rlx.rewards import keeper
 
 _NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR",

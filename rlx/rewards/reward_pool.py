@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.rollout.kept import NO_LIMITS, Kept, Limits, start_worker, words
+from rlx.rewards.worker_process import NO_LIMITS, Kept, Limits, start_worker, words
 
 _LARGEST = float(np.finfo(np.float32).max)
 _START_SECONDS = 60.0  # a worker's start and imports; generous, for a loaded machine
@@ -157,7 +157,7 @@ class _Worker:
             if self._closed or (self._kept and self._kept.running):
                 return
             self._drop()
-            self._kept, self._socket = start_worker("rlx.rollout.reward_worker", self._limits)
+            self._kept, self._socket = start_worker("rlx.rewards.reward_worker", self._limits)
             self._unread, self._pid = b"", 0
             self._socket.sendall(pickle.dumps((sys.path, self._name)))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.base import UserError
-from rlx.rollout import answers, equality, rewards, symbolic
+from rlx.rewards import answers, equality, rewards, symbolic
 
 # Hypothesis watches the garbage collector; an end that comes in its callback is reported and lost,
 # and the timer ends the grade 50 ms later.

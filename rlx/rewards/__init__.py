@@ -1,0 +1,1 @@
+"""Reward functions, grading, and the pool of processes that runs them."""
