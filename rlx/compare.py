@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Prints a table; returns 0 when every pair agrees."""
     a = parser().parse_args()
-    from rlx import consistency, inputs, pairs
+    from rlx import inputs
+    from rlx.mismatch import compare_table, measure
     from rlx.model import hf
 
     directory = hf.resolve(a.model, "--model")
@@ -60,10 +61,12 @@ def main() -> int:
         ):
             completions = asyncio.run(_ask(servers.fleet(), prompts, sampling))
     exact = a.dtype == a.trainer_dtype == "float32"
-    tolerance = consistency.tolerance(exact, a.max_delta, a.mean_delta)
-    case = pairs.case_of(directory, prompts, completions, sampling, tolerance, a.trainer_dtype)
-    found = pairs.reports(case, directory)
-    command.say(pairs.table(case, found, a.dtype))
+    tolerance = measure.tolerance(exact, a.max_delta, a.mean_delta)
+    case = compare_table.case_of(
+        directory, prompts, completions, sampling, tolerance, a.trainer_dtype
+    )
+    found = compare_table.reports(case, directory)
+    command.say(compare_table.table(case, found, a.dtype))
     return 0 if all(report.ok for report in found.values()) else 1
 
 

@@ -34,7 +34,6 @@ from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.nobody import Nobody
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
-from rlx.gate import Gate, sentence
 from rlx.held_out import HeldOut
 from rlx.inputs import (
     INITIAL,
@@ -48,6 +47,7 @@ from rlx.inputs import (
 from rlx.launch import allowance
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
 from rlx.launch.occupancy import Killed, make_directory, occupied
+from rlx.mismatch.gate import Gate, sentence
 from rlx.model import compile_cache, hf
 from rlx.model import params as parameters
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl

@@ -19,10 +19,10 @@ import jax
 import numpy as np
 
 from experiments.bench import process
-from rlx import consistency
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import CpuPlan, LocalServers
+from rlx.mismatch import measure
 from rlx.model import hf
 
 WAYS = {
@@ -33,7 +33,7 @@ WAYS = {
     "greedy": Sampling(temperature=0.0, seed=5),
 }
 LENGTHS = {"short": 12, "long": 400}  # new tokens, EOS suppressed
-LIMIT = consistency.Tolerance(max=1e-4, mean=1e-4)
+LIMIT = measure.Tolerance(max=1e-4, mean=1e-4)
 SAMPLES = 4  # a prompt
 
 
@@ -51,7 +51,7 @@ def changed(params, seed: int):
 async def draw(fleet: Fleet, prompts: list[np.ndarray], sampling: Sampling) -> list:
     groups = await asyncio.gather(*(fleet.generate(p, sampling, SAMPLES) for p in prompts))
     return [
-        consistency.Sample(prompt, completion)
+        measure.Sample(prompt, completion)
         for prompt, group in zip(prompts, groups, strict=True)
         for completion in group
     ]
@@ -75,18 +75,18 @@ def scored(config, params, directory: Path, dtype: str, version: int, found: dic
     for name, samples in found.items():
         assert all((s.completion.versions == version).all() for s in samples)
         temperature = WAYS[name.rpartition(", ")[0]].temperature or 1.0
-        row = consistency.row_length(max(len(s.prompt) + len(s.completion.tokens) for s in samples))
+        row = measure.row_length(max(len(s.prompt) + len(s.completion.tokens) for s in samples))
         engine = [s.completion.logprobs for s in samples]
         sides = {
-            compute: consistency.Scorer(config, temperature, row, compute).logprobs(params, samples)
+            compute: measure.Scorer(config, temperature, row, compute).logprobs(params, samples)
             for compute in dict.fromkeys((dtype, "float32"))
         }
-        sides["transformers"] = consistency.transformers_logprobs(
+        sides["transformers"] = measure.transformers_logprobs(
             directory, samples, temperature, dtype
         )
         cells = []
         for other in (dtype, "float32", "transformers"):
-            report = consistency.compare(engine, sides[other], LIMIT)
+            report = measure.compare(engine, sides[other], LIMIT)
             cells.append(f"{report.mean:.1e} / {report.max:.1e}")
             if other == dtype:
                 worst.append(report.max)

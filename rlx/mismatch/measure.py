@@ -1,7 +1,7 @@
 """Do engine and trainer give the same tokens the same probabilities?
 
 engine's tokens and logprobs ─┐
-                              ├─▶ compare ─▶ Report ─ not ok ─▶ rlx.causes: why
+                              ├─▶ compare ─▶ Report ─ not ok ─▶ rlx.mismatch.diagnose: why
 trainer's logprobs of them ───┘
 
 The trainer scores samples as rows of one padded shape, so that a run compiles one program.

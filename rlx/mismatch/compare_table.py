@@ -7,12 +7,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rlx import consistency
 from rlx.base import install
-from rlx.causes import Case, advice, diagnose
-from rlx.consistency import Report, Sample, Scorer, Tolerance
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
+from rlx.mismatch import measure
+from rlx.mismatch.diagnose import Case, advice, diagnose
+from rlx.mismatch.measure import Report, Sample, Scorer, Tolerance
 from rlx.model import compile_cache, hf
 
 
@@ -30,7 +30,7 @@ def case_of(
     config, params = hf.load(model_dir, dtype)
     longest = max(len(p) + len(c.tokens) for p, c in zip(prompts, completions, strict=True))
     temperature = sampling.temperature or 1.0  # greedy tokens have untempered logprobs
-    scorer = Scorer(config, temperature, consistency.row_length(longest), dtype)
+    scorer = Scorer(config, temperature, measure.row_length(longest), dtype)
     samples = [Sample(p, c) for p, c in zip(prompts, completions, strict=True)]
     return Case(scorer, params, samples, tolerance, top_p=sampling.top_p, top_k=sampling.top_k)
 
@@ -40,12 +40,12 @@ def reports(case: Case, model_dir: Path) -> dict[str, Report]:
     ours, dtype = case.score(), case.scorer.compute_dtype
     found = {"engine – rlx": case.compare(ours)}
     if importlib.util.find_spec("torch"):
-        theirs = consistency.transformers_logprobs(
+        theirs = measure.transformers_logprobs(
             model_dir, case.samples, case.scorer.temperature, dtype
         )
         ids = [sample.completion.tokens for sample in case.samples]
         found["engine – transformers"] = case.compare(theirs)
-        found["rlx – transformers"] = consistency.compare(ours, theirs, case.tolerance, tokens=ids)
+        found["rlx – transformers"] = measure.compare(ours, theirs, case.tolerance, tokens=ids)
     return found
 
 

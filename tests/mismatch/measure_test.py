@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx import consistency, pairs
-from rlx.causes import Case
-from rlx.consistency import EXACT, ROUNDED, Place, Sample, Scorer, Tolerance, compare
 from rlx.fleet.sample import Completion
+from rlx.mismatch import compare_table, measure
+from rlx.mismatch.diagnose import Case
+from rlx.mismatch.measure import EXACT, ROUNDED, Place, Sample, Scorer, Tolerance, compare
 from rlx.model import hf
 
 LOOSE = Tolerance(max=0.1, mean=0.1)
@@ -64,16 +64,16 @@ def test_only_counted_tokens_are_compared():
 
 
 def test_limits_follow_the_dtypes_and_can_be_given():
-    assert consistency.tolerance(exact=True) is not ROUNDED
-    assert consistency.tolerance(exact=True) == EXACT
-    assert consistency.tolerance(exact=False) == ROUNDED
-    assert consistency.tolerance(exact=True, max=0.3) == Tolerance(max=0.3, mean=EXACT.mean)
+    assert measure.tolerance(exact=True) is not ROUNDED
+    assert measure.tolerance(exact=True) == EXACT
+    assert measure.tolerance(exact=False) == ROUNDED
+    assert measure.tolerance(exact=True, max=0.3) == Tolerance(max=0.3, mean=EXACT.mean)
 
 
 def test_the_scorer_agrees_with_transformers_whatever_the_padding(tiny_model_dir):
     pytest.importorskip("torch")
     config, params = hf.load(tiny_model_dir)
-    theirs = consistency.transformers_logprobs(tiny_model_dir, samples(), 0.7, "float32")
+    theirs = measure.transformers_logprobs(tiny_model_dir, samples(), 0.7, "float32")
     for length in (64, 128):
         ours = Scorer(config, 0.7, length).logprobs(params, samples())
         assert [len(each) for each in ours] == [20, 25, 30]
@@ -88,7 +88,7 @@ def test_logits_are_what_logprobs_are_made_of(tiny_model_dir):
     config, params = hf.load(tiny_model_dir)
     scorer = Scorer(config, 0.7, 64)
     tokens = np.concatenate([s.completion.tokens for s in samples()])
-    flat = consistency.tempered(scorer.logits(params, samples()), tokens, 0.7)
+    flat = measure.tempered(scorer.logits(params, samples()), tokens, 0.7)
     np.testing.assert_allclose(flat, np.concatenate(scorer.logprobs(params, samples())), atol=1e-5)
 
 
@@ -96,7 +96,7 @@ def test_logits_are_what_logprobs_are_made_of(tiny_model_dir):
 def test_restricted_logprobs_are_those_of_the_definition(top_p, top_k):
     rng = np.random.default_rng(1)
     logits, tokens = rng.normal(0, 2, (50, 16)), rng.integers(0, 16, 50)
-    found = consistency.restricted(logits, tokens, 0.8, top_p, top_k)
+    found = measure.restricted(logits, tokens, 0.8, top_p, top_k)
     for row, token, value in zip(logits / 0.8, tokens, found, strict=True):
         order = list(np.argsort(-row))[: top_k or None]
         chances = np.exp(row[order]) / np.exp(row[order]).sum()
@@ -113,19 +113,19 @@ def test_restricted_logprobs_are_those_of_the_definition(top_p, top_k):
 def test_one_shape_compiles_one_program(tiny_model_dir):
     config, params = hf.load(tiny_model_dir)
     scorer = dataclasses.replace(Scorer(config, 0.7, 192), chunk=77)  # used nowhere else
-    before = consistency._logprobs._cache_size()
+    before = measure._logprobs._cache_size()
     for cut in (0, 3, 6):
         shorter = [Sample(s.prompt[: 8 - cut], s.completion) for s in samples()]
         scorer.logprobs(params, shorter)
         scorer.logprobs({**params, "embed": params["embed"] + jnp.float32(0.1)}, shorter)
-    assert consistency._logprobs._cache_size() == before + 1
+    assert measure._logprobs._cache_size() == before + 1
 
 
 def test_a_table_without_transformers_says_why():
     scorer = SimpleNamespace(temperature=1.0, compute_dtype="float32")
     case = Case(scorer, {}, samples(), EXACT)
     same = compare([np.zeros(1)], [np.zeros(1)], EXACT)
-    told = pairs.table(case, {"engine – rlx": same}, "float32")
+    told = compare_table.table(case, {"engine – rlx": same}, "float32")
     assert "torch is not installed; pip install -e '.[witnesses]'" in told
     both = {"engine – rlx": same, "engine – transformers": same}
-    assert "not installed" not in pairs.table(case, both, "float32")
+    assert "not installed" not in compare_table.table(case, both, "float32")

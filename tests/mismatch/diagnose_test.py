@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rlx import consistency
-from rlx.causes import CAUSES, Case, advice, diagnose
-from rlx.consistency import EXACT, ROUNDED, Sample, Scorer
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
 from rlx.fleet.sample import Completion
+from rlx.mismatch import measure
+from rlx.mismatch.diagnose import CAUSES, Case, advice, diagnose
+from rlx.mismatch.measure import EXACT, ROUNDED, Sample, Scorer
 from rlx.model import hf
 
 TEMPERATURE, NEW_TOKENS = 0.7, 40
@@ -198,7 +198,7 @@ def test_logprobs_renormalised_by_top_p(first, trained, now):
     completions = answers(now, top_p=0.6, top_k=20)
     honest = case(first, trained, completions, top_p=0.6, top_k=20)
     assert honest.compare(honest.score()).ok, "top-p restricts the draw, not the logprob"
-    flat = consistency.restricted(honest.logits, honest.tokens, TEMPERATURE, 0.6, 20)
+    flat = measure.restricted(honest.logits, honest.tokens, TEMPERATURE, 0.6, 20)
     wrong = [
         dataclasses.replace(c, logprobs=r.astype(np.float32))
         for c, r in zip(completions, honest.split(flat), strict=True)

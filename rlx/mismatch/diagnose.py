@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx import consistency
-from rlx.consistency import Report, Sample, Scorer, Tolerance, compare
+from rlx.mismatch import measure
+from rlx.mismatch.measure import Report, Sample, Scorer, Tolerance, compare
 from rlx.model import decoder
 from rlx.model.config import Rope
 from rlx.model.params import Params
@@ -117,7 +117,7 @@ def _temperature(case: Case) -> Iterator[Guess]:
     for found in dict.fromkeys((1.0, _fitted_temperature(case))):
         if found != wanted:
             words = f"the engine's logprobs are of {found:.3g}, the trainer's of {wanted:g}"
-            yield Guess(words, case.split(consistency.tempered(case.logits, case.tokens, found)))
+            yield Guess(words, case.split(measure.tempered(case.logits, case.tokens, found)))
 
 
 def _fitted_temperature(case: Case) -> float:
@@ -128,7 +128,7 @@ def _fitted_temperature(case: Case) -> float:
     use = np.isfinite(engine)
 
     def distance(log_temperature: float) -> float:
-        scores = consistency.tempered(logits, tokens, float(np.exp(log_temperature)))
+        scores = measure.tempered(logits, tokens, float(np.exp(log_temperature)))
         return float(np.abs(scores - engine)[use].sum())
 
     low, high = np.log(0.1), np.log(10.0)
@@ -141,7 +141,7 @@ def _fitted_temperature(case: Case) -> float:
 
 def _renormalised(case: Case) -> Iterator[Guess]:
     if case.top_p < 1 or case.top_k:
-        scores = consistency.restricted(
+        scores = measure.restricted(
             case.logits, case.tokens, case.scorer.temperature, case.top_p, case.top_k
         )
         words = f"the engine's logprobs are those after top_p={case.top_p:g}, top_k={case.top_k}"
@@ -195,7 +195,7 @@ def _half(case: Case, params: Params, dtype: str) -> Scores:
     """As an engine in half precision scores: its logits are rounded too, unlike the trainer's."""
     scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
     logits = scorer.logits(params, case.samples).astype(jnp.dtype(dtype))
-    return case.split(consistency.tempered(logits, case.tokens, scorer.temperature))
+    return case.split(measure.tempered(logits, case.tokens, scorer.temperature))
 
 
 # cause → (its guesses, what to do about it)

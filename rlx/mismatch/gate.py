@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlx import consistency
 from rlx.base import UserError
-from rlx.causes import Case, Finding, advice, diagnose
-from rlx.consistency import Report, Sample, Scorer
 from rlx.fleet.client import Fleet
 from rlx.fleet.sample import Completion
 from rlx.inputs import Inputs, training_sampling
+from rlx.mismatch import measure
+from rlx.mismatch.diagnose import Case, Finding, advice, diagnose
+from rlx.mismatch.measure import Report, Sample, Scorer
 from rlx.model import hf
 from rlx.model.params import Params
 from rlx.rollout.executor import Executor
@@ -70,14 +70,12 @@ class Gate:
         self._scorer = Scorer(
             inputs.model_config,
             temperature=training.temperature,
-            row_length=consistency.row_length(max(map(len, self._prompts)) + budget),
+            row_length=measure.row_length(max(map(len, self._prompts)) + budget),
             compute_dtype=config.model.compute_dtype,
             chunk=config.model.logprob_chunk,
         )
         exact = config.model.compute_dtype == config.model.publish_dtype == "float32"
-        self._tolerance = consistency.tolerance(
-            exact, config.gate.max_delta, config.gate.mean_delta
-        )
+        self._tolerance = measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta)
         self._seed, self._dtype = config.seed, config.model.dtype
         self._earlier = {"the run's first weights": first, "the last checkpoint": saved}
         self._asked: Future[Probe] | None = None
