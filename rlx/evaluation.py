@@ -29,7 +29,8 @@ from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
 from rlx.fleet.requests import Sampling
 from rlx.inputs import load_tokenizer, patience
-from rlx.launch.occupancy import make_directory, occupied
+from rlx.launch.serving import Serving
+from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, write_atomically
 from rlx.rewards.reward_pool import RewardPool
@@ -39,7 +40,6 @@ from rlx.rollout.benchmarks import Benchmark
 from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
 from rlx.rollout.failures import Skipped
-from rlx.serving import Serving
 from rlx.train import checkpoint
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question

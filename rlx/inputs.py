@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlx import teacher
 from rlx.algorithms.presets import Algorithm
 from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
+from rlx.launch import teacher
 from rlx.model import hf
 from rlx.model.config import ModelConfig
 from rlx.observe.jsonl import read_jsonl

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rlx import memory, records, remedies, resume, teacher
+from rlx import memory, records, remedies, resume
 from rlx.base import DiskFull, Group, UserError
 from rlx.cli.signals import interrupts
 from rlx.export import Export
@@ -44,9 +44,10 @@ from rlx.inputs import (
     prepare,
     server_options,
 )
-from rlx.launch import allowance
+from rlx.launch import available_memory, teacher
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
-from rlx.launch.occupancy import Killed, make_directory, occupied
+from rlx.launch.teacher import Teacher
+from rlx.launch.workdir_lock import Killed, make_directory, occupied
 from rlx.mismatch.gate import Gate, sentence
 from rlx.model import compile_cache, hf
 from rlx.model import params as parameters
@@ -61,7 +62,6 @@ from rlx.rollout.executor import Executor, Exhausted
 from rlx.rollout.staleness import Limits
 from rlx.rollout.taught import Taught
 from rlx.rollout.workflows import Workflow
-from rlx.teacher import Teacher
 from rlx.train import checkpoint
 from rlx.train.update import make_update
 
@@ -159,7 +159,7 @@ class _Run:
         text = memory.foresight(
             self.config,
             self.inputs.model_config,
-            allowance.memory(),
+            available_memory.memory(),
             always=bool(killed and killed.for_memory),
         )
         if text:

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from rlx.base import DiskFull
 from rlx.cli.text import size
 from rlx.engines.jax.programs import make_plan
-from rlx.launch.allowance import Allowance
+from rlx.launch.available_memory import Allowance
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlx.base import UserError
 from rlx.engines.kv_memory import device_is_full
-from rlx.launch import allowance
+from rlx.launch import available_memory
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORECASE)
@@ -50,7 +50,7 @@ def explain(
             more = advice() or "use smaller batches, fewer sequences or a smaller model"
             return UserError(f"out of memory{when}{wanted}; {more}")
         if isinstance(each, MemoryError) or _errno(each) == errno.ENOMEM:
-            there = allowance.memory()
+            there = available_memory.memory()
             return UserError(f"memory is used up{when}: {there}; {advice() or there.remedy}")
         if _errno(each) in _FULL:
             return UserError(_disk(each))

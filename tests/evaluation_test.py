@@ -18,7 +18,7 @@ from rlx.base import UserError
 from rlx.evaluation import GREEDY, Job, Options
 from rlx.inputs import server_options
 from rlx.launch.local import LocalServers
-from rlx.launch.occupancy import occupied
+from rlx.launch.workdir_lock import occupied
 from rlx.main import fresh_workdir
 from rlx.model import directory, hf
 from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside

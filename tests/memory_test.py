@@ -12,7 +12,7 @@ from rlx import memory
 from rlx.base import DiskFull
 from rlx.config import default
 from rlx.engines.jax import decode
-from rlx.launch.allowance import Allowance
+from rlx.launch.available_memory import Allowance
 from rlx.model import lora, params
 from rlx.model.config import ModelConfig
 from rlx.train.update import make_steps

@@ -14,7 +14,7 @@ import pytest
 from rlx import remedies
 from rlx.base import UserError
 from rlx.engines import kv_memory
-from rlx.launch import endings
+from rlx.launch import exit_reason
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
 
@@ -200,28 +200,28 @@ def test_a_killed_process_is_told_with_its_peak_memory():
     assert child.stdin
     assert child.stdout
     child.stdout.readline()
-    peak = endings.peak_memory(child.pid)
+    peak = exit_reason.peak_memory(child.pid)
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
-    words = endings.words(child.returncode, peak, killed_for_memory=True)
+    words = exit_reason.words(child.returncode, peak, killed_for_memory=True)
     assert words.startswith("by SIGKILL, because memory ran out: it had 0.2")
-    assert endings.peak_memory(child.pid) == 0, "it is gone"
+    assert exit_reason.peak_memory(child.pid) == 0, "it is gone"
     assert "fleet.slots" in words
-    plain = endings.words(-9, 10**9)
+    plain = exit_reason.words(-9, 10**9)
     assert plain == "by SIGKILL at a peak of 1.00 GB of memory"
-    assert endings.words(2, 0) == "with status 2"
-    assert endings.words(-15, 0) == "by SIGTERM"
+    assert exit_reason.words(2, 0) == "with status 2"
+    assert exit_reason.words(-15, 0) == "by SIGTERM"
 
 
 def test_the_kernels_count_of_kills_is_read(tmp_path):
     (tmp_path / "vmstat").write_text("pgfault 12\noom_kill 3\noom_kill_other 9\n")
-    assert endings.oom_kills(tmp_path / "vmstat") == 3
-    assert endings.oom_kills(tmp_path / "none") == 0
+    assert exit_reason.oom_kills(tmp_path / "vmstat") == 3
+    assert exit_reason.oom_kills(tmp_path / "none") == 0
 
 
 def test_a_kill_is_seen_though_its_process_took_a_moment_to_end():
     now, kills = [0.0], [7]
-    watch = endings.OomKills(count=lambda: kills[0], clock=lambda: now[0])
+    watch = exit_reason.OomKills(count=lambda: kills[0], clock=lambda: now[0])
     for second in range(60):
         now[0] = second
         watch.look()
@@ -251,7 +251,7 @@ def test_a_kill_is_seen_though_its_process_took_a_moment_to_end():
     ],
 )  # fmt: skip
 def test_what_a_server_wrote_last_is_told_with_what_to_lower(lines, said):
-    found = endings.last_words(lines)
+    found = exit_reason.last_words(lines)
     assert found.startswith(said)
     assert bool(found) == bool(said)
     assert found.count("fleet.slots") <= 1

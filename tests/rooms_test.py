@@ -34,9 +34,8 @@ ORDER = (
     ("plan",),
     ("mismatch",),
     ("memory", "remedies"),
-    ("teacher",),
     ("inputs", "records"),
-    ("export", "held_out", "resume", "serving"),
+    ("export", "held_out", "resume"),
     ("loop", "checkup", "evaluation"),
     COMMANDS,
 )

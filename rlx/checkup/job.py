@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from rlx import config as configs
 from rlx import inputs as job_inputs
-from rlx import teacher
 from rlx.algorithms import presets
 from rlx.algorithms.presets import Algorithm
 from rlx.checkup import machine, room
@@ -22,6 +21,7 @@ from rlx.checkup.findings import Finding, attempt, problems
 from rlx.cli.text import number
 from rlx.fleet.addresses import read_addresses
 from rlx.inputs import Inputs
+from rlx.launch import teacher
 from rlx.memory import group_size, longest
 from rlx.model import hf
 from rlx.model import params as parameters

@@ -17,7 +17,7 @@ from typing import Any
 from rlx.base import install
 from rlx.checkup.findings import Finding
 from rlx.cli.text import size
-from rlx.launch import allowance
+from rlx.launch import available_memory
 
 DEVICE_SECONDS = 120.0
 _NOT_BEFORE = 1_750_000_000  # June 2025, seconds: no machine runs this with an earlier clock
@@ -209,7 +209,7 @@ def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
         yield row
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     yield judge_cores(usable, present, os.getloadavg()[0])
-    yield Finding("machine", "memory", "ok", str(allowance.memory()))
+    yield Finding("machine", "memory", "ok", str(available_memory.memory()))
     yield check_loopback()
     place = existing(workdir)
     yield judge_workdir(place, shutil.disk_usage(place).free, os.access(place, os.W_OK))

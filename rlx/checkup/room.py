@@ -6,15 +6,15 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from rlx import memory, teacher
+from rlx import memory
 from rlx.base import UserError
 from rlx.checkup import machine
 from rlx.checkup.findings import Finding
 from rlx.cli.text import size
 from rlx.engines.vllm.vllm_start import on_cpu
 from rlx.inputs import has_servers
-from rlx.launch import allowance
-from rlx.launch.allowance import Allowance
+from rlx.launch import available_memory, teacher
+from rlx.launch.available_memory import Allowance
 from rlx.memory import listed
 from rlx.model import hf
 from rlx.model.config import ModelConfig
@@ -31,7 +31,7 @@ def check(
         pieces = memory.trainer(config, model, devices.platform, devices.count)
     except UserError:
         return  # a name that the inputs' rows have complained about
-    there = allowance.memory()
+    there = available_memory.memory()
     on_host = devices.platform == "cpu"
     row = judge_trainer(config, model, pieces, devices, there.free)
     yield row

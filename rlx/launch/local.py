@@ -29,8 +29,8 @@ from rlx.base import UserError
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.scratch import Scratch
-from rlx.launch import endings
-from rlx.launch.pulse import Pulse
+from rlx.launch import exit_reason
+from rlx.launch.liveness import Pulse
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -290,7 +290,7 @@ class _Server:
         self._command, self._cpus, self._env = command, cpus, env
         self._token, self._lock = token, lock
         self._process: subprocess.Popen | None = None
-        self._oom_kills = endings.OomKills()
+        self._oom_kills = exit_reason.OomKills()
         self._peak = 0  # bytes, when the process was last seen running
         self._ending = ""
         self._log_start = 0
@@ -319,7 +319,7 @@ class _Server:
         finally:
             os.sched_setaffinity(0, ours)
         self.started, self.retry_at = time.monotonic(), 0.0
-        self._oom_kills, self._peak = endings.OomKills(), 0
+        self._oom_kills, self._peak = exit_reason.OomKills(), 0
         self._take_pulse(ready=False)
 
     def poll(self) -> str | None:
@@ -330,11 +330,11 @@ class _Server:
         if process.returncode is None:
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 self._oom_kills.look()
-                self._peak = endings.peak_memory(process.pid) or self._peak
+                self._peak = exit_reason.peak_memory(process.pid) or self._peak
                 return None
             self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
             short = self._oom_kills.lately()
-            self._ending = endings.words(process.wait(), self._peak, killed_for_memory=short)
+            self._ending = exit_reason.words(process.wait(), self._peak, killed_for_memory=short)
         return self._ending
 
     def read_port(self) -> int:
@@ -359,7 +359,7 @@ class _Server:
 
     def last_words(self) -> str:
         """What the process wrote last, and what to change where it speaks of memory; or nothing."""
-        return endings.last_words(self._lines())
+        return exit_reason.last_words(self._lines())
 
     def signal(self, number: int) -> None:
         """Sends `number` to the process and whatever it started."""

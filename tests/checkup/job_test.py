@@ -16,7 +16,7 @@ from rlx.base import UserError
 from rlx.checkup import job, machine, packages, room
 from rlx.checkup.machine import Devices
 from rlx.inputs import load_tokenizer
-from rlx.launch.allowance import Allowance
+from rlx.launch.available_memory import Allowance
 from rlx.model import hf
 
 GB = 10**9

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlx.launch import allowance
+from rlx.launch import available_memory
 
 _VMSTAT = Path("/proc/vmstat")
 _LESS = "lower fleet.slots, fleet.max_model_len or fleet.num_servers"
@@ -83,7 +83,7 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
     peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "nobody knows how much"
     if not killed_for_memory:
         return f"by {name} at a peak of {peak} of memory"
-    there = allowance.memory()
+    there = available_memory.memory()
     return (
         f"by {name}, because memory ran out: it had {peak} at its peak, of "
         f"{there.total / 1e9:.1f} GB {there.where}; {_LESS}"

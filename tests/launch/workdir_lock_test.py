@@ -9,13 +9,13 @@ import time
 import pytest
 
 from rlx.base import UserError
-from rlx.launch import occupancy
-from rlx.launch.occupancy import SILENT_SECONDS, occupied
+from rlx.launch import workdir_lock
+from rlx.launch.workdir_lock import SILENT_SECONDS, occupied
 
 HOLD = """
 import sys
 from pathlib import Path
-from rlx.launch.occupancy import occupied
+from rlx.launch.workdir_lock import occupied
 with occupied(Path(sys.argv[1]), beat=0.05) as before:
     print(before, flush=True)
     input()
@@ -26,7 +26,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from rlx.base import UserError
-from rlx.launch.occupancy import occupied
+from rlx.launch.workdir_lock import occupied
 print("ready", flush=True)
 for turn in range(200):
     while not (Path(sys.argv[1]) / f"go{turn}").exists():
@@ -84,7 +84,7 @@ def test_the_next_one_learns_that_the_last_was_killed(tmp_path, monkeypatch):
         record = json.loads((tmp_path / "running.json").read_text())
     assert record["pid"] == os.getpid()
     (tmp_path / "running.json").write_text(json.dumps({**record, "pid": process.pid}))
-    monkeypatch.setattr(occupancy, "oom_kills", lambda: record["oom_kills"] + 1)
+    monkeypatch.setattr(workdir_lock, "oom_kills", lambda: record["oom_kills"] + 1)
     killed = last(tmp_path)
     assert killed.for_memory
     assert "killed for want of memory" in str(killed)

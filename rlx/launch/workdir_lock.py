@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
-from rlx.launch.endings import oom_kills
+from rlx.launch.exit_reason import oom_kills
 from rlx.observe.jsonl import read_json
 
 BEAT_SECONDS = 10.0

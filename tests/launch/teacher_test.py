@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlx import teacher
 from rlx.algorithms import presets
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Limits
 from rlx.inputs import server_options
+from rlx.launch import teacher
 from rlx.model import hf
 
 STUDENT = hf.resolve("rlx:arithmetic")

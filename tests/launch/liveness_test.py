@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlx.launch.liveness import Pulse
 from rlx.launch.local import LocalServers
-from rlx.launch.pulse import Pulse
 
 SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from rlx.launch import allowance
+from rlx.launch import available_memory
 
 GB = 10**9
 
@@ -22,7 +22,7 @@ def group(place, limit, used, stat, names=("memory.max", "memory.current")):
 
 
 def test_without_a_container_it_is_the_machines(tmp_path):
-    found = allowance.memory(machine(tmp_path))
+    found = available_memory.memory(machine(tmp_path))
     assert found == (20_480_000_000, 15_360_000_000, "on this machine")
     assert str(found) == "15.4 of 20.5 GB free on this machine"
 
@@ -32,7 +32,7 @@ def test_the_tightest_of_the_groups_around_a_process_counts(tmp_path):
     top = root / "sys/fs/cgroup"
     group(top / "slice/job", "max", 3 * GB, "")
     group(top / "slice", 8 * GB, 6 * GB, f"anon 1\ninactive_file {2 * GB}\n")
-    assert allowance.memory(root) == (8 * GB, 4 * GB, "in its container (cgroup)")
+    assert available_memory.memory(root) == (8 * GB, 4 * GB, "in its container (cgroup)")
 
 
 def test_groups_of_the_first_kind_are_read_too(tmp_path):
@@ -40,7 +40,7 @@ def test_groups_of_the_first_kind_are_read_too(tmp_path):
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     group(root / "sys/fs/cgroup/memory/box", 2 * GB, GB, "total_inactive_file 0\n", names)
     group(root / "sys/fs/cgroup/memory", 1 << 62, GB, "total_inactive_file 0\n", names)
-    assert allowance.memory(root)[:2] == (2 * GB, GB)
+    assert available_memory.memory(root)[:2] == (2 * GB, GB)
 
 
 def test_a_shells_limit_counts():
