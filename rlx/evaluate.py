@@ -34,16 +34,16 @@ def main() -> int:
 
     if values.workflow:  # told of before what takes seconds to import
         loading.kind(loading.load_class(values.workflow))
-    from rlx import evaluation
+    from rlx.evaluation.evaluations import evaluations
+    from rlx.evaluation.evaluations.scores import text_table
     from rlx.observe.counting import Counting
-    from rlx.rollout.scores import text_table
 
     ks = {
         name: tuple(flags.number(values, name, lambda t: [*map(int, t.split(","))], default))
         for name, default in (("pass_at", (8, 16)), ("maj_at", ()))
     }
     n_samples = flags.number(values, "n_samples", int, 32)
-    options = evaluation.Options(
+    options = evaluations.Options(
         n_samples=n_samples,
         temperature=flags.number(values, "temperature", float, 0.6),
         top_p=flags.number(values, "top_p", float, 0.95),
@@ -59,15 +59,15 @@ def main() -> int:
         )
         config.eval.max_new_tokens = 0
     check(config, trains=False)
-    sets = evaluation.question_sets(
+    sets = evaluations.question_sets(
         values.datasets or "gsm8k", config.reward.name, options.limit, config.data.question_key
     )
-    models = evaluation.named((values.models or config.model.path).split(","))
+    models = evaluations.named((values.models or config.model.path).split(","))
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with Counting() as counting:
-        rows = evaluation.run(config, models, sets, options, out, counting.show)
+        rows = evaluations.run(config, models, sets, options, out, counting.show)
     command.say(text_table(rows, options.columns))
-    for line in evaluation.shortfall(rows, out):
+    for line in evaluations.shortfall(rows, out):
         command.say(line)
     return 0
 

@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 from rlx import memory, records, remedies, resume
 from rlx.base import DiskFull, Group, UserError
 from rlx.cli.signals import interrupts
+from rlx.evaluation.evaluations.held_out import HeldOut
 from rlx.export import Export
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
@@ -34,7 +35,6 @@ from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.nobody import Nobody
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
-from rlx.held_out import HeldOut
 from rlx.inputs import (
     INITIAL,
     Inputs,

@@ -33,10 +33,11 @@ ORDER = (
     ("launch",),
     ("plan",),
     ("mismatch",),
+    ("evaluation",),
     ("memory", "remedies"),
     ("inputs", "records"),
-    ("export", "held_out", "resume"),
-    ("loop", "checkup", "evaluation"),
+    ("export", "resume"),
+    ("loop", "checkup"),
     COMMANDS,
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

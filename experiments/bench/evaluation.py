@@ -6,7 +6,7 @@
 
 Both answer the same prompts: of each question one greedy completion and `samples` at temperature
 0.6 and top-p 0.95, which end where the model ends them, at `most` tokens at the latest. rlx: all of
-`rlx.evaluation.run` from the first request to the last sample in its file: gRPC, a seed for every
+`rlx.evaluation.evaluations.run` from the first request to the last sample in its file: gRPC, a seed for every
 sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with the same engine
 settings and `n` samples of a prompt; it grades and writes nothing. Draws differ, so tokens are
 counted on each side. Each side has the same two cores: rlx's server has the second of them alone,
@@ -21,13 +21,13 @@ from pathlib import Path
 
 from experiments.bench import process, vllm_workers
 from experiments.bench.vllm_fleet import spread
-from rlx import evaluation
 from rlx.config import default
+from rlx.evaluation.evaluations import benchmarks, evaluations
 from rlx.inputs import load_tokenizer
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.observe.jsonl import read_jsonl
-from rlx.rollout import arithmetic, benchmarks
+from rlx.rollout import arithmetic
 from rlx.rollout.workflows import encode, render
 
 TARGET = 0.95
@@ -46,7 +46,7 @@ def ours(config, model: Path, rows, options, out: Path) -> float:
     """Tokens/s of one evaluation through the fleet."""
     clock = Clock()
     sets = [(benchmarks.BENCHMARKS["arithmetic"], rows)]
-    evaluation.run(config, {"model": model}, sets, options, out, clock.show)
+    evaluations.run(config, {"model": model}, sets, options, out, clock.show)
     samples = list(read_jsonl(out / "model" / "arithmetic.jsonl"))
     assert len(samples) == len(rows) * (1 + options.n_samples)
     return sum(sample["tokens"] for sample in samples) / clock.seconds
@@ -83,7 +83,7 @@ def main() -> None:
     config = default()
     config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, args.most
     config.rollout.max_concurrent_rollouts = args.slots
-    options = evaluation.Options(args.samples, pass_at=(), maj_at=())
+    options = evaluations.Options(args.samples, pass_at=(), maj_at=())
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(args.scratch or directory)
         with vllm_workers.model_dir(args.model, scratch) as model:

@@ -6,13 +6,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from rlx.evaluation.evaluations.evaluator import Evaluator
 
 from rlx.agents import chosen
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
-from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import Executor
 from rlx.rollout.failures import Patience, RolloutError
 from rlx.rollout.staleness import Limits

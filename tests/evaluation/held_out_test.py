@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from rlx.evaluation.evaluations.held_out import HeldOut
 
 from rlx.base import Unavailable
 from rlx.config import default
-from rlx.held_out import HeldOut
 from rlx.observe.timeline import Timeline
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from rlx.evaluation.evaluations.evaluator import Evaluator
 
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
-from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.failures import Patience, RolloutError, Skipped
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(12)]

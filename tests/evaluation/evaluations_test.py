@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from rlx.evaluation.evaluations.evaluations import GREEDY, Job, Options
 
 from configs import arithmetic
 from rlx import config as rlx_config
-from rlx import evaluation
 from rlx.base import UserError
-from rlx.evaluation import GREEDY, Job, Options
+from rlx.evaluation.evaluations import benchmarks, evaluations
 from rlx.inputs import server_options
 from rlx.launch.local import LocalServers
 from rlx.launch.workdir_lock import occupied
@@ -23,7 +23,6 @@ from rlx.main import fresh_workdir
 from rlx.model import directory, hf
 from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.rollout import arithmetic as rollout_arithmetic
-from rlx.rollout import benchmarks
 
 ASK = [
     sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",
@@ -39,12 +38,12 @@ def ask(out, file):
 
 def test_what_is_pending_is_what_the_file_does_not_have(tmp_path):
     path = tmp_path / "samples.jsonl"
-    assert evaluation.pending(path, 1, 10) == [Job(0, GREEDY, 1), Job(0, 0, 8), Job(0, 8, 2)]
+    assert evaluations.pending(path, 1, 10) == [Job(0, GREEDY, 1), Job(0, 0, 8), Job(0, 8, 2)]
     for sample in (GREEDY, 8, 9, 3):
         append_jsonl(path, {"index": 0, "sample": sample})
-    assert evaluation.pending(path, 1, 10) == [Job(0, 0, 8)]
-    assert evaluation.pending(path, 1, 0) == []
-    assert len(evaluation.pending(path, 2, 10)) == 4
+    assert evaluations.pending(path, 1, 10) == [Job(0, 0, 8)]
+    assert evaluations.pending(path, 1, 0) == []
+    assert len(evaluations.pending(path, 2, 10)) == 4
 
 
 def test_a_sample_counts_once_and_only_those_asked_for(tmp_path):
@@ -53,7 +52,7 @@ def test_a_sample_counts_once_and_only_those_asked_for(tmp_path):
         append_jsonl(path, {"index": 0, "sample": sample, "reward": reward, "tokens": 5,
                             "answer": str(reward)})  # fmt: skip
     options = Options(n_samples=2, pass_at=(2,), maj_at=())
-    row = evaluation.summary("x", path, 1, options, options.columns)
+    row = evaluations.summary("x", path, 1, options, options.columns)
     assert (row["greedy_acc"], row["sample_pass@1"], row["pass@2"]) == (1.0, 0.5, 1.0)
 
 
@@ -104,33 +103,33 @@ def test_a_question_that_failed_is_wrong_without_a_length_and_asked_again(tmp_pa
     for index, kinds in enumerate([[good, good, good], [bad, bad, bad]]):
         for sample, record in zip((-1, 0, 1), kinds, strict=True):
             append_jsonl(path, {**record, "index": index, "sample": sample})
-    row = evaluation.summary("set", path, 2, options, options.columns)
+    row = evaluations.summary("set", path, 2, options, options.columns)
     assert (row["greedy_acc"], row["sample_pass@1"], row["greedy_length"]) == (0.5, 0.5, 4.0)
     assert row["failed"] == 1
-    assert [(j.index, j.first) for j in evaluation.pending(path, 2, 2)] == [(1, -1), (1, 0)]
+    assert [(j.index, j.first) for j in evaluations.pending(path, 2, 2)] == [(1, -1), (1, 0)]
     for sample in (-1, 0, 1):
         append_jsonl(path, {**good, "index": 1, "sample": sample})
-    row = evaluation.summary("set", path, 2, options, options.columns)
+    row = evaluations.summary("set", path, 2, options, options.columns)
     assert (row["greedy_acc"], row["failed"]) == (1.0, 0)
-    assert evaluation.pending(path, 2, 2) == []
+    assert evaluations.pending(path, 2, 2) == []
 
 
 def test_models_are_named_by_what_tells_them_apart(tmp_path):
     for path in ("a/hf", "b/hf"):
         (tmp_path / path).mkdir(parents=True)
-    names = evaluation.named([str(tmp_path / "a/hf"), str(tmp_path / "b/hf"), "rlx:arithmetic"])
+    names = evaluations.named([str(tmp_path / "a/hf"), str(tmp_path / "b/hf"), "rlx:arithmetic"])
     assert list(names)[:2] == ["a-hf", "b-hf"]
-    assert evaluation.named(["rlx:arithmetic"]).keys() == {"arithmetic"}
+    assert evaluations.named(["rlx:arithmetic"]).keys() == {"arithmetic"}
     with pytest.raises(UserError, match="twice"):
-        evaluation.named(["rlx:arithmetic", "rlx:arithmetic"])
+        evaluations.named(["rlx:arithmetic", "rlx:arithmetic"])
 
 
 def test_too_long_an_answer_for_the_model_is_explained(tmp_path):
     config = rlx_config.default()
     config.sampling.max_new_tokens = 100_000
-    models = evaluation.named(["rlx:arithmetic"])
+    models = evaluations.named(["rlx:arithmetic"])
     with pytest.raises(UserError, match="exceeds the context"):
-        evaluation.run(config, models, [], Options(), Path(tmp_path), lambda *_: None)
+        evaluations.run(config, models, [], Options(), Path(tmp_path), lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +187,7 @@ def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
     models, options = {"other": other, "base": base}, Options(n_samples=0, pass_at=())
 
     def answers(out):
-        evaluation.run(config, models, sets, options, out, lambda *_: None)
+        evaluations.run(config, models, sets, options, out, lambda *_: None)
         return [
             {r["index"]: r["completion"] for r in read_jsonl(out / name / "arithmetic.jsonl")}
             for name in models
@@ -210,7 +209,7 @@ def test_a_reward_model_is_refused(tmp_path):
     described["architectures"] = ["Qwen2ForSequenceClassification"]
     (valued / "config.json").write_text(json.dumps(described | {"id2label": {"0": "reward"}}))
     with pytest.raises(UserError, match="values texts and writes none"):
-        evaluation.run(config, {"a": valued}, [], Options(), tmp_path / "out", lambda *_: None)
+        evaluations.run(config, {"a": valued}, [], Options(), tmp_path / "out", lambda *_: None)
     assert not (tmp_path / "out").exists()
 
 
@@ -227,26 +226,26 @@ def test_data_sets_by_name_path_or_both():
     with pytest.raises(UserError, match="did you mean 'gsm8k'"):
         benchmarks.find("gsm8", "x")
     with pytest.raises(UserError, match="names gsm8k twice"):
-        evaluation.question_sets("gsm8k=a.jsonl,gsm8k=b.jsonl", "x", 0)
+        evaluations.question_sets("gsm8k=a.jsonl,gsm8k=b.jsonl", "x", 0)
 
 
 def test_the_questions_of_a_file_have_the_configs_key(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text('{"problem": "1+1=?", "answer": "2"}\n')
     for text in (str(file), f"mine={file}"):
-        [(_, rows)] = evaluation.question_sets(text, "math", 0, "problem")
+        [(_, rows)] = evaluations.question_sets(text, "math", 0, "problem")
         assert (rows[0]["question"], rows[0]["answer"]) == ("1+1=?", "2")
 
 
 def test_an_evaluation_that_wrote_no_sample_claims_no_directory(tmp_path):
     config, sets = arithmetic.get_config(), []
     before = Options(temperature=0.1)
-    settings = evaluation._settings(config, {"m": Path("m")}, sets, before, tmp_path)
+    settings = evaluations._settings(config, {"m": Path("m")}, sets, before, tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    assert evaluation._settings(config, {"m": Path("n")}, sets, Options(), tmp_path)
+    assert evaluations._settings(config, {"m": Path("n")}, sets, Options(), tmp_path)
     append_jsonl(tmp_path / "m" / "x.jsonl", {"index": 0, "sample": 0})
     with pytest.raises(UserError, match=r"holds an evaluation with temperature=0.1"):
-        evaluation._settings(config, {"m": Path("m")}, sets, Options(), tmp_path)
+        evaluations._settings(config, {"m": Path("m")}, sets, Options(), tmp_path)
 
 
 def test_a_sample_that_cannot_be_read_is_put_aside_and_asked_for_again(tmp_path):
@@ -255,14 +254,14 @@ def test_a_sample_that_cannot_be_read_is_put_aside_and_asked_for_again(tmp_path)
     spoilt = [{**sample, "index": 1, key: None} for key in ("index", "tokens", "reward")]
     for record in (sample, *spoilt, {**sample, "index": 1, "answer": 7}):
         append_jsonl(path, record)
-    assert set_aside(path, evaluation._is_sample) == 4
-    assert [job.index for job in evaluation.pending(path, 2, 0)] == [1]
+    assert set_aside(path, evaluations._is_sample) == 4
+    assert [job.index for job in evaluations.pending(path, 2, 0)] == [1]
     assert len(list(read_jsonl(path.with_name("set.jsonl.unreadable")))) == 4
 
 
 def test_an_evaluation_is_refused_where_another_goes_on(tmp_path):
     with occupied(tmp_path), pytest.raises(UserError, match=r"runs in .*give another --output"):
-        evaluation.run(rlx_config.default(), {}, [], Options(0, pass_at=()), tmp_path, print)
+        evaluations.run(rlx_config.default(), {}, [], Options(0, pass_at=()), tmp_path, print)
     assert not list(tmp_path.iterdir())
 
 

@@ -25,6 +25,9 @@ from ml_collections import ConfigDict
 
 from rlx.agents import chosen
 from rlx.base import Group, Unavailable, UserError
+from rlx.evaluation.evaluations import benchmarks, scores
+from rlx.evaluation.evaluations.benchmarks import Benchmark
+from rlx.evaluation.evaluations.evaluator import Evaluator
 from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
 from rlx.fleet.requests import Sampling
@@ -35,9 +38,6 @@ from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, write_atomically
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import Limits
-from rlx.rollout import benchmarks, scores
-from rlx.rollout.benchmarks import Benchmark
-from rlx.rollout.evaluator import Evaluator
 from rlx.rollout.executor import group_seed
 from rlx.rollout.failures import Skipped
 from rlx.train import checkpoint

@@ -1,0 +1,1 @@
+"""Models × question sets: samples, scores, benchmarks, and the held-out questions of a run."""
