@@ -15,9 +15,9 @@ from rich.console import Console
 
 from rlx.agents import debug, loading
 from rlx.base import UserError
-from rlx.checkup.findings import Finding
-from rlx.checkup.table import section
 from rlx.cli import command, flags
+from rlx.doctor.findings import Finding
+from rlx.doctor.table import section
 from rlx.observe.jsonl import jsonable, write_atomically
 
 FLAGS = {

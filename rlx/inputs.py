@@ -22,7 +22,7 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import Limits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
-from rlx.rollout.failures import Patience
+from rlx.rollout.patience import Patience
 from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train.update import make_steps
 

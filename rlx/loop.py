@@ -24,9 +24,10 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rlx import memory, records, remedies, resume
+from rlx import records, resume
 from rlx.base import DiskFull, Group, UserError
 from rlx.cli.signals import interrupts
+from rlx.doctor import failures, memory
 from rlx.evaluation.evaluations.held_out import HeldOut
 from rlx.export import Export
 from rlx.fleet import wire
@@ -56,7 +57,7 @@ from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.report import write_report
 from rlx.observe.timeline import Timeline
-from rlx.rollout import failures
+from rlx.rollout import patience
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted
 from rlx.rollout.staleness import Limits
@@ -85,11 +86,11 @@ def run(config: ConfigDict, workdir: Path) -> int:
         jax.config.update(name, value)
     inputs = prepare(config)
     make_directory(workdir)
-    with remedies.explained(), ExitStack() as stack:
+    with failures.explained(), ExitStack() as stack:
         killed = stack.enter_context(occupied(workdir))
         said = resume.claim(config, workdir)
         advice = partial(memory.advice, config, inputs.model_config, started=False)
-        with remedies.explained(advice, "before the first step"):
+        with failures.explained(advice, "before the first step"):
             parts = _Run(config, workdir, inputs, stack, killed, said)
         return parts.main()
 
@@ -577,7 +578,7 @@ class _Run:
         self.skips += 1
         if self.skips <= SKIPS_TOLD:
             more = "; further ones in skipped.jsonl alone" if self.skips == SKIPS_TOLD else ""
-            self.progress.message(failures.sentence(record) + more)
+            self.progress.message(patience.sentence(record) + more)
 
     def _elapsed(self) -> float:
         """Seconds of the run, with those of the processes that it continues."""
@@ -592,7 +593,7 @@ class _Run:
         try:
             with (
                 self.timeline.span("trainer", name, **args),
-                remedies.explained(self.advice, doing),
+                failures.explained(self.advice, doing),
             ):
                 yield
         finally:

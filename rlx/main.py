@@ -11,11 +11,11 @@ from pathlib import Path
 from ml_collections import config_flags
 
 from rlx.base import UserError
-from rlx.checkup.findings import status
-from rlx.checkup.table import show
-from rlx.checkup.visit import findings
 from rlx.cli import command, flags
 from rlx.config import check
+from rlx.doctor.findings import status
+from rlx.doctor.run_checks import findings
+from rlx.doctor.table import show
 from rlx.launch.host_memory import keep_freed_memory
 
 

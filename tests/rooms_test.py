@@ -34,10 +34,10 @@ ORDER = (
     ("plan",),
     ("mismatch",),
     ("evaluation",),
-    ("memory", "remedies"),
+    ("doctor",),
     ("inputs", "records"),
     ("export", "resume"),
-    ("loop", "checkup"),
+    ("loop",),
     COMMANDS,
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable
 from typing import TextIO
 
-from rlx import remedies
 from rlx.base import UserError
 from rlx.cli.text import plain
+from rlx.doctor import failures
 
 
 def say(text: object, file: TextIO | None = None) -> None:
@@ -20,7 +20,7 @@ def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
     """Calls `main` and exits with its status: 0 done, 2 a user's mistake, 130 interrupted.
 
     With --traceback on the command line a mistake keeps its traceback in front of its line.
-    A full disk, memory or the like is told as what it is (rlx.remedies). Any other exception is a
+    A full disk, memory or the like is told as what it is (rlx.doctor.failures). Any other exception is a
     bug of ours and keeps its traceback (status 1).
 
     Args:
@@ -42,7 +42,7 @@ def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except Exception as error:
-        known = remedies.explain(error)
+        known = failures.explain(error)
         say(f"error: {known}" if known else traceback.format_exc().rstrip(), sys.stderr)
         status = 2 if known else 1
     if not teardown:

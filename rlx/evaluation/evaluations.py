@@ -39,7 +39,7 @@ from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, wr
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import Limits
 from rlx.rollout.executor import group_seed
-from rlx.rollout.failures import Skipped
+from rlx.rollout.patience import Skipped
 from rlx.train import checkpoint
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question

@@ -22,7 +22,7 @@ import numpy as np
 from rlx.base import Group, Unavailable, UserError
 from rlx.fleet.requests import Sampling
 from rlx.rollout.executor import group_seed
-from rlx.rollout.failures import Patience, Skipped, Window
+from rlx.rollout.patience import Patience, Skipped, Window
 from rlx.rollout.workflows import Generator, Workflow
 
 

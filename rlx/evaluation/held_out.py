@@ -22,7 +22,7 @@ from rlx.base import Group
 from rlx.inputs import Inputs, evaluation_sampling, has_servers
 from rlx.observe.timeline import Timeline
 from rlx.rollout.executor import Executor
-from rlx.rollout.failures import skip_record
+from rlx.rollout.patience import skip_record
 
 
 class HeldOut:

@@ -14,7 +14,7 @@ from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.rollout.executor import Executor
-from rlx.rollout.failures import Patience, RolloutError
+from rlx.rollout.patience import Patience, RolloutError
 from rlx.rollout.staleness import Limits
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]

@@ -7,7 +7,7 @@ from rlx.evaluation.evaluations.evaluator import Evaluator
 
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
-from rlx.rollout.failures import Patience, RolloutError, Skipped
+from rlx.rollout.patience import Patience, RolloutError, Skipped
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(12)]
 

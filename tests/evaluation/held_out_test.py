@@ -10,7 +10,7 @@ from rlx.config import default
 from rlx.observe.timeline import Timeline
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
-from rlx.rollout.failures import Patience
+from rlx.rollout.patience import Patience
 from rlx.rollout.staleness import Limits
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlx.agents.workers import Workers
-from rlx.checkup import packages
+from rlx.doctor import packages
 from rlx.rewards import worker_process
 from rlx.rewards.reward_pool import Call, RewardError, RewardPool
 from rlx.rewards.worker_process import Limits

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx import memory
 from rlx.base import DiskFull
 from rlx.config import default
+from rlx.doctor import memory
 from rlx.engines.jax import decode
 from rlx.launch.available_memory import Allowance
 from rlx.model import lora, params

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from rlx.checkup.findings import Finding, attempt, status, summary
-from rlx.checkup.table import show
+from rlx.doctor.findings import Finding, attempt, status, summary
+from rlx.doctor.table import show
 
 ROWS = [
     Finding("machine", "devices", "ok", "1 × [bold]cpu[/bold]"),

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rlx.checkup.findings import Finding, summary
 from rlx.cli.text import plain
+from rlx.doctor.findings import Finding, summary
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import install
-from rlx.checkup.findings import Finding
 from rlx.cli.text import size
+from rlx.doctor.findings import Finding
 from rlx.launch import available_memory
 
 DEVICE_SECONDS = 120.0

@@ -7,10 +7,10 @@ without a problem, 1 with one.
 import sys
 from pathlib import Path
 
-from rlx.checkup.findings import status
-from rlx.checkup.table import show
-from rlx.checkup.visit import findings
 from rlx.cli import command, flags
+from rlx.doctor.findings import status
+from rlx.doctor.run_checks import findings
+from rlx.doctor.table import show
 
 
 def main() -> int:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from configs import arithmetic, arithmetic_sft
-from rlx import main, memory
+from rlx import main
 from rlx.base import UserError
-from rlx.checkup import job, machine, packages, room
-from rlx.checkup.machine import Devices
+from rlx.doctor import capacity, machine, memory, packages, run_config
+from rlx.doctor.machine import Devices
 from rlx.inputs import load_tokenizer
 from rlx.launch.available_memory import Allowance
 from rlx.model import hf
@@ -28,7 +28,7 @@ def config():
 
 
 def rows_of(config, tmp_path, devices=Devices()):  # noqa: B008 - frozen
-    return {row.name: row for row in job.check(config, tmp_path / "run", devices)}
+    return {row.name: row for row in run_config.check(config, tmp_path / "run", devices)}
 
 
 def test_a_good_config_has_no_problem_and_writes_nothing(config, tmp_path):
@@ -134,31 +134,33 @@ def test_the_first_bad_row_is_named(config, tmp_path):
 
 def test_uneven_minibatches_and_empty_slots_are_warned_of(config):
     config.rollout.batch_prompts, config.train.minibatches = 15, 4
-    row = job.judge_batch(config, 8, 1000)
+    row = run_config.judge_batch(config, 8, 1000)
     assert row.level == "warning"
     assert "not equally large" in row.found
-    assert job.judge_batch(config, 8, 10).level == "warning"
+    assert run_config.judge_batch(config, 8, 10).level == "warning"
     config.rollout.batch_prompts, config.fleet.slots = 16, 4096
-    assert "half of them stay empty" in job.judge_staleness(config, 8).found
+    assert "half of them stay empty" in run_config.judge_staleness(config, 8).found
     config.rollout.max_concurrent_rollouts = 8
-    assert "not even one batch" in job.judge_staleness(config, 8).found
+    assert "not even one batch" in run_config.judge_staleness(config, 8).found
 
 
 def test_long_rows_for_short_trajectories_are_mostly_padding(config):
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (1024,), 65536
     config.rollout.batch_prompts = config.sampling.n_samples = 2
-    row = job.judge_microbatches(config, 2, expected=60.0)
+    row = run_config.judge_microbatches(config, 2, expected=60.0)
     assert row.level == "warning"
     assert "padding" in row.found
-    prompts = job.judge_prompts(np.array([10, 12]), 1024)
+    prompts = run_config.judge_prompts(np.array([10, 12]), 1024)
     assert prompts.remedy == "set data.max_prompt_tokens=64"
-    assert job.judge_prompts(np.array([10, 12]), 64).level == "ok", "64 is what would be advised"
+    assert run_config.judge_prompts(np.array([10, 12]), 64).level == "ok", (
+        "64 is what would be advised"
+    )
 
 
 def test_an_earlier_part_of_the_run_says_what_to_expect(config, tmp_path):
-    assert job.expected_tokens(config, np.array([20, 40]), tmp_path) == 30 + 64
+    assert run_config.expected_tokens(config, np.array([20, 40]), tmp_path) == 30 + 64
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "avg_seq_len": 77.0}\n{"step": 2}\n')
-    assert job.expected_tokens(config, np.array([20, 40]), tmp_path) == 77
+    assert run_config.expected_tokens(config, np.array([20, 40]), tmp_path) == 77
 
 
 def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
@@ -170,18 +172,18 @@ def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
 
 
 def test_disk_and_memory_are_weighed():
-    assert room.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
-    short = room.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
+    assert capacity.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
+    short = capacity.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
     assert short.level == "problem"
     assert "2 + 1 checkpoints of 4.0 GB" in short.found
     there = Allowance(20 * GB, 10 * GB, "on this machine")
-    levels = [room.judge_host(need * GB, there, True).level for need in (1, 9.5, 11)]
+    levels = [capacity.judge_host(need * GB, there, True).level for need in (1, 9.5, 11)]
     assert levels == ["ok", "warning", "problem"]
 
 
 def test_a_teacher_is_looked_at_and_counted(config, tmp_path):
     config.algorithm.preset, config.teacher.path = "distill", "rlx:arithmetic"
-    found = {(row.area, row.name): row for row in job.check(config, tmp_path, Devices())}
+    found = {(row.area, row.name): row for row in run_config.check(config, tmp_path, Devices())}
     assert found["model", "teacher"].level == "ok"
     assert "× 1: program" in found["memory", "teacher"].found
 

@@ -6,16 +6,15 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from rlx import memory
 from rlx.base import UserError
-from rlx.checkup import machine
-from rlx.checkup.findings import Finding
 from rlx.cli.text import size
+from rlx.doctor import machine, memory
+from rlx.doctor.findings import Finding
+from rlx.doctor.memory import listed
 from rlx.engines.vllm.vllm_start import on_cpu
 from rlx.inputs import has_servers
 from rlx.launch import available_memory, teacher
 from rlx.launch.available_memory import Allowance
-from rlx.memory import listed
 from rlx.model import hf
 from rlx.model.config import ModelConfig
 

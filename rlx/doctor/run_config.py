@@ -16,13 +16,13 @@ from rlx import config as configs
 from rlx import inputs as job_inputs
 from rlx.algorithms import presets
 from rlx.algorithms.presets import Algorithm
-from rlx.checkup import machine, room
-from rlx.checkup.findings import Finding, attempt, problems
 from rlx.cli.text import number
+from rlx.doctor import capacity, machine
+from rlx.doctor.findings import Finding, attempt, problems
+from rlx.doctor.memory import group_size, longest
 from rlx.fleet.addresses import read_addresses
 from rlx.inputs import Inputs
 from rlx.launch import teacher
-from rlx.memory import group_size, longest
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
@@ -54,7 +54,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
         if row.level == "ok":
             yield from arithmetic(config, inputs, prompts, workdir, devices)
     if model and row.level == "ok":
-        yield from room.check(config, model, workdir, devices)
+        yield from capacity.check(config, model, workdir, devices)
 
 
 def _algorithm(config: ConfigDict) -> Algorithm | None:

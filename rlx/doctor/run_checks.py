@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from rlx.checkup import machine, packages
-from rlx.checkup.findings import Finding, attempt
+from rlx.doctor import machine, packages
+from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
 
 
@@ -37,9 +37,9 @@ def findings(
     if isinstance(devices, str):  # without JAX there is nothing more to be found out
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone: the devices stay free
-    from rlx.checkup import job
+    from rlx.doctor import run_config
 
-    yield from job.check(config, workdir, devices)
+    yield from run_config.check(config, workdir, devices)
 
 
 def _needed(config: ConfigDict) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from rlx.checkup import machine
-from rlx.checkup.machine import Devices
+from rlx.doctor import machine
+from rlx.doctor.machine import Devices
 
 GB = 10**9
 

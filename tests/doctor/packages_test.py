@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rlx.checkup import packages
+from rlx.doctor import packages
 
 MODULES = {
     "good": "",

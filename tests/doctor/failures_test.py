@@ -11,8 +11,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from rlx import remedies
 from rlx.base import UserError
+from rlx.doctor import failures
 from rlx.engines import kv_memory
 from rlx.launch import exit_reason
 
@@ -97,7 +97,7 @@ def test_a_full_disk_is_one_line_in_every_command(tmp_path):
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match="in use"), remedies.explained():
+        with pytest.raises(UserError, match="in use"), failures.explained():
             socket.create_server(("127.0.0.1", port))
 
 
@@ -112,14 +112,14 @@ def test_what_is_known_is_found_behind_other_errors():
             return error
 
     full = OSError(errno.ENOSPC, "No space left on device", "/dev/shm/rlx-weights-1")
-    words = str(remedies.explain(raised(full)))
+    words = str(failures.explain(raised(full)))
     assert "/dev/shm/rlx-weights-1" in words
     assert "fleet.publish_dir" in words
     group = ExceptionGroup("two", [ValueError("no"), MemoryError()])
-    words = str(remedies.explain(raised(group), doing="wait"))
+    words = str(failures.explain(raised(group), doing="wait"))
     assert re.match(r"memory is used up \(wait\): [\d.]+ of [\d.]+ GB free ", words)
     files = OSError(errno.EMFILE, "Too many open files")
-    assert "ulimit -n" in str(remedies.explain(files))
+    assert "ulimit -n" in str(failures.explain(files))
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_what_is_known_is_found_behind_other_errors():
     ],
 )
 def test_a_bug_stays_a_bug(error):
-    assert remedies.explain(error) is None
-    with pytest.raises(type(error)), remedies.explained():
+    assert failures.explain(error) is None
+    with pytest.raises(type(error)), failures.explained():
         raise error
 
 
@@ -147,11 +147,12 @@ def test_a_bug_stays_a_bug(error):
     ],
 )
 def test_what_an_allocator_wanted_is_read_from_its_words(said, wanted):
-    assert wanted in str(remedies.explain(RuntimeError(said), lambda: "do this"))
+    assert wanted in str(failures.explain(RuntimeError(said), lambda: "do this"))
 
 
 def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
-    from rlx import loop, memory
+    from rlx import loop
+    from rlx.doctor import memory
 
     def fails(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5000000000 bytes.")

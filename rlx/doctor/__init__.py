@@ -1,0 +1,1 @@
+"""Checks before a run: packages, machine, memory, config; and failures in words."""
