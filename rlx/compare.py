@@ -41,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Prints a table; returns 0 when every pair agrees."""
     a = parser().parse_args()
-    from rlx import inputs
     from rlx.mismatch import compare_table, measure
     from rlx.model import hf
+    from rlx.run import inputs
 
     directory = hf.resolve(a.model, "--model")
     prompts = inputs.read_prompts(a.prompts, inputs.load_tokenizer(directory), a.count)

@@ -17,7 +17,7 @@ from rlx.cli import command
 
 def to_hf(path: Path, target: Path, model: str, dtype: str, adapter: Path | None = None) -> str:
     """Writes the HF directory of a checkpoint's parameters; returns what was done."""
-    from rlx.export import checkpoint_to_hf
+    from rlx.run.export import checkpoint_to_hf
 
     return checkpoint_to_hf(path, target, model, dtype, adapter)
 

@@ -46,7 +46,7 @@ def main() -> int:
     if values.dry_run:
         return status(show(findings(config, workdir, every_extra=False)))
     keep_freed_memory()
-    from rlx import loop  # JAX only after the command line was found good
+    from rlx.run import loop  # JAX only after the command line was found good
 
     if values.workdir:
         return loop.run(config, workdir)

@@ -10,9 +10,9 @@ import pytest
 from rlx.algorithms.presets import PRESETS
 from rlx.cli import flags
 from rlx.config import check
-from rlx.inputs import prepare
 from rlx.model import hf
 from rlx.model.config import ModelConfig
+from rlx.run.inputs import prepare
 from rlx.train.update import make_steps
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def test_another_trainer_has_a_config_that_the_model_that_comes_with_rlx_can_run
         made = f"--config=configs/arithmetic.py --workdir={workdir}"
         assert made in ast.get_docstring(ast.parse(path.read_text())), "how to make the teacher"
         config.teacher.path = config.model.path
-    monkeypatch.setattr("rlx.inputs.TRAIN_PROBLEMS", 200)
+    monkeypatch.setattr("rlx.run.inputs.TRAIN_PROBLEMS", 200)
     inputs = prepare(config)
     assert inputs.model_dir == hf.resolve("rlx:arithmetic")
     assert bool(inputs.held_out) == (inputs.algorithm.data != "rollouts")

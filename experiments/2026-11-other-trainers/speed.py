@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rlx.inputs import load_tokenizer
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import hf
 from rlx.rollout import arithmetic
+from rlx.run.inputs import load_tokenizer
 
 AT_ONCE = 64
 

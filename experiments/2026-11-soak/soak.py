@@ -81,9 +81,9 @@ def train(out: Path, steps: int) -> int:
     """The training process: that of rlx.main, but for the workflow."""
     from transformers import AutoTokenizer
 
-    from rlx import loop
     from rlx.agents.workflow import AgentWorkflow
-    from rlx.inputs import training_sampling
+    from rlx.run import loop
+    from rlx.run.inputs import training_sampling
 
     prepare = loop.prepare
 

@@ -57,11 +57,11 @@ def grpo(steps: int, rates: list[float], cores: list[int]) -> None:
 
 def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Iterator[tuple]:
     from configs.arithmetic import get_config
-    from rlx.inputs import prepare
     from rlx.model import hf
     from rlx.rollout.data import Cursor
     from rlx.rollout.executor import Executor
     from rlx.rollout.staleness import Limits
+    from rlx.run.inputs import prepare
     from rlx.train.update import make_update
 
     c = get_config()

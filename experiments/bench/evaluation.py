@@ -23,12 +23,12 @@ from experiments.bench import process, vllm_workers
 from experiments.bench.vllm_fleet import spread
 from rlx.config import default
 from rlx.evaluation.evaluations import benchmarks, evaluations
-from rlx.inputs import load_tokenizer
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic
 from rlx.rollout.workflows import encode, render
+from rlx.run.inputs import load_tokenizer
 
 TARGET = 0.95
 

@@ -30,11 +30,11 @@ from experiments.bench import process, vllm_workers
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Job, Sample
-from rlx.inputs import load_tokenizer
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.rollout import arithmetic
 from rlx.rollout.workflows import RLVR
+from rlx.run.inputs import load_tokenizer
 
 TARGET = 0.95
 SEED_STEP = 1 << 10

@@ -12,11 +12,11 @@ from rlx.doctor import machine, memory
 from rlx.doctor.findings import Finding
 from rlx.doctor.memory import listed
 from rlx.engines.vllm.vllm_start import on_cpu
-from rlx.inputs import has_servers
 from rlx.launch import available_memory, teacher
 from rlx.launch.available_memory import Allowance
 from rlx.model import hf
 from rlx.model.config import ModelConfig
+from rlx.run.inputs import has_servers
 
 _TIGHT = 0.9  # of the memory there is
 _PROGRAM = {"trainer": 600 << 20, "jax": 400 << 20, "vllm": 1100 << 20}  # beside its arrays, here

@@ -13,7 +13,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rlx import config as configs
-from rlx import inputs as job_inputs
 from rlx.algorithms import presets
 from rlx.algorithms.presets import Algorithm
 from rlx.cli.text import number
@@ -21,7 +20,6 @@ from rlx.doctor import capacity, machine
 from rlx.doctor.findings import Finding, attempt, problems
 from rlx.doctor.memory import group_size, longest
 from rlx.fleet.addresses import read_addresses
-from rlx.inputs import Inputs
 from rlx.launch import teacher
 from rlx.model import hf
 from rlx.model import params as parameters
@@ -30,6 +28,8 @@ from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards
 from rlx.rollout.workflows import encode, render
+from rlx.run import inputs as job_inputs
+from rlx.run.inputs import Inputs
 from rlx.train import packing
 from rlx.train.update import attention_cost
 

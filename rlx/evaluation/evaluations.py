@@ -28,10 +28,8 @@ from rlx.base import Group, Unavailable, UserError
 from rlx.evaluation.evaluations import benchmarks, scores
 from rlx.evaluation.evaluations.benchmarks import Benchmark
 from rlx.evaluation.evaluations.evaluator import Evaluator
-from rlx.export import checkpoint_to_hf
 from rlx.fleet import wire
 from rlx.fleet.requests import Sampling
-from rlx.inputs import load_tokenizer, patience
 from rlx.launch.serving import Serving
 from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.model.directory import load_config, resolve
@@ -40,6 +38,8 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import Limits
 from rlx.rollout.executor import group_seed
 from rlx.rollout.patience import Skipped
+from rlx.run.export import checkpoint_to_hf
+from rlx.run.inputs import load_tokenizer, patience
 from rlx.train import checkpoint
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question

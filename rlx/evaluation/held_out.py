@@ -17,12 +17,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rlx import records
 from rlx.base import Group
-from rlx.inputs import Inputs, evaluation_sampling, has_servers
 from rlx.observe.timeline import Timeline
 from rlx.rollout.executor import Executor
 from rlx.rollout.patience import skip_record
+from rlx.run import run_records
+from rlx.run.inputs import Inputs, evaluation_sampling, has_servers
 
 
 class HeldOut:
@@ -78,7 +78,7 @@ class HeldOut:
         """Computes the loss after `step` on the held-out groups, if it is due and they exist."""
         if self._inputs.held_out and self.due(step):
             began = time.monotonic()
-            found = records.held_out_losses(loss(self._inputs.held_out))
+            found = run_records.held_out_losses(loss(self._inputs.held_out))
             self._losses[step] = found, time.monotonic() - began
 
     def begin(self, step: int, executor: Executor) -> None:
@@ -125,7 +125,7 @@ class HeldOut:
                 row = self._inputs.eval_rows[index]
                 found = skip_record("eval", index, index, row, attempts, score["error"])
                 self._on_skip({**found, "step": step})
-        return records.eval_record(
+        return run_records.eval_record(
             step,
             scores,
             num_questions=len(self._inputs.eval_rows),

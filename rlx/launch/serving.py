@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 
 from rlx.fleet.client import Fleet, Limits
 from rlx.fleet.tls import client_tls
-from rlx.inputs import server_options
 from rlx.launch.local import LocalServers, servers_plan
+from rlx.run.inputs import server_options
 
 
 class Serving:

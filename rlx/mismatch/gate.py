@@ -19,13 +19,13 @@ from ml_collections import ConfigDict
 from rlx.base import UserError
 from rlx.fleet.client import Fleet
 from rlx.fleet.sample import Completion
-from rlx.inputs import Inputs, training_sampling
 from rlx.mismatch import measure
 from rlx.mismatch.diagnose import Case, Finding, advice, diagnose
 from rlx.mismatch.measure import Report, Sample, Scorer
 from rlx.model import hf
 from rlx.model.params import Params
 from rlx.rollout.executor import Executor
+from rlx.run.inputs import Inputs, training_sampling
 
 POLL_SECONDS = 0.2  # how long a waiting trainer is deaf to Ctrl-C
 PRIORITY = 1 << 20  # above whatever training asks for: a probe does not wait for free slots

@@ -151,8 +151,8 @@ def test_what_an_allocator_wanted_is_read_from_its_words(said, wanted):
 
 
 def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
-    from rlx import loop
     from rlx.doctor import memory
+    from rlx.run import loop
 
     def fails(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5000000000 bytes.")

@@ -15,9 +15,9 @@ from rlx import main
 from rlx.base import UserError
 from rlx.doctor import capacity, machine, memory, packages, run_config
 from rlx.doctor.machine import Devices
-from rlx.inputs import load_tokenizer
 from rlx.launch.available_memory import Allowance
 from rlx.model import hf
+from rlx.run.inputs import load_tokenizer
 
 GB = 10**9
 

@@ -16,13 +16,13 @@ from configs import arithmetic
 from rlx import config as rlx_config
 from rlx.base import UserError
 from rlx.evaluation.evaluations import benchmarks, evaluations
-from rlx.inputs import server_options
 from rlx.launch.local import LocalServers
 from rlx.launch.workdir_lock import occupied
 from rlx.main import fresh_workdir
 from rlx.model import directory, hf
 from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.rollout import arithmetic as rollout_arithmetic
+from rlx.run.inputs import server_options
 
 ASK = [
     sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",

@@ -17,9 +17,9 @@ from rlx.base import UserError
 from rlx.config import check, default
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Limits
-from rlx.inputs import server_options
 from rlx.launch import teacher
 from rlx.model import hf
+from rlx.run.inputs import server_options
 
 STUDENT = hf.resolve("rlx:arithmetic")
 GRPO, DISTILL, SFT = (presets.PRESETS[name] for name in ("grpo", "distill", "sft"))

@@ -24,27 +24,16 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rlx import records, resume
 from rlx.base import DiskFull, Group, UserError
 from rlx.cli.signals import interrupts
 from rlx.doctor import failures, memory
 from rlx.evaluation.evaluations.held_out import HeldOut
-from rlx.export import Export
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.nobody import Nobody
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
-from rlx.inputs import (
-    INITIAL,
-    Inputs,
-    as_json,
-    has_servers,
-    patience,
-    prepare,
-    server_options,
-)
 from rlx.launch import available_memory, teacher
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
 from rlx.launch.teacher import Teacher
@@ -63,6 +52,17 @@ from rlx.rollout.executor import Executor, Exhausted
 from rlx.rollout.staleness import Limits
 from rlx.rollout.taught import Taught
 from rlx.rollout.workflows import Workflow
+from rlx.run import resume, run_records
+from rlx.run.export import Export
+from rlx.run.inputs import (
+    INITIAL,
+    Inputs,
+    as_json,
+    has_servers,
+    patience,
+    prepare,
+    server_options,
+)
 from rlx.train import checkpoint
 from rlx.train.update import make_update
 
@@ -425,7 +425,7 @@ class _Run:
         if self.served:
             with self.timeline.span("publish", "publish", version=version):
                 report = await self.fleet.publish(version, weights, self.config.fleet.publish)
-            self.published = records.publish_record(report)
+            self.published = run_records.publish_record(report)
         if self.data == "rollouts":
             self.executor.set_version(version)
         self.held_out.begin(version, self.executor)
@@ -438,7 +438,7 @@ class _Run:
         busy = {"server_busy_seconds": self._engines("server", self.fleet)}
         if self.tutor:
             busy["teacher_busy_seconds"] = self._engines("teacher", self.tutor)
-        record = records.step_record(
+        record = run_records.step_record(
             self.step,
             metrics,
             self.seconds,
@@ -453,7 +453,7 @@ class _Run:
         self.last_record, self.generated, self.seconds = now, generated, {}
         self.writer.write(record)
         count = self.config.observe.transcripts_per_step
-        self.writer.write_rollouts(self.step, records.transcripts(self.step, groups, count))
+        self.writer.write_rollouts(self.step, run_records.transcripts(self.step, groups, count))
         self.progress.update(record)
         for name, start, end in self.executor.drain_spans():
             self.timeline.add("rewards", "worker", name, start, end)
@@ -467,7 +467,7 @@ class _Run:
                 name, _, version = text.partition(" version ")  # one name, so that a viewer can sum
                 args = {"version": int(version)} if version else {}
                 self.timeline.add(f"{process} {index}", "engine", name, start, end, **args)
-        return records.busy_seconds(spans)
+        return run_records.busy_seconds(spans)
 
     # Held-out evaluation.
 

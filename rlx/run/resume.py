@@ -14,11 +14,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
-from rlx.inputs import INITIAL, as_json
 from rlx.model import replaced
 from rlx.observe.environment import SAME
 from rlx.observe.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
 from rlx.observe.metrics import RECORDS, forget
+from rlx.run.inputs import INITIAL, as_json
 from rlx.train import checkpoint
 
 # What may change while the run stays the same: when it ends, what is kept and shown of it.

@@ -9,12 +9,12 @@ from ml_collections import ConfigDict
 from rlx.base import UserError
 from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
-from rlx.inputs import INITIAL
 from rlx.model import hf, peft
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model.config import ModelConfig
 from rlx.model.params import Params
+from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint
 from rlx.train.update import Update, make_lora
 

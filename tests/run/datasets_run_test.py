@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx import convert, inputs, loop
+from rlx import convert
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.model import decoder, hf
+from rlx.run import inputs, loop
 from rlx.train import checkpoint
 
 ROWS = [

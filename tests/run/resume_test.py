@@ -5,10 +5,10 @@ import json
 import pytest
 
 from rlx import config as config_lib
-from rlx import resume
 from rlx.base import UserError
-from rlx.inputs import as_json
 from rlx.observe.metrics import MetricsWriter
+from rlx.run import resume
+from rlx.run.inputs import as_json
 
 
 @pytest.fixture

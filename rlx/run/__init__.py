@@ -1,0 +1,1 @@
+"""A run: its parts, its loop, its records, its weights."""
