@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 Batch = Mapping[str, torch.Tensor]
 

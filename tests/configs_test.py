@@ -11,7 +11,7 @@ from rlx.algorithms.presets import PRESETS
 from rlx.cli import flags
 from rlx.config import check
 from rlx.model import hf
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import prepare
 from rlx.train.update import make_steps
 

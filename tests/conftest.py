@@ -50,7 +50,7 @@ def tiny_model_dir(tmp_path_factory) -> Path:
     import jax
 
     from rlx.model import hf, params
-    from rlx.model.config import ModelConfig
+    from rlx.model.model_config import ModelConfig
 
     root = tmp_path_factory.mktemp("tiny")
     tokenizer, model = root / "tokenizer", root / "model"

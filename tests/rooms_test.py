@@ -44,7 +44,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 LIGHT_ROOMS = ("", "base", "config", "cli", "observe", "fleet", "engines", "rewards", "rollout", "agents",
                "launch", "plan")  # fmt: skip
 LIGHT_FILES = (
-    "algorithms/presets.py", "train/packing.py", "model/compile_cache.py", "model/config.py",
+    "algorithms/presets.py", "train/packing.py", "model/compile_cache.py", "model/model_config.py",
     "model/directory.py", "model/replaced.py", "model/tensors.py",
 )  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room

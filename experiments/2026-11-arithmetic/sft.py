@@ -31,7 +31,7 @@ import tokenizer as tokenizers
 import rlx
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.rollout import arithmetic
 
 PACKAGED = Path(rlx.__file__).parent / "assets" / "arithmetic"

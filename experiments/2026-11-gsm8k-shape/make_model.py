@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlx.model import hf, params
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -26,7 +26,7 @@ import numpy as np
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
 from rlx.model import hf, params
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 SHAPES = {
     "tiny": ModelConfig(

@@ -92,7 +92,7 @@ def trajectory(rng, prompt: int, new: int, trajectory_id: str) -> Trajectory:
 def shares(lengths: Lengths, batches: int) -> list[dict]:
     """Real tokens over computed tokens, by budget and model shape."""
     from rlx.config import default
-    from rlx.model.config import ModelConfig
+    from rlx.model.model_config import ModelConfig
     from rlx.train import packing
     from rlx.train.update import attention_cost
 
@@ -127,7 +127,7 @@ def compilations(
 
     from rlx.config import default
     from rlx.model import params
-    from rlx.model.config import ModelConfig
+    from rlx.model.model_config import ModelConfig
     from rlx.train.update import make_update
 
     total = 0

@@ -15,7 +15,7 @@ import numpy as np
 from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.launch.host_memory import keep_freed_memory
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 Step = Callable[[], float]
 

@@ -48,7 +48,7 @@ def make(directory: Path, seed: int = 0) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     from rlx.model import hf, params
-    from rlx.model.config import ModelConfig
+    from rlx.model.model_config import ModelConfig
 
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)

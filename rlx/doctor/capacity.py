@@ -15,7 +15,7 @@ from rlx.engines.vllm.vllm_start import on_cpu
 from rlx.launch import available_memory, teacher
 from rlx.launch.available_memory import Allowance
 from rlx.model import hf
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import has_servers
 
 _TIGHT = 0.9  # of the memory there is

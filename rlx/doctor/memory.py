@@ -20,7 +20,7 @@ from rlx.engines.jax.programs import make_plan
 from rlx.launch.available_memory import Allowance
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.train.steps import Steps
 from rlx.train.update import make_steps
 

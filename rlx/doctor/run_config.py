@@ -23,7 +23,7 @@ from rlx.fleet.addresses import read_addresses
 from rlx.launch import teacher
 from rlx.model import hf
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 # XLA's two ways to say it: of an allocation, and of a computation that it could not begin.
 _DEVICE_FULL = re.compile("RESOURCE_EXHAUSTED|Out of memory")

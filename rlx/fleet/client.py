@@ -21,10 +21,10 @@ from rlx.base import UserError
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.addresses import FILE, read_addresses
+from rlx.fleet.balancer import Roster
 from rlx.fleet.member import Busy, Delivery, Failed, Limits, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.requests import Sampling, ScoreRequest
-from rlx.fleet.roster import Roster
 from rlx.fleet.sample import Completion, Job, Sample, finished, split
 from rlx.fleet.tls import Tls
 

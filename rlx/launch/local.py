@@ -1,7 +1,7 @@
 """Rollout servers on this machine: started, watched, restarted, stopped.
 
 One thread starts every server and stays until the last has ended, because the kernel ends a
-server when the *thread* that started it ends (see rlx/fleet/child.py): whatever kills the
+server when the *thread* that started it ends (see rlx/fleet/parent_death.py): whatever kills the
 trainer, SIGKILL included, its servers go with it.
 
     start ─▶ spawn all ─▶ JSON ready lines in WORKDIR/logs/server-i.log ─▶ wait() has addresses

@@ -17,7 +17,7 @@ import numpy as np
 from rlx.mismatch import measure
 from rlx.mismatch.measure import Report, Sample, Scorer, Tolerance, compare
 from rlx.model import decoder
-from rlx.model.config import Rope
+from rlx.model.model_config import Rope
 from rlx.model.params import Params
 
 CLEARLY = 4.0  # how many times closer a guess must come that does not fit exactly

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlx.fleet.sample import Completion
 from rlx.model import decoder
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 
 ROW_MULTIPLE = 64  # tokens

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from rlx.model import rope
 from rlx.model.attention import attention
-from rlx.model.config import ModelConfig
 from rlx.model.cross_entropy import target_logprobs
+from rlx.model.model_config import ModelConfig
 from rlx.model.ops import matmul, rms_norm, rotate, swiglu
 from rlx.model.params import Params
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.config import unknown
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 
 def resolve(path: str, what: str = "model.path") -> Path:

@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 
 from rlx.base import UserError
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
 from rlx.model.directory import load_config as load_config
 from rlx.model.directory import resolve as resolve
+from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, Row
 from rlx.model.replaced import replaced_directory
 from rlx.model.tensors import INDEX as INDEX

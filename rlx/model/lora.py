@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from rlx.base import UserError
 from rlx.config import LORA_TARGETS, lora_targets
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, Row
 
 PREFIX = "base_model.model."  # of every name in PEFT's files

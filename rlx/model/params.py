@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 Params = dict[str, Any]
 

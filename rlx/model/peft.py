@@ -19,9 +19,9 @@ from rlx.base import UserError
 from rlx.config import LORA_TARGETS
 from rlx.model import hf, lora
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
 from rlx.model.directory import read_json
 from rlx.model.lora import LoraConfig
+from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.replaced import replaced_directory
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.fleet.child import keep_private
+from rlx.fleet.parent_death import keep_private
 from rlx.rewards import keeper
 
 _NAMES = frozenset({

@@ -12,7 +12,7 @@ from rlx.fleet.publish import Adapter
 from rlx.model import hf, peft
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint

@@ -15,7 +15,7 @@ from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
 from rlx.model import hf
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardPool

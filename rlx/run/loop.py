@@ -31,7 +31,7 @@ from rlx.evaluation.evaluations.held_out import HeldOut
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
-from rlx.fleet.nobody import Nobody
+from rlx.fleet.no_fleet import Nobody
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
 from rlx.launch import available_memory, teacher
@@ -50,7 +50,7 @@ from rlx.rollout import patience
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted
 from rlx.rollout.staleness import Limits
-from rlx.rollout.taught import Taught
+from rlx.rollout.teacher_scores import Taught
 from rlx.rollout.workflows import Workflow
 from rlx.run import resume, run_records
 from rlx.run.export import Export

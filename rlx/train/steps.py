@@ -25,8 +25,8 @@ from rlx.algorithms.presets import Algorithm
 from rlx.model import decoder
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
 from rlx.model.lora import LoraConfig
+from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 
 Batch = Mapping[str, Array]

@@ -24,8 +24,8 @@ from rlx.base import Group, UserError
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model import sharding
-from rlx.model.config import ModelConfig
 from rlx.model.lora import LoraConfig
+from rlx.model.model_config import ModelConfig
 from rlx.train import metrics as metrics_lib
 from rlx.train import packing, steps
 from rlx.train.metrics import Metrics

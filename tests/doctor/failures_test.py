@@ -26,7 +26,7 @@ from rlx import command, memory, remedies
 from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.model import params
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.train.update import make_update
 
 model = ModelConfig(

@@ -14,7 +14,7 @@ from rlx.doctor import memory
 from rlx.engines.jax import decode
 from rlx.launch.available_memory import Allowance
 from rlx.model import lora, params
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.train.update import make_steps
 
 MODEL = ModelConfig(

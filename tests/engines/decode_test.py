@@ -9,7 +9,7 @@ import pytest
 
 from rlx.engines.jax import decode
 from rlx.model import decoder, hf, params
-from rlx.model.config import ModelConfig, Rope
+from rlx.model.model_config import ModelConfig, Rope
 
 SIZES = {
     "vocab_size": 96, "num_layers": 2, "model_dim": 32, "mlp_dim": 48, "num_heads": 4,

@@ -24,7 +24,7 @@ from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 pytestmark = pytest.mark.vllm
 

@@ -190,7 +190,7 @@ def test_sizes_agree():
 
 
 def parameters_config():
-    from rlx.model.config import ModelConfig
+    from rlx.model.model_config import ModelConfig
 
     return ModelConfig(
         "Qwen2ForCausalLM", vocab_size=32, num_layers=2, model_dim=16, mlp_dim=32, num_heads=4,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.fleet.nobody import Nobody
+from rlx.fleet.no_fleet import Nobody
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor

@@ -7,7 +7,7 @@ import pytest
 from rlx import config as config_lib
 from rlx.base import Group, Trajectory
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 from rlx.train import update
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from rlx.engines.jax.sampling import row_sum
 from rlx.model import params as parameters
-from rlx.model.config import ModelConfig
 from rlx.model.decoder import rope_tables
+from rlx.model.model_config import ModelConfig
 
 
 class ServingParams(NamedTuple):

@@ -35,7 +35,7 @@ from rlx.engines.jax.slots import (
     TOP_P,
     Inputs,
 )
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 PROMPTS = 4  # prompts of the wider prefill
 TRIALS = 2  # decode calls in which a smaller shape must agree before it is used alone

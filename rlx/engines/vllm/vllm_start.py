@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from rlx.base import UserError
 from rlx.engines.kv_memory import vllm_advice
-from rlx.model.config import ModelConfig
+from rlx.model.model_config import ModelConfig
 
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
 _MOST_KV_BYTES = 4 << 30  # on a CPU, where nothing tells vLLM how much memory is its own

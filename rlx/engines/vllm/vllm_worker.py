@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.v1.sample.sampler import Sampler
 
-from rlx.fleet.child import end_with_parent
+from rlx.fleet.parent_death import end_with_parent
 
 Tensors = dict[str, torch.Tensor]
 _ROWS = 256  # tokens of a prompt whose logits exist at one time

@@ -9,7 +9,7 @@ import pytest
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.rollout.staleness import Limits
-from rlx.rollout.taught import Taught
+from rlx.rollout.teacher_scores import Taught
 
 ROW = {"question": "2 + 2?"}
 

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from rlx.base import UserError
-from rlx.model.config import ARCHITECTURES, ModelConfig, Rope
+from rlx.model.model_config import ARCHITECTURES, ModelConfig, Rope
 
 COMMON = {
     "vocab_size": 97, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48,
