@@ -34,8 +34,8 @@ def main() -> int:
 
     if values.workflow:  # told of before what takes seconds to import
         loading.kind(loading.load_class(values.workflow))
-    from rlx.evaluation.evaluations import evaluations
-    from rlx.evaluation.evaluations.scores import text_table
+    from rlx.evaluation import evaluations
+    from rlx.evaluation.scores import text_table
     from rlx.observe.counting import Counting
 
     ks = {

@@ -15,34 +15,16 @@ import pytest
 import rlx
 
 PACKAGE = Path(rlx.__file__).parent
-COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "doctor", "debug_workflow")
+COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow")
 ORDER = (
-    ("",),  # rlx/__init__.py
-    ("base",),
-    ("config",),
-    ("cli",),
-    ("algorithms",),
-    ("model",),
-    ("train",),
-    ("observe",),
-    ("fleet",),
-    ("engines",),
-    ("rewards",),
-    ("rollout",),
-    ("agents",),
-    ("launch",),
-    ("plan",),
-    ("mismatch",),
-    ("evaluation",),
-    ("doctor",),
-    ("inputs", "records"),
-    ("export", "resume"),
-    ("loop",),
-    COMMANDS,
-)
-LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-LIGHT_ROOMS = ("", "base", "config", "cli", "observe", "fleet", "engines", "rewards", "rollout", "agents",
-               "launch", "plan")  # fmt: skip
+    "", "base", "config", "cli", "algorithms", "model", "train", "observe", "fleet", "engines",
+    "rewards", "rollout", "agents", "launch", "mismatch", "evaluation", "plan", "doctor", "run",
+)  # fmt: skip
+LEVEL = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(COMMANDS, 99)
+LIGHT_ROOMS = (
+    "", "base", "config", "cli", "observe", "fleet", "engines", "rewards", "rollout", "agents",
+    "launch", "plan",
+)  # fmt: skip
 LIGHT_FILES = (
     "algorithms/presets.py", "train/packing.py", "model/compile_cache.py", "model/model_config.py",
     "model/directory.py", "model/replaced.py", "model/tensors.py",
@@ -53,7 +35,23 @@ ENGINES = (  # programs of JAX and torch in a light room
     "engines/vllm/vllm_engine.py", "engines/vllm/vllm_start.py", "engines/vllm/vllm_worker.py",
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
-COMMAND_LINES = 80
+COMMAND_LINES = 82
+
+OWED = {  # imports that point down and are to go
+    "cli/command.py": ["rlx.doctor.failures"],
+    "doctor/capacity.py": ["rlx.run.inputs.has_servers"],
+    "doctor/run_config.py": ["rlx.run.inputs", "rlx.run.inputs.Inputs"],
+    "evaluation/evaluations.py": [
+        "rlx.run.export.checkpoint_to_hf", "rlx.run.inputs.load_tokenizer",
+        "rlx.run.inputs.patience",
+    ],
+    "evaluation/held_out.py": [
+        "rlx.run.inputs.Inputs", "rlx.run.inputs.evaluation_sampling", "rlx.run.inputs.has_servers",
+        "rlx.run.run_records",
+    ],
+    "launch/serving.py": ["rlx.run.inputs.server_options"],
+    "mismatch/gate.py": ["rlx.run.inputs.Inputs", "rlx.run.inputs.training_sampling"],
+}  # fmt: skip
 
 FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
 
@@ -72,7 +70,7 @@ def imports(source: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import; name the module in full"
-            # `from rlx import loop` imports rlx.run.loop; a name that is no module changes no room.
+            # `from rlx import doctor` imports rlx.doctor; a name that is no module changes no room.
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
@@ -106,9 +104,9 @@ def test_the_checks_see_what_they_forbid():
     assert downward("algorithms/losses.py", "def f():\n  import rlx.observe.metrics") == [
         "rlx.observe.metrics"
     ]
-    assert downward("fleet/client.py", "from rlx import loop") == ["rlx.run.loop"]
-    assert downward("serve.py", "from rlx import loop, main") == ["rlx.main"]
-    assert downward("loop.py", "from rlx.train.update import make_update") == []
+    assert downward("fleet/client.py", "from rlx.run import loop") == ["rlx.run.loop"]
+    assert downward("serve.py", "from rlx import doctor, main") == ["rlx.main"]
+    assert downward("run/loop.py", "from rlx.train.update import make_update") == []
     with pytest.raises(AssertionError, match="relative import"):
         imports("from . import base")
     assert light("rollout/executor.py")
@@ -120,7 +118,9 @@ def test_the_checks_see_what_they_forbid():
 def test_a_file_imports_only_from_rooms_before_its_own(path):
     assert room_of(path) in LEVEL, f"rlx/{path} is in no room; move it, or give it a place in ORDER"
     wrong = downward(path, (PACKAGE / path).read_text())
-    assert not wrong, f"rlx/{path} imports {wrong}; move the code to a room before that one"
+    assert wrong == OWED.get(path, []), (
+        f"rlx/{path} imports {wrong}; move the code to a room before that one"
+    )
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if light(p)])

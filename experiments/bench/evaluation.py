@@ -6,10 +6,10 @@
 
 Both answer the same prompts: of each question one greedy completion and `samples` at temperature
 0.6 and top-p 0.95, which end where the model ends them, at `most` tokens at the latest. rlx: all of
-`rlx.evaluation.evaluations.run` from the first request to the last sample in its file: gRPC, a seed for every
-sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with the same engine
-settings and `n` samples of a prompt; it grades and writes nothing. Draws differ, so tokens are
-counted on each side. Each side has the same two cores: rlx's server has the second of them alone,
+`rlx.evaluation.evaluations.run` from the first request to the last sample in its file: gRPC, a seed
+for every sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with the
+same engine settings and `n` samples of a prompt; it grades and writes nothing. Draws differ, so
+tokens are counted on each side. Each side has the same two cores: rlx's server has the second of them alone,
 the rival's two processes float. They take turns; the share is the median of the rounds' quotients.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from experiments.bench import process, vllm_workers
 from experiments.bench.vllm_fleet import spread
 from rlx.config import default
-from rlx.evaluation.evaluations import benchmarks, evaluations
+from rlx.evaluation import benchmarks, evaluations
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.observe.jsonl import read_jsonl

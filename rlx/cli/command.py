@@ -20,8 +20,8 @@ def run(main: Callable[[], int | None], *, teardown: bool = True) -> None:
     """Calls `main` and exits with its status: 0 done, 2 a user's mistake, 130 interrupted.
 
     With --traceback on the command line a mistake keeps its traceback in front of its line.
-    A full disk, memory or the like is told as what it is (rlx.doctor.failures). Any other exception is a
-    bug of ours and keeps its traceback (status 1).
+    A full disk, memory or the like is told as what it is (rlx.doctor.failures). Any other exception
+    is a bug of ours and keeps its traceback (status 1).
 
     Args:
       teardown: whether Python clears up behind itself. With torch and vLLM that takes seconds, in

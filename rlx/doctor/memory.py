@@ -1,8 +1,8 @@
 """How much memory a run needs, piece by piece, from its config and the model's shape.
 
 State (parameters, moments, critic, reference) is counted exactly. What a step needs beside it is an
-estimate fitted to the compiler's own account of small models' steps (tests/doctor/memory_test.py compares
-the two): within a sixth where activations count, and rather above than below.
+estimate fitted to the compiler's own account of small models' steps (tests/doctor/memory_test.py
+compares the two): within a sixth where activations count, and rather above than below.
 """
 
 import copy

@@ -25,9 +25,9 @@ from ml_collections import ConfigDict
 
 from rlx.agents import chosen
 from rlx.base import Group, Unavailable, UserError
-from rlx.evaluation.evaluations import benchmarks, scores
-from rlx.evaluation.evaluations.benchmarks import Benchmark
-from rlx.evaluation.evaluations.evaluator import Evaluator
+from rlx.evaluation import benchmarks, scores
+from rlx.evaluation.benchmarks import Benchmark
+from rlx.evaluation.evaluator import Evaluator
 from rlx.fleet import wire
 from rlx.fleet.requests import Sampling
 from rlx.launch.serving import Serving
@@ -36,8 +36,8 @@ from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, write_atomically
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import Limits
+from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
-from rlx.rollout.patience import Skipped
 from rlx.run.export import checkpoint_to_hf
 from rlx.run.inputs import load_tokenizer, patience
 from rlx.train import checkpoint

@@ -21,8 +21,8 @@ import numpy as np
 
 from rlx.base import Group, Unavailable, UserError
 from rlx.fleet.requests import Sampling
+from rlx.rollout.attempts import Patience, Skipped, Window
 from rlx.rollout.executor import group_seed
-from rlx.rollout.patience import Patience, Skipped, Window
 from rlx.rollout.workflows import Generator, Workflow
 
 

@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 
 from rlx.base import Group
 from rlx.observe.timeline import Timeline
+from rlx.rollout.attempts import skip_record
 from rlx.rollout.executor import Executor
-from rlx.rollout.patience import skip_record
 from rlx.run import run_records
 from rlx.run.inputs import Inputs, evaluation_sampling, has_servers
 

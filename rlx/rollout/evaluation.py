@@ -7,7 +7,7 @@ from typing import Any
 
 from rlx.base import Unavailable
 from rlx.fleet.requests import Sampling
-from rlx.rollout.patience import Patience
+from rlx.rollout.attempts import Patience
 from rlx.rollout.workflows import Generator, Workflow
 
 

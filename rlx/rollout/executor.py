@@ -28,10 +28,10 @@ from typing import Any
 from rlx.base import Group, Trajectory, Unavailable, UserError, malformed
 from rlx.fleet.requests import Sampling
 from rlx.rewards import reward_pool
+from rlx.rollout import attempts, evaluation, staleness
 from rlx.rollout import buffer as buffers
-from rlx.rollout import evaluation, patience, staleness
+from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor
-from rlx.rollout.patience import Patience
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.workflows import Generator, Workflow
 
@@ -110,7 +110,7 @@ class Executor:
         self._later: list[tuple[float, Ticket]] = []  # a heap: those whose time has not come
         self._open = self._stopped = False
         self._error: BaseException | None = None
-        self._window = patience.Window(self._patience)
+        self._window = attempts.Window(self._patience)
         self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
         self._best = -math.inf  # reward of any trajectory
         self._dropped = 0
@@ -398,7 +398,7 @@ class Executor:
             if found := self._unfit(trajectory):
                 raise TrajectoryError(
                     f"workflow {type(self._workflow).__name__} gave trajectory "
-                    f"{trajectory.trajectory_id} of row {patience.describe(row)} {found}"
+                    f"{trajectory.trajectory_id} of row {attempts.describe(row)} {found}"
                 )
 
     def _unfit(self, trajectory: Trajectory) -> str:
@@ -488,7 +488,7 @@ class Executor:
         if skipped:
             place, row = self._cursor.index(held.group_id), self._cursor.row(held.group_id)
             self._on_skip(
-                patience.skip_record("train", held.group_id, place, row, held.attempt, error)
+                attempts.skip_record("train", held.group_id, place, row, held.attempt, error)
             )
 
     def _leave(self, ticket: Ticket) -> None:

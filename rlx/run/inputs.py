@@ -21,8 +21,8 @@ from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import Limits
 from rlx.rollout import arithmetic, data
+from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
-from rlx.rollout.patience import Patience
 from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train.update import make_steps
 

@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from rlx.base import DiskFull, Group, UserError
 from rlx.cli.signals import interrupts
 from rlx.doctor import failures, memory
-from rlx.evaluation.evaluations.held_out import HeldOut
+from rlx.evaluation.held_out import HeldOut
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
@@ -46,7 +46,7 @@ from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.report import write_report
 from rlx.observe.timeline import Timeline
-from rlx.rollout import patience
+from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted
 from rlx.rollout.staleness import Limits
@@ -578,7 +578,7 @@ class _Run:
         self.skips += 1
         if self.skips <= SKIPS_TOLD:
             more = "; further ones in skipped.jsonl alone" if self.skips == SKIPS_TOLD else ""
-            self.progress.message(patience.sentence(record) + more)
+            self.progress.message(attempts.sentence(record) + more)
 
     def _elapsed(self) -> float:
         """Seconds of the run, with those of the processes that it continues."""

@@ -9,7 +9,7 @@ import pytest
 from rlx.agents import chosen
 from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
-from rlx.evaluation.evaluations import evaluations
+from rlx.evaluation import evaluations
 from rlx.fleet.requests import Sampling
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import RLVR

@@ -6,15 +6,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from rlx.evaluation.evaluations.evaluator import Evaluator
 
 from rlx.agents import chosen
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
+from rlx.evaluation.evaluator import Evaluator
 from rlx.fleet.requests import Sampling
+from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.executor import Executor
-from rlx.rollout.patience import Patience, RolloutError
 from rlx.rollout.staleness import Limits
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]

@@ -64,7 +64,7 @@ SPEAKERS = {
     "    print('panel' if progress._panel else 'lines')",
     "counting": "from rlx.observe.counting import Counting\n"
     "with Counting() as counting:\n    counting.show('[red]' + TEXT, 1, 2)",
-    "findings": "from rlx.checkup import findings, table\n"
+    "findings": "from rlx.doctor import findings, table\n"
     "table.show([findings.Finding(TEXT, TEXT, 'problem', TEXT, TEXT)])",
 }
 

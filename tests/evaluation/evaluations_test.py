@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from rlx.evaluation.evaluations.evaluations import GREEDY, Job, Options
 
 from configs import arithmetic
 from rlx import config as rlx_config
 from rlx.base import UserError
-from rlx.evaluation.evaluations import benchmarks, evaluations
+from rlx.evaluation import benchmarks, evaluations
+from rlx.evaluation.evaluations import GREEDY, Job, Options
 from rlx.launch.local import LocalServers
 from rlx.launch.workdir_lock import occupied
 from rlx.main import fresh_workdir

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from rlx.evaluation.evaluations.evaluator import Evaluator
 
 from rlx.base import UserError
+from rlx.evaluation.evaluator import Evaluator
 from rlx.fleet.requests import Sampling
-from rlx.rollout.patience import Patience, RolloutError, Skipped
+from rlx.rollout.attempts import Patience, RolloutError, Skipped
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(12)]
 

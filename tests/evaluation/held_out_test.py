@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-from rlx.evaluation.evaluations.held_out import HeldOut
 
 from rlx.base import Unavailable
 from rlx.config import default
+from rlx.evaluation.held_out import HeldOut
 from rlx.observe.timeline import Timeline
+from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
-from rlx.rollout.patience import Patience
 from rlx.rollout.staleness import Limits
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.base import UserError
-from rlx.evaluation.evaluations import scores
+from rlx.evaluation import scores
 
 
 @given(st.integers(1, 9), st.data())

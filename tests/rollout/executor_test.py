@@ -12,9 +12,9 @@ import pytest
 
 from rlx.base import Unavailable, UserError
 from rlx.fleet.requests import Sampling
+from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted, group_seed
-from rlx.rollout.patience import Patience, RolloutError
 from rlx.rollout.staleness import Limits, StalenessViolation
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(17)]

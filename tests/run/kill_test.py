@@ -34,7 +34,7 @@ SECONDS = 240.0  # until an attempt is given up
 
 
 def start(workdir: Path, total_steps: int, max_staleness: int) -> subprocess.Popen:
-    functions = Path(__file__).parent / "rewards"
+    functions = Path(__file__).parents[1] / "rewards"
     with open(workdir.with_suffix(".log"), "ab") as log:
         return subprocess.Popen(
             [*COMMAND, f"--workdir={workdir}", f"--config.fleet.publish_dir={workdir.parent}",

@@ -73,7 +73,7 @@ def trainer(quick_compilation, tiny_model_dir, config):
 def workflow(tiny_model_dir, config):
     from transformers import AutoTokenizer
 
-    folder = str(Path(__file__).parent / "rewards")
+    folder = str(Path(__file__).parents[1] / "rewards")
     sys.path.insert(0, folder)  # the workers find reward_functions.py there
     pool = RewardPool("reward_functions:digits", timeout=60.0)
     pool.start()
