@@ -91,7 +91,11 @@ def downward(path: str, source: str) -> list[str]:
 
 def light(path: str) -> bool:
     """Whether a file may import neither JAX nor torch."""
-    return path not in ENGINES and (path in LIGHT_FILES or room_of(path) in LIGHT_ROOMS)
+    return (
+        path not in ENGINES
+        and path not in OWED
+        and (path in LIGHT_FILES or room_of(path) in LIGHT_ROOMS)
+    )
 
 
 def module(path: str) -> str:

@@ -5,12 +5,13 @@
     python -m experiments.bench.evaluation --dry                 # a minute; figures mean nothing
 
 Both answer the same prompts: of each question one greedy completion and `samples` at temperature
-0.6 and top-p 0.95, which end where the model ends them, at `most` tokens at the latest. rlx: all of
-`rlx.evaluation.evaluations.run` from the first request to the last sample in its file: gRPC, a seed
-for every sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with the
-same engine settings and `n` samples of a prompt; it grades and writes nothing. Draws differ, so
-tokens are counted on each side. Each side has the same two cores: rlx's server has the second of them alone,
-the rival's two processes float. They take turns; the share is the median of the rounds' quotients.
+0.6 and top-p 0.95, which end where the model ends them, at `most` tokens at the latest. rlx: all
+of `rlx.evaluation.evaluations.run` from the first request to the last sample in its file: gRPC, a
+seed for every sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with
+the same engine settings and `n` samples of a prompt; it grades and writes nothing. Draws differ,
+so tokens are counted on each side. Each side has the same two cores: rlx's server has the second
+of them alone, the rival's two processes float. They take turns; the share is the median of the
+rounds' quotients.
 """
 
 import argparse
