@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import atexit
-from rlx import command
+from rlx.cli import command
 from rlx.base import UserError
 
 def main():
@@ -95,7 +95,7 @@ def _on_a_terminal(script, term):
 @pytest.mark.parametrize("speaker", SPEAKERS)
 def test_nothing_that_is_shown_commands_the_terminal(speaker, term):
     script = (
-        f"from rlx import command\nfrom rlx.base import UserError\nTEXT = {HOSTILE!r}\n"
+        f"from rlx.cli import command\nfrom rlx.base import UserError\nTEXT = {HOSTILE!r}\n"
         f"{SPEAKERS[speaker]}"
     )
     said = _on_a_terminal(script, term)

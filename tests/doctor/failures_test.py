@@ -22,7 +22,8 @@ TRAINER = """
 import resource, sys
 from functools import partial
 import jax, numpy as np
-from rlx import command, memory, remedies
+from rlx.cli import command
+from rlx.doctor import failures, memory
 from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.model import params
@@ -48,7 +49,7 @@ def main():
     jax.block_until_ready(state)
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30),) * 2)
-    with remedies.explained(partial(memory.advice, config, model), "train step 1"):
+    with failures.explained(partial(memory.advice, config, model), "train step 1"):
         jax.block_until_ready(update.update(state, groups)[0])
 
 command.run(main)
@@ -77,7 +78,7 @@ def test_a_trainer_out_of_memory_says_how_much_and_what_to_lower():
 
 FULL = """
 import resource, sys
-from rlx import command
+from rlx.cli import command
 def main():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     with open(sys.argv[1], "wb") as file:
@@ -172,7 +173,8 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
 SERVE = """
 import resource, sys
 sys.argv[1:] = ["--model=rlx:arithmetic", "--slots=20000", "--max-model-len=512"]
-from rlx import command, serve
+from rlx import serve
+from rlx.cli import command
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30,) * 2)
 command.run(lambda: serve.main(sys.argv[1:]), teardown=False)
 """

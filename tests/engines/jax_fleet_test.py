@@ -29,7 +29,8 @@ def servers(tiny_model_dir, tmp_path_factory):
 
 BREAKS_ONCE = """
 import os, sys
-from rlx import command, serve
+from rlx import serve
+from rlx.cli import command
 from rlx.engines.jax.programs import Programs
 
 decode, flag = Programs.decode, os.environ["BREAKS_ONCE"]

@@ -27,7 +27,8 @@ ENVIRONMENT = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 # A server that says it has each new version and keeps the weights it began with.
 FORGETFUL = """
 import sys
-from rlx import command, serve
+from rlx import serve
+from rlx.cli import command
 from rlx.engines.jax.jax_engine import JaxEngine
 
 load = JaxEngine.load
