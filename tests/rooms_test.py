@@ -1,4 +1,4 @@
-"""The rooms of the package import upwards only, and the light ones stay light.
+"""The rooms of the package keep their order, their lightness, their names and their size.
 
 The order is the table of rooms in AGENTS.md: a file imports from its own room or from rooms before
 it. Rooms that servers, workers and the planner share import neither JAX nor torch.
@@ -6,8 +6,10 @@ it. Rooms that servers, workers and the planner share import neither JAX nor tor
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 import rlx
 
 PACKAGE = Path(rlx.__file__).parent
+README = PACKAGE.parent / "README.md"
 COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow")
 ORDER = (
     "", "base", "config", "cli", "algorithms", "model", "train", "observe", "fleet", "engines",
@@ -37,6 +40,13 @@ ENGINES = (  # programs of JAX and torch in a light room
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 82
+TOTAL_LINES = 32_000
+BUDGET = {  # room → lines of Python, generated files left out
+    "": 10, "base": 120, "config": 400, "cli": 500, "algorithms": 1_460, "model": 2_010,
+    "train": 2_030, "observe": 2_550, "fleet": 2_800, "engines": 4_200, "rewards": 1_830,
+    "rollout": 2_100, "agents": 4_800, "launch": 1_200, "mismatch": 820, "evaluation": 1_120,
+    "doctor": 1_630, "run": 1_400, "commands": 440, "rlx_torch": 980,
+}  # fmt: skip
 
 OWED = {  # imports that point down and are to go
     "cli/command.py": ["rlx.doctor.failures"],
@@ -52,6 +62,18 @@ OWED = {  # imports that point down and are to go
     ],
     "launch/serving.py": ["rlx.run.inputs.server_options"],
     "mismatch/gate.py": ["rlx.run.inputs.Inputs", "rlx.run.inputs.training_sampling"],
+}  # fmt: skip
+
+OWED_MODULES = {"metrics", "report"}
+OWED_CLASSES = {
+    "Answers", "Call", "Finding", "Inputs", "Job", "Limits", "Place", "Plan", "Sample", "Scorer",
+    "Session", "Span",
+}  # fmt: skip
+OWED_CONFIG = {
+    "algorithms/presets.py", "doctor/capacity.py", "doctor/memory.py", "doctor/run_checks.py",
+    "doctor/run_config.py", "evaluation/evaluations.py", "evaluation/held_out.py",
+    "launch/serving.py", "launch/teacher.py", "mismatch/gate.py", "train/optimizer.py",
+    "train/update.py",
 }  # fmt: skip
 
 FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
@@ -157,3 +179,77 @@ def test_importing_every_light_file_loads_no_heavy_module():
 def test_a_command_is_short(command):
     lines = len((PACKAGE / f"{command}.py").read_text().splitlines())
     assert lines <= COMMAND_LINES, f"rlx/{command}.py has {lines} lines; commands hold no logic"
+
+
+def sources() -> dict[str, str]:
+    """The text of each file of the package, generated ones left out."""
+    return {p: (PACKAGE / p).read_text() for p in FILES if "_pb2" not in p}
+
+
+def lines_by_room() -> dict[str, int]:
+    """Lines of Python of each room; commands are one room, `commands`, and rlx_torch another."""
+    lines: Counter[str] = Counter()
+    for path, source in sources().items():
+        room = room_of(path)
+        lines["commands" if room in COMMANDS else room] += len(source.splitlines())
+    for path in (PACKAGE.parent / "rlx_torch").rglob("*.py"):
+        lines["rlx_torch"] += len(path.read_text().splitlines())
+    return dict(lines)
+
+
+def test_every_room_stays_within_its_lines():
+    lines = lines_by_room()
+    over = {room: n for room, n in lines.items() if n > BUDGET.get(room, 0)}
+    assert not over, f"above the budget: {over}; delete, or say in the commit why the room grows"
+    assert sum(lines.values()) <= TOTAL_LINES
+
+
+def test_module_names_are_unique():
+    """A name without its room says which file is meant."""
+    names = Counter(Path(p).stem for p in FILES if not Path(p).stem.startswith("__"))
+    twice = {name for name, count in names.items() if count > 1}
+    assert twice <= OWED_MODULES, f"modules of one name: {sorted(twice)}; give each its own"
+
+
+def test_public_classes_have_unique_names():
+    names = Counter(
+        node.name
+        for source in sources().values()
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    twice = {name for name, count in names.items() if count > 1}
+    assert twice <= OWED_CLASSES, f"classes of one name: {sorted(twice)}; one noun, one type"
+
+
+def test_rooms_take_dataclasses_not_the_raw_config():
+    """A line that takes a ConfigDict does not say which keys it depends on."""
+    seen = {
+        path
+        for path, source in sources().items()
+        if room_of(path) not in ("config", "cli", "run", *COMMANDS) and "ConfigDict" in source
+    }
+    assert seen <= OWED_CONFIG, f"{sorted(seen)} know the run's config; pass what they need"
+
+
+def test_every_file_is_reached_from_a_command_of_the_readme():
+    """A feature that nobody reaches from a command is not there."""
+    texts, names = sources(), {module(p): p for p in FILES}
+    commands = set(re.findall(r"python -m (rlx\.\w+)", README.read_text()))
+    todo = {names.get(f"{c}.__main__") or names[c] for c in commands}
+    reached: set[str] = set()
+    while todo:
+        path = todo.pop()
+        reached.add(path)
+        tree = ast.parse(texts.get(path, ""))
+        # Processes are started by name (`rlx.agents.worker`) or beside the file of a module.
+        named = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} | imports(
+            texts.get(path, "")
+        )
+        for name in filter(lambda n: isinstance(n, str) and n.startswith("rlx"), named):
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            if name and names[name] not in reached:
+                todo.add(names[name])
+    lost = {p for p in texts if not p.endswith("__init__.py")} - reached
+    assert not lost, f"{sorted(lost)} are reached from no command; wire them or delete them"
