@@ -163,7 +163,7 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
 
     monkeypatch.setattr(loop, "prepare", lambda config: Inputs)
     monkeypatch.setattr(loop.resume, "claim", lambda config, workdir: [])
-    monkeypatch.setattr(loop, "_Run", fails)
+    monkeypatch.setattr(loop, "build", fails)
     monkeypatch.setattr(memory, "advice", lambda config, model, started: "lower this")
     monkeypatch.setattr(loop, "occupied", lambda workdir: nullcontext())
     with pytest.raises(UserError, match=r"first step\): 5\.00 GB more wanted; lower this"):

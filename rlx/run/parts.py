@@ -1,0 +1,347 @@
+"""The parts of a run, built in the order in which they need each other and ended in reverse.
+
+servers start ─▶ trainer is built ─▶ records open ─▶ fleet connects ─▶ executor admits
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from rlx.cli.signals import interrupts
+from rlx.doctor import memory
+from rlx.evaluation.held_out import HeldOut
+from rlx.fleet import wire
+from rlx.fleet.client import Fleet
+from rlx.fleet.client import Limits as FleetLimits
+from rlx.fleet.no_fleet import Nobody
+from rlx.fleet.scratch import Scratch
+from rlx.fleet.tls import client_tls
+from rlx.launch import available_memory, teacher
+from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
+from rlx.launch.teacher import Teacher
+from rlx.launch.workdir_lock import Killed
+from rlx.mismatch.gate import Gate
+from rlx.model import hf
+from rlx.model import params as parameters
+from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl
+from rlx.observe.metrics import MetricsWriter
+from rlx.observe.progress import Progress
+from rlx.observe.timeline import Timeline
+from rlx.rollout import attempts
+from rlx.rollout.data import Cursor
+from rlx.rollout.executor import Executor
+from rlx.rollout.staleness import Limits
+from rlx.rollout.teacher_scores import Taught
+from rlx.rollout.workflows import Workflow
+from rlx.run import resume
+from rlx.run.export import Export
+from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
+from rlx.train import checkpoint
+from rlx.train.update import TrainState, Update, make_update
+
+SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A run's parts, connected and started; none is replaced while the run goes on.
+
+    Attributes:
+      stop: set by the first Ctrl-C or SIGTERM.
+      elapsed: seconds of the run, with those of the processes that it continues.
+      tutor: the fleet in front of the teacher, where one scores rollouts.
+      advice: which settings to lower when memory is short, in words.
+    """
+
+    config: ConfigDict
+    workdir: Path
+    inputs: Inputs
+    stop: Event
+    elapsed: Callable[[], float]
+    progress: Progress
+    timeline: Timeline
+    update: Update
+    export: Export
+    writer: MetricsWriter
+    held_out: HeldOut
+    executor: Executor
+    fleet: Fleet | Nobody
+    tutor: Fleet | None
+    gate: Gate | None
+    advice: Callable[[], str]
+
+
+def build(
+    config: ConfigDict,
+    workdir: Path,
+    inputs: Inputs,
+    stack: ExitStack,
+    killed: Killed | None,
+    said: Sequence[str],
+) -> tuple[Parts, TrainState, int]:
+    """Build and start everything; `stack` ends it, in reverse order.
+
+    Args:
+      killed: how the process before this one ended in `workdir`, where it was killed.
+      said: what `resume.claim` has to say, for the terminal.
+
+    Returns:
+      the parts, the train state to go on with, and the train batches it has seen. Parts do not hold
+      the state: the first update donates it.
+
+    Raises:
+      UserError: servers, teacher, checkpoint or storage that cannot work.
+    """
+    begun, served = time.monotonic(), has_servers(config)
+    timeline, stop = Timeline(), Event()
+    stack.callback(lambda: timeline.save(workdir / "timeline.json"))
+    progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
+    for text in said:
+        progress.message(text)
+    _warn_low_memory(config, workdir, inputs, killed, progress.message)
+
+    def end_well() -> None:
+        stop.set()
+        progress.message("finishing this step, then saving; once more to stop at once")
+
+    stack.enter_context(interrupts(end_well))
+    cores = sorted(os.sched_getaffinity(0))
+    token = wire.take_token(os.environ)
+    own = 0 if config.fleet.addresses else config.fleet.num_servers
+    plan = cpu_plan(cores, own + teacher.num_local(config), config.fleet.threads)
+    os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
+    stack.callback(os.sched_setaffinity, 0, cores)
+    model_dir = _first_weights(config, workdir, inputs)
+    schooling = None
+    if teacher.has_teacher(config):
+        options = server_options(config)
+        taught_by = Teacher(config, workdir, plan.servers[own:], options, progress.message, token)
+        schooling = stack.enter_context(taught_by)
+    servers = None
+    if served and not config.fleet.addresses:
+        servers = LocalServers(
+            model_dir,
+            workdir=workdir,
+            plan=CpuPlan(plan.trainer, plan.servers[:own]),
+            on_message=progress.message,
+            **server_options(config),
+        )
+        stack.enter_context(servers)  # they load and compile while the trainer is built
+    stack.callback(inputs.reward_pool.close)
+    if served:
+        inputs.reward_pool.start()
+
+    def first() -> parameters.Params:
+        """The policy the run began with; KL terms and LoRA's adapters begin there too."""
+        return hf.load(model_dir, config.model.dtype)[1]
+
+    update = make_update(inputs.model_config, config, reference_params=first, base_params=first)
+    export = Export(config, update, model_dir, inputs.model_dir)
+    restored = None
+    if config.checkpoint.recover_mode == "auto":
+        checkpoints = workdir / "checkpoints"
+        restored = checkpoint.restore_latest(checkpoints, update.abstract_state, progress.message)
+    if restored:
+        export.require_base(restored.host)
+        state, step = restored.state, restored.host["step"]
+        earlier = restored.host["elapsed_seconds"]
+    else:
+        state, step, earlier = update.init({} if update.lora else first()), 0, 0.0
+
+    def elapsed() -> float:
+        return earlier + time.monotonic() - begun
+
+    writer = stack.enter_context(
+        _records(config, workdir, step, len(cores), restored, progress.message)
+    )
+    note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
+    evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
+    held_out = HeldOut(
+        config, inputs, evaluated, step, timeline, elapsed, note_skip, progress.message
+    )
+    fleet: Fleet | Nobody = Nobody()
+    if served:
+        fleet = _fleet(config, stack, servers, token, progress.message)
+    tutor = schooling.fleet() if schooling else None
+    executor = _executor(config, inputs, fleet, tutor, note_skip)
+    executor.start()
+    stack.callback(executor.close)
+    stack.callback(_close, executor, fleet)
+    if tutor:
+        stack.callback(_close, executor, tutor)
+        executor.run(teacher.connect(tutor))
+    executor.run(fleet.connect())
+    if restored:
+        changed = executor.restore(
+            restored.host["executor"], restored.groups, config.data.allow_change
+        )
+        if changed:
+            progress.message(f"{changed}; going on, as data.allow_change is set")
+    if restored or config.fleet.addresses:  # local servers have just read these very weights
+        executor.run(fleet.publish(step, export.weights(state.params), config.fleet.publish))
+    executor.set_version(step)
+    gate = None
+    if served and config.gate.enabled:
+        gate = Gate(config, inputs, model_dir, workdir / "hf")
+    advice = partial(memory.advice, config, inputs.model_config)
+    parts = Parts(
+        config, workdir, inputs, stop, elapsed, progress, timeline, update, export, writer,
+        held_out, executor, fleet, tutor, gate, advice,
+    )  # fmt: skip
+    return parts, state, step
+
+
+def disk_warning(config: ConfigDict, workdir: Path, inputs: Inputs) -> str:
+    """Return the warning about disk space for checkpoints; raise DiskFull where none fits."""
+    there = [workdir / "checkpoints", workdir / "hf"]
+    files = [path for place in there for path in place.rglob("*") if path.is_file()]
+    return memory.disk_foresight(
+        config,
+        inputs.model_config,
+        shutil.disk_usage(workdir).free,
+        sum(path.stat().st_size for path in files),
+    )
+
+
+def _warn_low_memory(
+    config: ConfigDict,
+    workdir: Path,
+    inputs: Inputs,
+    killed: Killed | None,
+    say: Callable[[str], None],
+) -> None:
+    """Warn before step 1 if this run may be OOM-killed or fill its disk.
+
+    SIGKILL leaves no traceback, so nothing can be said afterwards.
+    """
+    for_memory = bool(killed and killed.for_memory)
+    there = available_memory.memory()
+    texts = (
+        str(killed or ""),
+        memory.foresight(config, inputs.model_config, there, always=for_memory),
+        disk_warning(config, workdir, inputs),
+    )
+    for text in filter(None, texts):
+        say(text)
+
+
+def _first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:
+    """Return the HF directory of the run's first weights; write it where they are random."""
+    if not config.model.random_init:
+        return inputs.model_dir
+    directory, model = workdir / INITIAL, inputs.model_config
+    weights = parameters.init(model, jax.random.key(config.seed), config.model.dtype)
+    hf.save(directory, model, weights, config.model.publish_dtype, source=inputs.model_dir)
+    return directory
+
+
+def _records(
+    config: ConfigDict,
+    workdir: Path,
+    step: int,
+    cores: int,
+    restored: checkpoint.Restored | None,
+    say: Callable[[str], None],
+) -> MetricsWriter:
+    """Open the run's records after `step`; say what a continued run does again, and where."""
+    path = workdir / "environment.json"
+    before, last = read_json(path), resume.last_step(workdir)
+    place = {
+        "cores": cores,
+        "trainer_cores": len(os.sched_getaffinity(0)),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        "servers": len(config.fleet.addresses) or config.fleet.num_servers,
+    }
+    writer = MetricsWriter(workdir, config.observe.tensorboard, step + 1, place)
+    if writer.unreadable:
+        say(
+            f"{writer.unreadable} lines of the run's records could not be read; they are kept in "
+            f"{workdir}/*.unreadable"
+        )
+    if restored:
+        say(resume.done_again(restored.host, last))
+        if text := resume.moved(before, read_json(path)):
+            say(text)
+    return writer
+
+
+def _fleet(
+    config: ConfigDict,
+    stack: ExitStack,
+    servers: LocalServers | None,
+    token: str | None,
+    say: Callable[[str], None],
+) -> Fleet:
+    """Return the fleet, not connected yet: our own servers, or those at `fleet.addresses`."""
+    options: dict[str, Any] = {
+        "limits": FleetLimits.of(config.fleet, config.rollout.request_timeout_seconds),
+        "kv_on_update": config.fleet.kv_on_update,
+        "on_message": say,
+    }
+    if servers:
+        return servers.fleet(**options)
+    directory = stack.enter_context(Scratch(config.fleet.publish_dir)).directory
+    options |= {"token": token, "tls": client_tls(**config.fleet.tls), "publish_dir": directory}
+    return Fleet(config.fleet.addresses, **options)
+
+
+def _executor(
+    config: ConfigDict,
+    inputs: Inputs,
+    fleet: Fleet | Nobody,
+    tutor: Fleet | None,
+    note_skip: Callable[[dict[str, Any]], None],
+) -> Executor:
+    """Return the executor of the run's workflow, not started yet."""
+    c = config
+    workflow: Workflow = inputs.workflow
+    if tutor:
+        workflow = Taught(workflow, tutor, c.sampling.temperature)
+    return Executor(
+        workflow,
+        Cursor(inputs.train_rows, c.seed, c.data.shuffle),
+        Limits(
+            c.rollout.batch_prompts,
+            c.rollout.max_staleness,
+            c.rollout.max_concurrent_rollouts,
+            c.total_steps,
+        ),
+        fleet,
+        seed=c.seed,
+        force_staleness=c.rollout.force_staleness,
+        patience=patience(c),
+        max_tokens=min(c.train.max_tokens_per_microbatch, max(c.train.row_buckets)),
+        on_skip=note_skip,
+        drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
+        request_timeout=c.rollout.request_timeout_seconds,
+    )
+
+
+def _close(executor: Executor, fleet: Fleet | Nobody) -> None:
+    with suppress(RuntimeError):  # the executor's thread has ended
+        executor.run(fleet.close())
+
+
+class _Skips:
+    """Names each skipped row in skipped.jsonl, the first ones in the terminal too. Any thread."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]):
+        self._path, self._say, self._count = path, say, 0
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        append_jsonl(self._path, {**record, "time": time.time()})
+        self._count += 1
+        if self._count <= SKIPS_SHOWN:
+            last = self._count == SKIPS_SHOWN
+            more = "; further ones in skipped.jsonl alone" if last else ""
+            self._say(attempts.sentence(record) + more)
