@@ -40,7 +40,7 @@ ENGINES = (  # programs of JAX and torch in a light room
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 82
-TOTAL_LINES = 32_000
+TOTAL_LINES = 32_050
 BUDGET = {  # room → lines of Python, generated files left out
     "": 10, "base": 120, "config": 400, "cli": 500, "algorithms": 1_460, "model": 2_010,
     "train": 2_030, "observe": 2_550, "fleet": 2_800, "engines": 4_200, "rewards": 1_830,
