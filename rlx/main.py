@@ -1,6 +1,6 @@
 """`python -m rlx.main --config=configs/arithmetic.py`: one training run.
 
-With --dry_run it is only looked at, as by rlx.doctor: exit status 0 when nothing is wrong, else 1.
+With --dry_run it is only checked, as by rlx.doctor: exit status 0 when nothing is wrong, else 1.
 """
 
 import sys
@@ -20,8 +20,10 @@ from rlx.launch.host_memory import keep_freed_memory
 
 
 def fresh_workdir(config_file: str) -> Path:
-    """`runs/<config>-<date>-<time>`, with a number behind it when that exists; made, so that no
-    other run that starts at the same moment gets it."""
+    """Make and return `runs/<config>-<date>-<time>`, with a number appended when that exists.
+
+    It is made at once, so that no other run that starts at the same moment gets it.
+    """
     stem = Path(config_file.split(":", 1)[0]).stem
     base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for path in (base, *(Path(f"{base}-{n}") for n in range(1, 1000))):
@@ -32,7 +34,7 @@ def fresh_workdir(config_file: str) -> Path:
 
 
 def main() -> int:
-    """Parses, checks, and hands over to the loop; returns the exit status."""
+    """Parse, check, and hand over to the loop; return the exit status."""
     config, values = flags.parse(
         sys.argv,
         switches={"dry_run": "check everything the run needs, print what was found, and stop"},

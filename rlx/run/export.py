@@ -1,4 +1,4 @@
-"""What leaves the trainer: weights for the fleet, directories for everyone else."""
+"""Export the policy: weights for the fleet, HF and PEFT directories for everyone else."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from rlx.train.update import Update, make_lora
 
 
 class Export:
-    """The policy in the forms that others read.
+    """Convert the train state's parameters to the forms that others read.
 
     Args:
       config, update: of the run.
@@ -38,7 +38,7 @@ class Export:
         self.base = adapter.digest(model_dir) if update.lora else b""
 
     def weights(self, params: Params) -> Mapping[str, Any] | Adapter:
-        """The policy of `state.params` as the fleet takes it, on the host."""
+        """Return the policy of `params` as the fleet takes it, on the host."""
         model, lora = self._update.model, self._update.lora
         if lora and self._by_adapter:
             tensors = peft.to_peft(params, model, lora)
@@ -46,7 +46,7 @@ class Export:
         return hf.to_hf(self._update.merged(params), model, self._dtype)
 
     def save(self, workdir: Path, params: Params) -> None:
-        """Writes `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads."""
+        """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads."""
         model, lora = self._update.model, self._update.lora
         merged = self._update.merged(params)
         hf.save(workdir / "hf", model, merged, self._dtype, source=self._source)
@@ -54,16 +54,16 @@ class Export:
             peft.save(workdir / "adapter", model, lora, params, str(self._model_dir))
 
     def require_base(self, host: Mapping[str, Any]) -> None:
-        """Raises UserError when a checkpoint's adapters were trained on another model."""
+        """Raise UserError when a checkpoint's adapters were trained on another model."""
         require_base(host, self.base, self._model_dir)
 
 
 def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
-    """Raises UserError unless a checkpoint's adapters belong to the base with this digest.
+    """Raise UserError unless a checkpoint's adapters belong to the base with this digest.
 
     Args:
       host: the checkpoint's own part; without LoRA its `lora_base` is empty, like `base`.
-      directory: that `base` is the digest of.
+      directory: of the base, for the message.
     """
     wanted = host.get("lora_base", "")
     if wanted != base.hex():
@@ -76,7 +76,7 @@ def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
 def checkpoint_to_hf(
     path: Path, target: Path, model: str, dtype: str = "", peft_target: Path | None = None
 ) -> str:
-    """Writes the HF directory of a checkpoint's parameters; returns what was done.
+    """Write the HF directory of a checkpoint's parameters; return a line for the terminal.
 
     Args:
       path: of the checkpoint; the adapters of a LoRA run are merged into the run's first weights.
@@ -115,7 +115,7 @@ def checkpoint_to_hf(
 
 
 def _model_of(path: Path, run: Mapping[str, Any], model: str, first: bool) -> Path | None:
-    """The HF directory of the checkpoint's model; with `first`, that of the run's first weights."""
+    """Return the HF directory of the checkpoint's model; `first`: of the run's first weights."""
     described = run.get("model", {})
     begun = path.absolute().parents[1] / INITIAL
     if first and not model and described.get("random_init") and begun.is_dir():

@@ -1,4 +1,4 @@
-"""Everything a run reads, checked before anything is written or started."""
+"""Read and check everything a run needs, before anything is written or started."""
 
 import importlib.util
 import json
@@ -27,17 +27,17 @@ from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train.update import make_steps
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
-INITIAL = "initial"  # directory of a run's first weights, where they are random
-_QUESTION = "What is 12 + 30?"  # that a chat template is tried with
+INITIAL = "initial"  # directory of a run's first weights if they are random
+_QUESTION = "What is 12 + 30?"  # a chat template is tried with it
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the run reads: the model's directory and shape, dataset rows, and what turns a row into
-    a group. The reward workers are not started yet.
+    """Model, algorithm, dataset rows and workflow of a run; reward workers are not started yet.
 
-    `held_out` are the groups of `eval_rows`, where rows are trained on as they are: a run on
-    rollouts has none, its held-out rows have to be answered.
+    Attributes:
+      held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
+        rollouts, whose held-out rows have to be answered.
     """
 
     model_dir: Path
@@ -51,7 +51,7 @@ class Inputs:
 
 
 def prepare(config: ConfigDict) -> Inputs:
-    """Reads and checks model, tokenizer and data.
+    """Read and check model, tokenizer and data.
 
     Raises:
       UserError: naming the file, line, row or tensor that cannot work.
@@ -79,12 +79,12 @@ def prepare(config: ConfigDict) -> Inputs:
 
 
 def has_servers(config: ConfigDict) -> bool:
-    """Whether the run has a fleet; training on a dataset needs none."""
+    """Return whether the run has a fleet; training on a dataset needs none."""
     return bool(config.fleet.addresses) or config.fleet.num_servers > 0
 
 
 def check_engine(config: ConfigDict) -> None:
-    """Raises UserError where vLLM is to be started and is not installed."""
+    """Raise UserError where vLLM is to be started and is not installed."""
     starts_vllm = config.fleet.engine == "vllm" and not config.fleet.addresses
     if starts_vllm and config.fleet.num_servers and not importlib.util.find_spec("vllm"):
         raise UserError(
@@ -94,7 +94,7 @@ def check_engine(config: ConfigDict) -> None:
 
 
 def check_context(config: ConfigDict, model: ModelConfig) -> None:
-    """Raises UserError where a trajectory may be longer than the model's context."""
+    """Raise UserError where a trajectory may be longer than the model's context."""
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if longest > model.max_position:
         raise UserError(
@@ -104,7 +104,7 @@ def check_context(config: ConfigDict, model: ModelConfig) -> None:
 
 
 def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
-    """Raises UserError where model, servers and sampling are not those of the algorithm's kind."""
+    """Raise UserError where model, servers or sampling do not fit the algorithm's kind."""
     what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
     scores = algorithm.loss == "bradley_terry"
     if model.value_head and not scores:
@@ -137,7 +137,7 @@ def _workflow(
     model_config: ModelConfig,
     pool: RewardPool,
 ) -> RLVR | Answers:
-    """What turns a row into a group of the kind that the algorithm is trained on."""
+    """Return the workflow that makes the algorithm's kind of group of a row."""
     tokenizer = load_tokenizer(model_dir, config.data.system_prompt)
     rlvr = RLVR(
         tokenizer,
@@ -163,7 +163,7 @@ def _workflow(
 
 
 def rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:
-    """Training and held-out rows, with what `algorithm` is trained on; generated or read.
+    """Return training and held-out rows with the columns `algorithm` needs; read or generated.
 
     Raises:
       UserError: naming the row that lacks something, or cannot be rewarded.
@@ -195,7 +195,7 @@ def _read_rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], li
 
 
 def _answer_options(algorithm: Algorithm) -> tuple[str, ...]:
-    """The options of config.data that name the answers a row gives."""
+    """Return the keys of config.data that name the columns of given answers."""
     return {
         "demonstrations": ("completion_key",),
         "pairs": ("chosen_key", "rejected_key"),
@@ -210,7 +210,7 @@ _SOLUTIONS = {
 
 
 def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> list[dict]:
-    """Arithmetic problems with the answers that `names` ask for."""
+    """Return arithmetic problems with the answer columns that `names` ask for."""
     return [
         {**row, **{config.data[name]: _SOLUTIONS[name](row["question"]) for name in names}}
         for row in rows
@@ -218,13 +218,13 @@ def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> lis
 
 
 def load_tokenizer(model_dir: Path, system_prompt: str = "") -> Any:
-    """The directory's tokenizer; it must have a chat template that renders a question.
+    """Return the directory's tokenizer; it must have a chat template that renders a question.
 
     Args:
-      system_prompt: that will stand before the questions.
+      system_prompt: goes before each question.
 
     Raises:
-      UserError: there is none, or it or its template cannot be used.
+      UserError: there is no tokenizer, or it or its template cannot be used.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -245,7 +245,7 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "") -> Any:
 
 
 def _check_template(tokenizer: Any, model_dir: Path, system_prompt: str) -> None:
-    """Raises UserError where the chat template fails, or loses the question."""
+    """Raise UserError where the chat template fails, or loses the question."""
     again = "use an instruct model's, or mend chat_template.jinja"
     try:
         text = render(tokenizer, _QUESTION, system_prompt)
@@ -272,7 +272,7 @@ def _words(error: Exception) -> str:
 
 
 def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
-    """Up to `count` prompts as [T] int32 each, through the chat template.
+    """Return up to `count` prompts, [T] int32 each, rendered by the chat template.
 
     Args:
       path: .jsonl whose rows have `question`, or text with a prompt a line; "": arithmetic.
@@ -294,7 +294,7 @@ def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
 
 
 def training_sampling(config: ConfigDict) -> Sampling:
-    """How rollouts are drawn; each prompt gets its own seed later."""
+    """Return how rollouts are sampled; each prompt gets its own seed later."""
     s = config.sampling
     return Sampling(
         temperature=s.temperature,
@@ -307,13 +307,13 @@ def training_sampling(config: ConfigDict) -> Sampling:
 
 
 def patience(config: ConfigDict) -> Patience:
-    """With failed attempts, of training and evaluations."""
+    """Return how many failed attempts training and evaluations bear."""
     r = config.rollout
     return Patience(r.max_attempts, r.max_failure_rate, r.failure_window)
 
 
 def evaluation_sampling(config: ConfigDict) -> Sampling:
-    """Greedy, with the same stops and, unless set otherwise, the same budget."""
+    """Return greedy sampling with training's stops and, unless set otherwise, its budget."""
     budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
     return Sampling(
         temperature=0.0, max_new_tokens=budget, stop=tuple(config.sampling.stop), seed=config.seed
@@ -321,7 +321,7 @@ def evaluation_sampling(config: ConfigDict) -> Sampling:
 
 
 def server_options(config: ConfigDict) -> dict[str, Any]:
-    """Options of `LocalServers`, most of them flags of rlx.serve, for the servers of a run."""
+    """Return the options of `LocalServers` for a run; most are flags of rlx.serve."""
     fleet = config.fleet
     budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
     return {
@@ -339,5 +339,5 @@ def server_options(config: ConfigDict) -> dict[str, Any]:
 
 
 def as_json(config: ConfigDict) -> dict:
-    """The config as plain JSON values: what config.json and checkpoints hold."""
+    """Return the config as plain JSON values, as config.json and checkpoints hold it."""
     return json.loads(config.to_json_best_effort())

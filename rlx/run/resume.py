@@ -1,8 +1,8 @@
-"""How a run begins in its directory: anew, or after a checkpoint; and what the user is told of it.
+"""Begin a run in its directory: anew, or after a checkpoint; and say which.
 
 A directory with a whole checkpoint is continued. One without is begun anew when it is the same run
-that has died there: its records are removed, so that nothing is told twice. A run of another config
-is never touched.
+that has died there: its records are removed, so that no step is recorded twice. A run of another
+config is never touched.
 """
 
 import json
@@ -21,12 +21,12 @@ from rlx.observe.metrics import RECORDS, forget
 from rlx.run.inputs import INITIAL, as_json
 from rlx.train import checkpoint
 
-# What may change while the run stays the same: when it ends, what is kept and shown of it.
+# Keys that may change while the run stays the same.
 _FREE = ("total_steps", "checkpoint.", "eval.", "gate.", "observe.", "fleet.publish_dir")
 
 
 def claim(config: ConfigDict, workdir: Path) -> list[str]:
-    """Write config.json into `workdir`, which this process occupies; return what there is to say.
+    """Write config.json into `workdir`, which this process holds; return messages to show.
 
     Raises:
       UserError: it holds a run that this one would not continue.

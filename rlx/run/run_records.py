@@ -1,4 +1,4 @@
-"""What a run writes of itself: pure functions from groups and counters to JSON-able records."""
+"""Make a run's records: pure functions from groups and counters to JSON-able values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from rlx.base import Group, Trajectory
 from rlx.fleet.client import PublishReport
 
 BUSY = ("prefill", "decode", "score")  # server spans in which the engine computes tokens
-# Metrics of rewards and of sampling, which say nothing where a dataset is trained on.
+# Metrics of rewards and sampling; meaningless where a dataset is trained on.
 OF_ROLLOUTS = (
     "task_reward", "kl_reward", "final_reward", "n_nonfinite_kl", "kl_coefficient", "no_eos_ratio",
     "staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
@@ -28,7 +28,7 @@ def step_record(
     generated_tokens: int,
     data: str = "rollouts",
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl.
+    """Return one line of metrics.jsonl.
 
     Args:
       step: train batches done, from 1.
@@ -57,8 +57,11 @@ def step_record(
 
 
 def publish_record(report: PublishReport) -> dict[str, float]:
-    """What a publish cost: bytes over the wire to all servers (by path none), seconds from the
-    arrays to the last acknowledgement, and the longest that a server decoded no token."""
+    """Return what a publish cost, as metrics.
+
+    Bytes sent to all servers (none by path), seconds from the arrays to the last acknowledgement,
+    and the longest time in which a server decoded no token.
+    """
     return {
         "publish_bytes": report.sent_bytes,
         "publish_seconds": report.seconds,
@@ -67,7 +70,7 @@ def publish_record(report: PublishReport) -> dict[str, float]:
 
 
 def transcripts(step: int, groups: Sequence[Group], count: int) -> list[dict[str, Any]]:
-    """`count` trajectories of a batch, evenly from the best reward to the worst."""
+    """Return `count` trajectories of a batch, evenly from the best reward to the worst."""
     found = [(group, t) for group in groups for t in group.trajectories]
     ranked = sorted(found, key=lambda pair: (-pair[1].reward, pair[1].trajectory_id))
     if count < 1 or not ranked:
@@ -94,7 +97,7 @@ def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, An
 
 
 def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
-    """Mean over servers of the seconds their engines spent on tokens."""
+    """Return the mean over servers of the seconds their engines spent on tokens."""
     each = [
         sum(end - start for name, start, end in server if name in BUSY) / 1e9 for server in spans
     ]
@@ -102,7 +105,7 @@ def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
 
 
 def held_out_losses(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What a line of eval.jsonl has of `update.evaluate`: its means, named held_out_…"""
+    """Return the means of `update.evaluate`, named held_out_…, for a line of eval.jsonl."""
     return {f"held_out_{k}": v for k, v in metrics.items() if not k.startswith("n_")}
 
 
@@ -115,7 +118,7 @@ def eval_record(
     seconds: float,
     elapsed_seconds: float,
 ) -> dict[str, Any]:
-    """One line of eval.jsonl.
+    """Return one line of eval.jsonl.
 
     Args:
       step: train steps done when it began, which is the version it began with.
