@@ -1,24 +1,25 @@
-"""`python -m rlx.compare --model=DIR --engine=vllm`: an engine's logprobs beside rlx's and HF's.
+"""`python -m rlx.compare --model=DIR --engine=vllm`: an engine's logprobs against rlx's and HF's.
 
 Starts one local server (or asks the one at --address), has it complete prompts, scores its tokens
 with rlx's decoder and, where torch is installed, with transformers. Exit status 1: they differ.
 """
 
 import argparse
-import asyncio
 import os
 import tempfile
 
 from rlx.cli import command
 from rlx.fleet import wire
-from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
-from rlx.launch.local import LocalServers
+from rlx.launch.servers import servers_of
+from rlx.model.directory import resolve
+
+DTYPES = ("float32", "bfloat16")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
+def main() -> int:
+    """Print the table; return 0 when every pair agrees."""
     p = argparse.ArgumentParser("rlx.compare", description=__doc__, allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory or hub name")
     p.add_argument("--engine", default="vllm", choices=("jax", "vllm"))
@@ -30,52 +31,28 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--top-k", type=int, default=0, help="0: off")
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="engine's")
-    p.add_argument("--trainer-dtype", default="float32", choices=("float32", "bfloat16"),
-                   help="of rlx and transformers")  # fmt: skip
+    p.add_argument("--dtype", default="float32", choices=DTYPES, help="engine's")
+    p.add_argument("--trainer-dtype", default="float32", choices=DTYPES, help="rlx's and HF's")
     p.add_argument("--max-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
     p.add_argument("--mean-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
-    return p
-
-
-def main() -> int:
-    """Prints a table; returns 0 when every pair agrees."""
-    a = parser().parse_args()
-    from rlx.mismatch import compare_table, measure
-    from rlx.model import hf
+    a = p.parse_args()
+    from rlx.mismatch import compare_table
     from rlx.run import inputs
 
-    directory = hf.resolve(a.model, "--model")
-    prompts = inputs.read_prompts(a.prompts, inputs.load_tokenizer(directory), a.count)
+    model = resolve(a.model, "--model")
+    prompts = inputs.read_prompts(a.prompts, inputs.load_tokenizer(model), a.count)
     sampling = Sampling(a.temperature, a.top_p, a.top_k, a.max_new_tokens, seed=0)
-    if a.address:
-        tls = client_tls(*[*a.tls.split(","), "", ""][:3])
-        fleet = Fleet((a.address,), token=wire.take_token(os.environ), tls=tls)
-        completions = asyncio.run(_ask(fleet, prompts, sampling))
-    else:
-        longest = max(map(len, prompts)) + a.max_new_tokens
-        options = {"engine": a.engine, "dtype": a.dtype, "max_model_len": longest, "slots": 16}
-        with (
-            tempfile.TemporaryDirectory() as workdir,
-            LocalServers(directory, workdir=workdir, **options) as servers,
-        ):
-            completions = asyncio.run(_ask(servers.fleet(), prompts, sampling))
-    exact = a.dtype == a.trainer_dtype == "float32"
-    tolerance = measure.tolerance(exact, a.max_delta, a.mean_delta)
-    case = compare_table.case_of(
-        directory, prompts, completions, sampling, tolerance, a.trainer_dtype
-    )
-    found = compare_table.reports(case, directory)
+    with tempfile.TemporaryDirectory() as workdir, servers_of(
+        [a.address] if a.address else [], model, token=wire.take_token(os.environ),
+        tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,
+        dtype=a.dtype, max_model_len=max(map(len, prompts)) + a.max_new_tokens, slots=16,
+    ) as servers:  # fmt: skip
+        samples = compare_table.ask(servers.fleet(), prompts, sampling)
+    limits = a.max_delta, a.mean_delta
+    case = compare_table.case_of(model, samples, sampling, a.dtype, a.trainer_dtype, limits)
+    found = compare_table.comparisons(case, model)
     command.say(compare_table.table(case, found, a.dtype))
-    return 0 if all(report.ok for report in found.values()) else 1
-
-
-async def _ask(fleet: Fleet, prompts, sampling: Sampling):
-    try:
-        await fleet.connect()
-        return next(iter((await fleet.probe(prompts, sampling)).values()))
-    finally:
-        await fleet.close()
+    return 0 if all(one.ok for one in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def changed(params, seed: int):
 async def draw(fleet: Fleet, prompts: list[np.ndarray], sampling: Sampling) -> list:
     groups = await asyncio.gather(*(fleet.generate(p, sampling, SAMPLES) for p in prompts))
     return [
-        measure.Sample(prompt, completion)
+        measure.EngineSample(prompt, completion)
         for prompt, group in zip(prompts, groups, strict=True)
         for completion in group
     ]
@@ -78,7 +78,9 @@ def scored(config, params, directory: Path, dtype: str, version: int, found: dic
         row = measure.row_length(max(len(s.prompt) + len(s.completion.tokens) for s in samples))
         engine = [s.completion.logprobs for s in samples]
         sides = {
-            compute: measure.Scorer(config, temperature, row, compute).logprobs(params, samples)
+            compute: measure.TrainerScorer(config, temperature, row, compute).logprobs(
+                params, samples
+            )
             for compute in dict.fromkeys((dtype, "float32"))
         }
         sides["transformers"] = measure.transformers_logprobs(

@@ -1,5 +1,6 @@
-"""An engine, rlx and transformers beside each other: what `python -m rlx.compare` says."""
+"""An engine, rlx and transformers side by side: the table of `python -m rlx.compare`."""
 
+import asyncio
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,35 +9,56 @@ import jax
 import numpy as np
 
 from rlx.base import install
+from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.mismatch import measure
-from rlx.mismatch.diagnose import Case, advice, diagnose
-from rlx.mismatch.measure import Report, Sample, Scorer, Tolerance
+from rlx.mismatch.diagnose import MismatchCase, advice, diagnose
+from rlx.mismatch.measure import Comparison, EngineSample, TrainerScorer
 from rlx.model import compile_cache, hf
+
+
+def ask(fleet: Fleet, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[EngineSample]:
+    """Return the first server's completion of each prompt; the fleet is closed afterwards."""
+
+    async def probe() -> Sequence[Completion]:
+        try:
+            await fleet.connect()
+            return next(iter((await fleet.probe(prompts, sampling)).values()))
+        finally:
+            await fleet.close()
+
+    done = asyncio.run(probe())
+    return [EngineSample(p, c) for p, c in zip(prompts, done, strict=True)]
 
 
 def case_of(
     model_dir: Path,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[Completion],
+    samples: Sequence[EngineSample],
     sampling: Sampling,
-    tolerance: Tolerance,
+    engine_dtype: str,
     dtype: str,
-) -> Case:
-    """The engine's tokens and how rlx scores them, with weights and activations of `dtype`."""
+    limits: tuple[float, float] = (0.0, 0.0),
+) -> MismatchCase:
+    """Return the samples with the trainer's scorer; weights and activations are of `dtype`.
+
+    Args:
+      limits: of one |Δ logprob| and of their mean, nats; 0: by the dtypes.
+    """
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
     config, params = hf.load(model_dir, dtype)
-    longest = max(len(p) + len(c.tokens) for p, c in zip(prompts, completions, strict=True))
+    longest = max(len(s.prompt) + len(s.completion.tokens) for s in samples)
     temperature = sampling.temperature or 1.0  # greedy tokens have untempered logprobs
-    scorer = Scorer(config, temperature, measure.row_length(longest), dtype)
-    samples = [Sample(p, c) for p, c in zip(prompts, completions, strict=True)]
-    return Case(scorer, params, samples, tolerance, top_p=sampling.top_p, top_k=sampling.top_k)
+    scorer = TrainerScorer(config, temperature, measure.row_length(longest), dtype)
+    tolerance = measure.tolerance(engine_dtype == dtype == "float32", *limits)
+    return MismatchCase(
+        scorer, params, samples, tolerance, top_p=sampling.top_p, top_k=sampling.top_k
+    )
 
 
-def reports(case: Case, model_dir: Path) -> dict[str, Report]:
-    """Pair → report; transformers is there when torch is installed."""
+def comparisons(case: MismatchCase, model_dir: Path) -> dict[str, Comparison]:
+    """Return pair → comparison; transformers is among them when torch is installed."""
     ours, dtype = case.score(), case.scorer.compute_dtype
     found = {"engine – rlx": case.compare(ours)}
     if importlib.util.find_spec("torch"):
@@ -49,8 +71,8 @@ def reports(case: Case, model_dir: Path) -> dict[str, Report]:
     return found
 
 
-def table(case: Case, found: dict[str, Report], dtype: str) -> str:
-    """What to print: a line a pair, and the likely cause where the engine differs from rlx.
+def table(case: MismatchCase, found: dict[str, Comparison], dtype: str) -> str:
+    """Return one line a pair, and the likely cause where the engine differs from rlx.
 
     Args:
       dtype: of the engine.
@@ -62,14 +84,13 @@ def table(case: Case, found: dict[str, Report], dtype: str) -> str:
         f"{case.scorer.compute_dtype}; limits: mean {limits.mean:.2g}, max {limits.max:.2g}",
         f"{'pair':<24}{'mean |Δ|':>10}{'max |Δ|':>10}{'bad':>6}  first bad",
     ]
-    for pair, report in found.items():
-        place = report.first_bad
+    for pair, one in found.items():
+        place = one.first_bad
         where = place and (
             f"position {place.position} of completion {place.sample}, token {place.token}: "
             f"{place.first:.4f} against {place.second:.4f}"
         )
-        numbers = f"{report.mean:>10.1e}{report.max:>10.1e}{report.bad:>6}"
-        lines.append(f"{pair:<24}{numbers}  {where or '–'}")
+        lines.append(f"{pair:<24}{one.mean:>10.1e}{one.max:>10.1e}{one.bad:>6}  {where or '–'}")
     if "engine – transformers" not in found:
         lines.append(f"without transformers, for torch is not installed; {install('witnesses')}")
     if not found["engine – rlx"].ok:

@@ -1,8 +1,8 @@
-"""Why engine and trainer disagree: known mistakes are made on purpose, to see which one fits.
+"""Find why engine and trainer disagree: make each known mistake on purpose and see which one fits.
 
-    Case ─▶ every cause's guesses: the same tokens scored as if … ─▶ closest to the engine's numbers
+    case ─▶ every cause's guesses: the same tokens scored as if … ─▶ closest to the engine's numbers
 
-To add a cause, write a function from a Case to its guesses and give it a row in CAUSES.
+To add a cause, write a function from a MismatchCase to its guesses and give it a row in CAUSES.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx.mismatch import measure
-from rlx.mismatch.measure import Report, Sample, Scorer, Tolerance, compare
+from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer, compare
 from rlx.model import decoder
 from rlx.model.model_config import Rope
 from rlx.model.params import Params
@@ -29,8 +29,8 @@ Scores = list[np.ndarray]  # [T] a sample
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
-    """Tokens of an engine, and how the trainer scores them.
+class MismatchCase:
+    """An engine's tokens and log-probabilities, and how the trainer scores the same tokens.
 
     Attributes:
       scorer, params: how, and with which weights.
@@ -39,9 +39,9 @@ class Case:
       version: tokens of others are left out; None: all count.
     """
 
-    scorer: Scorer
+    scorer: TrainerScorer
     params: Params
-    samples: Sequence[Sample]
+    samples: Sequence[EngineSample]
     tolerance: Tolerance
     top_p: float = 1.0
     top_k: int = 0
@@ -49,12 +49,12 @@ class Case:
     version: int | None = None
 
     def score(self, params: Params | None = None, **changes) -> Scores:
-        """The samples' log-probabilities under other weights, or by a scorer with `changes`."""
+        """Return the samples' log-probabilities by other weights, or a scorer with `changes`."""
         scorer = dataclasses.replace(self.scorer, **changes)
         return scorer.logprobs(self.params if params is None else params, self.samples)
 
-    def compare(self, scores: Scores) -> Report:
-        """The engine's log-probabilities against `scores`."""
+    def compare(self, scores: Scores) -> Comparison:
+        """Compare the engine's log-probabilities with `scores`."""
         done = [sample.completion for sample in self.samples]
         return compare(
             [each.logprobs for each in done], scores, self.tolerance,
@@ -63,33 +63,33 @@ class Case:
 
     @property
     def counted(self) -> list[np.ndarray] | None:
-        """Which tokens are compared, [T] bool a sample; None: all."""
+        """Whether each token is compared, [T] bool a sample; None: all are."""
         if self.version is None:
             return None
         return [sample.completion.versions == self.version for sample in self.samples]
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """[N], of all completions."""
+        """The tokens of all completions, [N] int32."""
         return np.concatenate([sample.completion.tokens for sample in self.samples])
 
     @cached_property
     def logits(self) -> np.ndarray:
-        """[N, V], what all completions' tokens were drawn from, by the trainer."""
+        """The trainer's logits at `tokens`, [N, V] float32."""
         return self.scorer.logits(self.params, self.samples)
 
     def split(self, flat: np.ndarray) -> Scores:
-        """[N] → [T] a sample."""
+        """Split [N] numbers into [T] a sample."""
         ends = np.cumsum([len(sample.completion.tokens) for sample in self.samples])
         return np.split(flat, ends[:-1])
 
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """One way to be wrong: in words, and what the tokens would score.
+    """One possible mistake, in words, and what the tokens would score under it.
 
-    `noise` is [T] a sample where the mistake cannot be repeated digit for digit: what it does to
-    our own scores, of which the engine's deviation need only have the size.
+    `noise`, [T] a sample, is given where the mistake cannot be repeated digit for digit: by how
+    much it changes our own scores. The engine's deviation need only be of that size.
     """
 
     words: str
@@ -98,21 +98,25 @@ class Guess:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """A guess that explains the deviation; `report` is the engine against it, which is within the
-    tolerance when `exact`, and otherwise clearly better than before."""
+class Explanation:
+    """A guess that explains the deviation.
+
+    Attributes:
+      exact: the engine is within the tolerance of the guess; else only clearly closer to it.
+      report: the engine against the guess.
+    """
 
     cause: str
     words: str
     remedy: str
     exact: bool
-    report: Report
+    report: Comparison
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.words}"
 
 
-def _temperature(case: Case) -> Iterator[Guess]:
+def _temperature(case: MismatchCase) -> Iterator[Guess]:
     wanted = case.scorer.temperature
     for found in dict.fromkeys((1.0, _fitted_temperature(case))):
         if found != wanted:
@@ -120,8 +124,8 @@ def _temperature(case: Case) -> Iterator[Guess]:
             yield Guess(words, case.split(measure.tempered(case.logits, case.tokens, found)))
 
 
-def _fitted_temperature(case: Case) -> float:
-    """The temperature in [0.1, 10] whose logprobs come closest to the engine's: a grid, refined."""
+def _fitted_temperature(case: MismatchCase) -> float:
+    """Return the temperature in [0.1, 10] whose logprobs come closest, by a refined grid."""
     part = np.unique(np.linspace(0, len(case.tokens) - 1, FIT_TOKENS).astype(int))
     logits, tokens = case.logits[part], case.tokens[part]
     engine = np.concatenate([sample.completion.logprobs for sample in case.samples])[part]
@@ -139,7 +143,7 @@ def _fitted_temperature(case: Case) -> float:
     return float(np.exp(best))
 
 
-def _renormalised(case: Case) -> Iterator[Guess]:
+def _renormalised(case: MismatchCase) -> Iterator[Guess]:
     if case.top_p < 1 or case.top_k:
         scores = measure.restricted(
             case.logits, case.tokens, case.scorer.temperature, case.top_p, case.top_k
@@ -148,7 +152,7 @@ def _renormalised(case: Case) -> Iterator[Guess]:
         yield Guess(words, case.split(scores))
 
 
-def _rope(case: Case) -> Iterator[Guess]:
+def _rope(case: MismatchCase) -> Iterator[Guess]:
     model, own = case.scorer.model, case.scorer.model.rope
     ropes = {f"base {base:g}": dataclasses.replace(own, theta=base) for base in ROPE_BASES}
     ropes[f"no {own.kind} scaling"] = Rope(theta=own.theta)
@@ -158,8 +162,8 @@ def _rope(case: Case) -> Iterator[Guess]:
             yield Guess(f"the engine has {name}, the trainer {own.theta:g} ({own.kind})", scores)
 
 
-def _head(case: Case) -> Iterator[Guess]:
-    """The new body with an output head or a token embedding that is not its own."""
+def _head(case: MismatchCase) -> Iterator[Guess]:
+    """Guess that head or token embedding are not those of the other weights."""
     new, model = case.params, case.scorer.model
     untied = dataclasses.replace(model, tie_embeddings=False)
     own = decoder.head(new, model)
@@ -175,12 +179,12 @@ def _head(case: Case) -> Iterator[Guess]:
         yield Guess(words, case.score(embedding, model=untied))
 
 
-def _stale(case: Case) -> Iterator[Guess]:
+def _stale(case: MismatchCase) -> Iterator[Guess]:
     for name, load in case.earlier.items():
         yield Guess(f"the engine still has {name}", case.score(load()))
 
 
-def _dtype(case: Case) -> Iterator[Guess]:
+def _dtype(case: MismatchCase) -> Iterator[Guess]:
     ours, compute = case.score(), case.scorer.compute_dtype
     for dtype in ("bfloat16", "float16"):
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), case.params)
@@ -191,15 +195,15 @@ def _dtype(case: Case) -> Iterator[Guess]:
             yield Guess(f"the engine computes in {dtype}, the trainer in {compute}", scores, noise)
 
 
-def _half(case: Case, params: Params, dtype: str) -> Scores:
-    """As an engine in half precision scores: its logits are rounded too, unlike the trainer's."""
+def _half(case: MismatchCase, params: Params, dtype: str) -> Scores:
+    """Return scores in half precision; an engine rounds its logits too, unlike the trainer."""
     scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
     logits = scorer.logits(params, case.samples).astype(jnp.dtype(dtype))
     return case.split(measure.tempered(logits, case.tokens, scorer.temperature))
 
 
 # cause → (its guesses, what to do about it)
-CAUSES: dict[str, tuple[Callable[[Case], Iterator[Guess]], str]] = {
+CAUSES: dict[str, tuple[Callable[[MismatchCase], Iterator[Guess]], str]] = {
     "temperature": (
         _temperature, "the engine must return log softmax(logits / sampling.temperature)"
     ),
@@ -211,34 +215,34 @@ CAUSES: dict[str, tuple[Callable[[Case], Iterator[Guess]], str]] = {
 }  # fmt: skip
 
 
-def diagnose(case: Case, observed: Report) -> list[Finding]:
-    """The causes that explain `observed`, best first, at most two; empty when none is known.
+def diagnose(case: MismatchCase, observed: Comparison) -> list[Explanation]:
+    """Return the causes that explain `observed`, best first, at most two; none may fit.
 
     Those that bring the deviation within the tolerance come before rounding whose noise is as
-    large as the deviation, and that before whatever comes CLEARLY times closer.
+    large as the deviation, and that before any that is CLEARLY times closer.
     """
-    found: list[tuple[int, Finding]] = []
+    found: list[tuple[int, Explanation]] = []
     for cause, (guesses, remedy) in CAUSES.items():
         for guess in guesses(case):
             report = case.compare(guess.scores)
             rank = _rank(case, guess, report, observed)
             if rank is not None:
-                found.append((rank, Finding(cause, guess.words, remedy, rank < 2, report)))
+                found.append((rank, Explanation(cause, guess.words, remedy, rank < 2, report)))
     found.sort(key=lambda pair: (pair[0], pair[1].report.mean))
     best = [finding for rank, finding in found if rank == found[0][0]]
     return [each for each in best if each.report.mean <= 2 * best[0].report.mean][:2]
 
 
-def advice(findings: Sequence[Finding]) -> str:
-    """The likely cause and its remedy, in words."""
-    if not findings:
+def advice(explanations: Sequence[Explanation]) -> str:
+    """Return the likely cause and its remedy, in words."""
+    if not explanations:
         return "no known cause fits"
-    kind = "likely cause" if findings[0].exact else "closest cause, which does not explain all"
-    return f"{kind}: {' or '.join(map(str, findings))}; {findings[0].remedy}"
+    kind = "likely cause" if explanations[0].exact else "closest cause, which does not explain all"
+    return f"{kind}: {' or '.join(map(str, explanations))}; {explanations[0].remedy}"
 
 
-def _rank(case: Case, guess: Guess, report: Report, observed: Report) -> int | None:
-    """0: it fits; 1: noise of the right size; 2: clearly closer; None: it explains nothing."""
+def _rank(case: MismatchCase, guess: Guess, report: Comparison, observed: Comparison) -> int | None:
+    """Return 0: it fits; 1: noise of the right size; 2: clearly closer; None: no explanation."""
     if report.ok:
         return 0
     if report.non_finite > observed.non_finite:  # tokens the mistake could not have drawn

@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from rlx.base import UserError
 from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.mismatch import measure
-from rlx.mismatch.diagnose import Case, Finding, advice, diagnose
-from rlx.mismatch.measure import Report, Sample, Scorer
+from rlx.mismatch.diagnose import Explanation, MismatchCase, advice, diagnose
+from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer
 from rlx.model import hf
 from rlx.model.params import Params
 from rlx.rollout.executor import Executor
-from rlx.run.inputs import Inputs, training_sampling
 
 POLL_SECONDS = 0.2  # how long a waiting trainer is deaf to Ctrl-C
 PRIORITY = 1 << 20  # above whatever training asks for: a probe does not wait for free slots
@@ -33,7 +31,7 @@ PRIORITY = 1 << 20  # above whatever training asks for: a probe does not wait fo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """What the servers answered: address → a completion a prompt."""
+    """The servers' answers: address → one completion a prompt."""
 
     version: int
     answers: Mapping[str, Sequence[Completion]]
@@ -48,49 +46,38 @@ class Verdict:
     error: UserError | None
 
 
+@dataclass(eq=False)
 class Gate:
     """Asks the servers and compares their answers with the trainer.
 
     Args:
-      config, inputs: of the run; the prompts are training rows, evenly spread.
-      first, saved: HF directories of the run's first weights and of its last checkpoint, which need
-        not exist: what a server may still have.
+      prompts: [P] int32 each.
+      sampling: of training, with the gate's own budget; a probe's seed is `seed` plus its version.
+      scorer: rows must have room for the longest prompt and completion.
+      earlier: name → HF directory of weights that a server may still have, if it exists.
+      dtype: to load these in.
     """
 
-    def __init__(self, config: ConfigDict, inputs: Inputs, first: Path, saved: Path):
-        rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
-        chosen = [rows[i * len(rows) // count] for i in range(count)]
-        self._prompts = [np.array(inputs.workflow.prompt_ids(row), np.int32) for row in chosen]
-        training = training_sampling(config)
-        budget = min(config.gate.max_new_tokens, training.max_new_tokens)
-        least = min(training.min_new_tokens, budget)
-        self._sampling = dataclasses.replace(
-            training, max_new_tokens=budget, min_new_tokens=least, stop=()
-        )
-        self._scorer = Scorer(
-            inputs.model_config,
-            temperature=training.temperature,
-            row_length=measure.row_length(max(map(len, self._prompts)) + budget),
-            compute_dtype=config.model.compute_dtype,
-            chunk=config.model.logprob_chunk,
-        )
-        exact = config.model.compute_dtype == config.model.publish_dtype == "float32"
-        self._tolerance = measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta)
-        self._seed, self._dtype = config.seed, config.model.dtype
-        self._earlier = {"the run's first weights": first, "the last checkpoint": saved}
-        self._asked: Future[Probe] | None = None
-        self._checked: frozenset[str] = frozenset()
+    prompts: Sequence[np.ndarray]
+    sampling: Sampling
+    scorer: TrainerScorer
+    tolerance: Tolerance
+    seed: int
+    earlier: Mapping[str, Path]
+    dtype: str
+    _checked: frozenset[str] = frozenset()  # addresses
+    _asked: Future[Probe] | None = None
 
     def newcomers(self, fleet: Fleet) -> frozenset[str]:
         """Return the addresses of live servers that no check has heard yet."""
         return fleet.live - self._checked
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
-        """Begins to ask every live server, once `publish` has brought them `version`.
+        """Begin to ask every live server, once `publish` has brought them `version`.
 
-        They must get no other until `verdict` has them.
+        They must get no other version before `verdict` returns.
         """
-        self._asked = executor.submit(self.probe(fleet, version, publish))
+        self._asked = executor.submit(self._probe(fleet, version, publish))
 
     @property
     def asked(self) -> bool:
@@ -98,7 +85,7 @@ class Gate:
         return self._asked is not None
 
     def verdict(self, params: Params, stopping: Callable[[], bool]) -> Verdict | None:
-        """Waits for the answers, and ends the check; None when `stopping` says so first.
+        """Wait for the answers and end the check; return None when `stopping` says so first.
 
         Args:
           params: the weights of the version that `ask` was for.
@@ -109,78 +96,54 @@ class Gate:
                 return None
             wait([self._asked], POLL_SECONDS)
         asked, self._asked = self._asked, None
-        return self.check(asked.result(), params)
+        return self._check(asked.result(), params)
 
-    async def probe(self, fleet: Fleet, version: int, publish: Future | None = None) -> Probe:
-        """One completion of each prompt from every live server."""
+    async def _probe(self, fleet: Fleet, version: int, publish: Future | None) -> Probe:
         if publish:
             await asyncio.wrap_future(publish)
         begun = time.monotonic()
-        sampling = dataclasses.replace(self._sampling, seed=(self._seed + version) % (1 << 31))
-        answers = await fleet.probe(self._prompts, sampling, priority=PRIORITY)
+        sampling = dataclasses.replace(self.sampling, seed=(self.seed + version) % (1 << 31))
+        answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
         return Probe(version, answers, time.monotonic() - begun)
 
-    def check(self, probe: Probe, params: Params) -> Verdict:
-        """Compares the answers with the scores by `params`, the weights of `probe.version`."""
+    def _check(self, probe: Probe, params: Params) -> Verdict:
         begun, servers, errors = time.monotonic(), {}, []
         self._checked |= frozenset(probe.answers)
         for address, completions in probe.answers.items():
             case = self._case(completions, probe.version, params)
-            report = case.compare(case.score())
-            findings = [] if report.ok or not report.tokens else diagnose(case, report)
-            servers[address] = server_record(report, findings)
-            if not report.ok:
-                errors.append(_error(address, probe.version, report, findings))
+            found = case.compare(case.score())
+            causes = [] if found.ok or not found.tokens else diagnose(case, found)
+            servers[address] = _server_record(found, causes)
+            if not found.ok:
+                errors.append(_error(address, probe.version, found, causes))
         record = {
             "step": probe.version,
             "ok": not errors,
             "mean_delta": max(each["mean_delta"] for each in servers.values()),
             "max_delta": max(each["max_delta"] for each in servers.values()),
             "tokens": sum(each["tokens"] for each in servers.values()),
-            "limits": dataclasses.asdict(self._tolerance),
+            "limits": dataclasses.asdict(self.tolerance),
             "probe_seconds": probe.seconds,
             "score_seconds": time.monotonic() - begun,
             "servers": servers,
         }
         return Verdict(record, errors[0] if errors else None)
 
-    def _case(self, completions: Sequence[Completion], version: int, params: Params) -> Case:
+    def _case(self, completions: Sequence[Completion], version: int, params: Params):
         earlier = {
-            name: lambda path=path: hf.load(path, self._dtype)[1]
-            for name, path in self._earlier.items()
+            name: lambda path=path: hf.load(path, self.dtype)[1]
+            for name, path in self.earlier.items()
             if version and path.exists()
         }
-        return Case(
-            self._scorer,
-            params,
-            [Sample(p, c) for p, c in zip(self._prompts, completions, strict=True)],
-            self._tolerance,
-            top_p=self._sampling.top_p,
-            top_k=self._sampling.top_k,
-            earlier=earlier,
-            version=version,
-        )
-
-
-def server_record(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
-    """One server of a record."""
-    return {
-        "mean_delta": report.mean,
-        "max_delta": report.max,
-        "tokens": report.tokens,
-        "bad": report.bad,
-        "non_finite": report.non_finite,
-        "first_bad": report.first_bad and dataclasses.asdict(report.first_bad),
-        "causes": [
-            {"cause": each.cause, "words": each.words, "exact": each.exact,
-             "mean_delta": each.report.mean, "max_delta": each.report.max}
-            for each in findings
-        ],
-    }  # fmt: skip
+        samples = [EngineSample(p, c) for p, c in zip(self.prompts, completions, strict=True)]
+        return MismatchCase(
+            self.scorer, params, samples, self.tolerance, self.sampling.top_p,
+            self.sampling.top_k, earlier, version,
+        )  # fmt: skip
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """What the user reads of a check that was passed."""
+    """Return the terminal's line for a check that was passed."""
     servers = len(record["servers"])
     return (
         f"gate: {record['tokens']} tokens of {servers} server{'s' * (servers != 1)}, version "
@@ -189,13 +152,31 @@ def sentence(record: Mapping[str, Any]) -> str:
     )
 
 
-def _error(address: str, version: int, report: Report, findings: Sequence[Finding]) -> UserError:
-    if not report.tokens:
+def _server_record(found: Comparison, causes: Sequence[Explanation]) -> dict[str, Any]:
+    return {
+        "mean_delta": found.mean,
+        "max_delta": found.max,
+        "tokens": found.tokens,
+        "bad": found.bad,
+        "non_finite": found.non_finite,
+        "first_bad": found.first_bad and dataclasses.asdict(found.first_bad),
+        "causes": [
+            {"cause": each.cause, "words": each.words, "exact": each.exact,
+             "mean_delta": each.report.mean, "max_delta": each.report.max}
+            for each in causes
+        ],
+    }  # fmt: skip
+
+
+def _error(
+    address: str, version: int, found: Comparison, causes: Sequence[Explanation]
+) -> UserError:
+    if not found.tokens:
         return UserError(
             f"gate: {address} acknowledged version {version} and stamps its tokens with another; "
             "is another trainer using it? Restart it"
         )
     return UserError(
-        f"gate: engine {address} and trainer disagree on version {version}: {report}; "
-        f"{advice(findings)}; gate.jsonl has the numbers, gate.enabled=False goes on regardless"
+        f"gate: engine {address} and trainer disagree on version {version}: {found}; "
+        f"{advice(causes)}; gate.jsonl has the numbers, gate.enabled=False goes on regardless"
     )

@@ -1,7 +1,7 @@
-"""Do engine and trainer give the same tokens the same probabilities?
+"""Compare the log-probabilities that engine and trainer give to the same tokens.
 
 engine's tokens and logprobs ─┐
-                              ├─▶ compare ─▶ Report ─ not ok ─▶ rlx.mismatch.diagnose: why
+                              ├─▶ compare ─▶ Comparison ─ not ok ─▶ rlx.mismatch.diagnose: why
 trainer's logprobs of them ───┘
 
 The trainer scores samples as rows of one padded shape, so that a run compiles one program.
@@ -27,7 +27,7 @@ ROW_MULTIPLE = 64  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest |Δ logprob| taken for rounding, nats: of one token, and on average."""
+    """The largest |Δ logprob| that counts as rounding, nats: of one token, and on average."""
 
     max: float
     mean: float
@@ -40,15 +40,20 @@ ROUNDED = Tolerance(max=5.0, mean=0.06)
 
 
 def tolerance(exact: bool, max: float = 0.0, mean: float = 0.0) -> Tolerance:
-    """Of float32 on both sides or not; `max` and `mean` above 0 replace it."""
+    """Return EXACT or ROUNDED; `max` and `mean` above 0 replace its numbers."""
     known = EXACT if exact else ROUNDED
     return Tolerance(max or known.max, mean or known.mean)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A token: which sample, where in its completion (both from 0), its id (−1: not known), and
-    what the two sides say of it."""
+class TokenPlace:
+    """A token that was compared.
+
+    Attributes:
+      sample, position: which sample, and where in its completion, from 0.
+      token: its id; −1: not known.
+      first, second: its log-probability on the two sides, nats.
+    """
 
     sample: int
     position: int
@@ -58,8 +63,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What `compare` found.
+class Comparison:
+    """The result of `compare`.
 
     Attributes:
       tokens: compared. bad: of them, those beyond `tolerance.max` or not finite.
@@ -73,11 +78,11 @@ class Report:
     mean: float
     max: float
     tolerance: Tolerance
-    first_bad: Place | None
+    first_bad: TokenPlace | None
 
     @property
     def ok(self) -> bool:
-        """Whether the differences are rounding; never when nothing was compared."""
+        """Whether the differences are rounding; False when nothing was compared."""
         return self.tokens > 0 and not self.bad and self.mean <= self.tolerance.mean
 
     def __str__(self) -> str:
@@ -99,13 +104,16 @@ def compare(
     *,
     tokens: Sequence[np.ndarray] | None = None,
     counted: Sequence[np.ndarray] | None = None,
-) -> Report:
-    """Compares two scorings of the same completions, token by token, in float64.
+) -> Comparison:
+    """Compare two scorings of the same completions, token by token, in float64.
 
     Args:
       first, second: one [T] array a sample, nats.
       tokens: [T] ids a sample, to name the first bad one.
       counted: [T] bool a sample, which tokens to compare; default: all.
+
+    Raises:
+      ValueError: the sides have different numbers of tokens.
     """
     lengths = [len(sample) for sample in first]
     if lengths != [len(sample) for sample in second]:
@@ -123,8 +131,8 @@ def compare(
         k = int(wrong.argmax())
         sample = int(np.searchsorted(np.cumsum(lengths), k, side="right"))
         token = -1 if tokens is None else int(_flat(tokens)[k])
-        place = Place(sample, k - sum(lengths[:sample]), token, float(a[k]), float(b[k]))
-    return Report(
+        place = TokenPlace(sample, k - sum(lengths[:sample]), token, float(a[k]), float(b[k]))
+    return Comparison(
         tokens=int(use.sum()),
         bad=int(bad.sum()),
         non_finite=int((use & ~finite).sum()),
@@ -140,19 +148,19 @@ def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """A prompt, [P] int32, P ≥ 1, and what an engine made of it."""
+class EngineSample:
+    """A prompt, [P] int32, P ≥ 1, and an engine's completion of it."""
 
     prompt: np.ndarray
     completion: Completion
 
 
 @dataclass(frozen=True)
-class Scorer:
-    """How the trainer scores; hashable, for `jax.jit`.
+class TrainerScorer:
+    """The trainer's way of scoring tokens; hashable, for `jax.jit`.
 
     Attributes:
-      temperature: > 0; the one the tokens are supposed to be sampled with.
+      temperature: > 0, that the tokens should have been sampled with.
       row_length: tokens of a padded row, at least the longest prompt and completion.
       compute_dtype, chunk: as `decoder.logprobs` has them.
     """
@@ -163,29 +171,33 @@ class Scorer:
     compute_dtype: str = "float32"
     chunk: int = 1024
 
-    def logprobs(self, params: Params, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """[T] float32 of each completion's tokens, nats. Waits for the device."""
+    def logprobs(self, params: Params, samples: Sequence[EngineSample]) -> list[np.ndarray]:
+        """Return each completion's log-probabilities, [T] float32, nats. Waits for the device."""
         scores = np.asarray(_logprobs(params, _rows(samples, self.row_length), self))
-        return [scores[i, len(s.prompt) :][: _length(s)] for i, s in enumerate(samples)]
+        return [
+            scores[i, len(s.prompt) :][: len(s.completion.tokens)] for i, s in enumerate(samples)
+        ]
 
-    def logits(self, params: Params, samples: Sequence[Sample]) -> np.ndarray:
-        """[N, V] float32, before any temperature: what each completion token was drawn from.
+    def logits(self, params: Params, samples: Sequence[EngineSample]) -> np.ndarray:
+        """Return the logits that each completion token was drawn from, [N, V] float32.
 
-        N counts the tokens of all completions, in order. The whole vocabulary of each is there at
-        one time: for a few samples only.
+        N counts the tokens of all completions, in order; no temperature is applied. All N × V are
+        in memory at once: use it for a few samples only.
         """
-        rows = [np.arange(_length(s)) + len(s.prompt) - 1 for s in samples]
-        index = np.concatenate([i * self.row_length + row for i, row in enumerate(rows)])
+        index = np.concatenate([
+            i * self.row_length + len(s.prompt) - 1 + np.arange(len(s.completion.tokens))
+            for i, s in enumerate(samples)
+        ])  # fmt: skip
         return np.asarray(_logits(params, _rows(samples, self.row_length), index, self))
 
 
 def row_length(longest: int) -> int:
-    """The padded length for `longest` tokens of prompt and completion."""
+    """Return the padded length for `longest` tokens of prompt and completion."""
     return -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def tempered(logits: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """log softmax(logits / temperature)[token]: [N, V], [N] → [N] float64."""
+    """Return log softmax(logits / temperature)[token]: [N, V], [N] → [N] float64."""
     z = logits.astype(np.float64) / temperature
     return _picked(z, tokens) - _log_sum(z)
 
@@ -193,7 +205,7 @@ def tempered(logits: np.ndarray, tokens: np.ndarray, temperature: float) -> np.n
 def restricted(
     logits: np.ndarray, tokens: np.ndarray, temperature: float, top_p: float, top_k: int
 ) -> np.ndarray:
-    """Log-probabilities renormalised over what top-k, then top-p of the rest, leave to draw from.
+    """Return log-probabilities renormalised over the tokens that top-k, then top-p leave.
 
     Args:
       logits: [N, V]. tokens: [N].
@@ -214,9 +226,9 @@ def restricted(
 
 
 def transformers_logprobs(
-    model_dir: Path, samples: Sequence[Sample], temperature: float, dtype: str
+    model_dir: Path, samples: Sequence[EngineSample], temperature: float, dtype: str
 ) -> list[np.ndarray]:
-    """The same as `Scorer.logprobs`, by transformers' implementation of the model, on the CPU.
+    """Return the scores of transformers' implementation, on the CPU, as `TrainerScorer.logprobs`.
 
     Args:
       dtype: float32 | bfloat16, of weights and activations.
@@ -238,12 +250,8 @@ def transformers_logprobs(
     return scores
 
 
-def _length(sample: Sample) -> int:
-    return len(sample.completion.tokens)
-
-
-def _rows(samples: Sequence[Sample], length: int) -> dict[str, np.ndarray]:
-    """One sample a row, padded: tokens, positions, segment_ids, each [B, T] int32."""
+def _rows(samples: Sequence[EngineSample], length: int) -> dict[str, np.ndarray]:
+    """Return one padded row a sample: tokens, positions, segment_ids, each [B, T] int32."""
     tokens = np.zeros((len(samples), length), np.int32)
     segments = np.zeros_like(tokens)
     for i, sample in enumerate(samples):
@@ -254,7 +262,7 @@ def _rows(samples: Sequence[Sample], length: int) -> dict[str, np.ndarray]:
 
 
 @partial(jax.jit, static_argnums=2)
-def _logprobs(params, batch, scorer: Scorer):
+def _logprobs(params, batch, scorer: TrainerScorer):
     return decoder.logprobs(
         params, scorer.model, batch,
         temperature=scorer.temperature, compute_dtype=jnp.dtype(scorer.compute_dtype),
@@ -263,7 +271,7 @@ def _logprobs(params, batch, scorer: Scorer):
 
 
 @partial(jax.jit, static_argnums=3)
-def _logits(params, batch, index, scorer: Scorer):
+def _logits(params, batch, index, scorer: TrainerScorer):
     x = decoder.hidden(
         params, scorer.model, batch["tokens"], batch["positions"], batch["segment_ids"],
         compute_dtype=jnp.dtype(scorer.compute_dtype),

@@ -46,6 +46,7 @@ from rlx.rollout.workflows import Workflow
 from rlx.run import resume
 from rlx.run.export import Export
 from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
+from rlx.run.room_options import gate_of
 from rlx.train import checkpoint
 from rlx.train.update import TrainState, Update, make_update
 
@@ -192,7 +193,7 @@ def build(
     executor.set_version(step)
     gate = None
     if served and config.gate.enabled:
-        gate = Gate(config, inputs, model_dir, workdir / "hf")
+        gate = gate_of(config, inputs, model_dir, workdir / "hf")
     advice = partial(memory.advice, config, inputs.model_config)
     parts = Parts(
         config, workdir, inputs, stop, elapsed, progress, timeline, update, export, writer,

@@ -18,8 +18,8 @@ from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
 from rlx.fleet.sample import Completion
 from rlx.mismatch import measure
-from rlx.mismatch.diagnose import CAUSES, Case, advice, diagnose
-from rlx.mismatch.measure import EXACT, ROUNDED, Sample, Scorer
+from rlx.mismatch.diagnose import CAUSES, MismatchCase, advice, diagnose
+from rlx.mismatch.measure import EXACT, ROUNDED, EngineSample, TrainerScorer
 from rlx.model import hf
 
 TEMPERATURE, NEW_TOKENS = 0.7, 40
@@ -85,14 +85,14 @@ def answers(path, dtype="float32", load=None, **sampling):
 
 
 def case(first, params, completions, tolerance=EXACT, **options):
-    samples = [Sample(p, c) for p, c in zip(PROMPTS, completions, strict=True)]
-    scorer = Scorer(first[0], TEMPERATURE, 64)
+    samples = [EngineSample(p, c) for p, c in zip(PROMPTS, completions, strict=True)]
+    scorer = TrainerScorer(first[0], TEMPERATURE, 64)
     options = {"earlier": {"the run's first weights": lambda: first[1]}, **options}
-    return Case(scorer, params, samples, tolerance, **options)
+    return MismatchCase(scorer, params, samples, tolerance, **options)
 
 
 def found(wrong):
-    """The report and the findings of a case."""
+    """The report and the explanations of a case."""
     report = wrong.compare(wrong.score())
     return report, diagnose(wrong, report)
 
@@ -110,12 +110,12 @@ def test_an_engine_that_is_the_trainers_policy_passes(first, trained, right):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.45])
 def test_another_temperature(first, trained, now, temperature):
-    report, findings = found(case(first, trained, answers(now, temperature=temperature)))
+    report, explanations = found(case(first, trained, answers(now, temperature=temperature)))
     assert not report.ok
-    assert findings[0].cause == "temperature"
-    assert f"logprobs are of {temperature:.3g}, the trainer's of 0.7" in findings[0].words
-    assert findings[0].exact
-    assert len({finding.cause for finding in findings}) == 1
+    assert explanations[0].cause == "temperature"
+    assert f"logprobs are of {temperature:.3g}, the trainer's of 0.7" in explanations[0].words
+    assert explanations[0].exact
+    assert len({finding.cause for finding in explanations}) == 1
 
 
 def test_a_temperature_ignored_where_it_is_one_is_no_mistake(first, trained, right):
@@ -134,62 +134,62 @@ def with_rope(source, target, **rope):
 
 def test_another_rope_base(first, trained, now, tmp_path):
     wrong = with_rope(now, tmp_path / "wrong", rope_theta=1e6)
-    report, findings = found(case(first, trained, answers(wrong)))
+    report, explanations = found(case(first, trained, answers(wrong)))
     assert not report.ok
-    assert [finding.cause for finding in findings] == ["RoPE base"]
-    assert "the engine has base 1e+06, the trainer 10000 (default)" in findings[0].words
+    assert [finding.cause for finding in explanations] == ["RoPE base"]
+    assert "the engine has base 1e+06, the trainer 10000 (default)" in explanations[0].words
 
 
 def test_a_rope_scaling_that_was_dropped(first, trained, now):
     linear = dataclasses.replace(first[0].rope, kind="linear", factor=4.0)
     scaled = dataclasses.replace(first[0], rope=linear)
-    _, findings = found(case((scaled, first[1]), trained, answers(now)))
-    assert [finding.cause for finding in findings] == ["RoPE base"]
-    assert "no linear scaling" in findings[0].words
+    _, explanations = found(case((scaled, first[1]), trained, answers(now)))
+    assert [finding.cause for finding in explanations] == ["RoPE base"]
+    assert "no linear scaling" in explanations[0].words
 
 
 def test_a_head_that_an_update_did_not_reach(first, trained, tmp_path):
     untied = dataclasses.replace(first[0], tie_embeddings=False)
     mixed = {**trained, "lm_head": first[1]["embed"]}
     hf.save(tmp_path / "mixed", untied, mixed)
-    report, findings = found(case(first, trained, answers(tmp_path / "mixed")))
+    report, explanations = found(case(first, trained, answers(tmp_path / "mixed")))
     assert not report.ok
-    assert [finding.cause for finding in findings] == ["tied embeddings"]
-    assert "head is still that of the run's first weights" in findings[0].words
+    assert [finding.cause for finding in explanations] == ["tied embeddings"]
+    assert "head is still that of the run's first weights" in explanations[0].words
 
 
 def test_a_head_that_is_tied_though_it_should_not_be(first, trained, right):
     config = dataclasses.replace(first[0], tie_embeddings=False)
     other = jax.random.normal(jax.random.key(5), trained["embed"].shape) * 0.1
     wrong = case((config, first[1]), {**trained, "lm_head": other}, right, earlier={})
-    _, findings = found(wrong)
-    assert [finding.cause for finding in findings] == ["tied embeddings"]
+    _, explanations = found(wrong)
+    assert [finding.cause for finding in explanations] == ["tied embeddings"]
 
 
 def test_stale_weights_under_a_new_version(first, trained, tiny_model_dir, now):
     completions = answers(now, load=tiny_model_dir / "model.safetensors")
     assert {int(v) for c in completions for v in c.versions} == {1}
-    report, findings = found(case(first, trained, completions, version=1))
+    report, explanations = found(case(first, trained, completions, version=1))
     assert not report.ok
-    assert [finding.cause for finding in findings] == ["stale weights"]
-    assert "restart the servers" in advice(findings)
+    assert [finding.cause for finding in explanations] == ["stale weights"]
+    assert "restart the servers" in advice(explanations)
 
 
 def test_weights_rounded_to_bfloat16(first, trained, now, tmp_path):
     tensors = hf.to_hf(trained, first[0], "bfloat16")
     save_file({k: v.astype(np.float32) for k, v in tensors.items()}, tmp_path / "rounded")
-    report, findings = found(case(first, trained, answers(now, load=tmp_path / "rounded")))
+    report, explanations = found(case(first, trained, answers(now, load=tmp_path / "rounded")))
     assert not report.ok
-    assert [finding.cause for finding in findings] == ["dtype"]
-    assert "weights are rounded to bfloat16" in findings[0].words
+    assert [finding.cause for finding in explanations] == ["dtype"]
+    assert "weights are rounded to bfloat16" in explanations[0].words
 
 
 def test_an_engine_that_computes_in_bfloat16(first, trained, now):
     completions = answers(now, dtype="bfloat16")
-    report, findings = found(case(first, trained, completions))
+    report, explanations = found(case(first, trained, completions))
     assert not report.ok
-    assert findings[0].cause == "dtype"
-    assert "the engine computes in bfloat16, the trainer in float32" in findings[0].words
+    assert explanations[0].cause == "dtype"
+    assert "the engine computes in bfloat16, the trainer in float32" in explanations[0].words
     loose = case(first, trained, completions, ROUNDED)
     assert loose.compare(loose.score()).ok, "where it is wanted, it passes"
 
@@ -203,9 +203,9 @@ def test_logprobs_renormalised_by_top_p(first, trained, now):
         dataclasses.replace(c, logprobs=r.astype(np.float32))
         for c, r in zip(completions, honest.split(flat), strict=True)
     ]
-    report, findings = found(case(first, trained, wrong, top_p=0.6, top_k=20))
+    report, explanations = found(case(first, trained, wrong, top_p=0.6, top_k=20))
     assert not report.ok
-    assert [finding.cause for finding in findings] == ["top-p"]
+    assert [finding.cause for finding in explanations] == ["top-p"]
 
 
 def test_what_nobody_knows_is_not_given_a_name(first, trained, right):
@@ -214,10 +214,10 @@ def test_what_nobody_knows_is_not_given_a_name(first, trained, right):
         dataclasses.replace(c, logprobs=-rng.exponential(2.0, len(c.tokens)).astype(np.float32))
         for c in right
     ]
-    report, findings = found(case(first, trained, noisy))
+    report, explanations = found(case(first, trained, noisy))
     assert not report.ok
-    assert findings == []
-    assert advice(findings) == "no known cause fits"
+    assert explanations == []
+    assert advice(explanations) == "no known cause fits"
 
 
 def test_every_cause_has_its_test():

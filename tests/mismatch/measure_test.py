@@ -9,8 +9,16 @@ import pytest
 
 from rlx.fleet.sample import Completion
 from rlx.mismatch import compare_table, measure
-from rlx.mismatch.diagnose import Case
-from rlx.mismatch.measure import EXACT, ROUNDED, Place, Sample, Scorer, Tolerance, compare
+from rlx.mismatch.diagnose import MismatchCase
+from rlx.mismatch.measure import (
+    EXACT,
+    ROUNDED,
+    EngineSample,
+    TokenPlace,
+    Tolerance,
+    TrainerScorer,
+    compare,
+)
 from rlx.model import hf
 
 LOOSE = Tolerance(max=0.1, mean=0.1)
@@ -22,7 +30,7 @@ def samples(count=3):
     draw = lambda n: rng.integers(3, 99, n).astype(np.int32)  # noqa: E731
     blank = [np.zeros(20 + 5 * i) for i in range(count)]
     done = [Completion(draw(len(b)), b, b.astype(np.int32), "length") for b in blank]
-    return [Sample(draw(8 - i), each) for i, each in enumerate(done)]
+    return [EngineSample(draw(8 - i), each) for i, each in enumerate(done)]
 
 
 def test_compare_finds_how_much_and_where():
@@ -31,7 +39,7 @@ def test_compare_finds_how_much_and_where():
     report = compare(engine, trainer, LOOSE, tokens=[np.array([7, 8]), np.array([9, 10, 11])])
     assert (report.tokens, report.bad, report.non_finite, report.max) == (5, 2, 1, 0.5)
     assert report.mean == pytest.approx(0.5 / 4), "what is not finite has no size"
-    assert report.first_bad == Place(1, 1, 10, -4.5, -4.0)
+    assert report.first_bad == TokenPlace(1, 1, 10, -4.5, -4.0)
     assert not report.ok
     assert "position 1 of sample 1 (token 10: -4.5 against -4)" in str(report)
     assert compare(trainer, trainer).ok
@@ -41,7 +49,7 @@ def test_many_small_differences_are_one_large():
     report = compare([np.full(9, -1.05)], [np.full(9, -1.0)], Tolerance(max=0.1, mean=0.01))
     assert not report.bad
     assert not report.ok
-    assert report.first_bad == Place(0, 0, -1, -1.05, -1.0)
+    assert report.first_bad == TokenPlace(0, 0, -1, -1.05, -1.0)
 
 
 def test_what_is_not_finite_is_bad_on_either_side_and_on_both():
@@ -75,18 +83,18 @@ def test_the_scorer_agrees_with_transformers_whatever_the_padding(tiny_model_dir
     config, params = hf.load(tiny_model_dir)
     theirs = measure.transformers_logprobs(tiny_model_dir, samples(), 0.7, "float32")
     for length in (64, 128):
-        ours = Scorer(config, 0.7, length).logprobs(params, samples())
+        ours = TrainerScorer(config, 0.7, length).logprobs(params, samples())
         assert [len(each) for each in ours] == [20, 25, 30]
         report = compare(ours, theirs)
         assert report.ok, report
         assert report.max < 1e-5
-    rounded = Scorer(config, 0.7, 64, "bfloat16").logprobs(params, samples())
+    rounded = TrainerScorer(config, 0.7, 64, "bfloat16").logprobs(params, samples())
     assert EXACT.mean < compare(rounded, theirs).mean < ROUNDED.mean
 
 
 def test_logits_are_what_logprobs_are_made_of(tiny_model_dir):
     config, params = hf.load(tiny_model_dir)
-    scorer = Scorer(config, 0.7, 64)
+    scorer = TrainerScorer(config, 0.7, 64)
     tokens = np.concatenate([s.completion.tokens for s in samples()])
     flat = measure.tempered(scorer.logits(params, samples()), tokens, 0.7)
     np.testing.assert_allclose(flat, np.concatenate(scorer.logprobs(params, samples())), atol=1e-5)
@@ -112,10 +120,10 @@ def test_restricted_logprobs_are_those_of_the_definition(top_p, top_k):
 
 def test_one_shape_compiles_one_program(tiny_model_dir):
     config, params = hf.load(tiny_model_dir)
-    scorer = dataclasses.replace(Scorer(config, 0.7, 192), chunk=77)  # used nowhere else
+    scorer = dataclasses.replace(TrainerScorer(config, 0.7, 192), chunk=77)  # used nowhere else
     before = measure._logprobs._cache_size()
     for cut in (0, 3, 6):
-        shorter = [Sample(s.prompt[: 8 - cut], s.completion) for s in samples()]
+        shorter = [EngineSample(s.prompt[: 8 - cut], s.completion) for s in samples()]
         scorer.logprobs(params, shorter)
         scorer.logprobs({**params, "embed": params["embed"] + jnp.float32(0.1)}, shorter)
     assert measure._logprobs._cache_size() == before + 1
@@ -123,7 +131,7 @@ def test_one_shape_compiles_one_program(tiny_model_dir):
 
 def test_a_table_without_transformers_says_why():
     scorer = SimpleNamespace(temperature=1.0, compute_dtype="float32")
-    case = Case(scorer, {}, samples(), EXACT)
+    case = MismatchCase(scorer, {}, samples(), EXACT)
     same = compare([np.zeros(1)], [np.zeros(1)], EXACT)
     told = compare_table.table(case, {"engine – rlx": same}, "float32")
     assert "torch is not installed; pip install -e '.[witnesses]'" in told

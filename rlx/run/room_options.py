@@ -1,0 +1,50 @@
+"""Make the parts and options of other rooms from the run's config.
+
+Rooms take values and dataclasses of their own; only this room, the commands and `cli/` know the
+names of the config's keys.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from rlx.mismatch import measure
+from rlx.mismatch.gate import Gate
+from rlx.run.inputs import Inputs, training_sampling
+
+
+def gate_of(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
+    """Return the run's gate; its prompts are training rows, evenly spread.
+
+    Args:
+      first, saved: HF directories of the run's first weights and of its last checkpoint, which need
+        not exist: what a server may still have.
+    """
+    rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
+    prompts = [np.array(inputs.workflow.prompt_ids(row), np.int32) for row in chosen]
+    training, model = training_sampling(config), config.model
+    budget = min(config.gate.max_new_tokens, training.max_new_tokens)
+    exact = model.compute_dtype == model.publish_dtype == "float32"
+    return Gate(
+        prompts,
+        dataclasses.replace(
+            training,
+            max_new_tokens=budget,
+            min_new_tokens=min(training.min_new_tokens, budget),
+            stop=(),
+        ),
+        measure.TrainerScorer(
+            inputs.model_config,
+            temperature=training.temperature,
+            row_length=measure.row_length(max(map(len, prompts)) + budget),
+            compute_dtype=model.compute_dtype,
+            chunk=model.logprob_chunk,
+        ),
+        measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta),
+        seed=config.seed,
+        earlier={"the run's first weights": first, "the last checkpoint": saved},
+        dtype=model.dtype,
+    )
