@@ -40,12 +40,12 @@ ENGINES = (  # programs of JAX and torch in a light room
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 82
-TOTAL_LINES = 32_050
+TOTAL_LINES = 32_100
 BUDGET = {  # room → lines of Python, generated files left out
     "": 10, "base": 120, "config": 400, "cli": 500, "algorithms": 1_460, "model": 2_010,
     "train": 2_030, "observe": 2_550, "fleet": 2_800, "engines": 4_200, "rewards": 1_830,
-    "rollout": 2_100, "agents": 4_800, "launch": 1_200, "mismatch": 820, "evaluation": 1_120,
-    "doctor": 1_630, "run": 1_450, "commands": 440, "rlx_torch": 980,
+    "rollout": 2_100, "agents": 4_800, "launch": 1_200, "mismatch": 830, "evaluation": 1_140,
+    "doctor": 1_630, "run": 1_480, "commands": 440, "rlx_torch": 980,
 }  # fmt: skip
 
 OWED = {  # imports that point down and are to go
@@ -54,13 +54,12 @@ OWED = {  # imports that point down and are to go
     "doctor/run_config.py": ["rlx.run.inputs", "rlx.run.inputs.Inputs"],
     "evaluation/evaluations.py": [
         "rlx.run.export.checkpoint_to_hf", "rlx.run.inputs.load_tokenizer",
-        "rlx.run.inputs.patience",
+        "rlx.run.inputs.patience", "rlx.run.inputs.server_options",
     ],
     "evaluation/held_out.py": [
         "rlx.run.inputs.Inputs", "rlx.run.inputs.evaluation_sampling", "rlx.run.inputs.has_servers",
         "rlx.run.run_records",
     ],
-    "launch/serving.py": ["rlx.run.inputs.server_options"],
 }  # fmt: skip
 
 OWED_MODULES = {"metrics", "report"}
@@ -70,7 +69,7 @@ OWED_CLASSES = {
 OWED_CONFIG = {
     "algorithms/presets.py", "doctor/capacity.py", "doctor/memory.py", "doctor/run_checks.py",
     "doctor/run_config.py", "evaluation/evaluations.py", "evaluation/held_out.py",
-    "launch/serving.py", "launch/teacher.py", "train/optimizer.py", "train/update.py",
+    "train/optimizer.py", "train/update.py",
 }  # fmt: skip
 
 FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))

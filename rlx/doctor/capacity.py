@@ -57,7 +57,7 @@ def _servers(config: ConfigDict, model: ModelConfig) -> Iterator[tuple[Finding, 
     if has_servers(config) and not config.fleet.addresses:
         parts, count = memory.server(config, model), config.fleet.num_servers
         yield _judge_servers("servers", parts, count, config.fleet.engine)
-    if count := teacher.num_local(config):
+    if count := teacher.TeacherOptions.of(config).num_local:
         engine = config.teacher.engine or config.fleet.engine
         other = memory.with_value(config, "fleet.engine", engine)
         other = memory.with_value(other, "fleet.slots", 1 if engine == "jax" else other.fleet.slots)

@@ -83,11 +83,11 @@ def _model(
         read: Callable[[], ModelConfig] = lambda: hf.check(place)  # noqa: E731
         rows.append(attempt(area, "tensors", read, lambda _: _tensors(place))[0])
     rows += _tokenizer(config, place, model)
-    if algorithm and teacher.has_teacher(config):
+    if algorithm and teacher.TeacherOptions.of(config):
         row, _ = attempt(
             area,
             "teacher",
-            lambda: teacher.check(config, algorithm, place),
+            lambda: teacher.check(teacher.TeacherOptions.of(config), algorithm, place),
             lambda _: (
                 "its vocabulary is the student's"
                 if config.teacher.path

