@@ -8,12 +8,11 @@ OpenAI's API will do. Exit status 0 without a problem, 1 with one.
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from rlx.agents import debug, loading
+from rlx.agents import debugger, loading
 from rlx.base import UserError
 from rlx.cli import command, flags
 from rlx.doctor.findings import Finding
@@ -37,42 +36,30 @@ FLAGS = {
 
 
 def main() -> int:
-    """Parses, takes the steps, writes the report; returns the exit status."""
+    """Run the debugger as the flags say, write its report, and return the exit status."""
     config, values = flags.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
-    if not values.workflow or not values.base_url:
-        raise UserError(
-            "give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1; see --help"
-        )
-    cls = loading.load_class(values.workflow)
-    if loading.kind(cls) == "workflow":
-        raise UserError(f"{values.workflow} is no agent but a workflow of rlx; use rlx.evaluate")
-    make = partial(loading.instance, cls, loading.parse_kwargs(values.workflow_kwargs))
-    make()  # here rather than in every run, if it cannot be made
-    steps = tuple(part.strip() for part in (values.steps or "1,2").split(","))
-    if not set(steps) <= set(debug.STEPS):
-        raise UserError(f"--steps={values.steps} is neither 1, 2 nor 1,2; give one of them")
-    sizes = {"batch": config.rollout.batch_prompts if config else 32,
-             "group": config.sampling.n_samples if config else 8}  # fmt: skip
-    batch, group = (flags.number(values, name, int, default) for name, default in sizes.items())
-    if min(batch, group) < 1:
-        raise UserError(f"--batch={batch} and --group={group} must be 1 or more")
-    plan = debug.Plan(
-        make,
-        debug.chosen(debug.load_rows(values.data, config), values.rows),
-        values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,
-        batch, group, flags.number(values, "timeout", float, 300.0), steps,
-    )  # fmt: skip
-
-    console = Console(highlight=False)
-    screen = debug.Screen(
-        lambda area, remarks: section(area, [Finding(area, *r) for r in remarks], console),
-        command.say,
-    )
-    report = debug.run(plan, screen)
+    agent, steps, console = values.workflow, values.steps or "1,2", Console(highlight=False)
+    if not agent or not values.base_url:
+        raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
+    if not set(steps.replace(" ", "").split(",")) <= {"1", "2"}:
+        raise UserError(f"--steps={steps} is neither 1, 2 nor 1,2; give one of them")
+    report = debugger.Debugger(
+        make=loading.maker(agent, values.workflow_kwargs),
+        rows=debugger.chosen(debugger.load_rows(values.data, config), values.rows),
+        base_url=values.base_url,
+        api_key=values.api_key or os.environ.get("OPENAI_API_KEY", ""),
+        model=values.model,
+        batch=flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32),
+        group=flags.number(values, "group", int, config.sampling.n_samples if config else 8),
+        timeout=flags.number(values, "timeout", float, 300.0),
+        section=lambda area, found: section(area, [Finding(area, *f) for f in found], console),
+        text=command.say,
+    ).run(steps)
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())
-    then = f"python -m rlx.evaluate --config=FILE --workflow={values.workflow}"
-    command.say(f"\nthen, in a fleet of rlx: {then}")
+    command.say(
+        f"\nthen, in a fleet of rlx: python -m rlx.evaluate --config=FILE --workflow={agent}"
+    )
     return 0 if report["ok"] else 1
 
 

@@ -11,7 +11,8 @@ An agent has `async run(self, data, **extra_kwargs)`; a workflow is a
 import difflib
 import inspect
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -95,6 +96,23 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
         raise UserError(
             f"{cls.__name__}({_spelled(kwargs)}) failed: {user_code.where(error)}"
         ) from error
+
+
+def maker(name: str, kwargs: str) -> Callable[[], Any]:
+    """Return what makes instances of the agent class `name`; one has been made when it returns.
+
+    Args:
+      kwargs: of its constructor, a JSON object.
+
+    Raises:
+      UserError: as `load_class`, `kind`, `parse_kwargs` and `instance`, or it is a workflow of rlx.
+    """
+    cls = load_class(name)
+    if kind(cls) == "workflow":
+        raise UserError(f"{name} is no agent but a workflow of rlx; use rlx.evaluate")
+    make = partial(instance, cls, parse_kwargs(kwargs))
+    make()
+    return make
 
 
 def parse_kwargs(text: str, flag: str = "--workflow_kwargs") -> dict[str, Any]:

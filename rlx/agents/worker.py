@@ -17,18 +17,16 @@ import select
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from rlx.agents import loading, returned
+from rlx.agents import loading, returns
 from rlx.agents.http_clients import HttpClients
-from rlx.agents.stalls import Watchdog, causes
+from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
 from rlx.base import UserError
 from rlx.rewards.worker_process import own_end
 
-_LOOK_SECONDS = 0.5
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
 
 
@@ -62,10 +60,9 @@ class Worker:
         except UserError as error:
             self.say(wrong=str(error))
             return
-        self._clients, watchdog = HttpClients(), Watchdog()
+        self._clients, self._patience = HttpClients(), first["report"]
         self.say(ready=True)
-        watchdog.start()
-        threading.Thread(target=self._watch, args=(watchdog, first["report"]), daemon=True).start()
+        LoopWatch(self._late).start()
         while line := await reader.readline():
             message = json.loads(line)
             if "cancel" in message:
@@ -90,10 +87,10 @@ class Worker:
                 http_client=client,
             )
             ids = list(value) if isinstance(value, Mapping) else []
-            if wrong := returned.mistake(value, ids):
+            if wrong := returns.mistake(value, ids):
                 self.say(id=number, error=wrong, traceback="")
             else:
-                self.say(id=number, value=plain(value))
+                self.say(id=number, value=returns.plain(value))
         except asyncio.CancelledError:
             self.say(id=number, error="it was cancelled", traceback="")
         except BaseException as error:  # SystemExit too: the process has other runs
@@ -102,24 +99,12 @@ class Worker:
         finally:
             del self._runs[number]
 
-    def _watch(self, watchdog: Watchdog, patience: float) -> None:
-        """Reports a blocked loop again and again."""
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            stall = watchdog.blocked()
-            watchdog.stalls.clear()
-            if stall and stall.seconds > patience:
-                found, _ = causes([stall])
-                where = f"{found[0].blocking}: {found[0].blocking.call}" if found else "unknown"
-                remedy = f"; {found[0].remedy}" if found else ""
-                self.say(blocked=f"{where}{remedy}", seconds=stall.seconds)
-
-
-def plain(value: Any) -> float | dict[str, float]:
-    """A reward, or rewards by completion id, as JSON has them."""
-    if isinstance(value, Mapping):
-        return {key: float(reward) for key, reward in value.items()}
-    return float(value)
+    def _late(self, seconds: float, computed: float, stack: list[Place]) -> None:
+        """Report a blocked loop, again and again."""
+        if seconds > self._patience:
+            lines = blamed(stack)
+            instead = remedy("\n".join(lines), computed > seconds / 2)
+            self.say(blocked=f"{lines[0]}; {instead}", seconds=seconds)
 
 
 def main() -> None:

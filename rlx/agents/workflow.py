@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from rlx.agents import loading, returned, trajectories
+from rlx.agents import loading, returns, trajectories
 from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install
@@ -121,7 +121,10 @@ class AgentWorkflow:
           AgentError: a run failed; names agent and row, and has the agent's traceback.
         """
         front = await self._at(fleet)
-        data, defaults = self.data(row), sampling or self._sampling
+        data, defaults = (
+            with_messages(row, self._question_key, self._system_prompt),
+            sampling or self._sampling,
+        )
         runs = []
         try:
             async with asyncio.TaskGroup() as together:
@@ -137,15 +140,6 @@ class AgentWorkflow:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return Group(group_id, tuple(t for run in runs for t in run.result()), row)
-
-    def data(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What an agent gets of a row: the row, with `messages` made of the question if need be."""
-        if "messages" in row or self._question_key not in row:
-            return dict(row)
-        messages = [{"role": "user", "content": str(row[self._question_key])}]
-        if self._system_prompt:
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        return {**row, "messages": messages}
 
     def drain_spans(self) -> list[Span]:
         """None: agents compute their rewards themselves, between their calls."""
@@ -187,7 +181,7 @@ class AgentWorkflow:
                     raise AgentError(
                         "it asked for no completion; does it use the base_url that `run` is given?"
                     )
-                if wrong := returned.mistake(value, ids):
+                if wrong := returns.mistake(value, ids):
                     raise AgentError(wrong)
                 return trajectories.of_run(
                     session.interactions,
@@ -208,6 +202,19 @@ class AgentWorkflow:
     def _failure(self, error: AgentError, data: Mapping[str, Any]) -> AgentError:
         row = str({k: v for k, v in data.items() if k not in ("answer", "messages")})
         return AgentError(f"agent {self.agent} failed on row {row[:_ROW_CHARACTERS]}: {error}")
+
+
+def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, Any]:
+    """Return what an agent gets of a row: the row, with `messages` where it only has a question.
+
+    Args:
+      key: of the question in the row.
+      system: a system prompt to put before it; "": none.
+    """
+    if "messages" in row or key not in row:
+        return dict(row)
+    prompt = [{"role": "system", "content": system}] if system else []
+    return {**row, "messages": [*prompt, {"role": "user", "content": str(row[key])}]}
 
 
 def name_of(cls: type) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rlx.agents import chosen
+from rlx.agents import from_command_line
 from rlx.base import Group, Unavailable, UserError
 from rlx.evaluation import benchmarks, scores
 from rlx.evaluation.benchmarks import Benchmark
@@ -264,7 +264,7 @@ class _Asking:
             found.reward, reward.workers, reward.timeout_seconds, Limits.of(reward)
         )
         self._tokenizer = load_tokenizer(directory)
-        self._workflow, self._graded = chosen.build(
+        self._workflow, self._graded = from_command_line.build(
             options.workflow,
             options.workflow_kwargs,
             tokenizer=self._tokenizer,
@@ -360,8 +360,8 @@ class _Asking:
         )
 
     def _keep(self, job: Job, row: Mapping[str, Any], group: Group) -> None:
-        for i, parts in enumerate(chosen.samples(group, job.count)):
-            found = chosen.record(parts, self._tokenizer)
+        for i, parts in enumerate(from_command_line.samples(group, job.count)):
+            found = from_command_line.record(parts, self._tokenizer)
             record = {
                 "index": job.index,
                 "sample": job.first + i if job.first != GREEDY else GREEDY,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlx import debug_workflow
-from rlx.agents import debug, loading, preflight
+from rlx.agents import debugger, loading, preflight
 from rlx.base import UserError
 from rlx.launch.local import LocalServers
 from rlx.model.directory import resolve
@@ -104,9 +104,11 @@ def take(server):
     def go(agent, *, rows=({},), batch=1, group=1, timeout=60.0, steps=("2",), model=""):
         cls = loading.load_class(f"{HERE / 'debugged_agents.py'}:{agent}")
         numbered = list(enumerate(rows))
-        plan = debug.Plan(cls, numbered, server, KEY, model, batch, group, timeout, steps)
-        screen = debug.Screen(lambda area, remarks: None, lambda line: None)
-        report = json.loads(json.dumps(jsonable(debug.run(plan, screen))))
+        found = debugger.Debugger(
+            cls, numbered, server, KEY, model, batch, group, timeout,
+            section=lambda area, findings: None, text=lambda line: None,
+        )  # fmt: skip
+        report = json.loads(json.dumps(jsonable(found.run(steps))))
         assert KEY not in json.dumps(report)
         return report
 
@@ -152,7 +154,7 @@ def test_a_good_agent_passes_both_steps(debug_agent):
     ("agent", "place", "remedy"),
     [
         ("Sleeps", r"debugged_agents\.py:\d+ Sleeps\.tool: time\.sleep\(0\.15\)", "asyncio.sleep"),
-        ("AsksInSync", r"AsksInSync\.run: urllib\.request\.urlopen\(request\), in", "async HTTP"),
+        ("AsksInSync", r"AsksInSync\.run: with urllib\.request\.urlopen.*, in", "async HTTP"),
         ("Computes", r"Computes\.run: re\.match\(", "it computes"),
     ],
 )
@@ -164,7 +166,7 @@ def test_what_blocks_the_loop_is_named(take, agent, place, remedy):
     assert re.search(place, found[1]), found
     assert remedy in found[2]
     cause = report["many"]["stalls"]["causes"][0]
-    assert cause["stalls"] >= 1
+    assert cause["times"] >= 1
     if agent == "Sleeps":
         assert cause["seconds"] == pytest.approx(8 * 0.15, rel=0.3)
 
@@ -175,14 +177,14 @@ def test_exceptions_are_counted_and_shown_at_the_users_line(take, debug_agent):
     assert not report["ok"]
     ((_, found, remedy),) = named(report, "exception")
     assert found.startswith("4 × KeyError: 'answer' at "), found
-    assert 'RaisesForSome.grade: data["answer"]' in found
+    assert 'RaisesForSome.grade: return float(data["answer"]' in found
     assert found.endswith("(row 1)")
     assert remedy.endswith("--steps=1 --rows=1")
     status, text, _ = debug_agent("RaisesForSome", "--rows=1", rows=rows, steps="1,2")
     assert status == 1
     shown = text[text.index("KeyError") :].splitlines()
-    assert "RaisesForSome.run: self.grade(data)" in shown[1]
-    assert 'RaisesForSome.grade: data["answer"]' in shown[2]
+    assert "RaisesForSome.run: return self.grade(data)" in shown[1]
+    assert 'RaisesForSome.grade: return float(data["answer"]' in shown[2]
     assert "asyncio" not in "".join(shown[1:3])
     assert "many runs come once this one has no problem" in text
 
@@ -221,11 +223,11 @@ def test_what_is_no_reward_is_named(take):
     }  # fmt: skip
     rows = [{"value": value} for value in [*values, "float32", "int"]]
     report = take("Returns", batch=10, rows=rows)
-    mistakes = {r["row"]: r["mistake"] for r in report["many"]["outcomes"] if "mistake" in r}
+    mistakes = {r["row"]: r["mistake"] for r in report["many"]["outcomes"]}
     for index, (value, words) in enumerate(values.items()):
         assert words in mistakes[index], value
     assert report["many"]["runs"]["ok"] == 2
-    assert len(named(report, "returned")) == 5  # the most frequent
+    assert len(named(report, "returned")) == len(values)
 
 
 def test_runs_that_take_turns_are_seen(take):
@@ -261,7 +263,7 @@ def test_calls_that_cannot_be_told_apart_are_a_problem(take, debug_agent):
 def test_what_is_left_behind_is_counted(debug_agent):
     _, _, report = debug_agent("LeavesThings", "--batch=8", "--group=1")
     found = [words for _, words, _ in named(report, "left behind")]
-    assert found == ["tasks: 8 × sleep", "threads: 8 × lost", "8 open connections after 8 runs"]
+    assert found == ["tasks: 8 × sleep", "threads: 8 × lost", "connections: 8 × open"]
 
 
 def test_a_model_name_of_the_agents_own_can_be_replaced(take):
@@ -286,7 +288,7 @@ def test_what_is_wrong_with_a_server_is_one_line(server):
         (server, "wrong", "", "refuses the API key that was given .401"),
         (server, "", "", "a request without an API key .401"),
         (root, KEY, "", f"give --base_url={server}$"),
-        (f"{root}/none/v1", KEY, "tiny-model", "does not exist .404"),
+        (f"{root}/none/v1", KEY, "", "does not exist .404"),
         (f"{root}/wrong/v1", KEY, "", "something else than a list of models"),
         (f"{root}/slow/v1", KEY, "", "gave no answer in 1 s"),
         (server, KEY, "tiny-modle", "did you mean --model=tiny-model"),
@@ -301,7 +303,7 @@ def test_what_is_wrong_with_a_server_is_one_line(server):
     for url in ("127.0.0.1:8000/v1", "http://host:port/v1", f"{server}/chat/completions"):
         with pytest.raises(UserError, match="base_url"):
             preflight.check_url(url)
-    assert preflight.check(server, KEY, "").model == "tiny-model"
+    assert preflight.check(server, KEY, "") == ("tiny-model", "other-model")
 
 
 def test_mistakes_on_the_command_line_are_told_before_anything_is_asked(monkeypatch, tmp_path):
@@ -324,13 +326,13 @@ def test_mistakes_on_the_command_line_are_told_before_anything_is_asked(monkeypa
 
 def test_rows_are_chosen_by_index_or_range():
     rows = [{"n": n} for n in range(5)]
-    assert debug.chosen(rows, "") == list(enumerate(rows))
-    assert debug.chosen(rows, "2") == [(2, {"n": 2})]
-    assert [i for i, _ in debug.chosen(rows, "3:")] == [3, 4]
-    assert [i for i, _ in debug.chosen(rows, "1:3")] == [1, 2]
+    assert debugger.chosen(rows, "") == list(enumerate(rows))
+    assert debugger.chosen(rows, "2") == [(2, {"n": 2})]
+    assert [i for i, _ in debugger.chosen(rows, "3:")] == [3, 4]
+    assert [i for i, _ in debugger.chosen(rows, "1:3")] == [1, 2]
     for wrong in ("5", "x", "3:2", "-1"):
         with pytest.raises(UserError, match="--rows="):
-            debug.chosen(rows, wrong)
+            debugger.chosen(rows, wrong)
 
 
 @pytest.mark.vllm

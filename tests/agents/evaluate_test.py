@@ -1,13 +1,12 @@
 """`python -m rlx.evaluate --workflow=`: agents and workflows scored by the command."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from rlx.agents import chosen
-from rlx.agents.workflow import AgentWorkflow
+from rlx.agents import from_command_line
+from rlx.agents.workflow import AgentWorkflow, with_messages
 from rlx.base import UserError
 from rlx.evaluation import evaluations
 from rlx.fleet.requests import Sampling
@@ -63,23 +62,22 @@ def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents):
         "max_prompt_tokens": 5, "workers": 2,
     }  # fmt: skip
     for name in ("", "rlx.rollout.workflows.RLVR"):
-        workflow, graded = chosen.build(name, {"question_key": "q"}, **shared)
+        workflow, graded = from_command_line.build(name, {"question_key": "q"}, **shared)
         assert isinstance(workflow, RLVR)
         assert graded
         assert workflow.render({"q": "x"}) == "<|user|>x<|end|><|assistant|>"
-    agent, graded = chosen.build(f"{agents.classes}:Repeat", {"turns": 2}, **shared)
+    agent, graded = from_command_line.build(f"{agents.classes}:Repeat", {"turns": 2}, **shared)
     assert isinstance(agent, AgentWorkflow)
     assert not graded
     with pytest.raises(UserError, match="did you mean 'question_key'"):
-        chosen.build("", {"question_kay": "q"}, **shared)
+        from_command_line.build("", {"question_kay": "q"}, **shared)
 
 
-def test_what_an_agent_is_given_has_messages(agents):
-    flow = AgentWorkflow(
-        f"{agents.classes}:Repeat", agents.tokenizer(), Sampling(), 1, system_prompt="be brief"
-    )
-    assert json.dumps(flow.data({"question": "x", "answer": "y"})["messages"]) == json.dumps(
-        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}]
-    )
+def test_what_an_agent_is_given_has_messages():
+    row = {"question": "x", "answer": "y"}
+    assert with_messages(row, "question", "be brief")["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "x"},
+    ]
     own = [{"role": "user", "content": "mine"}]
-    assert flow.data({"question": "x", "messages": own})["messages"] == own
+    assert with_messages({**row, "messages": own}, "question", "")["messages"] == own

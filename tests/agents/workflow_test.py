@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlx.agents import chosen
+from rlx.agents import from_command_line
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
@@ -110,15 +110,15 @@ def test_rewards_by_completion_make_a_trajectory_each(shared, agents):
         f"{number}.{run}.{part}" for run in range(2) for part in range(3)
     ]
     assert [t.reward for t in group.trajectories[:3]] == [1.25, 1.0, 1.0]
-    first, second = chosen.samples(group, 2)
+    first, second = from_command_line.samples(group, 2)
     assert len(first) == len(second) == 3
-    record = chosen.record(first, agents.tokenizer())
+    record = from_command_line.record(first, agents.tokenizer())
     assert (record["reward"], record["completion"]) == (1.0, "more")  # of the last completion
     assert record["tokens"] == sum(t.num_trained for t in first)
     said = [turn["completion"] for turn in record["turns"]]
     assert said == ["what is 0?<|end|>", "more<|end|>", "more<|end|>"]
     with pytest.raises(UserError, match="gave 2 samples where n=3"):
-        chosen.samples(group, 3)
+        from_command_line.samples(group, 3)
 
 
 def test_a_library_that_needs_the_main_thread_has_it(shared):

@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.agents import exchange
+from rlx.agents.recorder import ModelCall, refusal
 
 
 def sse(*events, named=False):
@@ -15,6 +15,24 @@ def sse(*events, named=False):
         lines += [f"event: {event['type']}"] if named else []
         lines += [f"data: {json.dumps(event)}", ""]
     return "\n".join(lines).encode() + b"\n"
+
+
+def asked(body):
+    """The call that a request's body begins."""
+    call = ModelCall(1, "/chat/completions", 0.0)
+    call.ask(body)
+    return call
+
+
+def answered(body, streamed):
+    """What a call has of an answer."""
+    call = ModelCall(1, "/chat/completions", 0.0, status=200, streamed=streamed)
+    call.hear(body)
+    return {
+        "completion_id": call.completion_id, "answer": call.answer, "error": call.error,
+        "stop_reason": call.stop_reason, "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": call.completion_tokens,
+    }  # fmt: skip
 
 
 def test_a_request_of_chat_with_parts_and_tools():
@@ -29,16 +47,16 @@ def test_a_request_of_chat_with_parts_and_tools():
             {"role": "tool", "content": "3" * 5000},
         ],
     }  # fmt: skip
-    found = exchange.asked(json.dumps(request).encode())
-    assert found["model"] == "m"
-    texts = [text for _, text in found["messages"]]
+    found = asked(json.dumps(request).encode())
+    assert found.model == "m"
+    texts = [text for _, text in found.messages]
     assert texts[:3] == ["Be brief.", "Look: [image_url]", '→ add({"a": 1})']
-    assert len(texts[3]) <= exchange.TEXT_LIMIT + 3
+    assert len(texts[3]) <= 2_003
 
 
 def test_long_conversations_keep_both_ends():
     messages = [{"role": "user", "content": str(i)} for i in range(100)]
-    found = exchange.asked(json.dumps({"messages": messages}).encode())["messages"]
+    found = asked(json.dumps({"messages": messages}).encode()).messages
     assert found[0] == ["user", "0"]
     assert found[-1] == ["user", "99"]
     assert ["…", "60 more"] in found
@@ -57,13 +75,11 @@ def test_a_stream_of_chat_with_a_tool_call_is_one_answer():
         chunk({}, "tool_calls"),
         {"id": "chatcmpl-7", "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}},
     )
-    found = exchange.answered(body + b"data: [DONE]\n\n", True)
+    found = answered(body + b"data: [DONE]\n\n", True)
     assert found == {
         "completion_id": "chatcmpl-7", "answer": 'Let me → add({"a": 1})',
         "stop_reason": "tool_calls", "prompt_tokens": 9, "completion_tokens": 4, "error": "",
     }  # fmt: skip
-    assert exchange.ended(b"x\n\ndata: [DONE]\n\n")
-    assert not exchange.ended(body)
 
 
 def test_anthropics_messages_whole_and_streamed():
@@ -72,7 +88,7 @@ def test_anthropics_messages_whole_and_streamed():
              "usage": usage}  # fmt: skip
     expected = {"completion_id": "msg_1", "answer": "42", "stop_reason": "end_turn",
                 "prompt_tokens": 11, "completion_tokens": 3, "error": ""}  # fmt: skip
-    assert exchange.answered(json.dumps(whole).encode(), False) == expected
+    assert answered(json.dumps(whole).encode(), False) == expected
     begun = {"id": "msg_1", "usage": {"input_tokens": 11, "output_tokens": 1}}
     body = sse(
         {"type": "message_start", "message": begun},
@@ -83,8 +99,7 @@ def test_anthropics_messages_whole_and_streamed():
         {"type": "message_stop"},
         named=True,
     )  # fmt: skip
-    assert exchange.answered(body, True) == expected
-    assert exchange.ended(body)
+    assert answered(body, True) == expected
 
 
 def test_responses_whole_and_streamed():
@@ -92,22 +107,21 @@ def test_responses_whole_and_streamed():
         "id": "resp_1", "status": "completed", "usage": {"input_tokens": 2, "output_tokens": 1},
         "output": [{"type": "message", "content": [{"type": "output_text", "text": "42"}]}],
     }  # fmt: skip
-    found = exchange.answered(json.dumps(whole).encode(), False)
+    found = answered(json.dumps(whole).encode(), False)
     assert (found["completion_id"], found["answer"], found["completion_tokens"]) == (
         "resp_1", "42", 1,
     )  # fmt: skip
     body = sse({"type": "response.created", "response": {"id": "resp_1", "usage": None}},
                {"type": "response.output_text.delta", "delta": "42"},
                {"type": "response.completed", "response": whole}, named=True)  # fmt: skip
-    assert exchange.answered(body, True) == found
-    assert exchange.ended(body)
+    assert answered(body, True) == found
 
 
 def test_refusals_in_the_shapes_that_servers_give_them():
     for body in ({"error": {"message": "no"}}, {"error": "no"}, {"detail": "no"},
                  {"message": "no"}, {"object": "error", "message": "no"}):  # fmt: skip
-        assert exchange.refusal(json.dumps(body).encode()) == "no"
-    assert exchange.refusal(b"<html>gone</html>") == "<html>gone</html>"
+        assert refusal(json.dumps(body).encode()) == "no"
+    assert refusal(b"<html>gone</html>") == "<html>gone</html>"
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(
@@ -117,7 +131,7 @@ def test_refusals_in_the_shapes_that_servers_give_them():
     max_leaves=12))  # fmt: skip
 def test_no_body_breaks_the_notes(value):
     body = json.dumps(value).encode()
-    exchange.asked(body)
-    exchange.answered(body, False)
-    exchange.answered(b"data: " + body + b"\n\n", True)
-    exchange.refusal(body)
+    asked(body)
+    answered(body, False)
+    answered(b"data: " + body + b"\n\n", True)
+    refusal(body)

@@ -1,4 +1,4 @@
-"""What an agent's `run` returned: a reward, rewards by completion id, or a mistake with a name."""
+"""Checks what an agent's `run` returned: a reward, or rewards by completion id. Pure."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ _WANTED = "return a float, or {completion id: float}"
 
 
 def mistake(value: Any, ids: Collection[str]) -> str:
-    """What is wrong with a returned value, in one line; empty where nothing is.
+    """Return what is wrong with a returned value, in one line; empty where nothing is.
 
     Args:
       value: a finite number, or a mapping of completion ids to finite numbers.
@@ -21,10 +21,10 @@ def mistake(value: Any, ids: Collection[str]) -> str:
     return _of_number(value, "run returned")
 
 
-def total(value: Any) -> float:
-    """One number for a value without mistake: itself, or the mean over completions; finite."""
+def plain(value: Any) -> float | dict[str, float]:
+    """Return a value without mistake as JSON has it."""
     if isinstance(value, Mapping):
-        return sum(map(float, value.values())) / len(value)
+        return {key: float(reward) for key, reward in value.items()}
     return float(value)
 
 

@@ -1,0 +1,313 @@
+"""Runs an agent many times at once in one event loop, as training does, and observes the loop.
+
+The loop is in the main thread: some libraries set signals. asyncio's debug mode measures callbacks
+that take too long (and doubles what each call computes); `LoopWatch` finds their lines, and a loop
+that is blocked for ever is interrupted, so that there is still a report.
+"""
+
+import asyncio
+import copy
+import gc
+import inspect
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.agents import loop_watch
+from rlx.agents.http_clients import HttpClients
+from rlx.agents.loop_watch import LoopWatch, Place, places
+from rlx.agents.recorder import Recorder
+
+SLOW_SECONDS = 0.1  # a callback that takes longer blocks the loop
+_GRACE = 2.0  # seconds a cancelled run has to end
+_SETTLE = 1.0  # seconds for connections to close behind the runs
+_NEWS_SECONDS = 5.0  # a loop that is blocked for longer is reported at once
+_INTERRUPTS = 5  # before the program is ended, _GRACE apart
+_OWN_THREADS = {"MainThread", "rlx-loop-watch", "rlx-recorder", "asyncio"}
+
+
+@dataclass(slots=True, eq=False)
+class AgentRun:
+    """One run, and how it ended.
+
+    Attributes:
+      number: of the run in the whole session; `index`: of its row in the data.
+      end: returned | raised | timeout | stuck (cancelled, and did not end) | lost (never ended).
+      begin, seconds: monotonic.
+      value: what it returned.
+      error: `KeyError: 'answer'`, of one that raised.
+      places: the user's lines of the traceback, outermost first; for a timeout, where it waited.
+    """
+
+    number: int
+    index: int
+    row: Mapping[str, Any]
+    end: str = "lost"
+    begin: float = 0.0
+    seconds: float = 0.0
+    value: Any = None
+    error: str = ""
+    places: Sequence[Place] = ()
+
+
+@dataclass(slots=True)
+class Blocker:
+    """A line of code that kept the loop from turning.
+
+    Attributes:
+      stack: from that line down, of the latest look.
+      seconds: in all; `computed`: those of them in which the thread computed rather than waited.
+      longest, times: seconds of its longest callback, and in how many it was.
+    """
+
+    stack: list[str]
+    seconds: float = 0.0
+    computed: float = 0.0
+    longest: float = 0.0
+    times: int = 0
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computed; on a crowded machine that is a small part of its seconds."""
+        return self.computed > 0.2 * self.seconds
+
+    @property
+    def remedy(self) -> str:
+        """What to write instead."""
+        return loop_watch.remedy("\n".join(self.stack), self.computes)
+
+
+@dataclass(slots=True)
+class Observed:
+    """What was seen of the runs.
+
+    Attributes:
+      begin, end: seconds, monotonic.
+      busy_seconds: in which the loop's thread computed.
+      slow: seconds of each callback that blocked the loop.
+      blockers: by their line.
+      background: errors of tasks that nothing awaited.
+      left: tasks, threads and connections that the runs left behind, by name.
+      gave_up: why it ended before its runs; "" where it did not.
+    """
+
+    runs: Sequence[AgentRun]
+    begin: float = 0.0
+    end: float = 0.0
+    busy_seconds: float = 0.0
+    slow: list[float] = field(default_factory=list)
+    blockers: dict[str, Blocker] = field(default_factory=dict)
+    background: Counter = field(default_factory=Counter)
+    left: dict[str, Counter] = field(default_factory=dict)
+    gave_up: str = ""
+
+
+class ConcurrentRuns(logging.Handler):
+    """All runs at once, each on an instance and with a client of its own.
+
+    Args:
+      make: a new instance of the agent's class.
+      recorder: whose addresses and key the runs get.
+      timeout: seconds a run may take; 0: no limit.
+      show: called with (done, wanted) after each run.
+      tell: called with a line that cannot wait, from a thread.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        runs: Sequence[AgentRun],
+        recorder: Recorder,
+        timeout: float,
+        show: Callable[[int, int], None] = lambda done, wanted: None,
+        tell: Callable[[str], None] = print,
+    ):
+        super().__init__()
+        self._make, self._recorder, self._timeout = make, recorder, timeout
+        self._show, self._tell, self._done = show, tell, 0
+        self._looks: list[tuple[float, float, float, list[Place]]] = []
+        self._interrupts = self._told = 0
+        self._watch = LoopWatch(self._late)
+        self.observed = Observed(runs)
+
+    def run(self) -> Observed:
+        """Run until every run ended, Ctrl-C, or the loop is blocked beyond hope."""
+        seen = self.observed
+        loop = asyncio.new_event_loop()
+        loop.set_debug(True)
+        loop.slow_callback_duration = SLOW_SECONDS
+        loop.set_exception_handler(self._unhandled)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun with nohup or &
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        logger = logging.getLogger("asyncio")
+        logger.addHandler(self)
+        propagate, logger.propagate = logger.propagate, False
+        seen.begin, busy = time.monotonic(), time.thread_time()
+        try:
+            loop.run_until_complete(self._main())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+        except KeyboardInterrupt:  # what is left in the loop would run on if it were closed
+            self._watch.stop()
+            seen.gave_up = seen.gave_up or "interrupted"
+            seen.end = time.monotonic()
+            if self._looks and seen.end - self._looks[-1][0] < 1.0:
+                self._slow("", self._looks[-1][1])
+        finally:
+            logger.removeHandler(self)
+            logger.propagate = propagate
+        seen.busy_seconds = time.thread_time() - busy
+        for run in seen.runs:
+            if run.end == "lost" and run.begin:
+                run.seconds = seen.end - run.begin
+        return seen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line of asyncio's log: `Executing <…> took 0.150 seconds`, or another."""
+        if str(record.msg).startswith("Executing") and isinstance(record.args, tuple):
+            self._slow(str(record.args[0]), float(str(record.args[1])))
+        elif record.levelno >= logging.WARNING:
+            self.observed.background[record.getMessage()[:300]] += 1
+
+    def _slow(self, name: str, seconds: float) -> None:
+        """Record a callback that blocked the loop, shared out between the looks at it.
+
+        Args:
+          name: asyncio's, for a callback that was never looked at.
+        """
+        begin = time.monotonic() - seconds - 0.01
+        looks = [(late, part, stack) for at, late, part, stack in self._looks if at >= begin]
+        self._looks.clear()
+        if any(loop_watch.debugging(stack) for *_, stack in looks):
+            return
+        self.observed.slow.append(seconds)
+        share: dict[str, float] = {}
+        for late, computed, stack in looks or [(seconds, 0.0, [])]:
+            lines = loop_watch.blamed(stack) or [name]
+            blocker = self.observed.blockers.setdefault(lines[0], Blocker(lines))
+            blocker.stack = lines
+            part = seconds / max(len(looks), 1)
+            blocker.seconds += part
+            blocker.computed += part * min(computed / late, 1.0)
+            share[lines[0]] = share.get(lines[0], 0.0) + part
+        for line, part in share.items():
+            blocker = self.observed.blockers[line]
+            blocker.longest, blocker.times = max(blocker.longest, part), blocker.times + 1
+
+    def _late(self, seconds: float, computed: float, stack: list[Place]) -> None:
+        """Keep a look; report a blocked loop, and interrupt it where that is all that helps."""
+        self._looks.append((time.monotonic(), seconds, computed, stack))
+        if loop_watch.debugging(stack):
+            return
+        where = loop_watch.blamed(stack)[0]
+        if seconds < _NEWS_SECONDS:
+            self._told = 0
+        elif not self._told:
+            self._told = 1
+            self._tell(f"the event loop is blocked, for {seconds:.0f} s by now: {where}")
+        if self._timeout and seconds > self._timeout + _GRACE * (self._interrupts + 1):
+            if self._interrupts == _INTERRUPTS:  # a call of C's that ignores signals
+                self._tell(f"it cannot be interrupted; ended without a report: {where}")
+                os._exit(1)
+            self._interrupts += 1
+            self.observed.gave_up = f"the event loop was blocked for {seconds:.0f} s: ended"
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _unhandled(self, loop: Any, context: Mapping[str, Any]) -> None:
+        error = context.get("exception")
+        words = _explained(error)[0] if error else str(context.get("message"))
+        self.observed.background[words] += 1
+
+    async def _main(self) -> None:
+        before = _population(self._recorder)
+        self._clients = HttpClients()
+        self._watch.start()
+        await asyncio.gather(*(self._one(run) for run in self.observed.runs))
+        self._watch.stop()
+        self.observed.end = time.monotonic()
+        await self._clients.close()
+        until = time.monotonic() + _SETTLE
+        gc.collect()
+        while True:  # until what is there and was not before no longer grows less
+            now = _population(self._recorder)
+            self.observed.left = {kind: names - before[kind] for kind, names in now.items()}
+            if time.monotonic() > until or not any(self.observed.left.values()):
+                return
+            await asyncio.sleep(0.05)
+
+    async def _one(self, run: AgentRun) -> None:
+        run.begin = time.monotonic()
+        task = asyncio.create_task(self._call(run))
+        await asyncio.wait({task}, timeout=self._timeout or None)
+        if not task.done():
+            waits = [place for place in _awaited(task.get_coro()) if place.owner == "user"]
+            task.cancel()
+            await asyncio.wait({task}, timeout=_GRACE)
+            run.end, run.error = "timeout" if task.done() else "stuck", ""
+            run.places = waits[-4:]
+        run.seconds = time.monotonic() - run.begin
+        self._done += 1
+        self._show(self._done, len(self.observed.runs))
+
+    async def _call(self, run: AgentRun) -> None:
+        kwargs = {
+            "base_url": self._recorder.base_url(run.number),
+            "api_key": self._recorder.api_key,
+            "http_client": self._clients.new(),
+        }
+        try:
+            run.value = await self._make().run(copy.deepcopy(dict(run.row)), **kwargs)
+            if inspect.iscoroutine(run.value):
+                run.value.close()
+            run.end = "returned"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too ends this run alone
+            run.end = "raised"
+            run.error, run.places = _explained(error)
+
+
+def _explained(error: BaseException) -> tuple[str, list[Place]]:
+    """Return an exception (of a group, its first) in one line, and the places to look at.
+
+    The places are the user's, with the deepest where that is another's.
+    """
+    inner = error
+    while isinstance(inner, BaseExceptionGroup):
+        inner = inner.exceptions[0]
+    stack = places(traceback.walk_tb(inner.__traceback__))
+    own = [place for place in stack if place.owner == "user"]
+    if stack and stack[-1] not in own and stack[-1].owner != "rlx":
+        own.append(stack[-1])
+    group = "" if inner is error else f"{type(error).__name__} of "
+    return f"{group}{type(inner).__name__}: {' '.join(str(inner).split())[:500]}", own[-8:]
+
+
+def _awaited(coroutine: Any) -> list[Place]:
+    """Return the places of a suspended coroutine and of what it awaits, outermost first."""
+    frames = []
+    while frame := getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None):
+        frames.append((frame, frame.f_lineno))
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
+    return places(frames)
+
+
+def _population(recorder: Recorder) -> dict[str, Counter]:
+    """Return how many tasks, threads (by names without numbers) and connections there are."""
+    own = asyncio.current_task()
+    coroutines = [task.get_coro() for task in asyncio.all_tasks() if task is not own]
+    names = [getattr(c, "__qualname__", None) or type(c).__name__ for c in coroutines]
+    threads = [re.sub(r"[-_(]?\d+\)?", "", thread.name) for thread in threading.enumerate()]
+    return {
+        "tasks": Counter(names),
+        "threads": Counter(name for name in threads if name not in _OWN_THREADS),
+        "connections": Counter(open=recorder.connections()),
+    }
