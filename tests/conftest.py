@@ -1,10 +1,23 @@
 """Fixtures that more than one room's tests use."""
 
 import importlib.util
+import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from rlx.model import compile_cache
+
+# Programs of tests run for milliseconds and compile for seconds: do not optimise them, and keep
+# them for the next process. JAX reads these when it is imported, here and in started processes.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+for _name, _value in compile_cache.options().items():
+    os.environ.setdefault(_name.upper(), str(_value))
+if version("jaxlib").startswith("0.10."):  # an XLA that does not know a flag ends its process
+    _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"]
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, _flags))
 
 # On a busy machine a clock says nothing about the code.
 settings.register_profile("no_clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])

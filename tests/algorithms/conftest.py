@@ -4,7 +4,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,14 +20,6 @@ def _load(name):
 
 
 oracles_module = _load("oracles")
-
-
-@pytest.fixture(scope="package", autouse=True)
-def quick_compilation():
-    """Programs here run for milliseconds and compile for seconds: do not optimise them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

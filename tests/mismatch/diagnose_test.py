@@ -26,14 +26,6 @@ TEMPERATURE, NEW_TOKENS = 0.7, 40
 PROMPTS = [np.array(p, np.int32) for p in ([3, 17, 44, 9], [5, 6, 7], [90, 80, 70, 60, 50], [11])]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Programs here run for milliseconds and compile for seconds: do not optimise them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def first(tiny_model_dir):
     """(config, weights the run began with)"""

@@ -21,9 +21,6 @@ RUN = [
     "--config.optimizer.learning_rate=3e-3", "--config.observe.tensorboard=False",
 ]  # fmt: skip
 
-# Programs here run for milliseconds and compile for seconds: do not optimise them.
-ENVIRONMENT = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-
 # A server that says it has each new version and keeps the weights it began with.
 FORGETFUL = """
 import sys
@@ -61,9 +58,7 @@ def serve():
     def start(model, *program):
         command = [sys.executable, *(program or ("-m", "rlx.serve")), f"--model={model}",
                    "--engine=jax", "--slots=16", "--max-model-len=128"]  # fmt: skip
-        started.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-        )
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return f"127.0.0.1:{json.loads(started[-1].stdout.readline())['port']}"
 
     yield start
@@ -74,7 +69,7 @@ def serve():
 
 def run(command, timeout=180):
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:

@@ -1,10 +1,8 @@
 """SFT, reward models and DPO through the whole loop, on a tiny model and six rows."""
 
 import json
-import os
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,17 +19,6 @@ ROWS = [
      "chosen": f"it is {2 * i}", "rejected": f"it may be {2 * i + 1}?"}
     for i in range(6)
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Programs here run for milliseconds and compile for seconds: do not optimise them."""
-    name = "jax_disable_most_optimizations"
-    jax.config.update(name, True)
-    os.environ[name.upper()] = "1"  # of the servers
-    yield
-    jax.config.update(name, False)
-    del os.environ[name.upper()]
 
 
 @pytest.fixture

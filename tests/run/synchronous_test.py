@@ -5,7 +5,6 @@ the last test shows that they do for max_staleness=1.
 """
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
@@ -30,17 +29,6 @@ ROWS = [{"question": f"{i} + {2 * i} =", "answer": str(3 * i)} for i in range(8)
 SECONDS = 120.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Programs here run for milliseconds and compile for seconds: do not optimise them."""
-    name = "jax_disable_most_optimizations"
-    jax.config.update(name, True)
-    os.environ[name.upper()] = "1"  # of the servers
-    yield
-    jax.config.update(name, False)
-    del os.environ[name.upper()]
-
-
 @pytest.fixture(scope="module")
 def config():
     c = config_lib.default()
@@ -53,7 +41,7 @@ def config():
 
 
 @pytest.fixture(scope="module")
-def servers(quick_compilation, tiny_model_dir, tmp_path_factory):
+def servers(tiny_model_dir, tmp_path_factory):
     """Two servers; each loop begins by giving those it uses the first weights again."""
     workdir = tmp_path_factory.mktemp("servers")
     options = {"slots": 8, "max_model_len": 64, "decode_steps": 4}
@@ -63,7 +51,7 @@ def servers(quick_compilation, tiny_model_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trainer(quick_compilation, tiny_model_dir, config):
+def trainer(tiny_model_dir, config):
     """(model config, weights, update)"""
     model_config, weights = hf.load(tiny_model_dir, "float32")
     return model_config, weights, make_update(model_config, config)

@@ -201,7 +201,7 @@ assert np.array_equal(x, value)
 
 
 def test_a_sharded_state_is_restored_to_another_sharding_and_to_one_device(tmp_path):
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     subprocess.run(
         [sys.executable, "-c", _SHARDED, str(tmp_path)],
         check=True, timeout=120, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

@@ -11,14 +11,6 @@ from rlx.model.model_config import ModelConfig
 from rlx.train import update
 
 
-@pytest.fixture(scope="package", autouse=True)
-def quick_compilation():
-    """Programs here run for milliseconds and compile for seconds: do not optimise them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="session")
 def model_config():
     return ModelConfig(

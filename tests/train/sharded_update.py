@@ -70,7 +70,6 @@ METRICS = (
 
 
 def main():
-    jax.config.update("jax_disable_most_optimizations", True)
     for mesh, minibatches, budget, rank, preset, name in CASES:
         _, alone, expected = run("", minibatches, 2048, rank, preset)
         trainer, state, metrics = run(mesh, minibatches, budget, rank, preset)

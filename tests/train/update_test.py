@@ -394,7 +394,7 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
 
 def test_sharded_is_unsharded():
     """The same updates on one device and on meshes of 8, in a process with 8 devices."""
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     program = Path(__file__).with_name("sharded_update.py")
     subprocess.run(
         [sys.executable, program],
