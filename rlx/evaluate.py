@@ -36,7 +36,7 @@ def main() -> int:
         loading.kind(loading.load_class(values.workflow))
     from rlx.evaluation import evaluations
     from rlx.evaluation.scores import text_table
-    from rlx.observe.counting import Counting
+    from rlx.observe.progress_bar import Counting
 
     ks = {
         name: tuple(flags.number(values, name, lambda t: [*map(int, t.split(","))], default))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlx.cli.text import duration, number, plain, shares, sparkline
-from rlx.observe.headlines import HELD_OUT, TRAINED, present
+from rlx.observe.key_metrics import HELD_OUT, TRAINED, present
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -214,12 +214,12 @@ class Progress:
     def _rows(self, width: int) -> list[tuple[str, "Text"]]:
         """Label and value of each line of the panel; `width` cells for the value."""
         rows = []
-        for headline in present(TRAINED, self._history):
-            values = [record.get(headline.key) for record in self._history]
-            rows.append((headline.name, self._trend(values, "green", width)))
-        for headline in present(HELD_OUT, self._evals):
-            values = [record.get(headline.key) for record in self._evals]
-            note = f"{headline.name}, step {self._evals[-1].get('step', 0)}"
+        for metric in present(TRAINED, self._history):
+            values = [record.get(metric.key) for record in self._history]
+            rows.append((metric.name, self._trend(values, "green", width)))
+        for metric in present(HELD_OUT, self._evals):
+            values = [record.get(metric.key) for record in self._evals]
+            note = f"{metric.name}, step {self._evals[-1].get('step', 0)}"
             rows.append(("held-out", self._trend(values, "cyan", width, note)))
         if not self._history:
             return rows

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.cli.text import duration, number, visible
-from rlx.observe import learned
+from rlx.observe import report_learning
 from rlx.observe import samples as transcripts
 from rlx.observe.charts import (
     Line,
@@ -28,7 +28,7 @@ from rlx.observe.charts import (
     stacked_bars,
 )
 from rlx.observe.jsonl import write_atomically
-from rlx.observe.lanes import busy_shares, color_of, overview
+from rlx.observe.report_timeline import busy_shares, color_of, overview
 from rlx.observe.rundir import Run, finite, load
 
 _SKIPPED = 20  # rows named
@@ -75,9 +75,13 @@ def page(run: Run) -> str:
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     parts = [
-        ("learning", "Learning", learned.charts(run)),
+        ("learning", "Learning", report_learning.charts(run)),
         ("optimisation", "Optimisation", _optimisation(run)),
-        ("asynchrony", "Time" if learned.on_dataset(run) else "Asynchrony", _asynchrony(run)),
+        (
+            "asynchrony",
+            "Time" if report_learning.on_dataset(run) else "Asynchrony",
+            _asynchrony(run),
+        ),
         ("timeline", "Timeline", _timeline(run)),
         ("samples", "Samples", _samples(run)),
         ("setup", "Setup", _setup(run)),
@@ -142,7 +146,7 @@ def _header(run: Run, name: str) -> str:
 
 def _source_facts(run: Run) -> list[str]:
     """Where the batches come from."""
-    if learned.on_dataset(run):
+    if report_learning.on_dataset(run):
         return [_fact(run, "{} rows a batch", "rollout.batch_prompts")]
     return [
         _fact(run, "reward {}", "reward.name"),
@@ -164,7 +168,7 @@ def _tiles(run: Run) -> str:
         + "".join(
             f'<div class="card tile {kind}"><h3>{title}</h3><b>{escape(value)}</b>'
             f"<p>{escape(note)}</p></div>"
-            for kind, title, value, note in (*learned.tiles(run), *_cost_tiles(run))
+            for kind, title, value, note in (*report_learning.tiles(run), *_cost_tiles(run))
         )
         + "</div>"
     )

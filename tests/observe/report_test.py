@@ -12,9 +12,9 @@ import pytest
 
 from rlx.base import UserError
 from rlx.cli.text import visible
-from rlx.observe.lanes import color_of, covered, overview
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report import page, write_report
+from rlx.observe.report_timeline import color_of, covered, overview
 from rlx.observe.rundir import TraceSpan, load
 from rlx.observe.samples import card, choose, shaded
 from rlx.observe.timeline import Timeline

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rlx.cli.text import number
 from rlx.observe.charts import Line, grid, line_chart
-from rlx.observe.headlines import HELD_OUT, TRAINED, present
+from rlx.observe.key_metrics import HELD_OUT, TRAINED, present
 from rlx.observe.rundir import Run, finite
 
 _WIDE, _HALF = (1096, 320), (532, 220)
@@ -39,7 +39,7 @@ def on_dataset(run: Run) -> bool:
 
 def tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     """(color, title, value, note) of what the run is judged by."""
-    for key in (headline.key for headline in present(HELD_OUT, run.evals)):
+    for key in (metric.key for metric in present(HELD_OUT, run.evals)):
         values = [v for e in run.evals if (v := finite(e.get(key))) is not None]
         if values:
             yield "c2", _TILES[key], number(values[-1]), f"from {number(values[0])}"
