@@ -1,28 +1,65 @@
-"""What a run has learned, for its report: the tiles and charts of rewards, losses, accuracies."""
+"""The report's tiles and charts of what a run learned: rewards, losses, accuracies, the update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from rlx.cli.text import number
-from rlx.observe.charts import Line, grid, line_chart
+from rlx.observe.charts import Line, line_chart
 from rlx.observe.key_metrics import HELD_OUT, TRAINED, present
 from rlx.observe.rundir import Run, finite
 
-_WIDE, _HALF = (1096, 320), (532, 220)
-# What a run on a dataset has learned: title, what it says, (metric, name, color) of batches and of
-# evaluations, least and greatest y that must show.
-_ON_DATASET = (
-    ("Loss", "of each batch (bold: running mean) and of held-out rows (dots)",
-     (("sft_loss", "trained", "c1"), ("pair_loss", "trained", "c1")),
-     (("held_out_sft_loss", "held out", "c2"), ("held_out_pair_loss", "held out", "c2")),
-     (0, None)),
-    ("Accuracy", "share that is right, of pairs or of answers to unseen questions",
-     (("pair_accuracy", "trained pairs", "c1"),),
-     (("held_out_pair_accuracy", "held-out pairs", "c2"), ("greedy_acc", "greedy answers", "c3")),
-     (None, 1)),
-    ("Margin", "by how much the chosen answer is ahead, on average",
-     (("pair_margin", "trained", "c1"),), (("held_out_pair_margin", "held out", "c2"),), (0, None)),
+
+class Chart(NamedTuple):
+    """A chart of metrics: (metric, name, color) of each line; `low` and `high` must be visible."""
+
+    title: str
+    about: str
+    trained: tuple[tuple[str, str, str], ...]  # metrics of the steps
+    held_out: tuple[tuple[str, str, str], ...] = ()  # metrics of the evaluations
+    low: float | None = 0
+    high: float | None = None
+
+
+_ON_ROLLOUTS = (
+    Chart("Reward and held-out accuracy",
+          "mean reward of each batch (bold: running mean), greedy accuracy on unseen questions",
+          (("task_reward", "task reward", "c1"),), (("greedy_acc", "held-out accuracy", "c2"),),
+          low=None),
 )  # fmt: skip
-_TILES = {  # titles of what evaluations say
+_ON_DATASET = (
+    Chart("Loss", "of each batch (bold: running mean) and of held-out rows (dots)",
+          (("sft_loss", "trained", "c1"), ("pair_loss", "trained", "c1")),
+          (("held_out_sft_loss", "held out", "c2"), ("held_out_pair_loss", "held out", "c2"))),
+    Chart("Accuracy", "share that is right, of pairs or of answers to unseen questions",
+          (("pair_accuracy", "trained pairs", "c1"),),
+          (("held_out_pair_accuracy", "held-out pairs", "c2"),
+           ("greedy_acc", "greedy answers", "c3")),
+          low=None, high=1),
+    Chart("Margin", "by how much the chosen answer is ahead, on average",
+          (("pair_margin", "trained", "c1"),), (("held_out_pair_margin", "held out", "c2"),)),
+)  # fmt: skip
+_OPTIMISATION = (
+    Chart("Entropy", "nats a token; falls as the policy commits", (("entropy", "entropy", "c1"),)),
+    Chart("Gradient norm", "before clipping", (("grad_norm", "norm", "c4"),)),
+    Chart("Policy loss", "the objective being minimised", (("actor_loss", "loss", "c2"),),
+          low=None),
+    Chart("Off-policy drift", "KL of behaviour and of the update, nats",
+          (("behaviour_kl", "behaviour", "c5"), ("ppo_approx_kl", "update", "c6"))),
+    Chart("Importance weights", "mean ratio; 1 is on-policy",
+          (("behaviour_weight", "behaviour", "c5"), ("importance_weight", "importance", "c6")),
+          low=None),
+    Chart("Clipped tokens", "share of trained tokens at the clip",
+          (("actor_clip_ratio", "clipped", "c2"),)),
+    Chart("Completion length", "mean trained tokens a trajectory",
+          (("avg_seq_len", "tokens", "c3"),)),
+    Chart("Cut completions", "share that hit the token limit", (("no_eos_ratio", "cut", "c5"),)),
+    Chart("Chosen and rejected", "their scores, or β·log(π/π_ref)",
+          (("pair_chosen", "chosen", "c3"), ("pair_rejected", "rejected", "c8")), low=None),
+    Chart("Distance to the anchor", "KL to the reference or the teacher, nats a token",
+          (("reference_kl", "KL", "c8"),)),
+    Chart("Learning rate", "after the schedule", (("learning_rate", "rate", "c7"),)),
+)  # fmt: skip
+_TILES = {  # titles of what evaluations measure
     "greedy_acc": "Held-out accuracy",
     "held_out_sft_loss": "Held-out loss",
     "held_out_pair_loss": "Held-out loss",
@@ -32,17 +69,17 @@ _TILES = {  # titles of what evaluations say
 
 
 def on_dataset(run: Run) -> bool:
-    """Whether it was trained on what a dataset says, not on rollouts and their rewards."""
+    """Return whether the run trained on a dataset's rows, not on rollouts and their rewards."""
     found = present(TRAINED, run.metrics)
     return bool(found) and found[0].key != "task_reward"
 
 
 def tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
-    """(color, title, value, note) of what the run is judged by."""
-    for key in (metric.key for metric in present(HELD_OUT, run.evals)):
-        values = [v for e in run.evals if (v := finite(e.get(key))) is not None]
+    """Yield (color, title, value, note) of each number that the run is judged by."""
+    for metric in present(HELD_OUT, run.evals):
+        values = [v for e in run.evals if (v := finite(e.get(metric.key))) is not None]
         if values:
-            yield "c2", _TILES[key], number(values[-1]), f"from {number(values[0])}"
+            yield "c2", _TILES[metric.key], number(values[-1]), f"from {number(values[0])}"
     rewards = [v for v in run.series("task_reward") if v is not None]
     if rewards:
         edge = max(1, len(rewards) // 20)
@@ -50,40 +87,28 @@ def tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
         yield "c1", "Task reward", number(last), f"from {number(first)}"
 
 
-def charts(run: Run) -> str:
-    """Curves over the steps; a sentence before the first of them."""
+def learning(run: Run) -> list[dict[str, Any]]:
+    """Return the charts of reward or loss, and of held-out questions."""
+    return _charts(run, _ON_DATASET if on_dataset(run) else _ON_ROLLOUTS)
+
+
+def optimisation(run: Run) -> list[dict[str, Any]]:
+    """Return the charts of the update: entropy, gradients, ratios, lengths."""
+    return _charts(run, _OPTIMISATION)
+
+
+def _charts(run: Run, charts: tuple[Chart, ...]) -> list[dict[str, Any]]:
+    """Those of the charts for which the run has a value."""
     if not run.metrics:
-        return "<p>No step is finished yet.</p>"
-    if on_dataset(run):
-        return grid("two", [_dataset_chart(run, *row) for row in _ON_DATASET])
-    accuracy = _evaluated(run, "greedy_acc", "held-out accuracy", "c2")
-    reward = Line("task reward", run.series("task_reward"), "c1", smooth=True)
-    chart = line_chart(
-        "Reward and held-out accuracy",
-        "mean reward of each batch (bold: running mean), greedy accuracy on unseen questions",
-        [reward, accuracy], *run.axes(), size=_WIDE,
-    )  # fmt: skip
-    return f'<div class="wide">{chart}</div>' if chart else "<p>No step is finished yet.</p>"
-
-
-def _dataset_chart(
-    run: Run,
-    title: str,
-    about: str,
-    trained: Sequence[tuple[str, str, str]],
-    held_out: Sequence[tuple[str, str, str]],
-    span: tuple[float | None, float | None],
-) -> str:
-    """One row of _ON_DATASET; empty where the run has none of it."""
-    lines = [Line(name, run.series(key), color, smooth=True) for key, name, color in trained]
-    lines += [_evaluated(run, *row) for row in held_out]
-    return line_chart(title, about, lines, *run.axes(), size=_HALF, span=span)
-
-
-def _evaluated(run: Run, key: str, name: str, color: str) -> Line:
-    """A line through the evaluations."""
-    return Line(
-        name, [finite(e.get(key)) for e in run.evals], color, dots=True,
-        steps=[e["step"] for e in run.evals],
-        times=[finite(e.get("elapsed_seconds")) for e in run.evals],
-    )  # fmt: skip
+        return []
+    steps = [e["step"] for e in run.evals]
+    times = [finite(e.get("elapsed_seconds")) for e in run.evals]
+    drawn = []
+    for chart in charts:
+        lines = [Line(name, run.series(key), c, smooth=True) for key, name, c in chart.trained]
+        for key, name, color in chart.held_out:
+            values = [finite(e.get(key)) for e in run.evals]
+            lines.append(Line(name, values, color, dots=True, steps=steps, times=times))
+        drawn.append(line_chart(chart.title, chart.about, lines, run.axes(),
+                                low=chart.low, high=chart.high))  # fmt: skip
+    return [chart for chart in drawn if chart]

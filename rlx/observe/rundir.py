@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from rlx.base import UserError
 from rlx.observe.jsonl import has_step, read_json, read_jsonl
 
+_VERSION = re.compile(r"(?:(.+) )?version (\d+)")  # in the names of older runs' spans
 MAX_SAMPLE_FILES = 400  # of a longer run: the first and last half of that many
 
 
@@ -131,19 +133,24 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def _spans(trace: Mapping[str, Any]) -> list[TraceSpan]:
+    """The complete events by start, outer ones before those inside them."""
     events = trace.get("traceEvents")
     events = [e for e in events if isinstance(e, dict)] if isinstance(events, list) else []
-    names = {
+    processes = {
         event.get("pid"): str(lookup(event, "args.name"))
         for event in events
         if event.get("ph") == "M" and event.get("name") == "process_name"
     }
-    spans = [
-        TraceSpan(
-            names.get(e.get("pid"), str(e.get("pid"))), e.get("tid", 0), str(e.get("name")),
-            e["ts"], e["ts"] + e["dur"], e.get("args") or {},
-        )
-        for e in events
-        if e.get("ph") == "X" and finite(e.get("ts")) is not None and finite(e.get("dur"))
-    ]  # fmt: skip
+    spans = []
+    for event in events:
+        start, length = finite(event.get("ts")), finite(event.get("dur"))
+        if event.get("ph") != "X" or start is None or not length:
+            continue
+        process = processes.get(event.get("pid"), str(event.get("pid")))
+        name, args = str(event.get("name")), event.get("args")
+        args = args if isinstance(args, dict) else {}
+        if version := _VERSION.fullmatch(name):
+            name, args = version[1] or process, {"version": int(version[2])} | args
+        lane = event.get("tid", 0)
+        spans.append(TraceSpan(process, lane, name, start, start + length, args))
     return sorted(spans, key=lambda span: (span.start, -span.end))

@@ -14,9 +14,9 @@ from rlx.base import UserError
 from rlx.cli.text import visible
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report import page, write_report
+from rlx.observe.report_samples import card, choose, shaded
 from rlx.observe.report_timeline import color_of, covered, overview
 from rlx.observe.rundir import TraceSpan, load
-from rlx.observe.samples import card, choose, shaded
 from rlx.observe.timeline import Timeline
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -179,21 +179,60 @@ def test_five_hundred_steps_stay_fast_and_small(make_run, tmp_path):
     assert len(text) < 1_500_000
 
 
+def test_a_chart_cannot_leave_its_script(make_run, tmp_path):
+    """Names of phases come from users' code; they stand in a chart's data and in its legend."""
+    run = make_run(tmp_path / "run", steps=2)
+    nasty = "</script><script>alert(1)</script>\u2028"
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 3, "seconds": {nasty: 5.0}, "step_seconds": 5.0}) + "\n")
+    text = write_report(run).read_text()
+    assert text.count("<script>") == 1
+    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    names = {line["name"] for chart in map(json.loads, data) for line in chart["lines"]}
+    assert visible(nasty) in names
+
+
+def test_the_charts_carry_the_runs_numbers(run):
+    text = write_report(run).read_text()
+    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    charts = {chart["title"]: chart for chart in map(json.loads, data)}
+    assert text.count('<div class="plot">') == len(data)
+    records = load(run).metrics
+    reward, held_out = charts["Reward and held-out accuracy"]["lines"]
+    assert reward["values"] == pytest.approx([r["task_reward"] for r in records], rel=1e-5)
+    assert reward["times"] == [r["elapsed_seconds"] for r in records]
+    assert (held_out["steps"], held_out["dots"]) == ([0, 10, 20, 30, 40], True)
+    stack = charts["Time of a step"]
+    assert stack["stacked"]
+    heights = [sum(step) for step in zip(*(line["values"] for line in stack["lines"]), strict=True)]
+    assert heights == pytest.approx([r["step_seconds"] for r in records], rel=1e-4)
+
+
+def test_spans_of_older_runs_have_their_version_in_the_name(make_run, tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    trace = {"traceEvents": [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "publish"}},
+        {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "server 0"}},
+        {"ph": "X", "name": "version 2", "pid": 1, "tid": 1, "ts": 1000, "dur": 4000},
+        {"ph": "X", "name": "load version 2", "pid": 2, "tid": 1, "ts": 2000, "dur": 2000},
+    ]}  # fmt: skip
+    (run / "timeline.json").write_text(json.dumps(trace))
+    text = write_report(run).read_text()
+    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    publishing = next(c for c in map(json.loads, data) if c["title"] == "Publishing")
+    costs = {line["name"]: (line["steps"], line["values"]) for line in publishing["lines"]}
+    assert costs["delivery"] == ([2], [4.0])
+    assert costs["load"] == ([2], [2.0])
+    assert [span.name for span in load(run).spans] == ["publish", "load"]
+
+
 def test_versions_shade_the_tokens_they_made():
     sample = {"step": 5, "completion": "abcdef", "versions": [-1, 2, 2, 4], "reward": 1.0}
-    html = card(sample, 0.0, 1.0)
-    assert "3 tokens" in html
-    assert "version 2–4" in html
-    html = shaded({**sample, "token_texts": ["ab", "c", "def"]}, [2, 2, 4])
-    assert re.findall(r'class="lag (lag\d)"[^>]*>([^<]*)<', html) == [
-        ("lag2", "abc"),
-        ("lag0", "def"),
-    ]
-    html = shaded(sample, [2, 2, 4])
-    assert re.findall(r'class="lag (lag\d)"[^>]*>([^<]*)<', html) == [
-        ("lag2", "abcd"),
-        ("lag0", "ef"),
-    ]
+    shown = card(sample, 0.0, 1.0)
+    assert "3 tokens" in shown["facts"]
+    assert "version 2–4" in shown["facts"]
+    assert [(text, lag) for text, lag, _ in shown["pieces"]] == [("abcd", 2), ("ef", 0)]
+    assert shaded(sample, []) == [("abcdef", None, "")]
 
 
 def test_best_and_worst_do_not_overlap():
@@ -209,10 +248,12 @@ def test_busy_time_counts_overlaps_once():
         return TraceSpan(process, 1, name, start, end, {})
 
     assert covered([span(0, 10), span(2, 5), span(8, 12), span(20, 21)]) == 13
-    drawn = overview(
-        [span(0, 4e6), *(span(i * 1e3, i * 1e3 + 10, "tick") for i in range(4000))], 2.0
-    )
-    assert drawn.count("<rect") < 2000, "what is too small to see apart is drawn as one"
+    ticks = [span(i * 1e3, i * 1e3 + 10, "tick") for i in range(4000)]
+    rows = overview([span(0, 4e6), *ticks], 2.0)["views"]["last"]["rows"]
+    assert [len(row["boxes"]) < 2000 for row in rows] == [True, True], "the smallest are one box"
+    assert rows[0]["boxes"][0] | {"tip": ""} == {
+        "name": "decode", "color": "c3", "left": 0.0, "width": 100.0, "tip": ""
+    }  # fmt: skip
     assert color_of("Waiting") == color_of("Waiting")
     assert color_of("wait") == "c-wait"
 

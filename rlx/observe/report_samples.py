@@ -1,0 +1,102 @@
+"""The report's transcripts: what the model wrote, each token shaded by the lag of its version.
+
+All of it comes from a model: the template escapes it, and characters that would hide or reorder
+text are shown by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rlx.cli.text import number, visible
+from rlx.observe.rundir import finite
+
+PER_VIEW = 6
+MAX_CHARACTERS = 6000  # of one text; the middle of a longer one is left out
+VIEWS = (("best", "Best"), ("worst", "Worst"), ("early", "First steps"), ("late", "Last steps"))
+
+
+def choose(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the transcripts of each view: highest and lowest rewards (latest first), both ends."""
+    unique = list({(s.get("prompt"), s["completion"]): s for s in samples}.values())
+    rated = [s for s in unique if finite(s.get("reward")) is not None]
+    by_step = sorted(unique, key=lambda s: s["step"])
+    half = min(PER_VIEW, (len(rated) + 1) // 2)  # so that no transcript is best and worst
+    return {
+        "best": sorted(rated, key=lambda s: (-s["reward"], -s["step"]))[:half],
+        "worst": sorted(rated, key=lambda s: (s["reward"], -s["step"]))[:half],
+        "early": by_step[:PER_VIEW],
+        "late": by_step[::-1][:PER_VIEW],
+    }
+
+
+def cards(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the cards of each view; a reward's colour runs from the lowest to the highest."""
+    rewards = [r for s in samples if (r := finite(s.get("reward"))) is not None]
+    low, high = min(rewards, default=0.0), max(rewards, default=1.0)
+    return {name: [card(s, low, high) for s in chosen] for name, chosen in choose(samples).items()}
+
+
+def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
+    """Return one transcript for the template; `good` is 1 at reward `high` and 0 at `low`."""
+    reward = finite(sample.get("reward"))
+    versions = trained_versions(sample)
+    facts = [f"step {sample['step']:g}"]
+    if versions:
+        oldest, newest = min(versions), max(versions)
+        facts.append(f"{len(versions)} tokens")
+        facts.append(f"version {oldest}" + (f"–{newest}" if newest > oldest else ""))
+    if finite(sample.get("advantage")) is not None:
+        facts.append(f"advantage {number(sample['advantage'])}")
+    if sample.get("stop_reason") == "length":
+        facts.append("cut at the token limit")
+    if sample.get("trajectory_id") is not None:
+        facts.append(f"#{sample['trajectory_id']}")
+    prompt = sample.get("prompt") or ""
+    if prompt and sample.get("answer") is not None:
+        prompt = f"{prompt}\n\n(answer: {sample['answer']})"
+    return {
+        "reward": number(reward),
+        "good": 0.5 if reward is None or high <= low else round((reward - low) / (high - low), 3),
+        "facts": [visible(fact) for fact in facts],
+        "prompt": _cut(visible(prompt)),
+        "pieces": shaded(sample, versions),
+    }
+
+
+def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str, int | None, str]]:
+    """Return the completion as (text, lag, tooltip) of each stretch that one version wrote.
+
+    The trainer consumed step k with version k − 1. Records have no text of each token: the
+    completion is divided evenly over them. A text without versions, or one too long to show in
+    full, has no lag.
+    """
+    text = sample["completion"]
+    if not versions or len(text) > MAX_CHARACTERS:
+        return [(_cut(visible(text)), None, "")]
+    current, first, width = int(sample["step"]) - 1, 0, len(text) / len(versions)
+    stretches: list[tuple[str, int | None, str]] = []
+    for version, group in groupby(versions):
+        last = first + len(list(group))
+        piece = text[round(first * width) : round(last * width)]
+        lag = max(0, current - version)
+        tip = f"version {version}, lag {lag}\n{last - first} tokens"
+        stretches.append((visible(piece), min(lag, 5), tip))
+        first = last
+    return stretches
+
+
+def trained_versions(sample: Mapping[str, Any]) -> list[int]:
+    """Return the versions of the sampled tokens, without those of prompt and tools (−1)."""
+    versions = sample.get("versions")
+    if not isinstance(versions, list):
+        return []
+    return [int(v) for v in versions if isinstance(v, int | float) and v >= 0]
+
+
+def _cut(text: str) -> str:
+    """The text without its middle where it is too long to show."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
