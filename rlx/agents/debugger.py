@@ -15,7 +15,7 @@ from rlx.agents.recorder import ModelCall, Recorder, shorten
 from rlx.agents.workflow import with_messages
 from rlx.base import UserError
 from rlx.cli.text import duration
-from rlx.observe.counting import Counting
+from rlx.observe.progress_bar import Counting
 from rlx.rewards.worker_process import nothing_left
 from rlx.rollout import arithmetic, data
 
