@@ -1,7 +1,7 @@
 """From rewards to advantages in torch: as `rlx.algorithms.advantages`, same names, same order.
 
-The flat batch: all trajectories end to end on one axis of T tokens, N of them, `sequence_ids[t]` in
-0 … N − 1 (N for padding). Shapes never depend on data, so a whole call compiles to one graph.
+Shapes: F tokens of the flat axis, N trajectories, K of either. None depends on the data, so a whole
+call compiles to one graph.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
       algorithm: the row of the preset table.
 
     Returns:
-      advantages, returns, kl_rewards, [T] float32; shaped_rewards [N] float32; nonfinite_kl, an
+      advantages, returns, kl_rewards, [F] float32; shaped_rewards [N] float32; nonfinite_kl, an
       integer scalar. No gradient.
 
     Raises:
@@ -40,7 +40,7 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
     same_shape(flat["rewards"], flat["group_ids"], flat["truncated"], valid)
     lengths = segment_sum(mask.int(), ids, valid.shape[0])
     shaped = shape_rewards(flat["rewards"].float(), lengths, algorithm)
-    peers_N, peers_T = peers(flat, algorithm)
+    peers_N, peers_F = peers(flat, algorithm)
     normalised = normalise_rewards(shaped, peers_N, valid, algorithm)
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
     raw, returns = gae(
@@ -52,7 +52,7 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
         algorithm,
     )
     return {
-        "advantages": normalise_advantages(raw, peers_T, mask, algorithm),
+        "advantages": normalise_advantages(raw, peers_F, mask, algorithm),
         "returns": returns,
         "shaped_rewards": torch.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
@@ -61,7 +61,7 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
 
 
 def peers(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """Who shares a group's statistics: [N] int of each trajectory, [T] int of each token."""
+    """Who shares a group's statistics: [N] int of each trajectory, [F] int of each token."""
     groups, ids = flat["group_ids"], flat["sequence_ids"]
 
     def own(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,13 +125,13 @@ def normalise_rewards(
 
 
 def normalise_advantages(
-    advantages_T: Tensor, group_ids_T: Tensor, loss_mask_T: Tensor, algorithm: Algorithm
+    advantages_F: Tensor, group_ids_F: Tensor, loss_mask_F: Tensor, algorithm: Algorithm
 ) -> Tensor:
-    """(A − μ) / (σ + 1e-5) over trained tokens; [T] float32, 0 where not trained."""
+    """(A − μ) / (σ + 1e-5) over trained tokens; [F] float32, 0 where not trained."""
     return standardise(
-        advantages_T,
-        group_ids_T,
-        loss_mask_T,
+        advantages_F,
+        group_ids_F,
+        loss_mask_F,
         mean=algorithm.advantage_mean,
         std=algorithm.advantage_std,
     )
@@ -203,7 +203,7 @@ def _total(x: Tensor, index: Tensor | None, valid: Tensor) -> Tensor:
 
 
 def kl_penalty(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """−β·KL(π ‖ π_ref) on every trained token, [T] float32, and how many were not finite.
+    """−β·KL(π ‖ π_ref) on every trained token, [F] float32, and how many were not finite.
 
     Raises:
       UserError: without `reference_logprobs`.
@@ -230,18 +230,18 @@ def require_reference(batch: Mapping[str, Tensor]) -> Tensor:
     return batch["reference_logprobs"]
 
 
-def token_rewards(rewards_N: Tensor, loss_mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """Each trajectory's reward on its last trained token, 0 elsewhere; [T] float32."""
-    same_shape(loss_mask_T, sequence_ids_T)
-    last = loss_mask_T & ~next_trained(loss_mask_T, sequence_ids_T)[1]
-    return torch.where(last, take(rewards_N, sequence_ids_T, 0.0), 0.0)
+def token_rewards(rewards_N: Tensor, loss_mask_F: Tensor, sequence_ids_F: Tensor) -> Tensor:
+    """Each trajectory's reward on its last trained token, 0 elsewhere; [F] float32."""
+    same_shape(loss_mask_F, sequence_ids_F)
+    last = loss_mask_F & ~next_trained(loss_mask_F, sequence_ids_F)[1]
+    return torch.where(last, take(rewards_N, sequence_ids_F, 0.0), 0.0)
 
 
 def gae(
-    rewards_T: Tensor,
-    values_T: Tensor,
-    loss_mask_T: Tensor,
-    sequence_ids_T: Tensor,
+    rewards_F: Tensor,
+    values_F: Tensor,
+    loss_mask_F: Tensor,
+    sequence_ids_F: Tensor,
     bootstrap_N: Tensor,
     algorithm: Algorithm,
 ) -> tuple[Tensor, Tensor]:
@@ -251,27 +251,27 @@ def gae(
     trajectory; after the last one V is `bootstrap_N` and A is 0.
 
     Args:
-      rewards_T, values_T: [T] float32. loss_mask_T: [T] bool. sequence_ids_T: [T] int.
+      rewards_F, values_F: [F] float32. loss_mask_F: [F] bool. sequence_ids_F: [F] int.
       bootstrap_N: [N] float32.
 
     Returns:
-      advantages and returns (A + V), each [T] float32, 0 where not trained.
+      advantages and returns (A + V), each [F] float32, 0 where not trained.
     """
-    same_shape(rewards_T, values_T, loss_mask_T, sequence_ids_T)
-    following, has_next = next_trained(loss_mask_T, sequence_ids_T)
-    after_end = take(bootstrap_N, sequence_ids_T, 0.0)
-    next_values = torch.where(has_next, values_T[following], after_end)
-    delta = rewards_T + algorithm.gamma * next_values - values_T
+    same_shape(rewards_F, values_F, loss_mask_F, sequence_ids_F)
+    following, has_next = next_trained(loss_mask_F, sequence_ids_F)
+    after_end = take(bootstrap_N, sequence_ids_F, 0.0)
+    next_values = torch.where(has_next, values_F[following], after_end)
+    delta = rewards_F + algorithm.gamma * next_values - values_F
     decay = algorithm.gamma * algorithm.lam * has_next
     # A = b + a·A_next at trained tokens, A = A_next between them
-    a = torch.where(loss_mask_T, decay, 1.0)
-    b = torch.where(loss_mask_T, delta, 0.0)
-    estimate = torch.where(loss_mask_T, _recur(a, b), 0.0)
-    return estimate, torch.where(loss_mask_T, estimate + values_T, 0.0)
+    a = torch.where(loss_mask_F, decay, 1.0)
+    b = torch.where(loss_mask_F, delta, 0.0)
+    estimate = torch.where(loss_mask_F, _recur(a, b), 0.0)
+    return estimate, torch.where(loss_mask_F, estimate + values_F, 0.0)
 
 
 def _recur(a: Tensor, b: Tensor) -> Tensor:
-    """x with x[t] = b[t] + a[t]·x[t + 1] and x[T] = 0: step by step in blocks, all blocks at once.
+    """x with x[t] = b[t] + a[t]·x[t + 1] and x[F] = 0: step by step in blocks, all blocks at once.
 
     Then the blocks' own recurrence, of a BLOCK-th of the size, gives each what follows it.
     """
@@ -289,12 +289,12 @@ def _recur(a: Tensor, b: Tensor) -> Tensor:
     return x.t().reshape(-1)[:size]
 
 
-def next_trained(loss_mask_T: Tensor, sequence_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the next trained token ([T] int64, in range), and whether the trajectory has one."""
-    size = loss_mask_T.shape[0]
-    index = torch.arange(size, device=loss_mask_T.device)
-    index = torch.where(loss_mask_T, index, size)
+def next_trained(loss_mask_F: Tensor, sequence_ids_F: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the next trained token ([F] int64, in range), and whether the trajectory has one."""
+    size = loss_mask_F.shape[0]
+    index = torch.arange(size, device=loss_mask_F.device)
+    index = torch.where(loss_mask_F, index, size)
     at_or_after = index.flip(0).cummin(0).values.flip(0)
     following = pad(at_or_after[1:], (0, 1), value=size)
     safe = following.clamp(max=size - 1)
-    return safe, (following < size) & (sequence_ids_T[safe] == sequence_ids_T)
+    return safe, (following < size) & (sequence_ids_F[safe] == sequence_ids_F)

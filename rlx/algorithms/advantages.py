@@ -1,10 +1,12 @@
 """From rewards to advantages, on the flat batch.
 
-All trajectories of a train batch lie end to end on one axis of T tokens, N of them:
-`sequence_ids[t]` in 0 … N − 1 says whose token t is (N for padding), and arrays of shape [N]
-hold what is known per trajectory. Both axes may be padded. Groups are known by id, never by
-position, so partial groups and trajectories of any order are right by construction.
-The order of the steps is that of `advantages`; the layout of training rows plays no part.
+Shapes: F tokens of the flat axis, N trajectories, K of either.
+
+All trajectories of a train batch lie end to end on one axis: `sequence_ids[t]` in 0 … N − 1 is the
+trajectory of token t (N for padding), and arrays of shape [N] hold what is known per trajectory.
+Both axes may be padded. Groups are known by id, never by position, so partial groups and
+trajectories of any order are right by construction. `advantages` has the order of the steps; the
+layout of training rows plays no part.
 """
 
 from collections.abc import Mapping
@@ -26,18 +28,18 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     """Per-token advantages of one whole train batch.
 
     Args:
-      flat: loss_mask [T] bool; sequence_ids [T] int32, trajectories contiguous; rewards [N] f32;
+      flat: loss_mask [F] bool; sequence_ids [F] int32, trajectories contiguous; rewards [N] f32;
         group_ids [N] int; truncated [N] bool; valid [N] bool (false for padding);
-        behaviour_logprobs [T] f32. Optional: proximal_logprobs, reference_logprobs, values
-        (V of the state in which token t was chosen), each [T] f32; bootstrap_values [N] f32
+        behaviour_logprobs [F] f32. Optional: proximal_logprobs, reference_logprobs, values
+        (V of the state in which token t was chosen), each [F] f32; bootstrap_values [N] f32
         (V of the state after the last token); kl_coefficient, f32 scalar, else the algorithm's;
-        for peers=agent agent_ids [N] int, for peers=turn turn_ids [T] int.
+        for peers=agent agent_ids [N] int, for peers=turn turn_ids [F] int.
       algorithm: the row of the preset table.
 
     Returns:
-      advantages [T] f32, 0 where not trained; returns [T] f32 (A + V before normalisation);
+      advantages [F] f32, 0 where not trained; returns [F] f32 (A + V before normalisation);
       shaped_rewards [N] f32 (after penalty, scale and clip, before normalisation);
-      kl_rewards [T] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32: trained tokens whose KL was not
+      kl_rewards [F] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32: trained tokens whose KL was not
       finite and was left out.
 
     Raises:
@@ -48,7 +50,7 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     chex.assert_equal_shape([flat["rewards"], flat["group_ids"], flat["truncated"], valid])
     lengths = jax.ops.segment_sum(mask.astype(jnp.int32), ids, valid.shape[0])
     shaped = shape_rewards(flat["rewards"].astype(jnp.float32), lengths, algorithm)
-    peers_N, peers_T = peers(flat, algorithm)
+    peers_N, peers_F = peers(flat, algorithm)
     normalised = normalise_rewards(shaped, peers_N, valid, algorithm)
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
     values = flat.get("values", jnp.zeros(mask.shape, jnp.float32))
@@ -61,7 +63,7 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
         algorithm,
     )
     return {
-        "advantages": normalise_advantages(raw, peers_T, mask, algorithm),
+        "advantages": normalise_advantages(raw, peers_F, mask, algorithm),
         "returns": returns,
         "shaped_rewards": jnp.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
@@ -70,7 +72,7 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
 
 
 def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
-    """Who shares a group's statistics: [N] int of each trajectory, [T] int of each token.
+    """Who shares a group's statistics: [N] int of each trajectory, [F] int of each token.
 
     prompt  all trajectories of a group.
     agent   those of one agent in it.
@@ -153,13 +155,13 @@ def normalise_rewards(
 
 
 def normalise_advantages(
-    advantages_T: Array, group_ids_T: Array, loss_mask_T: Array, algorithm: Algorithm
+    advantages_F: Array, group_ids_F: Array, loss_mask_F: Array, algorithm: Algorithm
 ) -> Array:
-    """(A − μ) / (σ + 1e-5) over trained tokens; [T] float32, 0 where not trained."""
+    """(A − μ) / (σ + 1e-5) over trained tokens; [F] float32, 0 where not trained."""
     return standardise(
-        advantages_T,
-        group_ids_T,
-        loss_mask_T,
+        advantages_F,
+        group_ids_F,
+        loss_mask_F,
         mean=algorithm.advantage_mean,
         std=algorithm.advantage_std,
     )
@@ -244,7 +246,7 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
     π is the proximal policy where its logprobs are known, the behaviour policy otherwise.
 
     Returns:
-      [T] float32, 0 where not trained or not finite; int32 scalar.
+      [F] float32, 0 where not trained or not finite; int32 scalar.
 
     Raises:
       UserError: without `reference_logprobs`; a missing reference is not one of logprob 0.
@@ -270,21 +272,21 @@ def require_reference(batch: Mapping[str, Array]) -> Array:
     return batch["reference_logprobs"]
 
 
-def token_rewards(rewards_N: Array, loss_mask_T: Array, sequence_ids_T: Array) -> Array:
-    """Each trajectory's reward on its last trained token, 0 elsewhere; [T] float32.
+def token_rewards(rewards_N: Array, loss_mask_F: Array, sequence_ids_F: Array) -> Array:
+    """Each trajectory's reward on its last trained token, 0 elsewhere; [F] float32.
 
     The last *trained* one: a trajectory that ends on tool output keeps its reward.
     """
-    chex.assert_equal_shape([loss_mask_T, sequence_ids_T])
-    last = loss_mask_T & ~next_trained(loss_mask_T, sequence_ids_T)[1]
-    return jnp.where(last, rewards_N.at[sequence_ids_T].get(mode="fill", fill_value=0.0), 0.0)
+    chex.assert_equal_shape([loss_mask_F, sequence_ids_F])
+    last = loss_mask_F & ~next_trained(loss_mask_F, sequence_ids_F)[1]
+    return jnp.where(last, rewards_N.at[sequence_ids_F].get(mode="fill", fill_value=0.0), 0.0)
 
 
 def gae(
-    rewards_T: Array,
-    values_T: Array,
-    loss_mask_T: Array,
-    sequence_ids_T: Array,
+    rewards_F: Array,
+    values_F: Array,
+    loss_mask_F: Array,
+    sequence_ids_F: Array,
     bootstrap_N: Array,
     algorithm: Algorithm,
 ) -> tuple[Array, Array]:
@@ -295,28 +297,28 @@ def gae(
     `bootstrap_N` and A is 0.
 
     Args:
-      rewards_T, values_T: [T] float32. loss_mask_T: [T] bool. sequence_ids_T: [T] int32.
+      rewards_F, values_F: [F] float32. loss_mask_F: [F] bool. sequence_ids_F: [F] int32.
       bootstrap_N: [N] float32; V after the end: 0 unless the trajectory was cut short.
 
     Returns:
-      advantages and returns (A + V), each [T] float32, 0 where not trained.
+      advantages and returns (A + V), each [F] float32, 0 where not trained.
     """
-    chex.assert_equal_shape([rewards_T, values_T, loss_mask_T, sequence_ids_T])
-    following, has_next = next_trained(loss_mask_T, sequence_ids_T)
-    after_end = bootstrap_N.at[sequence_ids_T].get(mode="fill", fill_value=0.0)
-    next_values = jnp.where(has_next, values_T[following], after_end)
-    delta = rewards_T + algorithm.gamma * next_values - values_T
+    chex.assert_equal_shape([rewards_F, values_F, loss_mask_F, sequence_ids_F])
+    following, has_next = next_trained(loss_mask_F, sequence_ids_F)
+    after_end = bootstrap_N.at[sequence_ids_F].get(mode="fill", fill_value=0.0)
+    next_values = jnp.where(has_next, values_F[following], after_end)
+    delta = rewards_F + algorithm.gamma * next_values - values_F
     decay = algorithm.gamma * algorithm.lam * has_next
     # A = b + a·A_next at trained tokens, A = A_next between them; a = 0 after a trajectory's last
     # one cuts the trajectories apart.
-    a = jnp.where(loss_mask_T, decay, has_next.astype(jnp.float32))
-    b = jnp.where(loss_mask_T, delta, 0.0)
-    estimate = jnp.where(loss_mask_T, _recur(a, b), 0.0)
-    return estimate, jnp.where(loss_mask_T, estimate + values_T, 0.0)
+    a = jnp.where(loss_mask_F, decay, has_next.astype(jnp.float32))
+    b = jnp.where(loss_mask_F, delta, 0.0)
+    estimate = jnp.where(loss_mask_F, _recur(a, b), 0.0)
+    return estimate, jnp.where(loss_mask_F, estimate + values_F, 0.0)
 
 
 def _recur(a: Array, b: Array) -> Array:
-    """x with x[t] = b[t] + a[t]·x[t + 1] and x[T] = 0, in at most ⌈log₂ T⌉ doublings.
+    """x with x[t] = b[t] + a[t]·x[t + 1] and x[F] = 0, in at most ⌈log₂ F⌉ doublings.
 
     No further than zeros of a let anything reach: ⌈log₂⌉ of the longest trajectory suffices. A loop
     of shifts compiles in a tenth of the time of `lax.associative_scan`; slices are shifts at the
@@ -338,11 +340,11 @@ def _recur(a: Array, b: Array) -> Array:
     return lax.while_loop(unfinished, double, (jnp.int32(1), a, b))[2]
 
 
-def next_trained(loss_mask_T: Array, sequence_ids_T: Array) -> tuple[Array, Array]:
-    """Index of the next trained token ([T] int32, in range), and whether the trajectory has one."""
-    size = loss_mask_T.shape[0]
-    index = jnp.where(loss_mask_T, jnp.arange(size), size)
+def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Array]:
+    """Index of the next trained token ([F] int32, in range), and whether the trajectory has one."""
+    size = loss_mask_F.shape[0]
+    index = jnp.where(loss_mask_F, jnp.arange(size), size)
     at_or_after = lax.cummin(index, reverse=True)
     following = jnp.append(at_or_after[1:], size)
     safe = jnp.minimum(following, size - 1)
-    return safe, (following < size) & (sequence_ids_T[safe] == sequence_ids_T)
+    return safe, (following < size) & (sequence_ids_F[safe] == sequence_ids_F)

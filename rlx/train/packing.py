@@ -1,10 +1,10 @@
-"""Trajectories to packed rows: flat arrays, full rows, few shapes. Numpy only.
+"""From groups to packed rows: flat arrays, full rows, few shapes. Numpy only.
+
+Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tokens of a row.
 
 A batch is held twice. *Flat*: every trajectory one after the other on one axis, where advantages
 and loss weights are computed (segment arithmetic, no padding between sequences). *Packed*: [B, T]
 rows for the model, each slot pointing back into the flat axis by `flat_index`.
-
-Shapes: S sequences, F flat tokens, R rows, B rows of a microbatch, T tokens of a row.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ class FlatBatch:
     """All trajectories of a train batch on one axis, padded to powers of two.
 
     Attributes:
-      tokens: per-token arrays [F]: `tokens`, `positions`, `sequence_ids` (S_padded − 1 at most; the
+      tokens: per-token arrays [F]: `tokens`, `positions`, `sequence_ids` (N_padded − 1 at most; the
         padded number of sequences itself marks padding), `versions` int32, `loss_mask` bool,
         `behaviour_logprobs` float32; where the trajectories have them `turn_ids` int32 and
         `reference_logprobs` float32.
-      sequences: per-sequence arrays [S_padded]: `rewards` float32, `group_ids` int32 (dense, from 0
+      sequences: per-sequence arrays [N_padded]: `rewards` float32, `group_ids` int32 (dense, from 0
         in order of the groups; padding has the last group's id + 1), `agent_ids` int32 (dense),
         `truncated`, `valid` bool.
-      starts, sizes: [S] int64; where each real sequence begins on F, and its tokens.
+      starts, sizes: [N] int64; where each real sequence begins on F, and its tokens.
       num_groups: how many groups there are.
     """
 
@@ -55,7 +55,7 @@ class FlatBatch:
         return int(self.sizes.sum())
 
     def pairs(self, ids: np.ndarray) -> np.ndarray:
-        """Which of these sequences belong to one group: [S'] int64 from 0, in their order."""
+        """Which of these sequences belong to one group: [N'] int64 from 0, in their order."""
         return np.unique(self.sequences["group_ids"][ids], return_inverse=True)[1]
 
     def arrays(self) -> Arrays:
@@ -69,7 +69,7 @@ class Plan:
 
     Attributes:
       row_length: T.
-      rows: [S] int64; the row of each sequence.
+      rows: [N] int64; the row of each sequence.
       microbatch_rows: how many rows each microbatch has.
     """
 
@@ -167,11 +167,11 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     next), which is first fit without a loop over sequences. Ties keep their order.
 
     Args:
-      sizes: [S] integers, tokens, in [1, capacity].
+      sizes: [N] integers, tokens, in [1, capacity].
       capacity: tokens a row holds.
 
     Returns:
-      [S] int64, rows from 0 without gaps.
+      [N] int64, rows from 0 without gaps.
     """
     order = np.argsort(-sizes, kind="stable")
     distinct, counts = np.unique(sizes, return_counts=True)
@@ -197,11 +197,11 @@ def fullest_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
     short ones too early and first fit is the better one.
 
     Args:
-      sizes: [S] integers, tokens, in [1, capacity].
+      sizes: [N] integers, tokens, in [1, capacity].
       capacity: tokens a row holds.
 
     Returns:
-      [S] int64, rows from 0 without gaps.
+      [N] int64, rows from 0 without gaps.
     """
     waiting: dict[int, list[int]] = {}  # size → its sequences, longest sizes first
     for index in np.argsort(-sizes, kind="stable").tolist():
@@ -276,13 +276,13 @@ def plan(
     quadratic in T. The result is a function of the arguments alone, so a resumed run packs alike.
 
     Args:
-      sizes: [S] tokens of each sequence.
+      sizes: [N] tokens of each sequence.
       budget: tokens a microbatch may hold on each data-parallel device.
       buckets: row lengths to choose from, tokens.
       attention_cost: work of attention per token and key, over the other work per token.
       shards: data-parallel devices; every microbatch has a multiple of it in rows.
       at_least: microbatches wanted; empty ones are added (all devices must run equally many).
-      together: [S] int64 from 0; sequences of equal number share a row (the two of a pair).
+      together: [N] int64 from 0; sequences of equal number share a row (the two of a pair).
 
     Raises:
       UserError: a sequence, or what must be together, is longer than the budget.
@@ -316,7 +316,7 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: Plan) -> list[Arrays]
 
     Args:
       flat: the batch.
-      ids: [S'] which sequences, in the order that `packed` was planned for.
+      ids: [N'] which sequences, in the order that `packed` was planned for.
 
     Returns:
       A dict of [B, T] arrays a microbatch: `tokens`, `positions`, `segment_ids` (from 1 in each

@@ -26,10 +26,9 @@ from rlx.model import params as parameters
 from rlx.model import sharding
 from rlx.model.lora import LoraConfig
 from rlx.model.model_config import ModelConfig
-from rlx.train import metrics as metrics_lib
-from rlx.train import packing, steps
-from rlx.train.metrics import Metrics
+from rlx.train import packing, step_metrics, steps
 from rlx.train.optimizer import make_optimizer, make_schedule
+from rlx.train.step_metrics import Metrics
 from rlx.train.steps import Critic, Learner, Steps, TrainState
 
 
@@ -465,15 +464,15 @@ class _Trainer:
             sum(stats["n_valid_tokens"] for stats in results),
             np.float32(flat.num_sequences),
         )
-        known = metrics_lib.host_metrics(groups, flat, plans)
-        versions = metrics_lib.count_versions(flat)
+        known = step_metrics.host_metrics(groups, flat, plans)
+        versions = step_metrics.count_versions(flat)
         denominators = [denominator for denominator, _ in divisors]
 
         def compute():
             return {
                 **known,
-                **metrics_lib.staleness(versions, int(sums["version"])),
-                **metrics_lib.device_metrics(
+                **step_metrics.staleness(versions, int(sums["version"])),
+                **step_metrics.device_metrics(
                     results, denominators, sums, flat.num_sequences, self.schedule
                 ),
             }
