@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlx import config
-from rlx.algorithms.presets import PRESETS, Algorithm, choose, resolve
+from rlx.algorithms.algorithm import Algorithm, choose
+from rlx.algorithms.presets import PRESETS, resolve
 
 PAGE = Path(__file__).with_suffix(".md")
 TEMPLATE = Path(__file__).with_name("algorithms.template.md")

@@ -1,6 +1,7 @@
 """The nouns every room shares. Imports neither JAX nor torch and does no I/O."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,21 @@ class UserError(Exception):
 
     Commands print it as `error: …` without a traceback and exit with status 2.
     """
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
+    """Return the error for a name that is not among `choices`, suggesting the nearest."""
+    names = sorted(choices)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return UserError(f"unknown {kind} {name!r}; did you mean {near[0]!r}?")
+    section = name.rpartition(".")[0] + "."
+    names = [other for other in names if other.startswith(section)] or names
+    if len(names) > 30:  # those of a config, of no known section
+        sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))
+        hint = f"rlx/config.py has all {len(names)}, under {sections}"
+        return UserError(f"unknown {kind} {name!r}; {hint}")
+    return UserError(f"unknown {kind} {name!r}; choose one of {', '.join(names)}")
 
 
 def install(extra: str) -> str:

@@ -5,12 +5,12 @@ changes what differs. ml-collections flags override single keys; `check` explain
 cannot work before anything starts.
 """
 
-import difflib
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict, config_dict
 
-from rlx.base import UserError
+from rlx.algorithms.algorithm import FIELDS
+from rlx.base import UserError, unknown
 
 ENGINES = ("jax", "vllm")
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the decoder's matrices
@@ -77,9 +77,9 @@ def default() -> ConfigDict:
 
     c.algorithm = ConfigDict()
     c.algorithm.preset = "grpo"
-    # Every other algorithm field defaults to the preset's; set one to override it.
-    for name, kind in ALGORITHM_OVERRIDES.items():
-        c.algorithm[name] = config_dict.placeholder(kind)
+    # Every other field of `Algorithm`, where it is declared, defaults to the preset's.
+    for name, field in FIELDS.items():
+        c.algorithm[name] = config_dict.placeholder(field.type)
 
     c.optimizer = ConfigDict()
     c.optimizer.name = "adamw"
@@ -169,71 +169,6 @@ def default() -> ConfigDict:
     c.observe.transcripts_per_step = 4
     c.observe.tensorboard = True
     return c
-
-
-# Names and types of the algorithm fields a config may override (the preset's row otherwise).
-ALGORITHM_OVERRIDES: dict[str, type] = {
-    "drop_equal_rewards": bool,  # dynamic sampling: reject groups without a signal, sample others
-    "overlong_filter": bool,  # train on no token of what was cut off by length
-    "overlong_buffer": float,  # tokens of soft zone, below 1 a share of the limit; 0: off
-    "overlong_limit": int,  # tokens; 0: sampling.max_new_tokens
-    "overlong_factor": float,
-    "reward_bias": float,
-    "reward_scale": float,
-    "reward_clip": float,
-    "reward_mean": str,  # group | batch | none
-    "reward_std": str,  # group | batch | none
-    "leave_one_out": bool,
-    "peers": str,  # prompt | agent | turn: who shares a group's statistics
-    "kl_anchor": str,  # reference | teacher
-    "kl_placement": str,  # none | reward | loss
-    "kl_estimator": str,  # k1 | k2 | k3
-    "kl_coefficient": float,
-    "kl_target": float,  # nats a token; 0: the coefficient is fixed
-    "kl_horizon": int,  # trajectories in which the coefficient moves by a fifth at most
-    "critic": bool,
-    "bootstrap_truncated": bool,
-    "gamma": float,
-    "lam": float,
-    "advantage_mean": str,  # batch | group | none
-    "advantage_std": str,
-    "proximal": str,  # recompute | loglinear | behaviour
-    "decoupled": bool,
-    "weight_level": str,  # token | sequence
-    "weight_action": str,  # none | mask | truncate
-    "weight_statistic": str,  # ratio | k1 | k2 | k3
-    "weight_aggregate": str,  # mean | sum | max
-    "weight_upper": float,
-    "weight_lower": float,
-    "second_moment": float,  # M2PO's limit, nats²; 0: off
-    "loss": str,  # clip | sapo | reinforce | nll | bradley_terry | dpo | ipo
-    "ratio_level": str,  # token | sequence
-    "clip_low": float,
-    "clip_high": float,
-    "dual_clip": float,  # 0: off
-    "sapo_positive": float,
-    "sapo_negative": float,
-    "value_clip": float,  # 0: off
-    "pair_beta": float,
-    "entropy_coefficient": float,
-    "reduction": str,
-    "constant_length": int,
-}
-
-
-def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
-    """The error for a name that is not among `choices`, suggesting the nearest."""
-    names = sorted(choices)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return UserError(f"unknown {kind} {name!r}; did you mean {near[0]!r}?")
-    section = name.rpartition(".")[0] + "."
-    names = [other for other in names if other.startswith(section)] or names
-    if len(names) > 30:  # those of a config, of no known section
-        sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))
-        hint = f"rlx/config.py has all {len(names)}, under {sections}"
-        return UserError(f"unknown {kind} {name!r}; {hint}")
-    return UserError(f"unknown {kind} {name!r}; choose one of {', '.join(names)}")
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlx.algorithms.presets import Algorithm, choose
-from rlx.base import UserError
+from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 from rlx_torch import kl
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
 EPS = 1e-5
-IN_REWARD = {"none": False, "reward": True, "loss": False}  # by kl_placement
 BLOCK = 32  # tokens that `_recur` walks through one by one
 
 
@@ -41,18 +39,21 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
     lengths = segment_sum(mask.int(), ids, valid.shape[0])
     shaped = shape_rewards(flat["rewards"].float(), lengths, algorithm)
     peers_N, peers_F = peers(flat, algorithm)
-    normalised = normalise_rewards(shaped, peers_N, valid, algorithm)
+    normalised = standardise(
+        shaped, peers_N, valid, mean=algorithm.reward_mean, std=algorithm.reward_std,
+        leave_one_out=algorithm.leave_one_out,
+    )  # fmt: skip
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
-    raw, returns = gae(
-        kl_rewards + token_rewards(normalised, mask, ids),
-        flat["values"] if "values" in flat else torch.zeros_like(kl_rewards),
-        mask,
-        ids,
-        bootstrap(flat, algorithm),
-        algorithm,
-    )
+    values = flat["values"] if "values" in flat else torch.zeros_like(kl_rewards)
+    after_end = torch.zeros_like(shaped)
+    if algorithm.bootstrap_truncated and "bootstrap_values" in flat:
+        after_end = torch.where(flat["truncated"], flat["bootstrap_values"], 0.0)
+    rewards = kl_rewards + token_rewards(normalised, mask, ids)
+    raw, returns = gae(rewards, values, mask, ids, after_end, algorithm)
     return {
-        "advantages": normalise_advantages(raw, peers_F, mask, algorithm),
+        "advantages": standardise(
+            raw, peers_F, mask, mean=algorithm.advantage_mean, std=algorithm.advantage_std
+        ),
         "returns": returns,
         "shaped_rewards": torch.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
@@ -72,27 +73,17 @@ def peers(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Ten
         turns = segment_sum(torch.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
         return _pairs(groups, turns), _pairs(own(groups)[1], flat["turn_ids"])
 
-    return choose(
-        "peers",
-        algorithm.peers,
-        {
-            "prompt": lambda: own(groups),
-            "agent": lambda: own(_pairs(groups, flat["agent_ids"])),
-            "turn": by_turn,
-        },
-    )()
+    table = {
+        "prompt": lambda: own(groups),
+        "agent": lambda: own(_pairs(groups, flat["agent_ids"])),
+        "turn": by_turn,
+    }
+    return choose("peers", algorithm.peers, table)()
 
 
 def _pairs(a: Tensor, b: Tensor) -> Tensor:
     """One integer for each pair of integers; b is not negative, and negative a stay so."""
     return a * (b.max() + 1) + b
-
-
-def bootstrap(flat: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
-    """V after the end of trajectories that were cut off by length, 0 of the others; [N] float32."""
-    if not algorithm.bootstrap_truncated or "bootstrap_values" not in flat:
-        return torch.zeros_like(flat["truncated"], dtype=torch.float32)
-    return torch.where(flat["truncated"], flat["bootstrap_values"], 0.0)
 
 
 def shape_rewards(rewards_N: Tensor, lengths_N: Tensor, algorithm: Algorithm) -> Tensor:
@@ -108,33 +99,6 @@ def shape_rewards(rewards_N: Tensor, lengths_N: Tensor, algorithm: Algorithm) ->
         rewards_N = rewards_N + penalty.clamp(max=0.0)
     scaled = (rewards_N + algorithm.reward_bias) * algorithm.reward_scale
     return scaled.clamp(-algorithm.reward_clip, algorithm.reward_clip)
-
-
-def normalise_rewards(
-    rewards_N: Tensor, group_ids_N: Tensor, valid_N: Tensor, algorithm: Algorithm
-) -> Tensor:
-    """(r − μ) / (σ + 1e-5), μ and σ over the group, the batch, or not at all; [N] float32."""
-    return standardise(
-        rewards_N,
-        group_ids_N,
-        valid_N,
-        mean=algorithm.reward_mean,
-        std=algorithm.reward_std,
-        leave_one_out=algorithm.leave_one_out,
-    )
-
-
-def normalise_advantages(
-    advantages_F: Tensor, group_ids_F: Tensor, loss_mask_F: Tensor, algorithm: Algorithm
-) -> Tensor:
-    """(A − μ) / (σ + 1e-5) over trained tokens; [F] float32, 0 where not trained."""
-    return standardise(
-        advantages_F,
-        group_ids_F,
-        loss_mask_F,
-        mean=algorithm.advantage_mean,
-        std=algorithm.advantage_std,
-    )
 
 
 def standardise(
@@ -209,7 +173,7 @@ def kl_penalty(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor
       UserError: without `reference_logprobs`.
     """
     mask = flat["loss_mask"]
-    if not choose("kl_placement", algorithm.kl_placement, IN_REWARD):
+    if not algorithm.kl_in_reward:
         zeros = torch.zeros_like(mask, dtype=torch.float32)
         return zeros, torch.zeros_like(mask[0], dtype=torch.int64)
     reference = require_reference(flat)
@@ -218,16 +182,6 @@ def kl_penalty(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor
     coefficient = flat.get("kl_coefficient", algorithm.kl_coefficient)
     penalty = -coefficient * kl.estimate(policy, reference, algorithm.kl_estimator)
     return torch.where(mask & finite, penalty, 0.0), (mask & ~finite).sum()
-
-
-def require_reference(batch: Mapping[str, Tensor]) -> Tensor:
-    """`batch["reference_logprobs"]`, or the error that says what to do."""
-    if "reference_logprobs" not in batch:
-        raise UserError(
-            "a KL term needs reference_logprobs and the batch has none; give a reference model or "
-            "a teacher, or set algorithm.kl_placement=none"
-        )
-    return batch["reference_logprobs"]
 
 
 def token_rewards(rewards_N: Tensor, loss_mask_F: Tensor, sequence_ids_F: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlx.algorithms.presets import choose
+from rlx.algorithms.algorithm import choose
 
 CLAMP = 10.0  # nats
 
@@ -17,15 +17,12 @@ def estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Te
       estimator: k1 | k2 | k3.
     """
     delta = (logprobs - reference_logprobs).clamp(-CLAMP, CLAMP)
-    return choose(
-        "kl_estimator",
-        estimator,
-        {
-            "k1": lambda: delta,
-            "k2": lambda: 0.5 * delta**2,
-            "k3": lambda: torch.expm1(-delta) + delta,
-        },
-    )()
+    table = {
+        "k1": lambda: delta,
+        "k2": lambda: 0.5 * delta**2,
+        "k3": lambda: torch.expm1(-delta) + delta,
+    }
+    return choose("kl_estimator", estimator, table)()
 
 
 def adapt(

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlx.algorithms.presets import Algorithm, choose
+from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 from rlx_torch import kl
-from rlx_torch.advantages import require_reference
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
-IN_LOSS = {"none": False, "reward": False, "loss": True}  # by kl_placement
 LARGEST_LOG = 88.72  # nats: of the largest float32
 
 
@@ -26,9 +24,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − c·H), and the sums behind the step's statistics.
 
-    u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1; ℓ is
-    max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A) for loss=clip, −A·(4/τ)·σ(τ(u − 1)) for sapo and
-    −A·target for reinforce. Tokens with a non-finite ratio are left out and counted.
+    u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1; ℓ by
+    SURROGATES. Tokens with a non-finite ratio are left out and counted.
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated.
@@ -54,14 +51,13 @@ def policy_loss(
     log_ratio = target - torch.where(used, proximal, 0.0)
     log_weight = torch.where(used, proximal - behaviour, 0.0)
     segments = batch.get("segment_ids")
-    leveled = choose(
-        "ratio_level",
-        algorithm.ratio_level,
-        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")},
-    )
+    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")}
+    leveled = choose("ratio_level", algorithm.ratio_level, levels)
     log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
     weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
-    surrogate, clipped = _surrogate(log_ratio, target, advantage, algorithm)
+    surrogate, clipped = choose("loss", algorithm.loss, SURROGATES)(
+        log_ratio, target, advantage, algorithm
+    )
     scale = torch.where(used, batch["loss_weights"], 0.0)
     actor_loss = (scale * weight * surrogate).sum()
     drawn = weight * log_ratio.detach().exp()
@@ -120,17 +116,14 @@ def loss_weights(
     def shared(sizes: Tensor) -> Tensor:
         return mask / take(sizes, sequence_ids, 1.0).clamp(min=1.0)
 
-    weights, count = choose(
-        "reduction",
-        algorithm.reduction,
-        {
-            "token_mean": lambda: (mask, mask.sum()),
-            "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
-            "sequence_mean_token_sum": lambda: (mask, num_sequences),
-            "constant": lambda: (mask, num_sequences * algorithm.constant_length),
-            "prompt_mean": lambda: (shared(per_prompt[prompts]), num_prompts),
-        },
-    )()
+    table = {
+        "token_mean": lambda: (mask, mask.sum()),
+        "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
+        "sequence_mean_token_sum": lambda: (mask, num_sequences),
+        "constant": lambda: (mask, num_sequences * algorithm.constant_length),
+        "prompt_mean": lambda: (shared(per_prompt[prompts]), num_prompts),
+    }
+    weights, count = choose("reduction", algorithm.reduction, table)()
     count = num_prompts if algorithm.data == "pairs" else count
     return weights, count.float().clamp(min=1.0)
 
@@ -147,17 +140,14 @@ def proximal_logprobs(target: Tensor, batch: Mapping[str, Tensor], algorithm: Al
       float32 of target's shape, nats; carries no gradient.
     """
     behaviour, frozen = batch["behaviour_logprobs"], target.detach()
-    if algorithm.loss == "reinforce":
+    if not algorithm.kind.ratio:
         return frozen
-    return choose(
-        "proximal",
-        algorithm.proximal,
-        {
-            "behaviour": lambda: behaviour,
-            "recompute": lambda: batch.get("proximal_logprobs", frozen),
-            "loglinear": lambda: _loglinear(frozen, batch),
-        },
-    )()
+    table = {
+        "behaviour": lambda: behaviour,
+        "recompute": lambda: batch.get("proximal_logprobs", frozen),
+        "loglinear": lambda: _loglinear(frozen, batch),
+    }
+    return choose("proximal", algorithm.proximal, table)()
 
 
 def _loglinear(frozen: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -168,28 +158,6 @@ def _loglinear(frozen: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     alpha = (version.floor() - batch["versions"]) / torch.where(age == 0, 1.0, age)
     alpha = torch.where(age == 0, 0.0, alpha.clamp(0.0, 1.0))
     return behaviour + alpha * (frozen - behaviour)
-
-
-def _surrogate(
-    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
-) -> tuple[Tensor, Tensor]:
-    """ℓ of each token, and where a clip took its gradient away."""
-    unclipped = torch.zeros_like(log_ratio, dtype=torch.bool)
-    return choose(
-        "loss",
-        algorithm.loss,
-        {
-            "clip": lambda: clipped_surrogate(log_ratio, advantage, algorithm),
-            "sapo": lambda: (soft_surrogate(log_ratio, advantage, algorithm), unclipped),
-            "reinforce": lambda: (-advantage * target, unclipped),
-        },
-    )()
-
-
-def soft_surrogate(log_ratio: Tensor, advantage: Tensor, algorithm: Algorithm) -> Tensor:
-    """−A·(4/τ)·σ(τ(u − 1)); τ is sapo_positive where A > 0, else sapo_negative (2511.20347)."""
-    tau = torch.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
-    return -advantage * (4.0 / tau) * torch.sigmoid(tau * torch.expm1(log_ratio))
 
 
 def within_second_moment(log_weight: Tensor, used: Tensor, limit: float) -> Tensor:
@@ -210,9 +178,9 @@ def within_second_moment(log_weight: Tensor, used: Tensor, limit: float) -> Tens
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantage: Tensor, algorithm: Algorithm
+    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor]:
-    """max(−uA, −clip(u)·A) with dual clip, and where a clip took the gradient away."""
+    """PPO's clipped ratio with a dual clip: ℓ, and where a clip took the gradient away."""
     ratio = log_ratio.exp()
     bounded = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
     plain, held = -ratio * advantage, -bounded * advantage
@@ -222,6 +190,35 @@ def clipped_surrogate(
         beyond = (advantage < 0) & (ceiling < loss)
         loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
     return loss, clipped
+
+
+def soft_surrogate(
+    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
+) -> tuple[Tensor, Tensor]:
+    """SAPO's gate in place of the clip (2511.20347, eq. 5 and 6)."""
+    tau = torch.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    loss = -advantage * (4.0 / tau) * torch.sigmoid(tau * torch.expm1(log_ratio))
+    return loss, torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+def plain_surrogate(
+    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE: −A·log π."""
+    return -advantage * target, torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+# ℓ of each token by `algorithm.loss`, as in rlx.algorithms.losses.
+SURROGATES = {"clip": clipped_surrogate, "sapo": soft_surrogate, "reinforce": plain_surrogate}
+
+
+# By `weight_statistic`: of log w, what is aggregated, and what of that is held against the bounds.
+STATISTICS = {
+    "ratio": (lambda x: x, torch.exp),
+    "k1": (lambda x: x, lambda x: x),
+    "k2": (lambda x: 0.5 * x**2, lambda x: x),
+    "k3": (lambda x: torch.expm1(x) - x, lambda x: x),
+}
 
 
 @torch.no_grad()
@@ -242,37 +239,19 @@ def control_weights(
     weight = log_weight_BT.exp()
     if algorithm.weight_action == "none":
         return weight, torch.ones_like(used_BT)
-    how = algorithm.weight_aggregate
-    leveled = choose(
-        "weight_level",
-        algorithm.weight_level,
-        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segment_ids_BT, how)},
-    )(_statistic(log_weight_BT, algorithm.weight_statistic))
-    statistic = leveled.exp() if algorithm.weight_statistic == "ratio" else leveled
+    segments, how = segment_ids_BT, algorithm.weight_aggregate
+    measure, finish = choose("weight_statistic", algorithm.weight_statistic, STATISTICS)
+    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segments, how)}
+    leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight_BT))
+    statistic = finish(leveled)
     held = statistic.clamp(algorithm.weight_lower, algorithm.weight_upper)
     in_bounds = held == statistic
     own = algorithm.weight_level == "sequence" and how == "max"
-    return choose(
-        "weight_action",
-        algorithm.weight_action,
-        {
-            "mask": lambda: torch.where(in_bounds, weight, 0.0),
-            "truncate": lambda: (log_weight_BT - leveled).exp() * held if own else held,
-        },
-    )(), in_bounds
-
-
-def _statistic(log_weight: Tensor, name: str) -> Tensor:
-    return choose(
-        "weight_statistic",
-        name,
-        {
-            "ratio": lambda: log_weight,
-            "k1": lambda: log_weight,
-            "k2": lambda: 0.5 * log_weight**2,
-            "k3": lambda: torch.expm1(log_weight) - log_weight,
-        },
-    )()
+    actions = {
+        "mask": lambda: torch.where(in_bounds, weight, 0.0),
+        "truncate": lambda: (log_weight_BT - leveled).exp() * held if own else held,
+    }
+    return choose("weight_action", algorithm.weight_action, actions)(), in_bounds
 
 
 def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
@@ -289,15 +268,12 @@ def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor
         lifted = torch.where(used, x, -torch.inf).reshape(-1)
         return segment_extreme(lifted, index, size, "amax", -torch.inf)
 
-    per = choose(
-        "weight_aggregate",
-        how,
-        {
-            "mean": lambda: total(x) / total(torch.ones_like(x)).clamp(min=1.0),
-            "sum": lambda: total(x),
-            "max": largest,
-        },
-    )()
+    table = {
+        "mean": lambda: total(x) / total(torch.ones_like(x)).clamp(min=1.0),
+        "sum": lambda: total(x),
+        "max": largest,
+    }
+    per = choose("weight_aggregate", how, table)()
     return torch.where(used, per[index].reshape(x.shape), 0.0)
 
 
@@ -305,7 +281,7 @@ def _kl_loss(
     target: Tensor, batch: Mapping[str, Tensor], scale: Tensor, used: Tensor, algorithm: Algorithm
 ) -> Tensor:
     """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
-    if not choose("kl_placement", algorithm.kl_placement, IN_LOSS):
+    if not algorithm.kl_in_loss:
         return target.new_zeros(())
     reference = require_reference(batch)
     used = used & torch.isfinite(reference)

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlx.algorithms.presets import Algorithm, choose
-from rlx_torch.advantages import require_reference
+from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 from rlx_torch.segments import same_shape, segment_sum, take
+
+# The loss of a pair by `algorithm.loss`: (z, β) → ℓ, as in rlx.algorithms.supervised.
+PAIR_LOSSES = {
+    "bradley_terry": lambda z, beta: -logsigmoid(z),
+    "dpo": lambda z, beta: -logsigmoid(beta * z),
+    "ipo": lambda z, beta: (z - 0.5 / beta) ** 2,
+}
 
 
 def nll_loss(
@@ -39,7 +45,7 @@ def nll_loss(
 def pair_loss(
     x_BT: Tensor, batch: Mapping[str, Tensor], algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ over pairs of −log σ(z) (bradley_terry), −log σ(β·z) (dpo) or (z − 1/(2β))² (ipo).
+    """Σ over pairs of the loss that PAIR_LOSSES has, and stats as sums.
 
     Args:
       x_BT: [B, T] float32; target logprobs for DPO and IPO, scores for bradley_terry;
@@ -54,22 +60,14 @@ def pair_loss(
     mask, segments = batch["loss_mask"], batch["segment_ids"]
     same_shape(x_BT, mask, segments, batch["loss_weights"])
     x = torch.where(mask, x_BT.float(), 0.0)
-    if algorithm.loss != "bradley_terry":
+    if algorithm.kind.reference:
         x = x - torch.where(mask, require_reference(batch), 0.0)
     weights = torch.where(mask, batch["loss_weights"], 0.0)
     chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
     z, present = chosen - rejected, _by_pair(mask.float(), mask, segments, 1) > 0
-    scale = 1.0 if algorithm.loss == "bradley_terry" else algorithm.pair_beta
+    scale = algorithm.pair_beta if algorithm.kind.reference else 1.0
     margin = scale * z
-    each = choose(
-        "loss",
-        algorithm.loss,
-        {
-            "bradley_terry": lambda: -logsigmoid(z),
-            "dpo": lambda: -logsigmoid(margin),
-            "ipo": lambda: (z - 0.5 / algorithm.pair_beta) ** 2,
-        },
-    )()
+    each = choose("loss", algorithm.loss, PAIR_LOSSES)(z, algorithm.pair_beta)
     loss = torch.where(present, each, 0.0).sum()
     stats = {
         "n_valid_tokens": mask,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from ml_collections import ConfigDict
 
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.algorithm import Algorithm
 from rlx_torch import losses
 from rlx_torch.model import logprobs
 

@@ -20,7 +20,7 @@ PACKAGE = Path(rlx.__file__).parent
 README = PACKAGE.parent / "README.md"
 COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow")
 ORDER = (
-    "", "base", "config", "cli", "algorithms", "model", "train", "observe", "fleet", "engines",
+    "", "base", "algorithms", "config", "cli", "model", "train", "observe", "fleet", "engines",
     "rewards", "rollout", "agents", "launch", "mismatch", "evaluation", "plan", "doctor", "run",
 )  # fmt: skip
 LEVEL = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(COMMANDS, 99)
@@ -29,8 +29,9 @@ LIGHT_ROOMS = (
     "launch", "plan",
 )  # fmt: skip
 LIGHT_FILES = (
-    "algorithms/presets.py", "train/packing.py", "model/compile_cache.py", "model/model_config.py",
-    "model/directory.py", "model/replaced.py", "model/tensors.py",
+    "algorithms/algorithm.py", "algorithms/presets.py", "train/packing.py",
+    "model/compile_cache.py", "model/model_config.py", "model/directory.py", "model/replaced.py",
+    "model/tensors.py",
 )  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/programs.py",
@@ -42,7 +43,7 @@ HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rl
 COMMAND_LINES = 82
 TOTAL_LINES = 32_100
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 10, "base": 120, "config": 400, "cli": 500, "algorithms": 1_460, "model": 2_010,
+    "": 10, "base": 130, "config": 335, "cli": 500, "algorithms": 1_460, "model": 2_010,
     "train": 2_030, "observe": 2_550, "fleet": 2_800, "engines": 4_200, "rewards": 1_830,
     "rollout": 2_100, "agents": 4_800, "launch": 1_200, "mismatch": 830, "evaluation": 1_140,
     "doctor": 1_630, "run": 1_480, "commands": 440, "rlx_torch": 980,
@@ -67,7 +68,7 @@ OWED_CLASSES = {
     "Answers", "Call", "Inputs", "Job", "Limits", "Plan", "Sample", "Session", "Span",
 }  # fmt: skip
 OWED_CONFIG = {
-    "algorithms/presets.py", "doctor/capacity.py", "doctor/memory.py", "doctor/run_checks.py",
+    "doctor/capacity.py", "doctor/memory.py", "doctor/run_checks.py",
     "doctor/run_config.py", "evaluation/evaluations.py", "evaluation/held_out.py",
     "train/optimizer.py", "train/update.py",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rlx.algorithms import presets
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.launch.host_memory import keep_freed_memory

@@ -17,11 +17,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rlx.algorithms import kl
-from rlx.algorithms.presets import Algorithm, choose
-from rlx.base import UserError
+from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 
 EPS = 1e-5
-IN_REWARD = {"none": False, "reward": True, "loss": False}  # by kl_placement
 
 
 def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Array]:
@@ -51,19 +49,21 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     lengths = jax.ops.segment_sum(mask.astype(jnp.int32), ids, valid.shape[0])
     shaped = shape_rewards(flat["rewards"].astype(jnp.float32), lengths, algorithm)
     peers_N, peers_F = peers(flat, algorithm)
-    normalised = normalise_rewards(shaped, peers_N, valid, algorithm)
+    normalised = standardise(
+        shaped, peers_N, valid, mean=algorithm.reward_mean, std=algorithm.reward_std,
+        leave_one_out=algorithm.leave_one_out,
+    )  # fmt: skip
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
     values = flat.get("values", jnp.zeros(mask.shape, jnp.float32))
-    raw, returns = gae(
-        kl_rewards + token_rewards(normalised, mask, ids),
-        values,
-        mask,
-        ids,
-        bootstrap(flat, algorithm),
-        algorithm,
-    )
+    after_end = jnp.zeros(valid.shape, jnp.float32)
+    if algorithm.bootstrap_truncated and "bootstrap_values" in flat:
+        after_end = jnp.where(flat["truncated"], flat["bootstrap_values"], 0.0)
+    rewards = kl_rewards + token_rewards(normalised, mask, ids)
+    raw, returns = gae(rewards, values, mask, ids, after_end, algorithm)
     return {
-        "advantages": normalise_advantages(raw, peers_F, mask, algorithm),
+        "advantages": standardise(
+            raw, peers_F, mask, mean=algorithm.advantage_mean, std=algorithm.advantage_std
+        ),
         "returns": returns,
         "shaped_rewards": jnp.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
@@ -89,27 +89,17 @@ def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array
         turns = jax.ops.segment_sum(jnp.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
         return _pairs(groups, turns), _pairs(own(groups)[1], flat["turn_ids"])
 
-    return choose(
-        "peers",
-        algorithm.peers,
-        {
-            "prompt": lambda: own(groups),
-            "agent": lambda: own(_pairs(groups, flat["agent_ids"])),
-            "turn": by_turn,
-        },
-    )()
+    table = {
+        "prompt": lambda: own(groups),
+        "agent": lambda: own(_pairs(groups, flat["agent_ids"])),
+        "turn": by_turn,
+    }
+    return choose("peers", algorithm.peers, table)()
 
 
 def _pairs(a: Array, b: Array) -> Array:
     """One integer for each pair of integers; b is not negative, and negative a stay so."""
     return a * (jnp.max(b) + 1) + b
-
-
-def bootstrap(flat: Mapping[str, Array], algorithm: Algorithm) -> Array:
-    """V after the end of trajectories that were cut off by length, 0 of the others; [N] float32."""
-    if not algorithm.bootstrap_truncated or "bootstrap_values" not in flat:
-        return jnp.zeros(flat["truncated"].shape, jnp.float32)
-    return jnp.where(flat["truncated"], flat["bootstrap_values"], 0.0)
 
 
 def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> Array:
@@ -131,40 +121,6 @@ def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> A
         rewards_N = rewards_N + jnp.minimum(penalty, 0.0)
     scaled = (rewards_N + algorithm.reward_bias) * algorithm.reward_scale
     return jnp.clip(scaled, -algorithm.reward_clip, algorithm.reward_clip)
-
-
-def normalise_rewards(
-    rewards_N: Array, group_ids_N: Array, valid_N: Array, algorithm: Algorithm
-) -> Array:
-    """(r − μ) / (σ + 1e-5), μ and σ over the group, the batch, or not at all.
-
-    Args:
-      rewards_N: [N] float32. group_ids_N: [N] int, any values in any order. valid_N: [N] bool.
-
-    Returns:
-      [N] float32, 0 where not valid.
-    """
-    return standardise(
-        rewards_N,
-        group_ids_N,
-        valid_N,
-        mean=algorithm.reward_mean,
-        std=algorithm.reward_std,
-        leave_one_out=algorithm.leave_one_out,
-    )
-
-
-def normalise_advantages(
-    advantages_F: Array, group_ids_F: Array, loss_mask_F: Array, algorithm: Algorithm
-) -> Array:
-    """(A − μ) / (σ + 1e-5) over trained tokens; [F] float32, 0 where not trained."""
-    return standardise(
-        advantages_F,
-        group_ids_F,
-        loss_mask_F,
-        mean=algorithm.advantage_mean,
-        std=algorithm.advantage_std,
-    )
 
 
 def standardise(
@@ -252,7 +208,7 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
       UserError: without `reference_logprobs`; a missing reference is not one of logprob 0.
     """
     mask = flat["loss_mask"]
-    if not choose("kl_placement", algorithm.kl_placement, IN_REWARD):
+    if not algorithm.kl_in_reward:
         return jnp.zeros(mask.shape, jnp.float32), jnp.zeros((), jnp.int32)
     reference = require_reference(flat)
     policy = flat.get("proximal_logprobs", flat["behaviour_logprobs"])
@@ -260,16 +216,6 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
     coefficient = flat.get("kl_coefficient", algorithm.kl_coefficient)
     penalty = -coefficient * kl.estimate(policy, reference, algorithm.kl_estimator)
     return jnp.where(mask & finite, penalty, 0.0), jnp.sum(mask & ~finite, dtype=jnp.int32)
-
-
-def require_reference(batch: Mapping[str, Array]) -> Array:
-    """`batch["reference_logprobs"]`, or the error that says what to do."""
-    if "reference_logprobs" not in batch:
-        raise UserError(
-            "a KL term needs reference_logprobs and the batch has none; give a reference model or "
-            "a teacher, or set algorithm.kl_placement=none"
-        )
-    return batch["reference_logprobs"]
 
 
 def token_rewards(rewards_N: Array, loss_mask_F: Array, sequence_ids_F: Array) -> Array:

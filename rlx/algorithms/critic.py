@@ -6,7 +6,7 @@ import chex
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.algorithm import Algorithm
 
 
 def value_loss(

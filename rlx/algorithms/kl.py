@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from rlx.algorithms.presets import choose
+from rlx.algorithms.algorithm import choose
 
 CLAMP = 10.0  # nats: the exponential in k3 must not overflow on one unlucky token
 
@@ -22,15 +22,12 @@ def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Arra
       Same shape, float32, nats.
     """
     delta = jnp.clip(logprobs - reference_logprobs, -CLAMP, CLAMP)
-    return choose(
-        "kl_estimator",
-        estimator,
-        {
-            "k1": lambda: delta,
-            "k2": lambda: 0.5 * delta**2,
-            "k3": lambda: jnp.expm1(-delta) + delta,
-        },
-    )()
+    table = {
+        "k1": lambda: delta,
+        "k2": lambda: 0.5 * delta**2,
+        "k3": lambda: jnp.expm1(-delta) + delta,
+    }
+    return choose("kl_estimator", estimator, table)()
 
 
 def adapt(

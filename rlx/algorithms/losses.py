@@ -5,7 +5,7 @@ by the minibatch's denominator comes last. `loss_weights` has the per-token weig
 denominator of every reduction, so the loss itself knows only one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import chex
 import jax
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rlx.algorithms import kl
-from rlx.algorithms.advantages import require_reference
-from rlx.algorithms.presets import Algorithm, choose
+from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
@@ -22,7 +21,6 @@ COUNTS = ("n_valid_tokens", "n_nonfinite_tokens", "n_pairs")
 LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss")
 LAG = ("lag_kl", "n_sampled_tokens")  # a sum, and what divides it
 PAIRS = "pair_"  # means over pairs begin so
-IN_LOSS = {"none": False, "reward": False, "loss": True}  # by kl_placement
 LARGEST_LOG = 88.72  # nats: of the largest float32
 
 
@@ -36,11 +34,7 @@ def policy_loss(
 
     u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1
     (2505.24298), each of the token or, for ratio_level=sequence, exp of the mean over its
-    sequence's trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`:
-
-        clip       max(−uA, −clip(u, 1 − ε, 1 + ε_hi)·A), for A < 0 at most −c·A under dual clip
-        sapo       −A·(4/τ)·σ(τ(u − 1))
-        reinforce  −A·target; no anchor: w is the target's, sg(exp(target − behaviour))
+    sequence's trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`: SURROGATES.
 
     KL in the loss has the weight sg(w·u), which is target / behaviour within w's bounds: a token of
     an old policy pulls as often as the target itself would draw it, so the term's gradient has the
@@ -77,14 +71,13 @@ def policy_loss(
     advantage = jnp.where(used, advantage, 0.0)
     log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
     log_weight = jnp.where(used, proximal - behaviour, 0.0)
-    leveled = choose(
-        "ratio_level",
-        algorithm.ratio_level,
-        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")},
-    )
+    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")}
+    leveled = choose("ratio_level", algorithm.ratio_level, levels)
     log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
     weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
-    surrogate, clipped = _surrogate(log_ratio, jnp.where(used, target, 0.0), advantage, algorithm)
+    surrogate, clipped = choose("loss", algorithm.loss, SURROGATES)(
+        log_ratio, jnp.where(used, target, 0.0), advantage, algorithm
+    )
     scale = jnp.where(used, batch["loss_weights"], 0.0)
     actor_loss = jnp.sum(scale * weight * surrogate)
     drawn = lax.stop_gradient(weight * jnp.exp(log_ratio))
@@ -184,17 +177,14 @@ def loss_weights(
     def shared(sizes: Array) -> Array:
         return mask / jnp.maximum(sizes.at[sequence_ids].get(mode="fill", fill_value=1.0), 1.0)
 
-    weights, count = choose(
-        "reduction",
-        algorithm.reduction,
-        {
-            "token_mean": lambda: (mask, jnp.sum(mask)),
-            "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
-            "sequence_mean_token_sum": lambda: (mask, num_sequences),
-            "constant": lambda: (mask, num_sequences * algorithm.constant_length),
-            "prompt_mean": lambda: (shared(per_prompt), num_prompts),
-        },
-    )()
+    table = {
+        "token_mean": lambda: (mask, jnp.sum(mask)),
+        "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
+        "sequence_mean_token_sum": lambda: (mask, num_sequences),
+        "constant": lambda: (mask, num_sequences * algorithm.constant_length),
+        "prompt_mean": lambda: (shared(per_prompt), num_prompts),
+    }
+    weights, count = choose("reduction", algorithm.reduction, table)()
     count = num_prompts if algorithm.data == "pairs" else count
     return weights, jnp.maximum(count.astype(jnp.float32), 1.0)
 
@@ -215,17 +205,14 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
     """
     behaviour = batch["behaviour_logprobs"]
     frozen = lax.stop_gradient(target)
-    if algorithm.loss == "reinforce":
+    if not algorithm.kind.ratio:
         return frozen
-    return choose(
-        "proximal",
-        algorithm.proximal,
-        {
-            "behaviour": lambda: behaviour,
-            "recompute": lambda: batch.get("proximal_logprobs", frozen),
-            "loglinear": lambda: _loglinear(frozen, batch),
-        },
-    )()
+    table = {
+        "behaviour": lambda: behaviour,
+        "recompute": lambda: batch.get("proximal_logprobs", frozen),
+        "loglinear": lambda: _loglinear(frozen, batch),
+    }
+    return choose("proximal", algorithm.proximal, table)()
 
 
 def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
@@ -236,34 +223,6 @@ def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
     alpha = (jnp.floor(version) - batch["versions"]) / jnp.where(age == 0, 1.0, age)
     alpha = jnp.where(age == 0, 0.0, jnp.clip(alpha, 0.0, 1.0))
     return behaviour + alpha * (frozen - behaviour)
-
-
-def _surrogate(
-    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
-) -> tuple[Array, Array]:
-    """ℓ of each token, and where a clip took its gradient away."""
-    unclipped = jnp.zeros_like(log_ratio, bool)
-    return choose(
-        "loss",
-        algorithm.loss,
-        {
-            "clip": lambda: clipped_surrogate(log_ratio, advantage, algorithm),
-            "sapo": lambda: (soft_surrogate(log_ratio, advantage, algorithm), unclipped),
-            "reinforce": lambda: (-advantage * target, unclipped),
-        },
-    )()
-
-
-def soft_surrogate(log_ratio: Array, advantage: Array, algorithm: Algorithm) -> Array:
-    """−A·(4/τ)·σ(τ(u − 1)): a gate in place of the clip (SAPO, 2511.20347, eq. 5 and 6).
-
-    τ is sapo_positive where A > 0, else sapo_negative. At u = 1 its slope is that of −uA.
-
-    Args:
-      log_ratio: log u, float32. advantage: same shape, float32.
-    """
-    tau = jnp.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
-    return -advantage * (4.0 / tau) * jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
 
 
 def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
@@ -293,15 +252,19 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
 
 
 def clipped_surrogate(
-    log_ratio: Array, advantage: Array, algorithm: Algorithm
+    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
-    """max(−uA, −clip(u)·A) with dual clip, and where the clip (either one) took the gradient away.
+    """PPO's clipped ratio (1707.06347, eq. 7) with a dual clip (1912.09729).
 
-    PPO 1707.06347 eq. 7; dual clip 1912.09729: where A < 0, at most −c·A.
+        max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
 
     Args:
-      log_ratio: log u, float32. advantage: same shape, float32.
+      log_ratio: log u, float32, any shape. target: not read. advantage: same shape, float32.
+
+    Returns:
+      ℓ, float32; true where either clip took the gradient away. Both of log_ratio's shape.
     """
+    del target
     ratio = jnp.exp(log_ratio)
     bounded = jnp.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
     plain, held = -ratio * advantage, -bounded * advantage
@@ -313,14 +276,60 @@ def clipped_surrogate(
     return loss, clipped
 
 
+def soft_surrogate(
+    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
+) -> tuple[Array, Array]:
+    """SAPO's gate in place of the clip (2511.20347, eq. 5 and 6).
+
+        −A·(4/τ)·σ(τ(u − 1)), τ = sapo_positive where A > 0, else sapo_negative
+
+    At u = 1 its slope is that of −u·A. Arguments and results as in `clipped_surrogate`.
+    """
+    del target
+    tau = jnp.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    loss = -advantage * (4.0 / tau) * jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
+    return loss, jnp.zeros_like(log_ratio, bool)
+
+
+def plain_surrogate(
+    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
+) -> tuple[Array, Array]:
+    """REINFORCE: no ratio and no anchor; w is the target's, sg(exp(target − behaviour)).
+
+        −A·log π
+
+    Arguments and results as in `clipped_surrogate`.
+    """
+    return -advantage * target, jnp.zeros_like(log_ratio, bool)
+
+
+Surrogate = Callable[[Array, Array, Array, Algorithm], tuple[Array, Array]]
+
+# ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
+SURROGATES: dict[str, Surrogate] = {
+    "clip": clipped_surrogate,
+    "sapo": soft_surrogate,
+    "reinforce": plain_surrogate,
+}
+
+
+# By `weight_statistic`: of log w, what is aggregated, and what of that is held against the bounds.
+STATISTICS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
+    "ratio": (lambda x: x, jnp.exp),
+    "k1": (lambda x: x, lambda x: x),
+    "k2": (lambda x: 0.5 * x**2, lambda x: x),
+    "k3": (lambda x: jnp.expm1(x) - x, lambda x: x),
+}
+
+
 def control_weights(
     log_weight_BT: Array, used_BT: Array, segment_ids_BT: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
     """The behaviour weight w = exp(proximal − behaviour) of each token, kept within bounds.
 
-    A statistic of each token (log w for ratio and k1, (log w)²/2 for k2, w − 1 − log w for k3), or
-    its mean, sum or max over the sequence, is held against [weight_lower, weight_upper]; for ratio
-    after exponentiation, so that the mean is the geometric one.
+    A statistic of each token (STATISTICS: log w for ratio and k1, (log w)²/2 for k2, w − 1 − log w
+    for k3), or its mean, sum or max over the sequence, is held against the bounds [weight_lower,
+    weight_upper]; for ratio after exponentiation, so that the mean is the geometric one.
 
     none      w as it is: the correction stays on
     mask      w = 0 where out of bounds: those tokens leave the loss
@@ -342,37 +351,19 @@ def control_weights(
     weight = jnp.exp(log_weight)
     if algorithm.weight_action == "none":
         return weight, jnp.ones_like(used_BT)
-    how = algorithm.weight_aggregate
-    leveled = choose(
-        "weight_level",
-        algorithm.weight_level,
-        {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segment_ids_BT, how)},
-    )(_statistic(log_weight, algorithm.weight_statistic))
-    statistic = jnp.exp(leveled) if algorithm.weight_statistic == "ratio" else leveled
+    segments, how = segment_ids_BT, algorithm.weight_aggregate
+    measure, finish = choose("weight_statistic", algorithm.weight_statistic, STATISTICS)
+    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segments, how)}
+    leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight))
+    statistic = finish(leveled)
     held = jnp.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
     in_bounds = held == statistic
     own = algorithm.weight_level == "sequence" and how == "max"
-    return choose(
-        "weight_action",
-        algorithm.weight_action,
-        {
-            "mask": lambda: jnp.where(in_bounds, weight, 0.0),
-            "truncate": lambda: jnp.exp(log_weight - leveled) * held if own else held,
-        },
-    )(), in_bounds
-
-
-def _statistic(log_weight: Array, name: str) -> Array:
-    return choose(
-        "weight_statistic",
-        name,
-        {
-            "ratio": lambda: log_weight,
-            "k1": lambda: log_weight,
-            "k2": lambda: 0.5 * log_weight**2,
-            "k3": lambda: jnp.expm1(log_weight) - log_weight,
-        },
-    )()
+    actions = {
+        "mask": lambda: jnp.where(in_bounds, weight, 0.0),
+        "truncate": lambda: jnp.exp(log_weight - leveled) * held if own else held,
+    }
+    return choose("weight_action", algorithm.weight_action, actions)(), in_bounds
 
 
 def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
@@ -385,15 +376,12 @@ def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
     def total(x: Array) -> Array:
         return jax.ops.segment_sum(jnp.where(used, x, 0.0).ravel(), index, size)
 
-    per = choose(
-        "weight_aggregate",
-        how,
-        {
-            "mean": lambda: total(x) / jnp.maximum(total(jnp.ones_like(x)), 1.0),
-            "sum": lambda: total(x),
-            "max": lambda: jax.ops.segment_max(jnp.where(used, x, -jnp.inf).ravel(), index, size),
-        },
-    )()
+    table = {
+        "mean": lambda: total(x) / jnp.maximum(total(jnp.ones_like(x)), 1.0),
+        "sum": lambda: total(x),
+        "max": lambda: jax.ops.segment_max(jnp.where(used, x, -jnp.inf).ravel(), index, size),
+    }
+    per = choose("weight_aggregate", how, table)()
     return jnp.where(used, per[index].reshape(x.shape), 0.0)
 
 
@@ -401,7 +389,7 @@ def _kl_loss(
     target: Array, batch: Mapping[str, Array], scale: Array, used: Array, algorithm: Algorithm
 ) -> Array:
     """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
-    if not choose("kl_placement", algorithm.kl_placement, IN_LOSS):
+    if not algorithm.kl_in_loss:
         return jnp.zeros((), jnp.float32)
     reference = require_reference(batch)
     used = used & jnp.isfinite(reference)

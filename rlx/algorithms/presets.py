@@ -1,190 +1,17 @@
 """The algorithm matrix on one screen: every algorithm is one row of data.
 
-A row is a frozen, hashable `Algorithm`, so it can be a static argument of a jitted function.
-The functions in `advantages` and `losses` read its fields; no algorithm has code of its own.
-Imports neither JAX nor torch: the servers, the planner and `rlx_torch` share it.
+No algorithm has code of its own: the functions in `advantages` and `losses` read a row's fields.
+`resolve` makes the row of a run from a preset and the config's overrides, and says what cannot work
+together. Imports neither JAX nor torch: the servers, the planner and `rlx_torch` share it.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
-from ml_collections import ConfigDict
-
-from rlx.base import UserError
-from rlx.config import ALGORITHM_OVERRIDES, unknown
-
-LEVELS = ("group", "batch", "none")
-REDUCTIONS = (
-    "token_mean",
-    "sequence_mean_token_mean",
-    "sequence_mean_token_sum",
-    "constant",
-    "prompt_mean",
-)
-# What a trajectory is trained on: of its own sampling, from a dataset, or one of a ranked pair.
-DATA = {"nll": "demonstrations", "bradley_terry": "pairs", "dpo": "pairs", "ipo": "pairs"}
-CHOICES: dict[str, tuple[str, ...]] = {
-    "loss": ("clip", "sapo", "reinforce", *DATA),
-    "ratio_level": ("token", "sequence"),
-    "peers": ("prompt", "agent", "turn"),
-    "kl_anchor": ("reference", "teacher"),
-    "reward_mean": LEVELS,
-    "reward_std": LEVELS,
-    "advantage_mean": LEVELS,
-    "advantage_std": LEVELS,
-    "proximal": ("recompute", "loglinear", "behaviour"),
-    "weight_level": ("token", "sequence"),
-    "weight_action": ("none", "mask", "truncate"),
-    "weight_statistic": ("ratio", "k1", "k2", "k3"),
-    "weight_aggregate": ("mean", "sum", "max"),
-    "reduction": REDUCTIONS,
-    "kl_placement": ("none", "reward", "loss"),
-    "kl_estimator": ("k1", "k2", "k3"),
-}
-
-T = TypeVar("T")
-
-
-def choose(field: str, name: str, table: Mapping[str, T]) -> T:
-    """Return `table[name]`: code that lacks a choice must not fall through to another.
-
-    Raises:
-      UserError: `name` is not in the table.
-    """
-    if name not in table:
-        raise unknown(f"algorithm.{field}", name, table)
-    return table[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One algorithm as data. Fields stand in the order in which a batch meets them.
-
-    Attributes:
-      name, source: the preset and the paper it follows.
-      drop_equal_rewards: reject groups whose rewards are all equal and sample others in their place
-        (DAPO's dynamic sampling).
-      overlong_filter: trajectories cut off by length keep their reward in the group's statistics,
-        but none of their tokens is trained on.
-      overlong_buffer: tokens of the soft zone before `overlong_limit`, or below 1 a share of it; 0
-        turns the penalty off.
-      overlong_limit: tokens; 0 stands for sampling.max_new_tokens (filled in by `resolve`).
-      overlong_factor: the penalty at the limit.
-      reward_bias, reward_scale, reward_clip: r = clip((r + bias)·scale, ±clip).
-      reward_mean, reward_std: over which rewards each is taken: group | batch | none.
-      leave_one_out: the mean of a reward's peers leaves that reward out.
-      peers: who shares a group's statistics: all trajectories of the prompt | those of the same
-        agent | those (for advantages, the tokens) of the same turn.
-      kl_anchor: the policy KL terms pull to: the reference (config.reference) | a teacher that a
-        fleet serves (config.teacher).
-      kl_placement: none | reward (a per-token penalty before GAE) | loss (a differentiated term).
-      kl_estimator: k1 | k2 | k3. kl_coefficient: β ≥ 0, the first one where it is adaptive.
-      kl_target: nats a token that β is steered to; 0: β is fixed. kl_horizon: trajectories in which
-        it may grow or shrink by a fifth; `kl.adapt`.
-      critic: values come from a network of their own (config.critic), else they are 0.
-      bootstrap_truncated: where a trajectory was cut off by length, V of its end takes the place of
-        what was never sampled.
-      gamma, lam: discount and GAE mixing, in [0, 1].
-      advantage_mean, advantage_std: as for rewards, over trained tokens.
-      proximal: where the clip's anchor comes from: recompute (the policy before the batch's first
-        update) | loglinear (interpolated) | behaviour (the sampled logprobs: plain PPO).
-      decoupled: weigh the loss by exp(proximal − behaviour), without gradient.
-      weight_level, weight_action, weight_statistic, weight_aggregate, weight_upper, weight_lower:
-        which weights are out of bounds and what happens then; `losses.control_weights`.
-      second_moment: M2PO's limit on the mean of (behaviour − proximal)² over the minibatch, nats²;
-        the tokens farthest off are dropped until it holds; 0 is off.
-      loss: clip | sapo | reinforce, on rollouts; nll, on demonstrations; bradley_terry | dpo | ipo,
-        on pairs.
-      ratio_level: ratios of each token | one for the sequence, the geometric mean of its tokens'.
-      clip_low, clip_high: the ratio is clipped to [1 − low, 1 + high].
-      dual_clip: bound c > 1 of the loss where the advantage is negative; 0 is off.
-      sapo_positive, sapo_negative: τ of SAPO's gate where A > 0, and elsewhere.
-      value_clip: ε_v; values move by at most this much before their loss stops to follow; 0 is off.
-      pair_beta: β of DPO and IPO.
-      entropy_coefficient: bonus for entropy, ≥ 0.
-      reduction: how token losses become one number. constant_length: tokens, for `constant`; 0
-        stands for sampling.max_new_tokens (filled in by `resolve`).
-    """
-
-    name: str
-    source: str
-    drop_equal_rewards: bool = False
-    overlong_filter: bool = False
-    overlong_buffer: float = 0.0
-    overlong_limit: int = 0
-    overlong_factor: float = 1.0
-    reward_bias: float = 0.0
-    reward_scale: float = 1.0
-    reward_clip: float = 20.0
-    reward_mean: str = "none"
-    reward_std: str = "none"
-    leave_one_out: bool = False
-    peers: str = "prompt"
-    kl_anchor: str = "reference"
-    kl_placement: str = "none"
-    kl_estimator: str = "k3"
-    kl_coefficient: float = 0.0
-    kl_target: float = 0.0
-    kl_horizon: int = 10_000
-    critic: bool = False
-    bootstrap_truncated: bool = True
-    gamma: float = 1.0
-    lam: float = 1.0
-    advantage_mean: str = "none"
-    advantage_std: str = "none"
-    proximal: str = "recompute"
-    decoupled: bool = True
-    weight_level: str = "token"
-    weight_action: str = "mask"
-    weight_statistic: str = "ratio"
-    weight_aggregate: str = "mean"
-    weight_upper: float = 5.0
-    weight_lower: float = -math.inf
-    second_moment: float = 0.0
-    loss: str = "clip"
-    ratio_level: str = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 0.0
-    sapo_positive: float = 1.0
-    sapo_negative: float = 1.05
-    value_clip: float = 0.5
-    pair_beta: float = 0.1
-    entropy_coefficient: float = 0.0
-    reduction: str = "token_mean"
-    constant_length: int = 0
-
-    @property
-    def data(self) -> str:
-        """What it is trained on: rollouts | demonstrations | pairs."""
-        return DATA.get(self.loss, "rollouts")
-
-    @property
-    def needs_anchor(self) -> bool:
-        """Whether the logprobs of another policy are asked for, as `reference_logprobs`."""
-        return self.kl_placement != "none" or self.loss in ("dpo", "ipo")
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether that policy is the reference, which the trainer keeps; a teacher has a fleet."""
-        kept = choose("kl_anchor", self.kl_anchor, {"reference": True, "teacher": False})
-        return self.needs_anchor and kept
-
-    def needs_proximal_pass(self, minibatches: int) -> bool:
-        """Whether a forward pass before the first update is due.
-
-        With one minibatch the proximal policy is the target before its update, so the loss takes
-        it from there; a KL inside the reward and M2PO ask for it earlier. REINFORCE has no anchor:
-        its weight is that of the target itself.
-        """
-        if self.data != "rollouts" or self.proximal != "recompute":
-            return False
-        early = self.kl_placement == "reward" or self.second_moment > 0
-        return early or (minibatches > 1 and self.loss != "reinforce")
-
+from rlx.algorithms.algorithm import FIELDS, Algorithm, check_choices, check_ranges
+from rlx.base import UserError, unknown
 
 _ARXIV = "https://arxiv.org/abs/"
 _GROUP_SCORE = {"reward_mean": "group", "reward_std": "group"}
@@ -250,11 +77,11 @@ PRESETS: dict[str, Algorithm] = {
 }  # fmt: skip
 
 
-def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algorithm:
-    """The preset's row with the overrides of `config.algorithm`, checked.
+def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) -> Algorithm:
+    """Return the preset's row with the overrides of `config.algorithm`, checked.
 
     Args:
-      config: `preset` and any of ALGORITHM_OVERRIDES; None keeps the preset's value.
+      config: `preset` and any field of `Algorithm`; None keeps the preset's value.
       max_new_tokens: sampling.max_new_tokens; stands in for zero `overlong_limit` and
         `constant_length`.
       n_samples: sampling.n_samples; what compares the samples of a prompt needs two.
@@ -262,15 +89,13 @@ def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algo
     Raises:
       UserError: for an unknown name, or values that cannot work together.
     """
-    if config.preset not in PRESETS:
-        raise unknown("algorithm.preset", str(config.preset), PRESETS)
-    given = {k: config[k] for k in ALGORITHM_OVERRIDES if config.get(k) is not None}
-    algorithm = dataclasses.replace(PRESETS[config.preset], **given)
+    if config["preset"] not in PRESETS:
+        raise unknown("algorithm.preset", str(config["preset"]), PRESETS)
+    given = {name: config[name] for name in FIELDS if config.get(name) is not None}
+    algorithm = dataclasses.replace(PRESETS[config["preset"]], **given)
     if not algorithm.decoupled and "proximal" not in given:
         algorithm = dataclasses.replace(algorithm, proximal="behaviour")
-    for field, choices in CHOICES.items():
-        if getattr(algorithm, field) not in choices:
-            raise unknown(f"algorithm.{field}", getattr(algorithm, field), choices)
+    check_choices(algorithm)
     _check_weights(algorithm, given)
     _check_kl(algorithm, given)
     limit, buffer = algorithm.overlong_limit or max_new_tokens, algorithm.overlong_buffer
@@ -280,7 +105,8 @@ def resolve(config: ConfigDict, max_new_tokens: int, n_samples: int = 8) -> Algo
         overlong_buffer=float(max(1, round(buffer * limit))) if 0 < buffer < 1 else buffer,
         constant_length=algorithm.constant_length or max_new_tokens,
     )
-    _check_ranges(algorithm)
+    check_ranges(algorithm)
+    _check_limits(algorithm)
     _check_parts(algorithm)
     _check_acts(algorithm, given)
     _check_samples(algorithm, n_samples)
@@ -402,35 +228,13 @@ def _check_weights(algorithm: Algorithm, given: dict) -> None:
         )
 
 
-def _check_ranges(algorithm: Algorithm) -> None:
-    for field, low, high in (
-        ("gamma", 0.0, 1.0),
-        ("lam", 0.0, 1.0),
-        ("clip_low", 0.0, 1.0),
-        ("clip_high", 0.0, math.inf),
-        ("reward_bias", -math.inf, math.inf),
-        ("reward_scale", -math.inf, math.inf),
-        ("reward_clip", 0.0, math.inf),
-        ("overlong_buffer", 0, algorithm.overlong_limit),
-        ("overlong_limit", 0, math.inf),
-        ("overlong_factor", 0.0, math.inf),
-        ("constant_length", 1, math.inf),
-        ("kl_coefficient", 0.0, math.inf),
-        ("kl_target", 0.0, math.inf),
-        ("kl_horizon", 1, math.inf),
-        ("weight_upper", -math.inf, math.inf),
-        ("weight_lower", -math.inf, math.inf),
-        ("second_moment", 0.0, math.inf),
-        ("dual_clip", 0.0, math.inf),
-        ("sapo_positive", 1e-3, math.inf),
-        ("sapo_negative", 1e-3, math.inf),
-        ("value_clip", 0.0, math.inf),
-        ("pair_beta", 1e-6, math.inf),
-        ("entropy_coefficient", 0.0, math.inf),
-    ):
-        value = getattr(algorithm, field)
-        if not low <= value <= high:
-            raise UserError(f"algorithm.{field}={value} must be in [{low}, {high}]")
+def _check_limits(algorithm: Algorithm) -> None:
+    """Raise for numbers that are out of place where another field has its value."""
+    if algorithm.overlong_buffer > algorithm.overlong_limit:
+        raise UserError(
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} must be in "
+            f"[0, {algorithm.overlong_limit}]"
+        )
     if algorithm.dual_clip and algorithm.dual_clip <= 1:
         raise UserError(
             f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 to turn it off"

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rlx.algorithms.advantages import require_reference
-from rlx.algorithms.presets import Algorithm, choose
+from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 
 
 def nll_loss(
@@ -45,14 +44,38 @@ def nll_loss(
     return loss, lax.stop_gradient(stats)
 
 
+def bradley_terry(z: Array, algorithm: Algorithm) -> Array:
+    """The reward model's loss of each pair (2203.02155, eq. 1).
+
+    −log σ(z)
+    """
+    return -jax.nn.log_sigmoid(z)
+
+
+def dpo(z: Array, algorithm: Algorithm) -> Array:
+    """DPO's loss of each pair (2305.18290, eq. 7).
+
+    −log σ(pair_beta·z)
+    """
+    return -jax.nn.log_sigmoid(algorithm.pair_beta * z)
+
+
+def ipo(z: Array, algorithm: Algorithm) -> Array:
+    """IPO's loss of each pair (2310.12036, eq. 17, with z of length-averaged sums).
+
+    (z − 1/(2·pair_beta))²
+    """
+    return (z - 0.5 / algorithm.pair_beta) ** 2
+
+
+# The loss of a pair by `algorithm.loss`; the one place where a loss on pairs is looked up.
+PAIR_LOSSES = {"bradley_terry": bradley_terry, "dpo": dpo, "ipo": ipo}
+
+
 def pair_loss(
     x_BT: Array, batch: Mapping[str, Array], algorithm: Algorithm
 ) -> tuple[Array, dict[str, Array]]:
-    """Σ over pairs of what makes the chosen one win.
-
-        bradley_terry  −log σ(z)                 (2203.02155, eq. 1)
-        dpo            −log σ(β·z)               (2305.18290, eq. 7)
-        ipo            (z − 1/(2β))²             (2310.12036, eq. 17; z of length-averaged sums)
+    """Σ over pairs of what makes the chosen one win, by `algorithm.loss`: PAIR_LOSSES.
 
     Args:
       x_BT: [B, T] float32; target logprobs for DPO and IPO, scores for bradley_terry;
@@ -71,22 +94,14 @@ def pair_loss(
     mask, segments = batch["loss_mask"], batch["segment_ids"]
     chex.assert_equal_shape([x_BT, mask, segments, batch["loss_weights"]])
     x = jnp.where(mask, x_BT.astype(jnp.float32), 0.0)
-    if algorithm.loss != "bradley_terry":
+    if algorithm.kind.reference:
         x = x - jnp.where(mask, require_reference(batch), 0.0)
     weights = jnp.where(mask, batch["loss_weights"], 0.0)
     chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
     z, present = chosen - rejected, _by_pair(mask.astype(jnp.float32), mask, segments, 1) > 0
-    scale = 1.0 if algorithm.loss == "bradley_terry" else algorithm.pair_beta
+    scale = algorithm.pair_beta if algorithm.kind.reference else 1.0
     margin = scale * z
-    each = choose(
-        "loss",
-        algorithm.loss,
-        {
-            "bradley_terry": lambda: -jax.nn.log_sigmoid(z),
-            "dpo": lambda: -jax.nn.log_sigmoid(margin),
-            "ipo": lambda: (z - 0.5 / algorithm.pair_beta) ** 2,
-        },
-    )()
+    each = choose("loss", algorithm.loss, PAIR_LOSSES)(z, algorithm)
     loss = jnp.sum(jnp.where(present, each, 0.0))
     stats = {
         "n_valid_tokens": mask,

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rlx import config as configs
 from rlx.algorithms import presets
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.algorithm import Algorithm
 from rlx.cli.text import number
 from rlx.doctor import capacity, machine
 from rlx.doctor.findings import Finding, attempt, problems

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.fleet.client import Fleet, Limits
 from rlx.fleet.tls import Tls

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
@@ -107,7 +107,7 @@ def check_context(config: ConfigDict, model: ModelConfig) -> None:
 def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
     """Raise UserError where model, servers or sampling do not fit the algorithm's kind."""
     what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
-    scores = algorithm.loss == "bradley_terry"
+    scores = algorithm.kind.scores
     if model.value_head and not scores:
         raise UserError(
             f"model.path={config.model.path} is a reward model, one value a token and no logits, "

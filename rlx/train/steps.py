@@ -21,7 +21,7 @@ from jax import Array
 from rlx.algorithms import advantages as advantages_lib
 from rlx.algorithms import critic as critic_lib
 from rlx.algorithms import kl, losses, supervised
-from rlx.algorithms.presets import Algorithm
+from rlx.algorithms.algorithm import Algorithm
 from rlx.model import decoder
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
@@ -270,15 +270,19 @@ class Steps:
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
         """The microbatch's summed loss by `algorithm.loss`, and its summed stats."""
         algorithm = self.algorithm
-        if algorithm.loss == "bradley_terry":
+        if algorithm.kind.scores:
             return supervised.pair_loss(self.values(params, self.model, batch), batch, algorithm)
         target, entropy = self.logprobs(params, frozen, batch)
-        if algorithm.loss == "nll":
-            return supervised.nll_loss(target, entropy, batch)
-        if algorithm.data == "pairs":
-            return supervised.pair_loss(target, batch, algorithm)
-        total, stats = losses.policy_loss(target, entropy, batch, algorithm)
-        return total, stats | losses.lag_stats(target, batch)
+
+        def policy_loss() -> tuple[Array, Stats]:
+            total, stats = losses.policy_loss(target, entropy, batch, algorithm)
+            return total, stats | losses.lag_stats(target, batch)
+
+        return {
+            "rollouts": policy_loss,
+            "demonstrations": lambda: supervised.nll_loss(target, entropy, batch),
+            "pairs": lambda: supervised.pair_loss(target, batch, algorithm),
+        }[algorithm.data]()
 
     def value_loss(
         self, params: Params, frozen: Params | None, batch: Batch
@@ -350,7 +354,7 @@ class Steps:
     def _trained(self, flat: Batch) -> Array:
         """The tokens that the loss is of: [F] bool."""
         mask, ids = flat["loss_mask"], flat["sequence_ids"]
-        if self.algorithm.loss == "bradley_terry":  # one score: of the whole answer
+        if self.algorithm.kind.scores:  # one score: of the whole answer
             return mask & ~advantages_lib.next_trained(mask, ids)[1]
         if self.algorithm.overlong_filter:
             return mask & ~flat["truncated"].at[ids].get(mode="fill", fill_value=False)
@@ -426,7 +430,7 @@ MODEL_INPUTS = (
 
 def trained_model(config: ModelConfig, params: Params, algorithm: Algorithm) -> Params:
     """What is trained: a policy's parameters, or those with a reward model's value head."""
-    if algorithm.loss != "bradley_terry" or config.value_head:
+    if not algorithm.kind.scores or config.value_head:
         return params
     return parameters.with_value_head(params, config)[0]
 

@@ -103,7 +103,7 @@ def make_steps(model_config: ModelConfig, config: ConfigDict) -> Steps:
     algorithm = presets.resolve(
         config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples
     )
-    if config.lora.rank and (algorithm.critic or algorithm.loss == "bradley_terry"):
+    if config.lora.rank and (algorithm.critic or algorithm.kind.scores):
         what = "a critic" if algorithm.critic else "a reward model"
         raise UserError(
             f"algorithm {algorithm.name} trains {what}, whose value head is no adapter's; set "
@@ -128,7 +128,7 @@ def make_steps(model_config: ModelConfig, config: ConfigDict) -> Steps:
     valued = dataclasses.replace(model_config, value_head=True)
     critic = dict(config.optimizer) | {"learning_rate": config.critic.learning_rate}
     return Steps(
-        model=valued if algorithm.loss == "bradley_terry" else model_config,
+        model=valued if algorithm.kind.scores else model_config,
         algorithm=algorithm,
         optimizer=make_optimizer(config.optimizer, _policy_updates(config)),
         critic_model=valued if algorithm.critic else None,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.algorithms import advantages as adv
-from rlx.algorithms.presets import LEVELS, PRESETS
+from rlx.algorithms.algorithm import LEVELS
+from rlx.algorithms.presets import PRESETS
 from rlx.base import UserError
 
 GRPO = PRESETS["grpo"]
@@ -141,8 +142,7 @@ def test_groups_are_known_by_id_not_by_stride():
     """A partial group first: strides of two would mix the groups from there on."""
     rewards = jnp.array([5.0, 1.0, 3.0, 10.0, 30.0])
     groups = jnp.array([8, 2, 2, 4, 4])
-    normalise = jax.jit(adv.normalise_rewards, static_argnums=3)
-    out = normalise(rewards, groups, jnp.ones(5, bool), variant(reward_std="none"))
+    out = standardise(rewards, groups, jnp.ones(5, bool), mean="group", std="none")
     np.testing.assert_allclose(out, [0, -1, 1, -10, 10])
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.algorithms.presets import CHOICES, PRESETS
+from rlx.algorithms.algorithm import CHOICES
+from rlx.algorithms.presets import PRESETS
 from rlx.base import UserError
 
 SCRIPT = Path(__file__).parent.parent.parent / "docs" / "algorithms.py"

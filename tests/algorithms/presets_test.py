@@ -5,9 +5,9 @@ import math
 import pytest
 
 from rlx import config as rlx_config
-from rlx.algorithms.presets import ACTS, CHOICES, PRESETS, Algorithm, resolve
+from rlx.algorithms.algorithm import CHOICES, FIELDS
+from rlx.algorithms.presets import ACTS, PRESETS, resolve
 from rlx.base import UserError
-from rlx.config import ALGORITHM_OVERRIDES
 
 
 def overrides(**values):
@@ -89,11 +89,15 @@ def test_dapos_soft_zone_is_a_fifth_of_the_limit():
     assert resolve(overrides(preset="dapo", overlong_buffer=7.0), 20_480).overlong_buffer == 7
 
 
-def test_every_override_is_a_field_of_its_type():
-    fields = Algorithm.__dataclass_fields__
-    assert set(fields) == set(ALGORITHM_OVERRIDES) | {"name", "source"}
-    for name, kind in ALGORITHM_OVERRIDES.items():
-        assert fields[name].type is kind, name
+def test_every_field_is_declared_once_and_is_a_key_of_its_type():
+    config = rlx_config.default().algorithm
+    assert set(config) == {*FIELDS, "preset"}
+    for name, field in FIELDS.items():
+        assert config.get_type(name) is field.type, name
+        assert isinstance(field.default, field.type), name
+        assert field.metadata["doc"], name
+        assert ("choices" in field.metadata) == (field.type is str), name
+        assert ("range" in field.metadata) == (field.type in (int, float)), name
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -227,7 +231,7 @@ def test_an_override_that_acts_on_nothing_names_what_would_make_it_act(values, n
 
 @pytest.mark.parametrize("field", sorted({f for fields, _ in ACTS for f in fields}))
 def test_the_table_of_what_acts_names_fields(field):
-    assert any(name == field or name.startswith(field) for name in ALGORITHM_OVERRIDES), field
+    assert any(name == field or name.startswith(field) for name in FIELDS), field
 
 
 def test_what_asks_for_nothing_passes():

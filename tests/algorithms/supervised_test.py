@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.algorithms import losses, supervised
-from rlx.algorithms.presets import PRESETS, REDUCTIONS
+from rlx.algorithms.algorithm import REDUCTIONS
+from rlx.algorithms.presets import PRESETS
 from rlx.base import UserError
 
 SEEDS = st.integers(0, 2**32 - 1)

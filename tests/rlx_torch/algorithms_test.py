@@ -14,6 +14,7 @@ from rlx.algorithms import critic as jax_critic
 from rlx.algorithms import kl as jax_kl
 from rlx.algorithms import losses as jax_losses
 from rlx.algorithms import presets
+from rlx.algorithms.algorithm import CHOICES, REDUCTIONS
 from rlx.base import Group, Trajectory, UserError
 from rlx_torch import advantages, critic, kl, losses, supervised
 
@@ -25,7 +26,7 @@ def _variants():
     """What the presets leave out, each on top of GRPO."""
     yield from ({"proximal": how} for how in ("behaviour", "loglinear"))
     yield from ({"peers": peers, "advantage_mean": "group"} for peers in ("agent", "turn"))
-    yield from ({"reduction": how} for how in presets.REDUCTIONS)
+    yield from ({"reduction": how} for how in REDUCTIONS)
     for action in ("mask", "truncate"):
         for aggregate in ("mean", "sum", "max"):
             yield {
@@ -204,7 +205,7 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("field", sorted({*presets.CHOICES} - {"kl_anchor"}))  # the config's own
+@pytest.mark.parametrize("field", sorted({*CHOICES} - {"kl_anchor"}))  # the config's own
 def test_a_choice_that_the_code_lacks_is_an_error(field):
     base = dataclasses.replace(GRPO, **WHERE.get(field, {}))
     flat, rows = (workers.torch_inputs(x) for x in make_inputs(base))

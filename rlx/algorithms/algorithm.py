@@ -1,0 +1,249 @@
+"""`Algorithm`: one algorithm as data, each field declared once with type, choices, range and words.
+
+Config keys (`config.default`), checks (`presets.resolve`) and docs/algorithms.md are derived from
+these declarations. Imports neither JAX nor torch: servers, the config and rlx_torch share it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlx.base import UserError, unknown
+
+T = TypeVar("T")
+
+LEVELS = ("group", "batch", "none")
+REDUCTIONS = (
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "constant",
+    "prompt_mean",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LossKind:
+    """Whatever the code around a loss must know of it.
+
+    Attributes:
+      data: what it is fitted to: rollouts | demonstrations | pairs (chosen and rejected answer).
+      ratio: it depends on the ratio target / proximal, so that a proximal policy is needed.
+      scores: it reads the value head's score of each answer, not log-probabilities.
+      reference: it compares with the reference policy by itself, without a KL term.
+    """
+
+    data: str = "rollouts"
+    ratio: bool = False
+    scores: bool = False
+    reference: bool = False
+
+
+# The equations are `losses.SURROGATES` and `supervised.PAIR_LOSSES`, in rlx_torch as well.
+LOSS_KINDS = {
+    "clip": LossKind(ratio=True),
+    "sapo": LossKind(ratio=True),
+    "reinforce": LossKind(),
+    "nll": LossKind("demonstrations"),
+    "bradley_terry": LossKind("pairs", scores=True),
+    "dpo": LossKind("pairs", reference=True),
+    "ipo": LossKind("pairs", reference=True),
+}
+
+
+def choose(field: str, name: str, table: Mapping[str, T]) -> T:
+    """Return `table[name]`: code that lacks a choice must not fall through to another.
+
+    Raises:
+      UserError: `name` is not in the table.
+    """
+    if name not in table:
+        raise unknown(f"algorithm.{field}", name, table)
+    return table[name]
+
+
+def require_reference(batch: Mapping[str, T]) -> T:
+    """Return `batch["reference_logprobs"]`, of JAX or of torch.
+
+    Raises:
+      UserError: there is none; a missing reference is not one of logprob 0.
+    """
+    if "reference_logprobs" not in batch:
+        raise UserError(
+            "a KL term needs reference_logprobs and the batch has none; give a reference model or "
+            "a teacher, or set algorithm.kl_placement=none"
+        )
+    return batch["reference_logprobs"]
+
+
+def _flag(default: bool, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def _choice(default: str, choices: tuple[str, ...], doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
+
+
+def _number(default: float, low: float, high: float, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc, "range": (low, high)})
+
+
+_KS = ("k1", "k2", "k3")
+_ANY = (-math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One algorithm as data. Fields stand in the order in which a batch meets them.
+
+    Frozen and hashable, so a static argument of jitted functions. `resolve` makes the row of a run.
+    """
+
+    name: str
+    source: str  # URL of the paper it follows
+    drop_equal_rewards: bool = _flag(
+        False, "reject groups of equal rewards and sample others (DAPO's dynamic sampling)"
+    )
+    overlong_filter: bool = _flag(
+        False, "train on no token of trajectories cut off by length; their rewards still count"
+    )
+    overlong_buffer: float = _number(
+        0.0, 0, math.inf, "tokens of soft zone before the limit, below 1 a share of it; 0: off"
+    )
+    overlong_limit: int = _number(0, 0, math.inf, "tokens; 0: sampling.max_new_tokens")
+    overlong_factor: float = _number(1.0, 0.0, math.inf, "penalty at the limit")
+    reward_bias: float = _number(0.0, *_ANY, "added to each reward")
+    reward_scale: float = _number(1.0, *_ANY, "multiplies each reward, after the bias")
+    reward_clip: float = _number(20.0, 0.0, math.inf, "largest absolute reward after scaling")
+    reward_mean: str = _choice("none", LEVELS, "rewards whose mean is taken off")
+    reward_std: str = _choice("none", LEVELS, "rewards whose deviation divides")
+    leave_one_out: bool = _flag(False, "a reward's mean is that of its peers without itself")
+    peers: str = _choice(
+        "prompt", ("prompt", "agent", "turn"), "a group: all of a prompt | one agent's | one turn's"
+    )
+    kl_anchor: str = _choice(
+        "reference", ("reference", "teacher"),
+        "policy that KL pulls to: config.reference | a served teacher (config.teacher)",
+    )  # fmt: skip
+    kl_placement: str = _choice(
+        "none", ("none", "reward", "loss"), "none | penalty per token before GAE | loss term"
+    )
+    kl_estimator: str = _choice("k3", _KS, "estimator of KL from one token")
+    kl_coefficient: float = _number(0.0, 0.0, math.inf, "β; the first one where it is adaptive")
+    kl_target: float = _number(0.0, 0.0, math.inf, "nats a token that β is steered to; 0: fixed β")
+    kl_horizon: int = _number(10_000, 1, math.inf, "trajectories in which β may change by a fifth")
+    critic: bool = _flag(False, "values come from a network of their own (config.critic), else 0")
+    bootstrap_truncated: bool = _flag(
+        True, "V of the end stands for what was never sampled after a cut by length"
+    )
+    gamma: float = _number(1.0, 0.0, 1.0, "discount")
+    lam: float = _number(1.0, 0.0, 1.0, "GAE's mixing of returns of different length")
+    advantage_mean: str = _choice("none", LEVELS, "trained tokens whose mean is taken off")
+    advantage_std: str = _choice("none", LEVELS, "trained tokens whose deviation divides")
+    proximal: str = _choice(
+        "recompute", ("recompute", "loglinear", "behaviour"),
+        "the clip's anchor: the policy before the batch's first update, computed | interpolated | "
+        "the sampled logprobs (plain PPO)",
+    )  # fmt: skip
+    decoupled: bool = _flag(True, "weigh the loss by sg(exp(proximal − behaviour))")
+    weight_level: str = _choice("token", ("token", "sequence"), "what is held against the bounds")
+    weight_action: str = _choice(
+        "mask", ("none", "mask", "truncate"), "what happens to weights out of bounds"
+    )
+    weight_statistic: str = _choice("ratio", ("ratio", *_KS), "what the bounds are of")
+    weight_aggregate: str = _choice(
+        "mean", ("mean", "sum", "max"), "the sequence's statistic from its tokens'"
+    )
+    weight_upper: float = _number(5.0, *_ANY, "upper bound of the statistic")
+    weight_lower: float = _number(-math.inf, *_ANY, "lower bound of the statistic")
+    second_moment: float = _number(
+        0.0, 0.0, math.inf, "M2PO's limit on the mean of (behaviour − proximal)², nats²; 0: off"
+    )
+    loss: str = _choice("clip", tuple(LOSS_KINDS), "loss of a token, a demonstration or a pair")
+    ratio_level: str = _choice(
+        "token", ("token", "sequence"), "ratios of tokens | the geometric mean of the sequence's"
+    )
+    clip_low: float = _number(0.2, 0.0, 1.0, "the ratio is clipped below 1 − clip_low")
+    clip_high: float = _number(0.2, 0.0, math.inf, "the ratio is clipped above 1 + clip_high")
+    dual_clip: float = _number(
+        0.0, 0.0, math.inf, "c > 1: at most −c·A where the advantage is negative; 0: off"
+    )
+    sapo_positive: float = _number(1.0, 1e-3, math.inf, "τ of SAPO's gate where A > 0")
+    sapo_negative: float = _number(1.05, 1e-3, math.inf, "τ of SAPO's gate elsewhere")
+    value_clip: float = _number(
+        0.5, 0.0, math.inf, "largest move of a value before its loss stops to follow; 0: off"
+    )
+    pair_beta: float = _number(0.1, 1e-6, math.inf, "β of DPO and IPO")
+    entropy_coefficient: float = _number(0.0, 0.0, math.inf, "weight of the entropy bonus")
+    reduction: str = _choice("token_mean", REDUCTIONS, "how token losses become one number")
+    constant_length: int = _number(
+        0, 1, math.inf, "tokens, for reduction=constant; 0: sampling.max_new_tokens"
+    )
+
+    @property
+    def kind(self) -> LossKind:
+        """What the code around the loss must know of it."""
+        return choose("loss", self.loss, LOSS_KINDS)
+
+    @property
+    def data(self) -> str:
+        """What it is trained on: rollouts | demonstrations | pairs."""
+        return self.kind.data
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether KL is a penalty in the reward."""
+        places = {"none": False, "reward": True, "loss": False}
+        return choose("kl_placement", self.kl_placement, places)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether KL is a term of the loss."""
+        places = {"none": False, "reward": False, "loss": True}
+        return choose("kl_placement", self.kl_placement, places)
+
+    @property
+    def needs_anchor(self) -> bool:
+        """Whether the logprobs of another policy are asked for, as `reference_logprobs`."""
+        return self.kl_in_reward or self.kl_in_loss or self.kind.reference
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether that policy is the reference, which the trainer keeps; a teacher has a fleet."""
+        kept = choose("kl_anchor", self.kl_anchor, {"reference": True, "teacher": False})
+        return self.needs_anchor and kept
+
+    def needs_proximal_pass(self, minibatches: int) -> bool:
+        """Whether a forward pass before the first of `minibatches` updates is due.
+
+        With one minibatch the proximal policy is the target before its update, so the loss takes
+        it from there; a KL inside the reward and M2PO ask for it earlier. A loss without a ratio
+        has no anchor: its weight is that of the target itself.
+        """
+        if self.data != "rollouts" or self.proximal != "recompute":
+            return False
+        early = self.kl_in_reward or self.second_moment > 0
+        return early or (minibatches > 1 and self.kind.ratio)
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(Algorithm) if f.name not in ("name", "source")}
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: f.metadata["choices"] for name, f in FIELDS.items() if "choices" in f.metadata
+}
+
+
+def check_choices(algorithm: Algorithm) -> None:
+    """Raise UserError for a field whose value is none of its choices, suggesting the nearest."""
+    for name, choices in CHOICES.items():
+        choose(name, getattr(algorithm, name), dict.fromkeys(choices))
+
+
+def check_ranges(algorithm: Algorithm) -> None:
+    """Raise UserError for a number outside its field's range, or NaN."""
+    for name, field in FIELDS.items():
+        low, high = field.metadata.get("range", (None, None))
+        value = getattr(algorithm, name)
+        if low is not None and not low <= value <= high:
+            raise UserError(f"algorithm.{name}={value} must be in [{low}, {high}]")
