@@ -23,7 +23,10 @@ EPS = 1e-5
 
 
 def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Array]:
-    """Per-token advantages of one whole train batch.
+    """Return the per-token advantages of one whole train batch.
+
+    In this order: shape_rewards, standardise (rewards), kl_penalty, token_rewards, gae, standardise
+    (advantages).
 
     Args:
       flat: loss_mask [F] bool; sequence_ids [F] int32, trajectories contiguous; rewards [N] f32;
@@ -72,12 +75,14 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
 
 
 def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
-    """Who shares a group's statistics: [N] int of each trajectory, [F] int of each token.
+    """Return ids of those who share a group's statistics: of trajectories [N], of tokens [F], int.
 
-    prompt  all trajectories of a group.
-    agent   those of one agent in it.
-    turn    those of one turn in it; a trajectory of several turns counts, for its reward, to the
-            turn of its last trained token, and each token, for its advantage, to its own.
+        prompt  all trajectories of a prompt
+        agent   those of one agent in it
+        turn    those of one turn in it
+
+    A trajectory of several turns counts, for its reward, to the turn of its last trained token, and
+    each token, for its advantage, to its own.
     """
     groups, ids = flat["group_ids"], flat["sequence_ids"]
 
@@ -98,15 +103,15 @@ def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array
 
 
 def _pairs(a: Array, b: Array) -> Array:
-    """One integer for each pair of integers; b is not negative, and negative a stay so."""
+    """Return one integer for each pair of integers; b is not negative, negative a stay so."""
     return a * (jnp.max(b) + 1) + b
 
 
 def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> Array:
-    """Overlong penalty, then bias, scale and clip.
+    """Return rewards with the overlong penalty (DAPO, 2503.14476, eq. 13), scaled and clipped.
 
-    r += min(−(L − (L_max − L_over)) / L_over · f, 0)   (DAPO, 2503.14476, eq. 13)
-    r = clip((r + bias)·scale, ±reward_clip)
+        r ← r + min((overlong_limit − overlong_buffer − L) / overlong_buffer · overlong_factor, 0)
+        r ← clip((r + reward_bias)·reward_scale, ±reward_clip)
 
     Args:
       rewards_N: [N] float32. lengths_N: [N] int32, trained tokens of each trajectory.
@@ -132,7 +137,9 @@ def standardise(
     std: str,
     leave_one_out: bool = False,
 ) -> Array:
-    """(x − μ) / (σ + 1e-5) over the valid entries of each group, of the batch, or not at all.
+    """Standardise x over the valid entries of each group, of the batch, or not at all.
+
+        (x − μ) / (σ + 1e-5)
 
     σ is the unbiased deviation, 1 where there is a single entry; without std there is no division
     at all. A leave-one-out μ is (Σ − x_i)/(n − 1), 0 where n = 1. Sums are two-pass around a
@@ -167,7 +174,7 @@ def standardise(
 
 
 def _centre(x: Array, index: Array | None, valid: Array) -> tuple[Array, Array]:
-    """x minus its peers' mean, and how many they are, [K] each.
+    """Return x minus its peers' mean, and how many they are, [K] each.
 
     Peers are the valid entries of equal index; all of them when index is None.
     """
@@ -182,14 +189,14 @@ def _centre(x: Array, index: Array | None, valid: Array) -> tuple[Array, Array]:
 
 
 def _mean(x: Array, n: Array, index: Array | None, valid: Array) -> Array:
-    """The mean of each entry's n valid peers, [K]; a second pass takes out the first's rounding."""
+    """Return the mean of each entry's n valid peers, [K]; a second pass corrects the rounding."""
     n = jnp.maximum(n, 1)
     first = _total(x, index, valid) / n
     return first + _total(x - first, index, valid) / n
 
 
 def _total(x: Array, index: Array | None, valid: Array) -> Array:
-    """The sum over each entry's valid peers, [K]."""
+    """Return the sum over each entry's valid peers, [K]."""
     x = jnp.where(valid, x, 0.0)
     if index is None:
         return jnp.broadcast_to(x.sum(), x.shape)
@@ -197,9 +204,9 @@ def _total(x: Array, index: Array | None, valid: Array) -> Array:
 
 
 def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
-    """KL as a reward: −β·KL(π ‖ π_ref) on every trained token, and how many were not finite.
+    """Return KL as a reward of every trained token, and how many were not finite.
 
-    π is the proximal policy where its logprobs are known, the behaviour policy otherwise.
+        −β·KL(π ‖ π_ref), π the proximal policy where its logprobs are known, else the behaviour's
 
     Returns:
       [F] float32, 0 where not trained or not finite; int32 scalar.
@@ -219,7 +226,7 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
 
 
 def token_rewards(rewards_N: Array, loss_mask_F: Array, sequence_ids_F: Array) -> Array:
-    """Each trajectory's reward on its last trained token, 0 elsewhere; [F] float32.
+    """Return each trajectory's reward on its last trained token, 0 elsewhere; [F] float32.
 
     The last *trained* one: a trajectory that ends on tool output keeps its reward.
     """
@@ -236,11 +243,12 @@ def gae(
     bootstrap_N: Array,
     algorithm: Algorithm,
 ) -> tuple[Array, Array]:
-    """Generalised advantage estimation over trained tokens only (1506.02438).
+    """Estimate advantages over trained tokens only, generalised (1506.02438).
 
-    δ_t = r_t + γ·V_{t'} − V_t and A_t = δ_t + γλ·A_{t'}, t' the next trained token of the same
-    trajectory, however many observation tokens lie between. After the last one V is
-    `bootstrap_N` and A is 0.
+        δ_t = r_t + gamma·V_t' − V_t
+        A_t = δ_t + gamma·lam·A_t', t' the next trained token of the same trajectory
+
+    However many observation tokens lie between. After the last one V is `bootstrap_N` and A is 0.
 
     Args:
       rewards_F, values_F: [F] float32. loss_mask_F: [F] bool. sequence_ids_F: [F] int32.
@@ -264,7 +272,7 @@ def gae(
 
 
 def _recur(a: Array, b: Array) -> Array:
-    """x with x[t] = b[t] + a[t]·x[t + 1] and x[F] = 0, in at most ⌈log₂ F⌉ doublings.
+    """Return x with x[t] = b[t] + a[t]·x[t + 1] and x[F] = 0, in at most ⌈log₂ F⌉ doublings.
 
     No further than zeros of a let anything reach: ⌈log₂⌉ of the longest trajectory suffices. A loop
     of shifts compiles in a tenth of the time of `lax.associative_scan`; slices are shifts at the
@@ -287,7 +295,10 @@ def _recur(a: Array, b: Array) -> Array:
 
 
 def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Array]:
-    """Index of the next trained token ([F] int32, in range), and whether the trajectory has one."""
+    """Return the index of the next trained token ([F] int32, in range), and whether there is one.
+
+    One of the same trajectory, [F] bool.
+    """
     size = loss_mask_F.shape[0]
     index = jnp.where(loss_mask_F, jnp.arange(size), size)
     at_or_after = lax.cummin(index, reverse=True)

@@ -12,7 +12,9 @@ from rlx.algorithms.algorithm import Algorithm
 def value_loss(
     values_BT: Array, batch: Mapping[str, Array], algorithm: Algorithm
 ) -> tuple[Array, dict[str, Array]]:
-    """Σ ½·max((V − R)², (clip(V, V_b ± ε_v) − R)²) over trained tokens.
+    """Return the value loss over trained tokens as a sum, and stats as sums.
+
+        ½·max((V − R)², (clip(V, V_b ± value_clip) − R)²)
 
     The clip is PPO's for values: as in the authors' code, not in 1707.06347 itself.
 

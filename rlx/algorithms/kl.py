@@ -9,10 +9,13 @@ CLAMP = 10.0  # nats: the exponential in k3 must not overflow on one unlucky tok
 
 
 def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Array:
-    """KL(π ‖ π_ref) per token, from tokens drawn from π.
+    """Estimate KL(π ‖ π_ref) per token, from tokens drawn from π.
 
-    With Δ = log π − log π_ref clamped to ±10: k1 = Δ, k2 = Δ²/2, k3 = e^(−Δ) − 1 + Δ.
-    k1 and k3 are unbiased, k2 and k3 never negative. http://joschu.net/blog/kl-approx.html
+        k1  Δ
+        k2  Δ²/2
+        k3  e^(−Δ) − 1 + Δ
+
+    Δ = log π − log π_ref clamped to ±10. k1 and k3 are unbiased, k2 and k3 never negative. http://joschu.net/blog/kl-approx.html
 
     Args:
       logprobs, reference_logprobs: same shape, float32, nats.
@@ -33,7 +36,7 @@ def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Arra
 def adapt(
     coefficient: Array, observed: Array, trajectories: Array, *, target: float, horizon: int
 ) -> Array:
-    """β after a batch: up where the divergence is above its target, down where it is below.
+    """Return β after a batch: up where the divergence is above its target, down where below.
 
         β ← β · (1 + clip(KL / target − 1, ±0.2) · trajectories / horizon)   (1909.08593, §2.2)
 

@@ -30,11 +30,14 @@ def policy_loss(
     batch: Mapping[str, Array],
     algorithm: Algorithm,
 ) -> tuple[Array, dict[str, Array]]:
-    """Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − c·H), and the sums behind the step's statistics.
+    """Return the policy loss as a sum, and the sums behind the step's statistics.
 
-    u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1
-    (2505.24298), each of the token or, for ratio_level=sequence, exp of the mean over its
-    sequence's trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`: SURROGATES.
+        Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − entropy_coefficient·H)
+        u = exp(target − proximal)
+        w = sg(exp(proximal − behaviour)), or 1 where not decoupled (2505.24298)
+
+    u and w are of the token or, for ratio_level=sequence, exp of the mean over its sequence's
+    trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`: SURROGATES.
 
     KL in the loss has the weight sg(w·u), which is target / behaviour within w's bounds: a token of
     an old policy pulls as often as the target itself would draw it, so the term's gradient has the
@@ -131,7 +134,7 @@ def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
-    """Metrics from summed stats: counts as they are, losses over `denominator`, means the rest."""
+    """Return metrics of summed stats: counts as they are, losses over `denominator`, else means."""
     tokens, pairs = max(stats["n_valid_tokens"], 1.0), max(stats.get("n_pairs", 0.0), 1.0)
     divisors = {name: pairs for name in stats if name.startswith(PAIRS)}
     divisors |= dict.fromkeys(COUNTS, 1.0)
@@ -145,13 +148,13 @@ def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float
 def loss_weights(
     loss_mask: Array, sequence_ids: Array, group_ids_N: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
-    """Per-token weights and the one denominator of a whole minibatch: its loss is Σ weight·ℓ / den.
+    """Return per-token weights and the denominator of a minibatch: its loss is Σ weight·ℓ / den.
 
-    token_mean               1            / trained tokens
-    sequence_mean_token_mean 1 / n_seq    / sequences
-    sequence_mean_token_sum  1            / sequences
-    constant                 1            / (sequences · constant_length)   (2503.20783)
-    prompt_mean              1 / n_prompt / prompts                         (2510.13786)
+        token_mean                1 / trained tokens
+        sequence_mean_token_mean  1 / n_seq / sequences
+        sequence_mean_token_sum   1 / sequences
+        constant                  1 / (sequences · constant_length) (2503.20783)
+        prompt_mean               1 / n_prompt / prompts (2510.13786)
 
     n_seq and n_prompt are the trained tokens of the token's sequence and prompt. Sequences and
     prompts without a trained token do not count. Weight control later on changes no denominator.
@@ -190,15 +193,17 @@ def loss_weights(
 
 
 def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algorithm) -> Array:
-    """The clip's anchor: log-probabilities under the policy before the batch's first update.
+    """Return the clip's anchor: logprobs under the policy before the batch's first update.
 
-    recompute  batch["proximal_logprobs"]; where absent the target itself, without gradient, which
-               is the same thing before the first update.
-    behaviour  the sampled ones: PPO as published. REINFORCE has the target itself always.
-    loglinear  behaviour + α(target − behaviour), without gradient, α = clip((v_prox − v_behav) /
-               (v_target − v_behav), 0, 1) of each token's versions, and 0 where v_target = v_behav.
-               v_target is batch["target_version"], a float: n + m/M at minibatch m of M in the
-               batch that turns version n into n + 1; v_prox is its floor, n.
+        recompute  log π of the policy before the batch's first update
+        behaviour  the sampled logprobs: PPO as published
+        loglinear  behaviour + α·(target − behaviour),
+                   α = clip((v_prox − v_behav) / (v_target − v_behav), 0, 1)
+
+    Recomputed ones are batch["proximal_logprobs"]; where absent the target itself, which is the
+    same thing before the first update. α is of each token's versions, 0 where v_target = v_behav:
+    v_target is batch["target_version"], a float: n + m/M at minibatch m of M in the batch that
+    turns version n into n + 1; v_prox is its floor, n. A loss without a ratio has the target.
 
     Returns:
       float32 of target's shape, nats; carries no gradient.
@@ -226,9 +231,9 @@ def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
 
 
 def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
-    """Which tokens M2PO keeps: as many as go, nearest first, with a mean square below `limit`.
+    """Return which tokens M2PO keeps (2510.01161, alg. 1): the largest squares are dropped.
 
-    Dropping the largest squares until the mean of the rest is below the limit (2510.01161, alg. 1).
+        as many as go, nearest first, with mean (behaviour − proximal)² < second_moment
 
     Args:
       log_weight: [F] float32, behaviour − proximal or its negative, of one minibatch's tokens.
@@ -254,7 +259,7 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
 def clipped_surrogate(
     log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
-    """PPO's clipped ratio (1707.06347, eq. 7) with a dual clip (1912.09729).
+    """Return PPO's clipped ratio (1707.06347, eq. 7) with a dual clip (1912.09729).
 
         max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
 
@@ -279,7 +284,7 @@ def clipped_surrogate(
 def soft_surrogate(
     log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
-    """SAPO's gate in place of the clip (2511.20347, eq. 5 and 6).
+    """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6).
 
         −A·(4/τ)·σ(τ(u − 1)), τ = sapo_positive where A > 0, else sapo_negative
 
@@ -294,7 +299,7 @@ def soft_surrogate(
 def plain_surrogate(
     log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
-    """REINFORCE: no ratio and no anchor; w is the target's, sg(exp(target − behaviour)).
+    """Return REINFORCE's loss, without a ratio; w is sg(exp(target − behaviour)).
 
         −A·log π
 
@@ -325,17 +330,19 @@ STATISTICS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]]
 def control_weights(
     log_weight_BT: Array, used_BT: Array, segment_ids_BT: Array, algorithm: Algorithm
 ) -> tuple[Array, Array]:
-    """The behaviour weight w = exp(proximal − behaviour) of each token, kept within bounds.
+    """Return the behaviour weight w = exp(proximal − behaviour) of each token, kept within bounds.
 
     A statistic of each token (STATISTICS: log w for ratio and k1, (log w)²/2 for k2, w − 1 − log w
     for k3), or its mean, sum or max over the sequence, is held against the bounds [weight_lower,
     weight_upper]; for ratio after exponentiation, so that the mean is the geometric one.
 
-    none      w as it is: the correction stays on
-    mask      w = 0 where out of bounds: those tokens leave the loss
-    truncate  w = the ratio, capped (TIS): of the token; or of the whole sequence, then one weight
-              for all its tokens (aggregate sum: the product of their ratios, mean: its geometric
-              mean). With max each token keeps its own, scaled until the largest is the bound
+        none      w as it is: the correction stays on
+        mask      w = 0 unless weight_lower ≤ statistic ≤ weight_upper: the token leaves the loss
+        truncate  w = clip(ratio, weight_lower, weight_upper) (TIS)
+
+    Truncated is the token's ratio; or the whole sequence's, then one weight for all its tokens
+    (aggregate sum: the product of their ratios, mean: its geometric mean). With max each token
+    keeps its own, scaled until the largest is the bound.
 
     Args:
       log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool, which tokens count.
@@ -367,7 +374,7 @@ def control_weights(
 
 
 def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
-    """Mean, sum or max of x over the used tokens of each segment of each row, on every token."""
+    """Return on every token the mean, sum or max of x over the used tokens of its segment."""
     rows, width = x.shape
     # A row of `width` tokens has at most that many segments, and 0 for padding.
     index = (jnp.arange(rows)[:, None] * (width + 1) + segment_ids).ravel()
@@ -388,7 +395,7 @@ def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
 def _kl_loss(
     target: Array, batch: Mapping[str, Array], scale: Array, used: Array, algorithm: Algorithm
 ) -> Array:
-    """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
+    """Return β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is in the loss."""
     if not algorithm.kl_in_loss:
         return jnp.zeros((), jnp.float32)
     reference = require_reference(batch)
@@ -401,5 +408,5 @@ def _kl_loss(
 
 
 def _finite_ratio(log_ratio: Array) -> Array:
-    """Whether both the log-ratio and its exponential are finite numbers."""
+    """Return whether both the log-ratio and its exponential are finite numbers."""
     return (log_ratio > -jnp.inf) & (log_ratio < LARGEST_LOG)

@@ -116,7 +116,7 @@ def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) 
 _KL_NUMBERS = ("kl_estimator", "kl_coefficient", "kl_target", "kl_horizon")
 _BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper", "weight_lower")
 # Fields (one that ends in _ stands for all that begin so), and what makes them act: another field
-# with one of these values, or any that is not 0. The first reason for doing nothing is told.
+# with one of these values, or any that is not 0. The first reason for doing nothing is named.
 ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (("overlong_", "reward_", "leave_one_out", "peers", "bootstrap_truncated", "gamma", "lam",
       "advantage_", "proximal", "decoupled", "weight_", "ratio_level", "clip_", "dual_clip",
@@ -140,25 +140,32 @@ ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
 )  # fmt: skip
 
 
+def idle(algorithm: Algorithm) -> dict[str, str]:
+    """Return the fields that change nothing in an algorithm, each with what would make it act."""
+    found: dict[str, str] = {}
+    for fields, needs in ACTS:
+        values = [(getattr(algorithm, name), wanted) for name, wanted in needs.items()]
+        if any(value in wanted if wanted else value for value, wanted in values):
+            continue
+        words = (f"{name}={'|'.join(map(str, wanted))}" if wanted else f"{name} above 0"
+                 for name, wanted in needs.items())  # fmt: skip
+        remedy, begins = " or ".join(words), tuple(f for f in fields if f.endswith("_"))
+        for name in FIELDS:
+            if name in fields or name.startswith(begins):
+                found.setdefault(name, remedy)
+    return found
+
+
 def _check_acts(algorithm: Algorithm, given: dict) -> None:
     """Raise for an override that changes nothing; 0, False and none ask for nothing and pass."""
     if given.get("kl_placement") == "none":  # a KL term switched off whole may keep its numbers
         given = {k: v for k, v in given.items() if k not in _KL_NUMBERS}
-    for fields, needs in ACTS:
-        values = {name: getattr(algorithm, name) for name in needs}
-        if any(
-            values[name] in wanted if wanted else values[name] for name, wanted in needs.items()
-        ):
-            continue
-        begins = tuple(field for field in fields if field.endswith("_"))
-        asked = [k for k, v in given.items() if v not in (0, "none")]
-        idle = next((k for k in asked if k in fields or k.startswith(begins)), None)
-        if idle:
-            wants = (f"{name}={'|'.join(map(str, wanted))}" if wanted else f"{name} above 0"
-                     for name, wanted in needs.items())  # fmt: skip
+    remedies = idle(algorithm)
+    for name, value in given.items():
+        if value not in (0, "none") and name in remedies:
             raise UserError(
-                f"algorithm.{idle}={given[idle]} acts on nothing ({algorithm.name}); it needs "
-                f"algorithm.{' or '.join(wants)}: set that, or leave {idle} unset"
+                f"algorithm.{name}={value} acts on nothing ({algorithm.name}); it needs "
+                f"algorithm.{remedies[name]}: set that, or leave {name} unset"
             )
 
 

@@ -22,7 +22,9 @@ from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 def nll_loss(
     target_logprobs_BT: Array, entropy_BT: Array, batch: Mapping[str, Array]
 ) -> tuple[Array, dict[str, Array]]:
-    """Σ loss_weights · −log π over the demonstration's tokens.
+    """Return the negative log-likelihood of demonstrations as a sum, and stats as sums.
+
+        −log π
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated. entropy_BT: likewise, for stats.
@@ -45,25 +47,31 @@ def nll_loss(
 
 
 def bradley_terry(z: Array, algorithm: Algorithm) -> Array:
-    """The reward model's loss of each pair (2203.02155, eq. 1).
+    """Return the reward model's loss of each pair (2203.02155, eq. 1).
 
-    −log σ(z)
+        −log σ(z)
+
+    z and the result: float32, one number a pair.
     """
     return -jax.nn.log_sigmoid(z)
 
 
 def dpo(z: Array, algorithm: Algorithm) -> Array:
-    """DPO's loss of each pair (2305.18290, eq. 7).
+    """Return DPO's loss of each pair (2305.18290, eq. 7).
 
-    −log σ(pair_beta·z)
+        −log σ(pair_beta·z)
+
+    z and the result: float32, one number a pair.
     """
     return -jax.nn.log_sigmoid(algorithm.pair_beta * z)
 
 
 def ipo(z: Array, algorithm: Algorithm) -> Array:
-    """IPO's loss of each pair (2310.12036, eq. 17, with z of length-averaged sums).
+    """Return IPO's loss of each pair (2310.12036, eq. 17, with z of length-averaged sums).
 
-    (z − 1/(2·pair_beta))²
+        (z − 1/(2·pair_beta))²
+
+    z and the result: float32, one number a pair.
     """
     return (z - 0.5 / algorithm.pair_beta) ** 2
 
@@ -75,7 +83,7 @@ PAIR_LOSSES = {"bradley_terry": bradley_terry, "dpo": dpo, "ipo": ipo}
 def pair_loss(
     x_BT: Array, batch: Mapping[str, Array], algorithm: Algorithm
 ) -> tuple[Array, dict[str, Array]]:
-    """Σ over pairs of what makes the chosen one win, by `algorithm.loss`: PAIR_LOSSES.
+    """Return the loss on pairs by `algorithm.loss` (PAIR_LOSSES) as a sum, and stats as sums.
 
     Args:
       x_BT: [B, T] float32; target logprobs for DPO and IPO, scores for bradley_terry;
@@ -117,7 +125,7 @@ def pair_loss(
 
 
 def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
-    """Sums of x over the masked tokens of the odd, or of the even, segment of every possible pair.
+    """Return the sum of x over the masked tokens of every pair's odd, or even, segment.
 
     Two passes: the second takes out the rounding of the first, so that long sequences do not blur
     the small differences that pairs are made of.

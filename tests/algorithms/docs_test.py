@@ -17,7 +17,7 @@ spec.loader.exec_module(docs)
 
 
 def said(algorithm):
-    return docs.row(algorithm) + docs.equation(algorithm)
+    return docs.row(algorithm) + docs.section(algorithm)
 
 
 def test_the_committed_page_is_current():
@@ -35,7 +35,9 @@ def test_the_page_has_every_preset_with_its_source(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_said_of_a_preset_does_not_depend_on_its_name(name):
     renamed = dataclasses.replace(PRESETS[name], name="nonesuch")
-    assert docs.equation(renamed) == docs.equation(PRESETS[name])
+    assert docs.section(renamed) == docs.section(PRESETS[name]).replace(
+        f"### {name}", "### nonesuch"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,22 +92,48 @@ def test_a_changed_field_changes_what_is_said(name, changes):
 
 
 @pytest.mark.parametrize("field", CHOICES)
-def test_a_choice_that_the_page_has_no_words_for_is_an_error(field):
+def test_an_unknown_choice_is_an_error(field):
     for name in ("grpo", "dpo", "sft"):
         row = dataclasses.replace(PRESETS[name], **{field: "nonesuch"})
-        if name == "grpo" or field in docs.KNOWN:
-            with pytest.raises(UserError, match=f"unknown algorithm.{field} 'nonesuch'"):
-                said(row)
-    with pytest.raises(UserError, match=r"unknown algorithm\.loss 'nonesuch'"):
-        docs.pair_lines(dataclasses.replace(PRESETS["dpo"], loss="nonesuch"))
+        with pytest.raises(UserError, match=f"unknown algorithm.{field} 'nonesuch'"):
+            said(row)
+
+
+@pytest.mark.parametrize("loss", CHOICES["loss"])
+def test_the_equation_of_a_loss_is_that_of_the_function_that_computes_it(loss, monkeypatch):
+    row = dataclasses.replace(PRESETS["grpo"], loss=loss)
+    words = docs.equation(docs.LOSSES[loss])
+    assert f"| `loss` | {loss} | `{words}` |" in docs.section(row)
+    monkeypatch.setitem(docs.LOSSES, loss, lambda z, algorithm: z)  # no docstring
+    with pytest.raises(UserError, match="has no equation"):
+        docs.section(row)
+    monkeypatch.delitem(docs.LOSSES, loss)
+    with pytest.raises(UserError, match=f"unknown algorithm.loss '{loss}'"):
+        docs.section(row)
+
+
+@pytest.mark.parametrize("field", ["loss", *docs.BY_CHOICE])
+def test_every_choice_with_an_equation_has_one_of_its_own(field):
+    functions = [docs.BY_CHOICE.get(field)] * len(CHOICES[field])
+    if field == "loss":
+        words = [docs.equation(docs.LOSSES[choice]) for choice in CHOICES[field]]
+    else:
+        pairs = zip(functions, CHOICES[field], strict=True)
+        words = [docs.equation(function, choice) for function, choice in pairs]
+    assert len(set(words)) == len(words)
+    assert "\n" not in "".join(words)
+
+
+def test_a_choice_without_a_line_in_the_docstring_is_an_error():
+    with pytest.raises(UserError, match="loss_weights has no equation nonesuch"):
+        docs.equation(docs.BY_CHOICE["reduction"], "nonesuch")
+
+
+def test_a_mean_over_pairs_is_not_said_to_be_one_over_sequences():
+    assert "| `1 / n_seq / pairs` |" in docs.section(PRESETS["ipo"])
+    assert "sequences" not in docs.section(PRESETS["dpo"])
 
 
 def test_sapo_is_held_against_the_behaviour_policy_as_a_run_has_it():
     sapo = next(a for a in docs.ROWS if a.name == "sapo")
-    assert r"u_{i,t} &= \frac{\pi_\theta(o_{i,t})}{\pi_{\text{beh}}(o_{i,t})}" in docs.equation(
-        sapo
-    )
-
-
-def test_macros_that_github_refuses_are_not_used():
-    assert r"\operatorname" not in docs.page()
+    assert "| `proximal` | behaviour |" in docs.section(sapo)
