@@ -96,8 +96,6 @@ def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) 
     if not algorithm.decoupled and "proximal" not in given:
         algorithm = dataclasses.replace(algorithm, proximal="behaviour")
     check_choices(algorithm)
-    _check_weights(algorithm, given)
-    _check_kl(algorithm, given)
     limit, buffer = algorithm.overlong_limit or max_new_tokens, algorithm.overlong_buffer
     algorithm = dataclasses.replace(
         algorithm,
@@ -106,10 +104,10 @@ def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) 
         constant_length=algorithm.constant_length or max_new_tokens,
     )
     check_ranges(algorithm)
-    _check_limits(algorithm)
-    _check_parts(algorithm)
+    for broken, words in (*_weight_rules(algorithm, given), *_rules(algorithm, given, n_samples)):
+        if broken:
+            raise UserError(f"algorithm.{words}")
     _check_acts(algorithm, given)
-    _check_samples(algorithm, n_samples)
     return algorithm
 
 
@@ -169,110 +167,73 @@ def _check_acts(algorithm: Algorithm, given: dict) -> None:
             )
 
 
-def _check_samples(algorithm: Algorithm, n_samples: int) -> None:
-    """A prompt's only sample has nothing to be compared with: its reward less the mean is 0."""
-    if n_samples > 1 or algorithm.data != "rollouts":
-        return
-    if algorithm.drop_equal_rewards:
-        raise UserError(
-            "algorithm.drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one "
-            "reward is always equal; raise n_samples or set drop_equal_rewards=False"
-        )
-    if algorithm.reward_mean == "group":
-        raise UserError(
-            f"algorithm.reward_mean=group ({algorithm.name}) with sampling.n_samples=1 compares "
-            "each reward with itself, so nothing is learned; raise n_samples or set "
-            "reward_mean=batch"
-        )
+Rules = tuple[tuple[bool, str], ...]  # (is broken, words after `algorithm.`)
 
 
-def _check_kl(algorithm: Algorithm, given: dict) -> None:
-    """A coefficient and a place for it: half of a KL term would silently be none."""
-    placed, coefficient = algorithm.kl_placement != "none", algorithm.kl_coefficient
-    if placed and not coefficient and ("kl_coefficient" not in given or algorithm.kl_target):
-        raise UserError(
-            f"algorithm.kl_placement={algorithm.kl_placement} with kl_coefficient=0 is no KL term; "
-            "set algorithm.kl_coefficient, or kl_placement=none"
-        )
+def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
+    """Return the rules of weight control.
+
+    The default bound is one of a single token's ratio; other statistics have other scales. Weights
+    of data that is on policy must be within the bounds, or nothing is trained on.
+    """
+    if a.weight_action == "none":
+        return ()
+    upper, lower, statistic = a.weight_upper, a.weight_lower, a.weight_statistic
+    plain = a.weight_level == "token" and statistic == "ratio"
+    on_policy = 1 if statistic == "ratio" else 0
+    least = {"ratio": 0, "k1": -math.inf}.get(statistic, on_policy)
+    masks, truncates = a.weight_action == "mask", a.weight_action == "truncate"
+    remedy = f"set it between {least} and {on_policy}, or"
+    return (
+        (truncates and statistic != "ratio",
+         f"weight_statistic={statistic} cannot be truncated, only a ratio can; use "
+         "weight_action=mask or weight_statistic=ratio"),
+        (not plain and "weight_upper" not in given,
+         "weight_upper has a default only for weight_level=token and weight_statistic=ratio, got "
+         f"{a.weight_level} and {statistic}; set algorithm.weight_upper"),
+        (lower >= upper,
+         f"weight_lower={lower} is not below weight_upper={upper}; every token would be out of "
+         "bounds"),
+        (masks and upper <= on_policy,
+         f"weight_upper={upper} masks every token that is on policy, whose {statistic} is "
+         f"{on_policy}; set it above {on_policy}"),
+        (lower != -math.inf and not least < lower < (on_policy if masks else math.inf),
+         f"weight_lower={lower} bounds no {statistic}, or masks all that is on policy; "
+         f"{remedy if least < on_policy else 'as no bound can,'} leave it unset"),
+        (truncates and upper <= 0, f"weight_upper={upper} must be above 0"),
+    )  # fmt: skip
 
 
-def _check_weights(algorithm: Algorithm, given: dict) -> None:
-    """The default bound is one of a single token's ratio; other statistics have other scales."""
-    if algorithm.weight_action == "none":
-        return
-    if algorithm.weight_action == "truncate" and algorithm.weight_statistic != "ratio":
-        raise UserError(
-            f"algorithm.weight_statistic={algorithm.weight_statistic} cannot be truncated, only a "
-            "ratio can; use weight_action=mask or weight_statistic=ratio"
-        )
-    plain = algorithm.weight_level == "token" and algorithm.weight_statistic == "ratio"
-    if not plain and "weight_upper" not in given:
-        raise UserError(
-            f"algorithm.weight_upper has a default only for weight_level=token and "
-            f"weight_statistic=ratio, got {algorithm.weight_level} and "
-            f"{algorithm.weight_statistic}; set algorithm.weight_upper"
-        )
-    if algorithm.weight_lower >= algorithm.weight_upper:
-        raise UserError(
-            f"algorithm.weight_lower={algorithm.weight_lower} is not below weight_upper="
-            f"{algorithm.weight_upper}; every token would be out of bounds"
-        )
-    # What data of the policy itself have must be within the bounds, or nothing is trained on.
-    fresh = 1 if algorithm.weight_statistic == "ratio" else 0
-    least = {"ratio": 0, "k1": -math.inf}.get(algorithm.weight_statistic, fresh)
-    masks = algorithm.weight_action == "mask"
-    if masks and algorithm.weight_upper <= fresh:
-        raise UserError(
-            f"algorithm.weight_upper={algorithm.weight_upper} masks every token that is on policy, "
-            f"whose {algorithm.weight_statistic} is {fresh}; set it above {fresh}"
-        )
-    lower = algorithm.weight_lower
-    if lower != -math.inf and not least < lower < (fresh if masks else math.inf):
-        remedy = f"set it between {least} and {fresh}, or" if least < fresh else "as no bound can,"
-        raise UserError(
-            f"algorithm.weight_lower={lower} bounds no {algorithm.weight_statistic}, or masks all "
-            f"that is on policy; {remedy} leave it unset"
-        )
-
-
-def _check_limits(algorithm: Algorithm) -> None:
-    """Raise for numbers that are out of place where another field has its value."""
-    if algorithm.overlong_buffer > algorithm.overlong_limit:
-        raise UserError(
-            f"algorithm.overlong_buffer={algorithm.overlong_buffer} must be in "
-            f"[0, {algorithm.overlong_limit}]"
-        )
-    if algorithm.dual_clip and algorithm.dual_clip <= 1:
-        raise UserError(
-            f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 to turn it off"
-        )
-    if algorithm.weight_action == "truncate" and algorithm.weight_upper <= 0:
-        raise UserError(f"algorithm.weight_upper={algorithm.weight_upper} must be above 0")
-    if algorithm.leave_one_out and algorithm.reward_mean == "none":
-        raise UserError(
-            "algorithm.leave_one_out=True needs a mean to leave one out of; "
-            "set algorithm.reward_mean to group or batch"
-        )
-
-
-def _check_parts(algorithm: Algorithm) -> None:
-    """Parts of different papers that cannot be put together."""
-    a = algorithm
-    if a.second_moment and (a.proximal != "recompute" or not a.decoupled):
-        raise UserError(
-            f"algorithm.second_moment={a.second_moment:g} compares the behaviour with a recomputed "
-            f"proximal policy, got proximal={a.proximal}, decoupled={a.decoupled}; set "
-            "proximal=recompute and decoupled=True"
-        )
-    if a.data != "rollouts":
-        for field, off in (("kl_placement", "none"), ("critic", False), ("second_moment", 0.0),
-                           ("drop_equal_rewards", False)):  # fmt: skip
-            if getattr(a, field) != off:
-                raise UserError(
-                    f"algorithm.{field}={getattr(a, field)} is for rollouts; loss={a.loss} trains "
-                    f"on {a.data}: set it to {off}"
-                )
-    if a.kl_anchor == "teacher" and not a.needs_anchor:
-        raise UserError(
-            "algorithm.kl_anchor=teacher without a KL term; set kl_placement to reward or loss"
-        )
+def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
+    """Return the rules between other fields: halves of a term, parts of different papers."""
+    kl = a.kl_in_reward or a.kl_in_loss
+    no_kl = not a.kl_coefficient and ("kl_coefficient" not in given or a.kl_target > 0)
+    off = {"kl_placement": "none", "critic": False, "second_moment": 0.0,
+           "drop_equal_rewards": False}  # fmt: skip
+    alone = n_samples < 2 and a.data == "rollouts"
+    return (
+        (kl and no_kl,
+         f"kl_placement={a.kl_placement} with kl_coefficient=0 is no KL term; set "
+         "algorithm.kl_coefficient, or kl_placement=none"),
+        (a.overlong_buffer > a.overlong_limit,
+         f"overlong_buffer={a.overlong_buffer} must be in [0, {a.overlong_limit}]"),
+        (0 < a.dual_clip <= 1, f"dual_clip={a.dual_clip} must be above 1, or 0 to turn it off"),
+        (a.leave_one_out and a.reward_mean == "none",
+         "leave_one_out=True needs a mean to leave one out of; set algorithm.reward_mean to group "
+         "or batch"),
+        (a.second_moment > 0 and (a.proximal != "recompute" or not a.decoupled),
+         f"second_moment={a.second_moment:g} compares the behaviour with a recomputed proximal "
+         f"policy, got proximal={a.proximal}, decoupled={a.decoupled}; set proximal=recompute and "
+         "decoupled=True"),
+        *((a.data != "rollouts" and getattr(a, field) != value,
+           f"{field}={getattr(a, field)} is for rollouts; loss={a.loss} trains on {a.data}: set it "
+           f"to {value}") for field, value in off.items()),
+        (a.kl_anchor == "teacher" and not a.needs_anchor,
+         "kl_anchor=teacher without a KL term; set kl_placement to reward or loss"),
+        (alone and a.drop_equal_rewards,
+         "drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one reward is "
+         "always equal; raise n_samples or set drop_equal_rewards=False"),
+        (alone and a.reward_mean == "group",
+         f"reward_mean=group ({a.name}) with sampling.n_samples=1 compares each reward with "
+         "itself, so nothing is learned; raise n_samples or set reward_mean=batch"),
+    )  # fmt: skip
