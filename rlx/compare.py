@@ -9,6 +9,7 @@ import os
 import tempfile
 
 from rlx.cli import command
+from rlx.doctor import failures
 from rlx.fleet import wire
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
@@ -56,4 +57,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, explain=failures.explain)

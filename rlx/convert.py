@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlx.base import UserError
 from rlx.cli import command
+from rlx.doctor import failures
 
 
 def to_hf(path: Path, target: Path, model: str, dtype: str, adapter: Path | None = None) -> str:
@@ -64,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, explain=failures.explain)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rlx.agents import debugger, loading
 from rlx.base import UserError
 from rlx.cli import command, flags
+from rlx.doctor import failures
 from rlx.doctor.findings import Finding
 from rlx.doctor.table import section
 from rlx.observe.jsonl import jsonable, write_atomically
@@ -64,4 +65,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command.run(main, teardown=False)
+    command.run(main, explain=failures.explain, teardown=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlx.cli import command, flags
 from rlx.config import check
+from rlx.doctor import failures
 
 FLAGS = {
     "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic), .jsonl "
@@ -73,4 +74,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, explain=failures.explain)

@@ -13,6 +13,7 @@ from ml_collections import config_flags
 from rlx.base import UserError
 from rlx.cli import command, flags
 from rlx.config import check
+from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.run_checks import findings
 from rlx.doctor.table import show
@@ -61,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, explain=failures.explain)

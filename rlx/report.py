@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from rlx.cli import command
+from rlx.doctor import failures
 
 
 def main() -> None:
@@ -19,4 +20,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, explain=failures.explain)

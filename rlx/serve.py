@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from rlx.cli import command
+from rlx.doctor import failures
 from rlx.engines import options
 from rlx.fleet.parent_death import end_with_parent, keep_private
 
@@ -42,4 +43,4 @@ async def _serve(args: argparse.Namespace, engine: Callable) -> None:
 
 
 if __name__ == "__main__":
-    command.run(lambda: main(sys.argv[1:]), teardown=False)
+    command.run(lambda: main(sys.argv[1:]), explain=failures.explain, teardown=False)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from rlx.cli import command, flags
+from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.run_checks import findings
 from rlx.doctor.table import show
@@ -22,4 +23,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, explain=failures.explain)

@@ -57,7 +57,7 @@ SPEAKERS = {
     "user's exception": "command.run(lambda: (_ for _ in ()).throw(ValueError(TEXT)))",
     "no teardown": "command.run(lambda: (_ for _ in ()).throw(ValueError(TEXT)), teardown=False)",
     "failure with a remedy": "command.run(lambda: open('/proc/self/mem').seek(0) or "
-    "(_ for _ in ()).throw(OSError(28, TEXT)))",
+    "(_ for _ in ()).throw(OSError(28, TEXT)), explain=failures.explain)",
     "result": "command.say(TEXT)",
     "progress": "from rlx.observe.progress import Progress\n"
     "with Progress(3, title=TEXT) as progress:\n    progress.message(TEXT)\n"
@@ -95,7 +95,10 @@ def _on_a_terminal(script, term):
 @pytest.mark.parametrize("speaker", SPEAKERS)
 def test_nothing_that_is_shown_commands_the_terminal(speaker, term):
     script = (
-        f"from rlx.cli import command\nfrom rlx.base import UserError\nTEXT = {HOSTILE!r}\n"
+        "from rlx.base import UserError\n"
+        "from rlx.cli import command\n"
+        "from rlx.doctor import failures\n"
+        f"TEXT = {HOSTILE!r}\n"
         f"{SPEAKERS[speaker]}"
     )
     said = _on_a_terminal(script, term)

@@ -52,7 +52,7 @@ def main():
     with failures.explained(partial(memory.advice, config, model), "train step 1"):
         jax.block_until_ready(update.update(state, groups)[0])
 
-command.run(main)
+command.run(main, explain=failures.explain)
 """
 
 
@@ -79,11 +79,12 @@ def test_a_trainer_out_of_memory_says_how_much_and_what_to_lower():
 FULL = """
 import resource, sys
 from rlx.cli import command
+from rlx.doctor import failures
 def main():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     with open(sys.argv[1], "wb") as file:
         file.write(bytes(5000))
-command.run(main)
+command.run(main, explain=failures.explain)
 """
 
 
@@ -175,8 +176,9 @@ import resource, sys
 sys.argv[1:] = ["--model=rlx:arithmetic", "--slots=20000", "--max-model-len=512"]
 from rlx import serve
 from rlx.cli import command
+from rlx.doctor import failures
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30,) * 2)
-command.run(lambda: serve.main(sys.argv[1:]), teardown=False)
+command.run(lambda: serve.main(sys.argv[1:]), explain=failures.explain, teardown=False)
 """
 
 
