@@ -117,9 +117,9 @@ async def wire_part(seconds: float, directory: str, cores: list[int]) -> None:
             fleet = await asyncio.to_thread(local.fleet)
             await fleet.connect()
             before = cpu_seconds(local.pids[0])
-            begun = (await fleet.status())[0].tokens_generated
+            begun = (await fleet.status())[0].status.tokens_generated
             tokens, cpu = await rate(lambda seed, f=fleet: through_fleet(f, seed), seconds)
-            made = (await fleet.status())[0].tokens_generated - begun
+            made = (await fleet.status())[0].status.tokens_generated - begun
             server = (cpu_seconds(local.pids[0]) - before) / made * 1e6
             print(f"{'Fleet + gRPC, ' + name:34}{tokens:10.0f}{cpu:20.2f}{server:8.2f}")
             await fleet.close()
@@ -145,9 +145,10 @@ async def jax_part(seconds: float, directory: str, cores: list[int]) -> None:
             tokens, cpu = await rate(lambda seed: through_engine(engine, seed), seconds)
             rounds["in process"].append((tokens, cpu, 0.0))
             os.sched_setaffinity(0, cores[:1])
-            before, begun = cpu_seconds(local.pids[0]), (await fleet.status())[0].tokens_generated
+            before = cpu_seconds(local.pids[0])
+            begun = (await fleet.status())[0].status.tokens_generated
             tokens, client = await rate(lambda seed: through_fleet(fleet, seed), seconds)
-            made = (await fleet.status())[0].tokens_generated - begun
+            made = (await fleet.status())[0].status.tokens_generated - begun
             server = (cpu_seconds(local.pids[0]) - before) / made * 1e6
             rounds["Fleet + gRPC"].append((tokens, server, client))
         await engine.close()

@@ -29,7 +29,7 @@ import psutil
 from experiments.bench import process, vllm_workers
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
-from rlx.fleet.sample import Job, Sample
+from rlx.fleet.sample import GenerateCall, PartialSample
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.rollout import arithmetic
@@ -52,10 +52,9 @@ class Unseeded(Fleet):
 
     async def generate(self, prompt_tokens, sampling, n, *, session=None, priority=0):
         sampling = dataclasses.replace(sampling, seed=None)
-        samples = [Sample(index) for index in range(n)]
-        await self._finish(
-            Job(np.asarray(prompt_tokens, np.int32), sampling, session, priority), samples
-        )
+        samples = [PartialSample(index) for index in range(n)]
+        call = GenerateCall(np.asarray(prompt_tokens, np.int32), sampling, session, priority)
+        await self._finish(call, samples)
         return [sample.completion() for sample in samples]
 
 

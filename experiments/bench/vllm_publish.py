@@ -37,7 +37,7 @@ import numpy as np
 from experiments.bench import process, vllm_workers
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.client import Limits
+from rlx.fleet.client import Timeouts
 from rlx.fleet.requests import Request, Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 
@@ -69,11 +69,11 @@ class InFlight:
         async for reply in self._stub.Generate(wire.request_message(request), timeout=600):
             now = time.perf_counter()
             self.arrivals[index].append(now)
-            for _, tokens, _, versions, stop in wire.pieces(reply):
-                done = [*done, *tokens.tolist()]
-                if len(versions):
-                    self.first.setdefault(int(versions[-1]), now)
-                if stop == "length":
+            for chunk in wire.chunks_from(reply):
+                done = [*done, *chunk.tokens.tolist()]
+                if len(chunk.versions):
+                    self.first.setdefault(int(chunk.versions[-1]), now)
+                if chunk.stop_reason == "length":
                     return []
         return done
 
@@ -132,7 +132,7 @@ async def ours(model: Path, trainer: Trainer, method: str, kv: str, args, scratc
     rows: list[dict[str, float]] = []
     with LocalServers(model, workdir=scratch, plan=plan, engine="vllm", **options) as local:
         (address,) = await asyncio.to_thread(local.wait)
-        fleet = local.fleet(limits=Limits(publish=300), kv_on_update=kv)
+        fleet = local.fleet(limits=Timeouts(publish=300), kv_on_update=kv)
         await fleet.connect()
         channel = grpc.aio.insecure_channel(address, options=wire.OPTIONS)
         stub, metadata = rpc.RolloutStub(channel), (("authorization", f"Bearer {local.token}"),)

@@ -29,8 +29,7 @@ from rlx.evaluation import benchmarks, scores
 from rlx.evaluation.benchmarks import Benchmark
 from rlx.evaluation.evaluator import Evaluator
 from rlx.fleet import wire
-from rlx.fleet.client import Fleet
-from rlx.fleet.client import Limits as FleetLimits
+from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
 from rlx.launch.local import LocalServers, servers_plan
@@ -141,7 +140,7 @@ def run(
                 ),
                 **server_options(config),
             )
-            limits = FleetLimits.of(config.fleet, config.rollout.request_timeout_seconds)
+            limits = Timeouts.of(config.fleet, config.rollout.request_timeout_seconds)
             _ask_all(asked, servers, partial(_connect, servers, directory, limits), model, show)
             for found, questions in sets:
                 row = summary(found.name, files[found.name], len(questions), options, names)
@@ -221,7 +220,7 @@ def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
 
 
 async def _connect(
-    servers: LocalServers | RunningServers, directory: Path, limits: FleetLimits
+    servers: LocalServers | RunningServers, directory: Path, limits: Timeouts
 ) -> Fleet:
     """Return the connected fleet; servers that ran before are given the model."""
     fleet = servers.fleet(limits=limits)

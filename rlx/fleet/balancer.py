@@ -1,4 +1,4 @@
-"""Which servers there are, which are alive, and which one a call goes to.
+"""Choice of the server that a call goes to: the least loaded live one, or a session's own.
 
 Everything here runs on one event loop.
 """
@@ -13,15 +13,15 @@ from rlx.fleet.member import Member
 MAX_SESSIONS = 1 << 16  # remembered; the longest unused is forgotten
 
 
-class Roster:
-    """The members of a fleet.
+class Balancer:
+    """The members of a fleet, of which one is picked for each call.
 
     Args:
-      outage: seconds that a call waits while none is alive.
+      outage: seconds that a call waits while no server is alive.
       say: takes one line for the user.
 
     Attributes:
-      members: who is asked; servers may join and leave.
+      members: servers to pick from; the client adds and removes them.
     """
 
     def __init__(self, outage: float, say: Callable[[str], None]):
@@ -29,11 +29,11 @@ class Roster:
         self._outage, self._say = outage, say
         self._sessions: OrderedDict[str, Member] = OrderedDict()
         self._news = asyncio.Event()
-        self._told = self._closed = False
+        self._said = self._closed = False
         self._turn = 0
 
     async def complete(self) -> None:
-        """Returns when every member is live; raises Unavailable when one can never be."""
+        """Wait until every member is live; raises Unavailable when one can never be."""
         while not all(member.live for member in self.members):
             self.raise_fatal()
             await self._news.wait()
@@ -41,10 +41,14 @@ class Roster:
     async def pick(
         self, session: str | None, last: Member | None, full: Member | None = None
     ) -> Member:
-        """The session's or request's own server while it lives, else the least loaded one.
+        """Return the session's or request's own server while it lives, else the least loaded one.
 
         Args:
-          full: not this one where there is another.
+          session: name of the session, if the call has one. last: the request's own server.
+          full: a server to avoid where there is another.
+
+        Raises:
+          Unavailable: as `alive`.
         """
         live = await self.alive()
         chosen = self._sessions.get(session) if session is not None else last
@@ -61,10 +65,14 @@ class Roster:
         return chosen
 
     async def alive(self, check: Callable[[], None] = lambda: None) -> list[Member]:
-        """The live servers, of which there is at least one; waits for it up to `outage`.
+        """Return the live servers; waits up to `outage` seconds until there is one.
 
         Args:
-          check: raises when waiting is in vain.
+          check: called before each wait; raises when waiting is in vain.
+
+        Raises:
+          Unavailable: none came to life in time, or none ever can.
+          UserError: another client publishes to our servers.
         """
         self.raise_foreign()
         try:
@@ -74,46 +82,46 @@ class Roster:
                         raise RuntimeError("the fleet is closed")
                     self.raise_fatal()
                     check()
-                    self._tell_outage()
+                    self._say_outage()
                     await self._news.wait()
         except TimeoutError:
             raise Unavailable(
                 f"no rollout server alive for {self._outage:g} s: {self.reasons()}; "
                 "look at the servers' logs and start them again"
             ) from None
-        self._told = False
+        self._said = False
         return live
 
     def reasons(self) -> str:
-        """Why those that are not live are not."""
+        """Return `address (reason)` of every server that is not live, joined by '; '."""
         if not self.members:
             return "there is no address of one"
         return "; ".join(f"{m.address} ({m.reason})" for m in self.members if not m.live)
 
     def raise_fatal(self) -> None:
-        """Raises why a member can never be live, if one cannot."""
+        """Raise Unavailable if some member can never be live, with its reason."""
         for member in self.members:
             if member.fatal:
                 raise Unavailable(str(member.fatal))
 
     def raise_foreign(self) -> None:
-        """Raises what is known of somebody else who publishes to our servers."""
+        """Raise UserError if another client publishes to one of our servers."""
         for member in self.members:
             if member.foreign:
                 raise member.foreign
 
     def changed(self) -> None:
-        """Has everybody who waits look again."""
+        """Wake every waiting call, to look at the members again."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def close(self) -> None:
-        """Nobody is waited for any more."""
+        """End every wait with RuntimeError."""
         self._closed = True
         self.changed()
 
-    def _tell_outage(self) -> None:
-        if not self._told:
-            self._told = True
+    def _say_outage(self) -> None:
+        if not self._said:
+            self._said = True
             wait = f"waiting up to {self._outage:g} s"
             self._say(f"no rollout server alive, {wait}: {self.reasons()}")

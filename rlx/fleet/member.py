@@ -1,17 +1,19 @@
-"""One rollout server as its client sees it: joined, watched, lost, joined again.
+"""Client side of one rollout server: connect, watch, lose it, connect again.
 
     run:  ┌▶ connect ─▶ Status ─▶ current weights ─▶ live: probe every second ─┐
           └───────────────── back-off ◀─ channel closed, calls moved ◀─ lost ◀─┘
 
-A live member has the current weights. Losing one ends its calls at once, so that the client can
-continue them elsewhere.
+A live member has the current weights. Losing it ends its calls at once, so that the client can
+continue them on another server.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -22,7 +24,7 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
-from rlx.fleet.requests import Request, ScoreRequest, Scores
+from rlx.fleet.requests import Chunk, Request, ScoreRequest, Scores
 
 _Code = grpc.StatusCode
 _BAD_REQUEST = (_Code.INVALID_ARGUMENT, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED)
@@ -42,14 +44,14 @@ _CHANNEL_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long to wait for what, in seconds.
+class Timeouts:
+    """Deadlines and intervals of a fleet's client, in seconds.
 
     Attributes:
-      connect: for the servers to be there, at the start.
+      connect: until the servers must answer, at the start.
       request: deadline of one Generate call.
       publish: deadline of one Publish call to one server.
-      probe: a server that does not answer Status for so long is hung, and treated as dead.
+      probe: a server that does not answer Status for so long counts as hung, and as dead.
       probe_every: between two probes.
       outage: how long requests wait while no server is alive.
       backoff: the longest pause between two attempts to join a lost server.
@@ -64,8 +66,8 @@ class Limits:
     backoff: float = 2.0
 
     @classmethod
-    def of(cls, fleet: Mapping[str, Any], request: float) -> "Limits":
-        """Return those of a config's `fleet`, with this deadline of a request."""
+    def of(cls, fleet: Mapping[str, Any], request: float) -> "Timeouts":
+        """Return the timeouts of a config's `fleet` section, with this deadline of a request."""
         return cls(
             connect=fleet["connect_seconds"],
             request=request,
@@ -78,12 +80,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Delivery:
-    """How a server got its weights.
+    """Record of one server's last successful publish.
 
     Attributes:
-      method: what it took in the end: path | stream | delta | adapter.
-      sent_bytes: that went to it as chunks, in all attempts.
-      paused_ns: no token was decoded there.
+      method: path | stream | delta | adapter; a delta that does not fit ends as `stream`.
+      sent_bytes: sent to it as chunks, in all attempts.
+      paused_ns: time in which it decoded no token.
     """
 
     method: str
@@ -100,7 +102,7 @@ class Failed(Exception):
 
 
 class Busy(Exception):
-    """The server has too much to do for the call; another one may not."""
+    """The server's queue is full; another server may have room."""
 
 
 class Refused(Exception):
@@ -108,30 +110,30 @@ class Refused(Exception):
 
 
 class Member:
-    """One server.
+    """One server of a fleet.
 
     Args:
       address: host:port.
-      wanted: gives the weights it must have before its first request; None: those it has.
+      wanted: returns the weights it must have before its first request; None: whatever it has.
       changed: called whenever `live` changes.
       say: takes one line for the user.
 
     Attributes:
-      live: it may get requests.
-      fatal: why it can never be live with these options.
-      foreign: why it is not ours alone: it had weights that we did not publish.
-      load: samples and scores on their way.
-      status: its last answer.
+      live: whether it may get requests. reason: why not, while it is not.
+      fatal: error that no retry with these options can mend.
+      foreign: error that says another client published weights to it.
+      load: samples and scores in flight.
+      status: its last answer to Status.
       offset_ns: its CLOCK_MONOTONIC minus ours.
-      refusal: the last weights it refused, and why.
-      delivery: how it got the last weights it took.
+      refusal: the last weights it refused, and the reason.
+      delivery: record of the last weights it took.
     """
 
     def __init__(
         self,
         address: str,
         *,
-        limits: Limits,
+        limits: Timeouts,
         wanted: Callable[[], Weights | None],
         changed: Callable[[], None],
         say: Callable[[str], None],
@@ -162,7 +164,7 @@ class Member:
         self._watcher: asyncio.Task | None = None
 
     async def run(self) -> None:
-        """Keeps the server joined; ends only when cancelled, or on a fatal answer."""
+        """Keep the server connected; returns only when cancelled, or on a fatal answer."""
         delay = 0.05
         while not self.fatal:
             was_live = await self._live_once()
@@ -170,7 +172,7 @@ class Member:
             await asyncio.sleep(delay)
 
     def fail(self, reason: str) -> None:
-        """No more requests until it has joined again; its running calls end as Lost."""
+        """Take the server out until it is connected again; its running calls raise Lost."""
         if self.live:
             self.live = False
             self.reason = reason
@@ -179,21 +181,21 @@ class Member:
             self._changed()
 
     def has(self, weights: Weights) -> bool:
-        """Whether it acknowledged `weights`, and has not restarted since as far as we know."""
+        """Return whether it acknowledged `weights` and is not known to have restarted since."""
         return self._has is weights
 
     async def update(self) -> None:
-        """Brings it to the wanted weights.
+        """Publish the wanted weights to it, unless it has them.
 
         Raises:
-          Refused: it answered that it does not take them (see `refusal`), and serves its old ones.
-          Lost: no answer, or one that leaves open what it serves; it is failed.
+          Refused: it answered that it does not take them (see `refusal`); it serves its old ones.
+          Lost: no answer, or one that leaves open what it serves; it is taken out.
         """
         async with self._updating:
             weights = had = served = None
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
-                    had, self._has = self._has, None  # until it says so, who knows
+                    had, self._has = self._has, None  # unknown until it answers
                     served, self._serves = self._serves, None
                     self.delivery, replaced = await self._publish(weights, had)
                     self._compare(served, replaced)
@@ -210,8 +212,8 @@ class Member:
                     raise
                 raise Lost(self.reason) from None
 
-    async def generate(self, request: Request) -> AsyncGenerator[list[wire.Piece], None]:
-        """Streams the pieces of `request` as they come.
+    async def generate(self, request: Request) -> AsyncGenerator[list[Chunk], None]:
+        """Stream the chunks of `request`, those of one message together.
 
         Raises:
           Lost: continue elsewhere. Failed: try again. Busy: elsewhere, or later. ValueError: the
@@ -220,49 +222,51 @@ class Member:
         message = wire.request_message(request)
         message.instance = self.status.instance
         call = self._stub.Generate(message, timeout=self._limits.request, metadata=self._metadata)
-        self.load += request.n
-        got_any = False
         try:
-            async for reply in call:
-                got_any = True
-                yield wire.pieces(reply)
-        except grpc.aio.AioRpcError as error:
-            raise self._explained(error, got_any) from error
-        except asyncio.CancelledError:
-            if _cancelled_by_caller():
-                raise
-            raise Lost(self.reason) from None
+            with self._in_flight(request.n) as progress:
+                async for reply in call:
+                    progress.replied = True
+                    yield wire.chunks_from(reply)
         finally:
-            self.load -= request.n
             call.cancel()
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """The scores of `request`; raises as `generate`."""
+        """Return the scores of `request`; raises as `generate`."""
         message = wire.score_message(request)
         message.instance = self.status.instance
-        self.load += 1
-        try:
+        with self._in_flight(1):
             reply = await self._stub.Score(
                 message, timeout=self._limits.request, metadata=self._metadata
             )
             return wire.scores_from(reply, request)
+
+    @contextmanager
+    def _in_flight(self, samples: int) -> Iterator[SimpleNamespace]:
+        """Count `samples` as load during a call, and translate the errors of gRPC.
+
+        The call sets `replied` of what this yields once the server has sent something.
+        """
+        progress = SimpleNamespace(replied=False)
+        self.load += samples
+        try:
+            yield progress
         except grpc.aio.AioRpcError as error:
-            raise self._explained(error, got_any=False) from error
+            raise self._translated(error, progress.replied) from error
         except asyncio.CancelledError:
             if _cancelled_by_caller():
                 raise
             raise Lost(self.reason) from None
         finally:
-            self.load -= 1
+            self.load -= samples
 
-    def _explained(self, error: grpc.aio.AioRpcError, got_any: bool) -> Exception:
+    def _translated(self, error: grpc.aio.AioRpcError, replied: bool) -> Exception:
         code, text = error.code(), wire.describe(error)
         if code in _BAD_REQUEST:
             return ValueError(error.details())
         if code is _Code.UNAUTHENTICATED:
             return self._wrong_token()
         if code in _GONE:
-            if code is not _Code.DEADLINE_EXCEEDED or not got_any:  # slow is not dead
+            if code is not _Code.DEADLINE_EXCEEDED or not replied:  # slow is not dead
                 self.fail(text)
             return Lost(text)
         if code is _Code.RESOURCE_EXHAUSTED and (error.details() or "").startswith(wire.QUEUE_FULL):
@@ -270,7 +274,7 @@ class Member:
         return Failed(f"{self.address}: {text}")
 
     def _compare(self, wanted: tuple[int, int] | None, found: tuple[int, int]) -> None:
-        """Takes note when the server had other weights than ours."""
+        """Take the server out when it had other weights (version, checksum) than ours."""
         if wanted and wanted != found:
             version, crc = found
             self.foreign = UserError(
@@ -286,7 +290,7 @@ class Member:
         )
 
     async def probe(self) -> pb.StatusReply:
-        """Asks for the status, collects spans, compares weights, refines the clock estimate."""
+        """Ask for its status; collect spans, compare weights, refine the clock estimate."""
         sent_ns, serves = time.monotonic_ns(), self._serves
         reply = await self._stub.Status(
             pb.StatusRequest(drain_spans=True), timeout=self._limits.probe, metadata=self._metadata
@@ -312,13 +316,13 @@ class Member:
         return reply
 
     def drain_spans(self) -> list[tuple[str, int, int]]:
-        """The spans collected so far, (name, start_ns, end_ns) on our CLOCK_MONOTONIC."""
+        """Return and forget the spans so far, (name, start_ns, end_ns) on our CLOCK_MONOTONIC."""
         spans = list(self._spans)
         self._spans.clear()
         return spans
 
     async def _live_once(self) -> bool:
-        """From connecting to losing it; returns whether it was live in between."""
+        """Connect and watch until it is lost; return whether it was live in between."""
         was_live = False
         channel = transport.channel(self.address, self._tls, _CHANNEL_OPTIONS)
         self._stub = rpc.RolloutStub(channel)
@@ -340,7 +344,7 @@ class Member:
                 self.fatal = await transport.why_refused(self.address, self._tls)
         except (Lost, Refused) as error:
             self.reason = str(error)
-        except asyncio.CancelledError:  # by fail(), which has given the reason; or we are closed
+        except asyncio.CancelledError:  # by `fail`, which set the reason, or by our caller
             if _cancelled_by_caller():
                 raise
         finally:
@@ -362,12 +366,12 @@ class Member:
     async def _publish(
         self, weights: Weights, had: Weights | None
     ) -> tuple[Delivery, tuple[int, int]]:
-        """A Publish call; bytes damaged on the way are sent once more.
+        """Publish `weights`; bytes damaged on the way are sent once more.
 
         A server that had the delta's base gets the delta, and the file if it cannot apply it.
 
         Returns:
-          how it went, and the version and checksum that it served until then.
+          the delivery, and the version and checksum that it served before.
         """
         delta = weights.delta if weights.delta and weights.delta.fits(had) else None
         self._sent, again = 0, False
@@ -393,7 +397,7 @@ class Member:
     async def _parts(
         self, weights: Weights, delta: Delta | None
     ) -> AsyncIterator[pb.PublishRequest]:
-        """The messages of one Publish call."""
+        """Yield the messages of one Publish call."""
         by_path = weights.method == "path"
         header = pb.PublishHeader(
             version=weights.version,
@@ -422,6 +426,6 @@ class Member:
 
 
 def _cancelled_by_caller() -> bool:
-    """Whether the running task itself was cancelled, and not a call that it waits for."""
+    """Return whether the running task itself was cancelled, not a call that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

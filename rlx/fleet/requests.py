@@ -1,6 +1,6 @@
-"""What a client asks of an engine and what it gets back: the nouns of generation and of scoring.
+"""Requests to an inference engine and its answers, for generation and for scoring.
 
-The wire carries them; neither end of it is known here.
+`wire.py` turns them into messages; this file depends on neither end of the wire.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn.
+    """Options that decide how completions are drawn.
 
     Attributes:
       temperature: ≥ 0; 0 is greedy. Behaviour logprobs are those of
@@ -20,8 +20,8 @@ class Sampling:
       max_new_tokens, min_new_tokens: counted over the whole completion, `prefix_len` included.
       stop: strings that end a completion as soon as its text contains one (kept in the tokens).
       stop_token_ids: tokens that end a completion (kept in the tokens), besides the model's own.
-      seed: draws are a function of (seed, sample index, position in the completion) alone, so a
-        completion never depends on what else is in the batch. None: the engine picks one.
+      seed: each draw is a function of (seed, sample index, position in the completion) alone, so
+        a completion never depends on what else is in the batch. None: the engine picks one.
     """
 
     temperature: float = 1.0
@@ -55,18 +55,25 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sample, in order. `stop_reason` (`stop` | `length` | `abort`) ends it."""
+    """New tokens of one sample, in order.
+
+    Attributes:
+      index: of the sample.
+      tokens, logprobs (nats), versions: one number a token; lists from an engine, arrays (int32,
+        float32, int32) from the wire.
+      stop_reason: `stop` | `length` | `abort` ends the sample; None: more will come.
+    """
 
     index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: list[int] | np.ndarray = field(default_factory=list)
+    logprobs: list[float] | np.ndarray = field(default_factory=list)
+    versions: list[int] | np.ndarray = field(default_factory=list)
     stop_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreRequest:
-    """A sequence whose tokens are to be scored.
+    """A request for the log-probabilities of a given sequence.
 
     Attributes:
       tokens: [T] int32, 2 ≤ T ≤ max_model_len.
@@ -82,18 +89,21 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """`logprobs`: [T − first] float32, nats, all under the weights of `version`."""
+    """Answer to a ScoreRequest: `logprobs` [T − first] float32, nats, all of weights `version`."""
 
     logprobs: np.ndarray
     version: int
 
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # of scores; below, vLLM takes another one
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # of scores; vLLM replaces lower ones
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot; `spans` are (name, start_ns, end_ns) on CLOCK_MONOTONIC since the last call."""
+    """State of an engine now.
+
+    `spans` are (name, start_ns, end_ns) on CLOCK_MONOTONIC, those since the last status.
+    """
 
     version: int
     running: int  # sequences decoding now
@@ -105,4 +115,4 @@ class EngineStatus:
     spans: tuple[tuple[str, int, int], ...] = ()
 
 
-KV_POLICIES = ("keep", "recompute", "abort")  # what an update does to running requests
+KV_POLICIES = ("keep", "recompute", "abort")  # what an update does to running requests' caches

@@ -1,4 +1,8 @@
-"""The samples of one `generate`, over as many calls as they take. Pure; the client drives them."""
+"""Samples of one `generate` call, each put together from as many requests as it takes.
+
+Pure state: `client.py` sends the requests. A sample that a lost server began goes on elsewhere as a
+request whose prompt ends with the tokens so far.
+"""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -6,8 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlx.fleet.requests import Request, Sampling
-from rlx.fleet.wire import Piece
+from rlx.fleet.requests import Chunk, Request, Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,40 +30,40 @@ class Completion:
 
 
 @dataclass(eq=False)
-class Sample:
-    """One sample being made, over as many calls as it takes."""
+class PartialSample:
+    """One sample in the making: the chunks of all requests so far."""
 
     index: int
-    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
-    length: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    length: int = 0  # tokens so far
     stop_reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
-        _, tokens, logprobs, versions, reason = piece
-        self.parts.append((tokens, logprobs, versions))
-        self.length += len(tokens)
-        if reason != "abort":
-            self.stop_reason = reason
+    def add(self, chunk: Chunk) -> None:
+        """Append `chunk`; an abort ends the request, not the sample."""
+        self.chunks.append(chunk)
+        self.length += len(chunk.tokens)
+        if chunk.stop_reason != "abort":
+            self.stop_reason = chunk.stop_reason
 
-    def joined(self, column: int, dtype: type) -> np.ndarray:
-        return np.concatenate([np.zeros(0, dtype), *(part[column] for part in self.parts)])
+    def tokens(self) -> np.ndarray:
+        """Return the tokens so far, [length] int32."""
+        return self._joined("tokens", np.int32)
 
     def completion(self) -> Completion:
+        """Return the sample, which must have a stop reason."""
         assert self.stop_reason
+        logprobs = self._joined("logprobs", np.float32)
         return Completion(
-            tokens=self.joined(0, np.int32),
-            logprobs=self.joined(1, np.float32),
-            versions=self.joined(2, np.int32),
-            stop_reason=self.stop_reason,
+            self.tokens(), logprobs, self._joined("versions", np.int32), self.stop_reason
         )
+
+    def _joined(self, name: str, dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *(getattr(c, name) for c in self.chunks)])
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """What the samples of one `generate` share.
-
-    `watch` is told a sample's index, and its next tokens and logprobs, as they come.
-    """
+class GenerateCall:
+    """Arguments that all samples of one `Fleet.generate` share."""
 
     prompt: np.ndarray
     sampling: Sampling
@@ -68,12 +71,12 @@ class Job:
     priority: int
     watch: Callable[[int, np.ndarray, np.ndarray], None] | None = None
 
-    def request(self, samples: Sequence[Sample]) -> Request:
-        """The rest of `samples`: fresh neighbours, or one that has tokens already."""
+    def request(self, samples: Sequence[PartialSample]) -> Request:
+        """Return the request for the rest of `samples`: one part of what `split` returns."""
         first = samples[0]
         return Request(
             request_id=uuid.uuid4().hex,
-            prompt_tokens=np.concatenate([self.prompt, first.joined(0, np.int32)]),
+            prompt_tokens=np.concatenate([self.prompt, first.tokens()]),
             sampling=self.sampling,
             n=len(samples),
             first_index=first.index,
@@ -81,24 +84,25 @@ class Job:
             priority=self.priority,
         )
 
+    def finished(self, sample: PartialSample, max_model_len: int = 0) -> bool:
+        """Return whether `sample` needs no further request.
 
-def finished(sample: Sample, job: Job, max_model_len: int = 0) -> bool:
-    """Whether `sample` needs no further call.
+        A sample that fills its budget or the context is given `length` when its stop reason was
+        lost with its server.
 
-    Args:
-      max_model_len: of the server that had it last, tokens; 0: unknown. A sample that filled its
-        budget or the context is done with `length`, though its stop reason was lost on the way.
-    """
-    if sample.stop_reason is None and sample.length:
-        full = max_model_len and len(job.prompt) + sample.length >= max_model_len
-        if full or sample.length >= job.sampling.max_new_tokens:
-            sample.stop_reason = "length"
-    return sample.stop_reason is not None
+        Args:
+          max_model_len: of the server that had it last, tokens; 0: unknown.
+        """
+        if sample.stop_reason is None and sample.length:
+            full = max_model_len and len(self.prompt) + sample.length >= max_model_len
+            if full or sample.length >= self.sampling.max_new_tokens:
+                sample.stop_reason = "length"
+        return sample.stop_reason is not None
 
 
-def split(samples: list[Sample]) -> list[list[Sample]]:
-    """Cuts `samples` into what one request can hold: neighbours without tokens, or single ones."""
-    parts: list[list[Sample]] = []
+def split(samples: list[PartialSample]) -> list[list[PartialSample]]:
+    """Cut `samples` into what one request can hold: neighbours without tokens, or single ones."""
+    parts: list[list[PartialSample]] = []
     for sample in samples:
         last = parts[-1][-1] if parts else None
         if last and not sample.length and not last.length and sample.index == last.index + 1:

@@ -1,7 +1,12 @@
-"""Between the wire's messages and the engine's nouns, for both ends; checks what came in."""
+"""Conversion between protobuf messages and the dataclasses of `requests.py`, for both ends.
+
+Every field of a message that came in is checked here, once; an engine checks only what depends on
+its model (vocabulary, context length).
+"""
 
 import math
 from collections.abc import MutableMapping, Sequence
+from dataclasses import asdict
 
 import grpc
 import numpy as np
@@ -21,8 +26,8 @@ MAX_MESSAGE_BYTES = 32 << 20
 PUBLISH_CHUNK_BYTES = 2 << 20
 MAX_SAMPLES = 4096  # of one request
 MAX_STOPS = 256  # stop strings, and stop tokens, of one request
-QUEUE_FULL = "the queue is full"  # how a refusal begins that is over in a while
-TOKEN_VARIABLE = "RLX_FLEET_TOKEN"  # bearer token, where a command line would show it to others
+QUEUE_FULL = "the queue is full"  # first words of a refusal that another try may not meet
+TOKEN_VARIABLE = "RLX_FLEET_TOKEN"  # of the bearer token: `ps` shows a command line to everyone
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -42,27 +47,16 @@ _STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
 
 
 def take_token(environment: MutableMapping[str, str]) -> str | None:
-    """The bearer token in `environment`, which whatever we start must not inherit."""
+    """Return the bearer token in `environment` and remove it, so that no child inherits it."""
     return environment.pop(TOKEN_VARIABLE, None)
 
 
 def request_message(request: Request) -> pb.GenerateRequest:
-    """`request` as a message."""
-    s = request.sampling
-    sampling = pb.Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        max_new_tokens=s.max_new_tokens,
-        min_new_tokens=s.min_new_tokens,
-        stop=s.stop,
-        stop_token_ids=s.stop_token_ids,
-        seed=s.seed,
-    )
+    """Return `request` as a message."""
     return pb.GenerateRequest(
         request_id=request.request_id,
         prompt_tokens=request.prompt_tokens.tolist(),
-        sampling=sampling,
+        sampling=pb.Sampling(**asdict(request.sampling)),
         n=request.n,
         first_index=request.first_index,
         prefix_len=request.prefix_len,
@@ -71,11 +65,10 @@ def request_message(request: Request) -> pb.GenerateRequest:
 
 
 def request_from(message: pb.GenerateRequest) -> Request:
-    """The request in `message`.
+    """Return the request in `message`.
 
     Raises:
-      ValueError: naming the first field out of its range; what depends on the model (vocabulary,
-        length) is the engine's to check.
+      ValueError: a field is out of its range; the first such is named.
     """
     s = message.sampling
     _require(
@@ -128,14 +121,14 @@ def request_from(message: pb.GenerateRequest) -> Request:
 
 
 def score_message(request: ScoreRequest) -> pb.ScoreRequest:
-    """`request` as a message."""
+    """Return `request` as a message."""
     return pb.ScoreRequest(
         tokens=request.tokens.tolist(), first=request.first, temperature=request.temperature
     )
 
 
 def score_from(message: pb.ScoreRequest) -> ScoreRequest:
-    """The request in `message`; raises ValueError as `request_from`."""
+    """Return the request in `message`; raises ValueError as `request_from`."""
     length = len(message.tokens)
     _require(length >= 2, "tokens", f"{length} tokens", "two or more: the first is never scored")
     _require(1 <= message.first < length, "first", message.first, f"in [1, {length - 1}]")
@@ -151,15 +144,15 @@ def score_from(message: pb.ScoreRequest) -> ScoreRequest:
 
 
 def score_reply(scores: Scores) -> pb.ScoreReply:
-    """`scores` as a message."""
+    """Return `scores` as a message."""
     return pb.ScoreReply(logprobs=scores.logprobs.tolist(), version=scores.version)
 
 
 def scores_from(reply: pb.ScoreReply, request: ScoreRequest) -> Scores:
-    """The scores in the reply to `request`.
+    """Return the scores in the reply to `request`.
 
     Raises:
-      ValueError: they are not as many as were asked for.
+      ValueError: the reply has more or fewer than were asked for.
     """
     got, wanted = len(reply.logprobs), len(request.tokens) - request.first
     if got != wanted:
@@ -173,7 +166,7 @@ def _require(good: bool, name: str, got, wanted: str) -> None:
 
 
 def reply_message(chunks: Sequence[Chunk]) -> pb.GenerateReply:
-    """One message that holds all `chunks`, in order."""
+    """Return one message that holds all `chunks`, in order."""
     reply = pb.GenerateReply()
     for chunk in chunks:
         reply.index.append(chunk.index)
@@ -185,11 +178,8 @@ def reply_message(chunks: Sequence[Chunk]) -> pb.GenerateReply:
     return reply
 
 
-Piece = tuple[int, np.ndarray, np.ndarray, np.ndarray, str | None]
-
-
-def pieces(reply: pb.GenerateReply) -> list[Piece]:
-    """`reply`'s pieces: (sample index, tokens i32, logprobs f32, versions i32, stop reason).
+def chunks_from(reply: pb.GenerateReply) -> list[Chunk]:
+    """Return the chunks in `reply`, in order; their numbers are arrays.
 
     Raises:
       ValueError: the lengths in the message do not agree.
@@ -201,17 +191,18 @@ def pieces(reply: pb.GenerateReply) -> list[Piece]:
     tokens = np.fromiter(reply.tokens, np.int32, total)
     logprobs = np.fromiter(reply.logprobs, np.float32, total)
     versions = np.fromiter(reply.versions, np.int32, total)
-    result, start = [], 0
+    chunks, start = [], 0
     for index, count, reason in zip(reply.index, reply.count, reply.stop_reason, strict=True):
         part = slice(start, start + count)
-        result.append((index, tokens[part], logprobs[part], versions[part], _STOP_NAMES[reason]))
+        numbers = tokens[part], logprobs[part], versions[part]
+        chunks.append(Chunk(index, *numbers, _STOP_NAMES[reason]))
         start += count
-    return result
+    return chunks
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:
-    """`CODE: details` of a failed call, on one line."""
+    """Return `CODE: details` of a failed call, on one line."""
     details = " ".join((error.details() or "").split())
-    if "last error:" in details:  # gRPC's own tale of a connection: its end says it
+    if "last error:" in details:  # the end of gRPC's long message is the cause
         details = details.rpartition(": ")[2]
     return f"{error.code().name}: {details}" if details else error.code().name

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
-from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.tls import Tls
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.launch.servers import RunningServers
@@ -174,7 +174,7 @@ def servers(
 
 
 def fleet(
-    servers: LocalServers | RunningServers, limits: Limits, on_message: Callable[[str], None]
+    servers: LocalServers | RunningServers, limits: Timeouts, on_message: Callable[[str], None]
 ) -> Fleet:
     """Return the fleet of the teacher's servers, not connected yet; waits until they are ready.
 

@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from rlx.base import DiskFull, Group, UserError
 from rlx.doctor import failures, memory
 from rlx.fleet.client import Fleet
-from rlx.fleet.no_fleet import Nobody
+from rlx.fleet.no_fleet import NoFleet
 from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.mismatch.gate import sentence
 from rlx.model import compile_cache
@@ -222,7 +222,7 @@ class _Loop:
             self.timeline.add("rewards", "worker", name, start, end)
         self._record_evaluations()
 
-    def _engines(self, process: str, fleet: Fleet | Nobody) -> float:
+    def _engines(self, process: str, fleet: Fleet | NoFleet) -> float:
         """Add the engines' spans since the last record to the timeline; return busy seconds."""
         spans = list(self.executor.run(fleet.drain_spans()).values())
         for index, server in enumerate(spans):

@@ -21,9 +21,8 @@ from rlx.cli.signals import interrupts
 from rlx.doctor import memory
 from rlx.evaluation.held_out import HeldOut
 from rlx.fleet import wire
-from rlx.fleet.client import Fleet
-from rlx.fleet.client import Limits as FleetLimits
-from rlx.fleet.no_fleet import Nobody
+from rlx.fleet.client import Fleet, Timeouts
+from rlx.fleet.no_fleet import NoFleet
 from rlx.fleet.tls import client_tls
 from rlx.launch import available_memory, teacher
 from rlx.launch.local import CpuPlan, cpu_plan
@@ -76,7 +75,7 @@ class Parts:
     writer: MetricsWriter
     held_out: HeldOut
     executor: Executor
-    fleet: Fleet | Nobody
+    fleet: Fleet | NoFleet
     tutor: Fleet | None
     gate: Gate | None
     advice: Callable[[], str]
@@ -170,8 +169,8 @@ def build(
     held_out = HeldOut(
         config, inputs, evaluated, step, timeline, elapsed, note_skip, progress.message
     )
-    fleet: Fleet | Nobody = Nobody()
-    limits = FleetLimits.of(config.fleet, config.rollout.request_timeout_seconds)
+    fleet: Fleet | NoFleet = NoFleet()
+    limits = Timeouts.of(config.fleet, config.rollout.request_timeout_seconds)
     if servers:
         fleet = servers.fleet(
             limits=limits, kv_on_update=config.fleet.kv_on_update, on_message=progress.message
@@ -282,7 +281,7 @@ def _records(
 def _executor(
     config: ConfigDict,
     inputs: Inputs,
-    fleet: Fleet | Nobody,
+    fleet: Fleet | NoFleet,
     tutor: Fleet | None,
     note_skip: Callable[[dict[str, Any]], None],
 ) -> Executor:
@@ -311,7 +310,7 @@ def _executor(
     )
 
 
-def _close(executor: Executor, fleet: Fleet | Nobody) -> None:
+def _close(executor: Executor, fleet: Fleet | NoFleet) -> None:
     with suppress(RuntimeError):  # the executor's thread has ended
         executor.run(fleet.close())
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlx.agents.gateway import Gateway
 from rlx.engines.server import Server
-from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ def _load(name):
 
 
 scripted = _load("scripted_engine")
-LIMITS = Limits(connect=10, request=20, probe=1.0, probe_every=0.1, outage=0.5, backoff=0.2)
+LIMITS = Timeouts(connect=10, request=20, probe=1.0, probe_every=0.1, outage=0.5, backoff=0.2)
 
 
 class AgentTools:

@@ -80,7 +80,7 @@ def test_weights_replaced_in_flight(tools, servers, tiny_model_dir, method):
         await fleet.publish(1, scaled(tiny_model_dir, 1.0), method)
         before = await draw(fleet)
         running = asyncio.create_task(draw(fleet))
-        while not any(server.running for server in await fleet.status()):
+        while not any(server.status.running for server in await fleet.status()):
             await asyncio.sleep(0.002)
         report = await fleet.publish(2, scaled(tiny_model_dir, 0.8), method)
         assert len(report.acks) == 2
@@ -107,7 +107,7 @@ def test_killed_server_does_not_change_a_token(tools, servers, tiny_model_dir):
         await fleet.publish(7, scaled(tiny_model_dir, 1.1))
         undisturbed = await draw(fleet)
         running = asyncio.create_task(draw(fleet))
-        while not all(server.running for server in await fleet.status()):
+        while not all(server.status.running for server in await fleet.status()):
             await asyncio.sleep(0.002)
         os.kill(local.pids[0], signal.SIGKILL)
         for one, two in zip(undisturbed, await running, strict=True):

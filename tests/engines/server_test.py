@@ -30,9 +30,9 @@ async def collect(call):
     tokens, reasons, messages = {}, {}, 0
     async for reply in call:
         messages += 1
-        for index, part, _, _, reason in wire.pieces(reply):
-            tokens.setdefault(index, []).extend(part.tolist())
-            reasons[index] = reason or reasons.get(index)
+        for chunk in wire.chunks_from(reply):
+            tokens.setdefault(chunk.index, []).extend(chunk.tokens.tolist())
+            reasons[chunk.index] = chunk.stop_reason or reasons.get(chunk.index)
     return tokens, reasons, messages
 
 
@@ -263,12 +263,13 @@ def test_update_keeps_requests_and_stamps_each_token(tools, tmp_path, arithmetic
             engine.step_seconds = 0.005
             call = stub.Generate(request(n=1, max_new_tokens=400, seed=11), timeout=DEADLINE)
             replies = aiter(call)
-            first = wire.pieces(await anext(replies))
+            first = wire.chunks_from(await anext(replies))
             data = file_bytes(tmp_path, tools)
             await stub.Publish(iter(parts(data, 1)), timeout=DEADLINE)
-            rest = [piece async for reply in replies for piece in wire.pieces(reply)]
+            rest = [chunk async for reply in replies for chunk in wire.chunks_from(reply)]
             tokens, logprobs, versions = (
-                np.concatenate([piece[k] for piece in (*first, *rest)]) for k in (1, 2, 3)
+                np.concatenate([getattr(chunk, name) for chunk in (*first, *rest)])
+                for name in ("tokens", "logprobs", "versions")
             )
             assert tokens.tolist() == arithmetic.completion(11, 0, 400)
             assert sorted(set(versions.tolist())) == [0, 1]

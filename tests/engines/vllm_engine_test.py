@@ -65,15 +65,15 @@ class Served:
         )
         out = {} if out is None else out
         async for reply in self.stub.Generate(wire.request_message(request), timeout=60):
-            for index, tokens, logprobs, versions, stop in wire.pieces(reply):
+            for chunk in wire.chunks_from(reply):
                 sample = out.setdefault(
-                    index, SimpleNamespace(tokens=[], logprobs=[], versions=[], stop=None)
+                    chunk.index, SimpleNamespace(tokens=[], logprobs=[], versions=[], stop=None)
                 )
                 assert sample.stop is None
-                sample.tokens += tokens.tolist()
-                sample.logprobs += logprobs.tolist()
-                sample.versions += versions.tolist()
-                sample.stop = stop
+                sample.tokens += chunk.tokens.tolist()
+                sample.logprobs += chunk.logprobs.tolist()
+                sample.versions += chunk.versions.tolist()
+                sample.stop = chunk.stop_reason
         return out
 
     def ask(self, prompt, n=1, **options):

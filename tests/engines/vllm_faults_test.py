@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.client import Limits
+from rlx.fleet.client import Timeouts
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
@@ -41,7 +41,7 @@ SLOTS = 24  # of each of two servers, so that some of them wait
 MOST = 160  # tokens of every completion
 LENGTH = 192
 ATOL = 1e-3  # nats; measured 1e-5
-LIMITS = Limits(
+LIMITS = Timeouts(
     connect=60, request=60, publish=30, probe=1.5, probe_every=0.1, outage=90, backoff=0.2
 )
 HANG_SECONDS = 4.0  # of EngineCore; a stopped server is left alone for longer
@@ -226,10 +226,10 @@ class Load:
         """Returns when both servers decode, after some tokens of this load."""
         before = None
         while True:
-            status = await self.fleet.status()
-            made = sum(server.tokens_generated for server in status)
+            servers = [server.status for server in await self.fleet.status()]
+            made = sum(server.tokens_generated for server in servers)
             before = made if before is None else before
-            if all(server.running for server in status) and made > before + tokens:
+            if all(server.running for server in servers) and made > before + tokens:
                 break
             await asyncio.sleep(0.005)
         assert not self.done, "the fault must meet all requests in flight"
@@ -331,8 +331,8 @@ def test_a_killed_server_loses_nothing_and_joins_another_fleet_late_with_its_wei
                 load = Load(fleet)
                 await load.end()
                 world.check(load, version, version)
-                joined = (await fleet.status())[0].tokens_generated
-            assert [server.version for server in await fleet.status()] == [version] * 2
+                joined = (await fleet.status())[0].status.tokens_generated
+            assert [server.status.version for server in await fleet.status()] == [version] * 2
 
     run(killed())
     run(late())
@@ -352,7 +352,7 @@ def test_a_server_ends_with_its_killed_engine_core_and_partial_samples_keep_thei
             assert any(set(answer.versions.tolist()) == {first, last} for answer in answers)
             assert gone(victim), "a server without an engine must end"
             await alive(fleet)
-            assert [server.version for server in await fleet.status()] == [last] * 2
+            assert [server.status.version for server in await fleet.status()] == [last] * 2
 
     world.said.clear()
     run(body())
@@ -378,7 +378,7 @@ def test_a_stopped_server_is_given_up_after_its_deadline_and_returns_with_what_i
             world.check(load, first, first)
             await alive(fleet)
             assert world.local.pids[0] == hung, "it was killed, not stopped"
-            assert [server.version for server in await fleet.status()] == [last] * 2
+            assert [server.status.version for server in await fleet.status()] == [last] * 2
             load = Load(fleet)
             await load.begun()
             await load.end()
@@ -400,7 +400,7 @@ def test_a_hung_engine_core_is_dead_after_a_while(world):
             assert gone(victim, HANG_SECONDS + 5)
             assert gone(core)
             await alive(fleet)
-            assert [server.version for server in await fleet.status()] == [version] * 2
+            assert [server.status.version for server in await fleet.status()] == [version] * 2
 
     run(body())
 
@@ -558,7 +558,7 @@ def test_two_publishes_in_quick_succession(world, kv, method):
             answers = world.check(load, first, first + 2, kept=kv == "keep")
             made = np.concatenate([answer.versions for answer in answers])
             assert set(made.tolist()) >= {first, first + 2}
-            assert [server.version for server in await fleet.status()] == [first + 2] * 2
+            assert [server.status.version for server in await fleet.status()] == [first + 2] * 2
 
     run(body())
 

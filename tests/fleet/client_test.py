@@ -10,7 +10,7 @@ import pytest
 from rlx.base import UserError
 from rlx.engines.server import Server
 from rlx.fleet import publish
-from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.member import Failed
 from rlx.fleet.requests import Sampling
 
@@ -347,7 +347,7 @@ def test_connect_without_servers(tools, tmp_path):
         engine_server = Server(lambda: None)
         port = engine_server.port
         await engine_server.stop()
-        fleet = Fleet([f"127.0.0.1:{port}"], limits=Limits(connect=0.3, backoff=0.1))
+        fleet = Fleet([f"127.0.0.1:{port}"], limits=Timeouts(connect=0.3, backoff=0.1))
         with pytest.raises(UserError, match=r"no rollout server answered within 0\.3 s"):
             await fleet.connect()
         await fleet.close()
@@ -363,7 +363,7 @@ def test_connect_tells_at_once_for_whom_it_waits(tools):
         await unused.stop()
         said = asyncio.Queue()
         address = f"127.0.0.1:{unused.port}"
-        fleet = Fleet([address], limits=Limits(connect=600), on_message=said.put_nowait)
+        fleet = Fleet([address], limits=Timeouts(connect=600), on_message=said.put_nowait)
         connecting = asyncio.create_task(fleet.connect())
         text = await said.get()
         assert f"waiting up to 599 s for rollout servers: {address} (" in text
@@ -386,7 +386,7 @@ def test_connect_tells_at_once_for_whom_it_waits(tools):
 )
 def test_an_address_that_never_can_answer_is_not_waited_for(address, words, tools):
     async def main():
-        fleet = Fleet([address], limits=Limits(connect=600))
+        fleet = Fleet([address], limits=Timeouts(connect=600))
         with pytest.raises(UserError, match=words):
             await fleet.connect()
         await fleet.close()

@@ -380,7 +380,7 @@ def test_a_killed_process_comes_back_and_takes_deltas_again(tools, tmp_path):
                 assert ways(await fleet.publish(3, step(3), "delta"))[-1] == "delta"
                 while not all(server.live for server in await fleet.status()):
                     await asyncio.sleep(0.02)
-                assert [server.version for server in await fleet.status()] == [3, 3]
+                assert [server.status.version for server in await fleet.status()] == [3, 3]
                 assert ways(await fleet.publish(4, step(4), "delta")) == ["delta", "delta"]
                 assert set((await draw(fleet)).versions.tolist()) == {4}
             finally:

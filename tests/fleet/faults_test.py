@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlx.config import default
-from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 
@@ -36,7 +36,7 @@ def servers(tools, tmp_path, monkeypatch):
 
 
 async def running_on_both(fleet):
-    while not all(server.running for server in await fleet.status()):
+    while not all(server.status.running for server in await fleet.status()):
         await asyncio.sleep(0.01)
 
 
@@ -78,7 +78,7 @@ def test_killed_server_loses_nothing_and_comes_back_with_the_weights(
         while not all(server.live for server in await fleet.status()):
             await asyncio.sleep(0.02)
         assert servers.pids[0] != victim
-        assert [server.version for server in await fleet.status()] == [3, 3]
+        assert [server.status.version for server in await fleet.status()] == [3, 3]
         again = [fleet.generate(PROMPT, Sampling(seed=s, max_new_tokens=MOST), 4) for s in SEEDS]
         check(await asyncio.gather(*again), arithmetic)
 
@@ -116,7 +116,7 @@ def test_how_soon_a_hung_server_is_left_is_a_key_of_the_config(
     """And five seconds by default: nobody waits for one server while another is idle."""
     assert default().fleet.hang_seconds == 5
     config = {**default().fleet, "hang_seconds": 0.5, "probe_seconds": 0.1}
-    limits = Limits.of(config, request=600)
+    limits = Timeouts.of(config, request=600)
 
     async def main():
         fleet = servers.fleet(limits=limits)
@@ -179,7 +179,7 @@ def test_servers_join_and_leave_by_a_file_while_requests_run(tools, tmp_path, se
             await asyncio.sleep(0.01)
         both = requests()
         await running_on_both(fleet)
-        assert [server.version for server in await fleet.status()] == [3, 3]
+        assert [server.status.version for server in await fleet.status()] == [3, 3]
         file.write_text(f"{second}\n")
         while fleet.live != {second}:
             await asyncio.sleep(0.01)

@@ -84,7 +84,7 @@ def test_own_publishes_and_those_of_the_run_before_are_no_surprise(tools, tmp_pa
                 await following.connect()
                 for version in (0, 1):
                     await following.publish(version, tools.weights(2.0))
-                    assert [s.version for s in await following.status()] == [version] * 2
+                    assert [s.status.version for s in await following.status()] == [version] * 2
             finally:
                 await following.close()
 

@@ -235,11 +235,11 @@ async def serves(address, seed):
             while (status := await stub.Status(pb.StatusRequest(), **known)).running:
                 await asyncio.sleep(0.01)
         call = stub.Generate(good_request(random.Random(seed)), **known)
-        got = [piece async for reply in call for piece in wire.pieces(reply)]
+        got = [chunk async for reply in call for chunk in wire.chunks_from(reply)]
         return status, {
-            index: [t for piece in got if piece[0] == index for t in piece[1].tolist()]
+            index: [t for chunk in got if chunk.index == index for t in chunk.tokens.tolist()]
             for index in (0, 1)
-        }, {v for piece in got for v in piece[3].tolist()}  # fmt: skip
+        }, {v for chunk in got for v in chunk.versions.tolist()}  # fmt: skip
 
 
 def test_every_malformed_request_has_a_status_and_the_same_process_serves_on(

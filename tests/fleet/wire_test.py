@@ -87,21 +87,22 @@ CHUNKS = st.builds(
 @given(st.lists(CHUNKS, max_size=6))
 def test_chunks_of_several_samples_survive_one_message(chunks):
     reply = pb.GenerateReply.FromString(wire.reply_message(chunks).SerializeToString())
-    back = wire.pieces(reply)
+    back = wire.chunks_from(reply)
     assert len(back) == len(chunks)
-    for chunk, (index, tokens, logprobs, versions, reason) in zip(chunks, back, strict=True):
-        assert (index, reason) == (chunk.index, chunk.stop_reason)
-        assert (tokens.dtype, logprobs.dtype, versions.dtype) == (np.int32, np.float32, np.int32)
-        assert tokens.tolist() == chunk.tokens
-        assert logprobs.tolist() == chunk.logprobs
-        assert versions.tolist() == chunk.versions
+    for chunk, got in zip(chunks, back, strict=True):
+        assert (got.index, got.stop_reason) == (chunk.index, chunk.stop_reason)
+        dtypes = got.tokens.dtype, got.logprobs.dtype, got.versions.dtype
+        assert dtypes == (np.int32, np.float32, np.int32)
+        assert got.tokens.tolist() == chunk.tokens
+        assert got.logprobs.tolist() == chunk.logprobs
+        assert got.versions.tolist() == chunk.versions
 
 
 def test_reply_with_lengths_that_disagree_is_refused():
     reply = wire.reply_message([Chunk(0, [1, 2], [-1.0, -1.0], [0, 0])])
     reply.tokens.append(3)
     with pytest.raises(ValueError, match="lengths"):
-        wire.pieces(reply)
+        wire.chunks_from(reply)
 
 
 def good_message(**changes):

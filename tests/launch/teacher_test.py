@@ -16,7 +16,7 @@ from rlx.algorithms import presets
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.engines.server import Server
-from rlx.fleet.client import Fleet, Limits
+from rlx.fleet.client import Fleet, Timeouts
 from rlx.launch import teacher
 from rlx.launch.teacher import TeacherOptions
 from rlx.model import hf
@@ -132,7 +132,7 @@ def test_a_dead_teacher_is_one_line_that_says_whose_server_it_is(tmp_path):
         server = Server(lambda: None)
         port = server.port
         await server.stop()
-        fleet = Fleet([f"127.0.0.1:{port}"], limits=Limits(connect=0.3, backoff=0.1))
+        fleet = Fleet([f"127.0.0.1:{port}"], limits=Timeouts(connect=0.3, backoff=0.1))
         with pytest.raises(UserError, match=r"^the teacher: no rollout server answered"):
             await teacher.connect(fleet)
         await fleet.close()
@@ -204,5 +204,5 @@ def test_a_teacher_that_cannot_start_is_one_line_of_what_its_server_said(other, 
         ) as tutors,
         pytest.raises(UserError, match=r"^the teacher: a rollout server ended") as caught,
     ):
-        teacher.fleet(tutors, Limits(), print)
+        teacher.fleet(tutors, Timeouts(), print)
     assert name in str(caught.value)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.fleet.no_fleet import Nobody
+from rlx.fleet.no_fleet import NoFleet
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor
@@ -30,7 +30,7 @@ def end(tokenizer):
 
 
 def run(workflow, row=ROW, **kw):
-    return asyncio.run(workflow.run(Nobody(), row, group_id=5, seed=77, **kw))
+    return asyncio.run(workflow.run(NoFleet(), row, group_id=5, seed=77, **kw))
 
 
 def assert_trained(trajectory, prompt, text, tokenizer):
@@ -130,7 +130,7 @@ def test_an_answer_ends_as_the_template_ends_it_if_engines_stop_there(tokenizer)
 
 
 def make_executor(workflow, rows, limits):
-    executor = Executor(workflow, Cursor(rows, seed=1), limits, Nobody())
+    executor = Executor(workflow, Cursor(rows, seed=1), limits, NoFleet())
     executor.start()
     return executor
 
