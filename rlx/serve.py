@@ -18,10 +18,10 @@ from rlx.fleet.parent_death import end_with_parent, keep_private
 
 
 def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES) -> None:
-    """Serves until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     args = options.parser(engines).parse_args(argv)
     keep_private()  # /proc/PID/environ holds the token that we were started with
-    os.umask(0o077)  # vLLM's sockets and all else that we make: this user's alone
+    os.umask(0o077)  # files and vLLM's sockets are for this user alone
     if args.parent_pid:
         end_with_parent(args.parent_pid)
     asyncio.run(_serve(args, engines[args.engine]))
@@ -32,7 +32,7 @@ async def _serve(args: argparse.Namespace, engine: Callable) -> None:
 
     stop = asyncio.Event()
 
-    def ready(port: int) -> None:  # until here the signals' own effect, a quick end, is right
+    def ready(port: int) -> None:  # before this, a signal may end the process at once
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         print(json.dumps({"port": port, "pid": os.getpid()}), flush=True)

@@ -1,6 +1,6 @@
-"""The protocol between a rollout server and the engine that produces its tokens.
+"""Protocol between a rollout server and the engine that produces its tokens.
 
-The server (gRPC) knows only this; the JAX engine and the vLLM engine implement it.
+The gRPC server depends on this alone; the JAX engine and the vLLM engine implement it.
 """
 
 from collections.abc import AsyncGenerator
@@ -21,19 +21,20 @@ class Engine(Protocol):
     """
 
     async def start(self) -> None:
-        """Loads the model and compiles; raises UserError when it cannot serve."""
+        """Load the model and compile; raises UserError when it cannot serve."""
         ...
 
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Streams chunks of all samples until each has a stop reason. Closing it aborts them.
+        """Stream chunks of all samples until each has a stop reason. Closing it aborts them.
 
-        Raises ValueError (with the remedy) before the first chunk for a request that cannot be
-        served: empty prompt, token out of vocabulary, prompt longer than max_model_len.
+        The request's fields are in the ranges that `wire.request_from` checks. Raises ValueError
+        (with the remedy) before the first chunk for a request that this model cannot serve: token
+        out of vocabulary, prompt longer than max_model_len.
         """
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """The logprobs of `tokens[first:]` under the current weights, beside running requests.
+        """Return the logprobs of `tokens[first:]` under the current weights, while others run.
 
         Waits while the engine is paused. Cancelling it withdraws the request. Raises ValueError
         (with the remedy) for one that cannot be served: token out of vocabulary, longer than
@@ -42,17 +43,17 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Returns once no decode step is running; running requests are kept."""
+        """Return once no decode step is running; running requests are kept."""
         ...
 
     async def resume(self) -> None: ...
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
-        """Replaces the weights by a safetensors file with HF names; paused or in full swing.
+        """Replace the weights by a safetensors file with HF names, paused or decoding.
 
-        Reading and checking (names, shapes, finite) go on beside decoding; only the exchange
+        Reading and checking (names, shapes, finite) go on while decoding; only the exchange
         happens between two decode steps. On ValueError nothing was touched: the old weights and
-        version still serve. Tokens decoded afterwards carry `version`. A new request never meets
+        version still serve. Tokens decoded afterwards carry `version`. A new request never reads
         the old weights' keys and values.
 
         Args:
@@ -60,7 +61,7 @@ class Engine(Protocol):
             weights, or `abort` them, for their clients to send again with the tokens so far.
 
         Returns:
-          ns for which no decode step could run.
+          ns in which no decode step could run.
         """
         ...
 

@@ -1,33 +1,34 @@
-"""How much memory a KV cache takes, and what to say when there is not so much. No JAX."""
+"""Size of a KV cache, and error messages for a device without room for it. No JAX."""
 
 import re
 from typing import Any
 
+import ml_dtypes as ml_dtypes  # gives numpy the name bfloat16
 import numpy as np
 
 from rlx.base import UserError
 from rlx.model.model_config import ModelConfig
 
-# XLA's two ways to say it: of an allocation, and of a computation that it could not begin.
+# XLA's words for a failed allocation, and for a computation that did not fit.
 _DEVICE_FULL = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 
 
 def token_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Bytes of one token's keys and values in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return numbers * np.dtype(dtype).itemsize
 
 
 def device_is_full(error: BaseException) -> bool:
-    """Whether JAX (whose error is a RuntimeError) ran out of a device's memory."""
+    """Return whether `error` says that JAX ran out of a device's memory."""
     return isinstance(error, RuntimeError) and bool(_DEVICE_FULL.search(str(error)))
 
 
 def explained(error: Exception, config: ModelConfig, plan: Any, dtype: Any) -> UserError | None:
-    """The UserError for an engine that found no room to start; None for another failure.
+    """Return the UserError for an engine without memory to start; None for another failure.
 
     Args:
-      plan: with `slots` and `length`, as rlx.engines.jax.programs has it.
+      plan: rlx.engines.jax.programs.CachePlan.
     """
     if not device_is_full(error) and not isinstance(error, MemoryError):
         return None
@@ -42,9 +43,9 @@ def explained(error: Exception, config: ModelConfig, plan: Any, dtype: Any) -> U
 
 
 def vllm_advice(cause: str, slots: int, max_model_len: int) -> str:
-    """What to add to vLLM's own words for a start that failed, where memory may be why.
+    """Return the remedy to append to vLLM's error, "" when memory cannot be the cause.
 
-    EngineCore is a process of its own, which writes why it ended and tells us only that it did.
+    EngineCore is a process of its own: it logs why it ended and reports only that it did.
     """
     if not re.search(r"memory|KV cache|core initialization failed", cause, re.IGNORECASE):
         return ""

@@ -1,4 +1,4 @@
-"""What `python -m rlx.serve` can be told, and what of it the engine and the server get."""
+"""Command line of `python -m rlx.serve`: its flags, and the options they become."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ ENGINES: Mapping[str, Callable[[argparse.Namespace], Any]] = {"jax": _jax, "vllm
 
 
 def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser:
-    """The flags; `rlx.launch.local` fills them in for the servers of a run."""
+    """Return the parser; `rlx.launch.local` makes command lines for the servers of a run."""
     p = argparse.ArgumentParser("rlx.serve", allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory")
     p.add_argument("--engine", default=next(iter(engines)), choices=sorted(engines))

@@ -1,4 +1,4 @@
-"""A listening rollout server: a port, a token and TLS if asked, and the service behind them."""
+"""Listening rollout server: port, token check and TLS in front of the service and its engine."""
 
 import asyncio
 import hmac
@@ -18,17 +18,17 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 
-_CHECK_SECONDS = 0.25  # between two looks at the engine
+_CHECK_SECONDS = 0.25  # between two checks of the engine
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers may share a port, and each sees half of the calls
-    # A burst of admissions waits its turn; beyond these gRPC cancels calls (1000 and 3000).
+    # A burst of admissions may wait; beyond these numbers (default 1000, 3000) gRPC cancels calls.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
 )
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED to calls without the bearer token, before anything is read."""
+    """Answer UNAUTHENTICATED to calls without the bearer token, before anything is read."""
 
     def __init__(self, token: str):
         self._wanted = f"Bearer {token}".encode()
@@ -47,13 +47,13 @@ async def _unauthenticated(request, context):
 
 
 class Server:
-    """A listening server. `port` is bound at once, so a taken one is found before a model loads.
+    """A rollout server. Its port is bound at once, so a taken one is found before a model loads.
 
     Args:
-      engine: builds the engine; called in `start`, when the port is ours.
-      host, port, token: where it listens (port 0: any), and what callers must know.
+      engine: makes the engine; called in `start`, when the port is ours.
+      host, port: address; port 0: any free one. token: bearer token that callers must send.
       tls: certificate and key, and the CA of the callers' certificates when they must have one.
-      metrics_host, metrics_port: where Prometheus finds it; port 0: nowhere.
+      metrics_host, metrics_port: address of the Prometheus listener; port 0: none.
       openai_port: of vLLM's own endpoint, on loopback; 0: none. The engine must be VllmEngine.
       service: see RolloutService.
     """
@@ -105,7 +105,7 @@ class Server:
         self._openai: openai_http.Endpoint | None = None
 
     async def start(self) -> None:
-        """Starts the engine, then answers calls."""
+        """Start the engine, then answer calls."""
         self._engine = self._make_engine()
         await self._engine.start()
         self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
@@ -118,12 +118,12 @@ class Server:
         await self._grpc.start()
 
     def check(self) -> None:
-        """Raises EngineStopped when the engine serves nothing any more."""
+        """Raise EngineStopped when the engine is broken."""
         if self._rollouts:
             self._rollouts.look()
 
     async def stop(self) -> None:
-        """Ends the running calls and the engine."""
+        """End the running calls and the engine."""
         await self._grpc.stop(None)
         if self._openai:
             await self._openai.stop()
@@ -143,12 +143,12 @@ async def serve(
     stop: asyncio.Event,
     **options: Any,
 ) -> None:
-    """Serves until `stop` is set; calls `on_ready(port)` once calls are answered.
+    """Serve until `stop` is set; call `on_ready(port)` once calls are answered.
 
     Raises:
-      UserError: the port is taken, the host needs a token and TLS, a certificate or the engine
+      UserError: the port is taken, the host needs a token and TLS, or a certificate or the engine
         cannot work.
-      EngineStopped: the engine broke; a server without one must end, to be started again.
+      EngineStopped: the engine broke; the process must end, to be started again.
     """
     server = Server(engine, **options)
     try:

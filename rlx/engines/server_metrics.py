@@ -1,16 +1,16 @@
-"""What a rollout server tells Prometheus. Counted a call, not a token; the rest at a scrape.
+"""Prometheus metrics of a rollout server: counted per call, the engine's state at each scrape.
 
     rlx_calls_total{method,code}           ended calls; method: Generate, Publish, …, other
     rlx_request_seconds                    histogram: Generate calls that ended OK
     rlx_first_token_seconds                histogram: until the first message of a Generate call
     rlx_publish_bytes_total{way}           of weights taken; way: path, stream, delta, adapter
-    rlx_load_stall_seconds                 histogram: no decode step could run, by load
+    rlx_load_stall_seconds                 histogram: time without a decode step, per load
     rlx_tokens_generated_total             since the engine started
     rlx_running_sequences, rlx_queued_sequences, rlx_slots, rlx_policy_version, rlx_paused
     rlx_engine_alive                       0: it broke, or its event loop does not answer
 
-`publishes by result` are rlx_calls_total{method="Publish"}. The listener is plain HTTP on
-loopback; anywhere else it is refused unless scrapers must show a client certificate.
+Publishes by result are rlx_calls_total{method="Publish"}. The listener is plain HTTP on loopback;
+on another address scrapers must show a client certificate.
 """
 
 import asyncio
@@ -60,12 +60,12 @@ class Meters:
         )
 
     def watch(self, look: Callable[[], EngineStatus]) -> None:
-        """Has scrapes show the status that `look` gives on the running event loop."""
+        """Let scrapes show the status that `look` returns on the running event loop."""
         self.registry.register(_Status(look, asyncio.get_running_loop()))
 
 
 class CallMeter(grpc.aio.ServerInterceptor):
-    """Counts every call by its code; must be the outermost, to see those that others refuse."""
+    """Counter of calls by code; the outermost interceptor, to see calls that others refuse."""
 
     def __init__(self, meters: Meters):
         self._meters = meters
@@ -109,7 +109,7 @@ class CallMeter(grpc.aio.ServerInterceptor):
 
 
 class _Status:
-    """Collects what the engine's status says; called on the listener's threads."""
+    """Collector of the engine's status; called on the listener's threads."""
 
     def __init__(self, look: Callable[[], EngineStatus], loop: asyncio.AbstractEventLoop):
         self._look, self._loop = look, loop
@@ -141,10 +141,10 @@ class _Status:
 
 
 def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
-    """Serves `meters` over HTTP on threads of its own until `shutdown`; beyond loopback by TLS.
+    """Serve `meters` over HTTP on threads of its own until `shutdown`; beyond loopback by TLS.
 
     Raises:
-      UserError: the port is taken, or others could read along.
+      UserError: the port is taken, or the address is not loopback and no client CA is given.
     """
     options: dict[str, Any] = {}
     if not is_loopback(host):

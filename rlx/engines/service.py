@@ -1,9 +1,9 @@
-"""The calls of a rollout server, in front of one engine. Everything that comes in is checked here.
+"""gRPC service in front of one engine: checks every request, stages weights, passes on the rest.
 
     Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
     Score    ─▶ score_from ─▶ engine.score ─▶ one message ─▶ client
     Publish  ─▶ staged (a delta: applied to the kept file; an adapter: added to the model
-                directory) and checksummed beside the running engine ─▶ engine.load
+                directory) and checksummed while the engine runs ─▶ engine.load
 
 A bad request is answered with a status and never touches the engine or the other requests.
 """
@@ -19,8 +19,8 @@ import time
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, fields
 from typing import NoReturn
 
 import grpc
@@ -37,8 +37,8 @@ from rlx.fleet.requests import Chunk, EngineStatus
 
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
 STALL_SECONDS = 30.0  # between two messages of a publish
-PUBLISH_SECONDS = 3600.0  # of a whole publish, however steadily it drips
-PAUSE_SECONDS = 60.0  # of a pause whose caller does not say how long
+PUBLISH_SECONDS = 3600.0  # of a whole publish, however steadily bytes come
+PAUSE_SECONDS = 60.0  # of a pause without a lease
 MAX_PAUSE_SECONDS = 3600.0
 MAX_PATH = 4096  # bytes of a published path
 _DRAIN_SECONDS = 5.0
@@ -46,7 +46,7 @@ _Code = grpc.StatusCode
 
 
 class RequestError(Exception):
-    """A request that is answered with a status and a sentence instead of a result."""
+    """Refusal of a request: gRPC status and one sentence."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -55,7 +55,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class _Base:
-    """The served version's file, kept for the delta to come."""
+    """File of the served version, kept as the base of the next delta."""
 
     version: int
     num_bytes: int
@@ -68,15 +68,15 @@ class RolloutService(rpc.RolloutServicer):
 
     Args:
       engine: started.
-      weight_roots: directories that a publish by path may name files in.
-      stage_dir: where weights that come as chunks are written until they are loaded.
-      model_dir: the HF directory that adapters are added to; "" takes no adapters.
-      max_queue: samples and scores that may be here at one time, decoding or waiting.
-      kv: what an update does to running requests by default, one of KV_POLICIES.
+      weight_roots: directories in which a publish by path may name files.
+      stage_dir: directory for weights that come as chunks, until they are loaded.
+      model_dir: the HF directory that adapters are added to; "" refuses adapters.
+      max_queue: samples and scores that may be decoding or waiting at one time.
+      kv: default of what an update does to running requests, one of KV_POLICIES.
       stall_seconds: how long a publish may send nothing.
-      hold_seconds: how long new tokens may wait for company on their way to the client.
-      clock: of the spans, in ns; the engine's.
-      meters: take note of latencies, bytes and stalls.
+      hold_seconds: how long new tokens are held to be sent with others in one message.
+      clock: of the spans, ns; the same as the engine's.
+      meters: counters of latencies, bytes and stalls.
       say: takes one line for the log.
     """
 
@@ -103,7 +103,7 @@ class RolloutService(rpc.RolloutServicer):
         self._stage_dir = stage_dir
         self._kv, self._say = kv, say
         self._max_queue, self._here = max_queue, 0
-        self._crc32 = 0  # of the weights in use, once some were published
+        self._crc32 = 0  # of the weights in use; 0 before the first publish
         self._lease: asyncio.Task | None = None  # of a pause
         self._instance = secrets.token_hex(8)
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
@@ -115,21 +115,20 @@ class RolloutService(rpc.RolloutServicer):
         sweep(stage_dir)
 
     def close(self) -> None:
-        """Removes the kept file."""
+        """End a pause's lease and remove the kept file."""
         self._closed = True
         self._end_lease()
         self._keep(None)
 
     def look(self) -> EngineStatus:
-        """The engine's status, its spans kept; raises EngineStopped when there is none any more."""
+        """Return the engine's status, keep its spans; raises EngineStopped once it is broken."""
         status = self._engine.status()
         self._spans.extend(status.spans)
         return status
 
     async def Generate(self, request, context):
-        await self._check_instance(request, context)
         begun, first = time.monotonic(), True
-        try:
+        async with self._refusing(request, context):
             wanted = wire.request_from(request)
             with self._place(wanted.n):
                 stream = self._engine.generate(wanted)
@@ -142,29 +141,33 @@ class RolloutService(rpc.RolloutServicer):
                         if first:
                             self._meters.first_token.observe(time.monotonic() - begun)
                             first = False
-        except RequestError as error:
-            await _refuse(context, error.code, error)
-        except (ValueError, UserError) as error:
-            await _refuse(context, _Code.INVALID_ARGUMENT, error)
-        except EngineStopped as error:  # for the client the same as a server that is gone
-            await _refuse(context, _Code.UNAVAILABLE, error)
 
     async def Score(self, request, context):
-        await self._check_instance(request, context)
-        try:
+        async with self._refusing(request, context):
             wanted = wire.score_from(request)
             with self._place(1):
                 return wire.score_reply(await self._engine.score(wanted))
+
+    @asynccontextmanager
+    async def _refusing(self, request, context) -> AsyncIterator[None]:
+        """Answer the errors of a Generate or Score call with a status.
+
+        A call meant for another life of this server, which may have had other weights, is refused.
+        """
+        try:
+            if request.instance not in ("", self._instance):
+                raise RequestError(_Code.UNAVAILABLE, "the server was restarted")
+            yield
         except RequestError as error:
             await _refuse(context, error.code, error)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
-        except EngineStopped as error:
+        except EngineStopped as error:  # to the client the same as a server that is gone
             await _refuse(context, _Code.UNAVAILABLE, error)
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
-        """Hold `count` places of the queue; an empty server lets one call in, whatever its size."""
+        """Hold `count` places of the queue; an empty server takes one call of any size."""
         if self._here and self._here + count > self._max_queue:
             raise RequestError(
                 _Code.RESOURCE_EXHAUSTED,
@@ -182,16 +185,20 @@ class RolloutService(rpc.RolloutServicer):
         requests = _timely(aiter(request_iterator), self._stall_seconds)
         try:
             header = await _header(requests)
+            way, num_bytes = "path", header.num_bytes
             if header.path:
                 path = await self._verified(header)
             else:
                 file = self._stage_file(header.num_bytes)
                 path = file.path
                 if header.HasField("delta"):
+                    way, num_bytes = "delta", header.delta.num_bytes
                     await self._apply(header, requests, path)
                 elif header.HasField("adapter"):
+                    way = "adapter"
                     await self._add(header, requests, path)
                 else:
+                    way = "stream"
                     await _receive(header, requests, path)
         except RequestError as error:
             _close(file)
@@ -200,7 +207,7 @@ class RolloutService(rpc.RolloutServicer):
         except BaseException:
             _close(file)
             raise
-        # From here on it finishes whatever becomes of the call: half an update is none.
+        # From here on the update is finished even if the caller goes away.
         install = asyncio.create_task(self._install(header, path, file))
         self._installs.add(install)
         install.add_done_callback(self._installs.discard)
@@ -208,10 +215,7 @@ class RolloutService(rpc.RolloutServicer):
             reply = await asyncio.shield(install)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.FAILED_PRECONDITION, error)
-        sent = header.delta if header.HasField("delta") else header
-        kind = "adapter" if header.HasField("adapter") else "stream"
-        way = "path" if header.path else kind if sent is header else "delta"
-        self._meters.publish_bytes.labels(way).inc(sent.num_bytes)
+        self._meters.publish_bytes.labels(way).inc(num_bytes)
         return reply
 
     async def Pause(self, request, context):
@@ -237,40 +241,27 @@ class RolloutService(rpc.RolloutServicer):
             self._lease = None
 
     async def _resume_after(self, seconds: float) -> None:
-        """Ends a pause whose caller has not come back."""
+        """End a pause whose caller has not come back."""
         await asyncio.sleep(seconds)
         async with self._changing:
-            with suppress(EngineStopped):  # which the server finds by itself
+            with suppress(EngineStopped):  # `Server.check` finds that
                 await self._engine.resume()
         self._say(f"paused for {seconds:g} s and not asked to resume; going on")
 
     async def Status(self, request, context):
-        status = self.look()
+        status = self.look()  # which moves its spans to `_spans`
+        same = {f.name: getattr(status, f.name) for f in fields(status) if f.name != "spans"}
         reply = pb.StatusReply(
-            version=status.version,
-            running=status.running,
-            queued=status.queued,
-            slots=status.slots,
-            max_model_len=status.max_model_len,
-            tokens_generated=status.tokens_generated,
-            paused=status.paused,
-            instance=self._instance,
-            pid=os.getpid(),
-            weights_crc32=self._crc32,
+            **same, instance=self._instance, pid=os.getpid(), weights_crc32=self._crc32
         )
-        if request.drain_spans:
-            while self._spans:
-                name, start_ns, end_ns = self._spans.popleft()
-                reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
+        while request.drain_spans and self._spans:
+            name, start_ns, end_ns = self._spans.popleft()
+            reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
         reply.monotonic_ns = self._clock()
         return reply
 
-    async def _check_instance(self, request, context) -> None:
-        if request.instance not in ("", self._instance):  # perhaps without the current weights
-            await _refuse(context, _Code.UNAVAILABLE, ValueError("the server was restarted"))
-
     async def _verified(self, header: pb.PublishHeader) -> str:
-        """The real path of the named file, once it is known to hold the promised bytes."""
+        """Return the real path of the named file, which holds the announced bytes."""
         path = os.path.realpath(header.path)
         if not any(os.path.commonpath((path, root)) == root for root in self._roots):
             allowed = ", ".join(self._roots) or "none is"
@@ -282,7 +273,7 @@ class RolloutService(rpc.RolloutServicer):
         start_ns, cancelled = self._clock(), threading.Event()
         try:
             found = os.stat(path)
-            if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
                 raise OSError(errno.EINVAL, "it is not a regular file")
             _compare_size(header, found.st_size)
             crc = await asyncio.to_thread(checksum, path, cancelled.is_set)
@@ -293,13 +284,13 @@ class RolloutService(rpc.RolloutServicer):
                 "file system, publish by stream",
             ) from error
         finally:
-            cancelled.set()  # else the thread reads on for nobody
+            cancelled.set()  # ends the thread's reading if this call was cancelled
         self._spans.append(("verify weights", start_ns, self._clock()))
         _compare_crc(header, crc)
         return path
 
     async def _apply(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
-        """Makes the announced file of the kept one and the delta that follows."""
+        """Write the announced file to `path`: the kept one changed by the delta that follows."""
         base, sent = self._base, header.delta
         wanted = sent.base_version, header.num_bytes, sent.base_crc32
         if not base or (base.version, base.num_bytes, base.crc32) != wanted:
@@ -320,7 +311,7 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.ABORTED, message)
 
     async def _add(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
-        """Makes the whole weights of the model directory and the adapter that follows."""
+        """Write whole weights to `path`: the model directory's plus the adapter that follows."""
         sent, start_ns = header.adapter, self._clock()
         if not self._model:
             raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
@@ -340,7 +331,7 @@ class RolloutService(rpc.RolloutServicer):
         self._spans.append(("add adapter", start_ns, self._clock()))
 
     def _keep(self, base: _Base | None) -> None:
-        """Makes `base` the kept file instead of the one before."""
+        """Keep `base` as the next delta's base; remove the one before."""
         before, self._base = self._base, base
         _close(before.file if before else None)
 
@@ -354,7 +345,7 @@ class RolloutService(rpc.RolloutServicer):
     async def _install(
         self, header: pb.PublishHeader, path: str, file: WeightFile | None
     ) -> pb.PublishReply:
-        """Has the engine take the file."""
+        """Load the file into the engine."""
         kv = wire.KV_NAMES.get(header.kv) or self._kv
         base = None
         try:
@@ -378,9 +369,9 @@ class RolloutService(rpc.RolloutServicer):
 async def _gathered(
     stream: AsyncIterator[Chunk], n: int, hold_seconds: float
 ) -> AsyncGenerator[list[Chunk], None]:
-    """The chunks of `stream`, several at a time: messages are what a wire costs, not tokens.
+    """Yield the chunks of `stream` in batches: a message costs far more than its tokens.
 
-    A sample's tokens wait for company up to `hold_seconds`; the last of all `n` samples do not.
+    Tokens are held up to `hold_seconds`, those of the last of the `n` samples not at all.
     """
     pending: list[Chunk] = []
     wake, ended = asyncio.Event(), asyncio.Event()
@@ -422,7 +413,7 @@ async def _gathered(
 async def _timely(
     requests: AsyncIterator[pb.PublishRequest], stall_seconds: float
 ) -> AsyncIterator[pb.PublishRequest]:
-    """`requests`, for as long as they keep coming and do not come for ever."""
+    """Yield `requests`; raise RequestError when one is late or all together take too long."""
     end = time.monotonic() + PUBLISH_SECONDS
     while True:
         seconds = min(stall_seconds, end - time.monotonic())
@@ -456,7 +447,7 @@ async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeade
 async def _receive(
     header: pb.PublishHeader | pb.PublishDelta, requests: AsyncIterator, path: str
 ) -> None:
-    """Writes the chunks to `path`; they must be all there, in order and unharmed."""
+    """Write the chunks to `path`; they must be complete, in order and undamaged."""
     size, crc = 0, 0
 
     def take(data: bytes) -> int:
@@ -491,8 +482,10 @@ async def _receive(
 
 
 async def _drain(requests: AsyncIterator) -> None:
-    """Reads on to the end, for a while: a grpc.aio client that is still writing when the status
-    comes may report INTERNAL instead of it."""
+    """Read on to the end, for a while.
+
+    A grpc.aio client that is still writing when the status comes may report INTERNAL instead.
+    """
     with suppress(TimeoutError, DecodeError):
         async with asyncio.timeout(_DRAIN_SECONDS):
             async for _ in requests:

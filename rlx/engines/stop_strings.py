@@ -1,7 +1,6 @@
-"""Ends a completion when its text contains a stop string. No JAX.
+"""Detection of stop strings in the text of a completion. No JAX.
 
-Tokens, not text, travel in the fleet, so only requests that have stop strings pay for decoding,
-and only of their tail.
+Engines work on tokens, so only requests with stop strings pay for decoding, and only of their tail.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +13,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decode(model: Path) -> Decode:
-    """The decoder of an HF directory's tokenizer; special tokens are kept in the text.
+    """Return the function token ids → text of an HF directory; special tokens are kept.
 
     Raises:
-      UserError: when the directory has no tokenizer.
+      UserError: the directory has no tokenizer.
     """
     if (model / "tokenizer.json").exists():
         from tokenizers import Tokenizer
@@ -37,12 +36,12 @@ def load_decode(model: Path) -> Decode:
 
 
 class StopStrings:
-    """Watches one completion.
+    """Watcher of one completion.
 
     Args:
-      decode: token ids to text.
-      stop: the strings; none empty.
-      minimum: tokens before which nothing ends.
+      decode: token ids → text.
+      stop: the strings; none is empty.
+      minimum: length in tokens before which the completion does not end.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str], minimum: int = 0):
@@ -55,7 +54,7 @@ class StopStrings:
         self._found = False
 
     def __call__(self, new: list[int]) -> int | None:
-        """Takes the next tokens; how many of them belong to the completion if it ends in them."""
+        """Take the next tokens; return how many to keep if the completion ends in them."""
         before, seen = self._tail, self._seen
         self._tail = (before + new)[-self._reach :]
         self._seen += len(new)

@@ -67,7 +67,7 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
     cache = decode.init_cache(config, 3, LENGTH, jnp.float32)
     prompts = jax.jit(partial(decode.prefill, serving, config, chunk=CHUNK))(tokens, chunks=2)
     slots = jnp.arange(3)
-    cache = jax.jit(decode.insert)(cache, prompts, slots, slots, 3)
+    cache = jax.jit(decode.insert)(cache, prompts, jnp.stack([slots, slots], axis=1), 3)
 
     @jax.jit
     def call(cache, last, lengths, future):

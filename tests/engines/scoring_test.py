@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlx.engines.engine import EngineStopped
 from rlx.engines.jax.jax_engine import JaxEngine
-from rlx.engines.jax.scoring import Job, Scoring
+from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.model import decoder, hf
 
@@ -223,7 +223,7 @@ class Recorder:
 def test_a_sequence_begins_again_with_other_weights_and_withdrawn_ones_cost_nothing():
     programs = Recorder()
     scoring = Scoring(programs)
-    one, gone, two = (Job(request_of([k] * 7, 3)) for k in (1, 2, 3))
+    one, gone, two = (ScoreJob(request_of([k] * 7, 3)) for k in (1, 2, 3))
     for job in (one, gone, two):
         scoring.add(job)
     gone.future.cancel()

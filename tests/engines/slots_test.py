@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlx.engines.jax.slots import BUDGET, LENGTH, MINIMUM, Live, Slots, sample_key, uniforms
+from rlx.engines.jax.slots import BUDGET, LENGTH, MINIMUM, LiveRequest, Slots, sample_key, uniforms
 from rlx.fleet.requests import Request, Sampling
 
 STOP, STEPS, MAX_LEN = 7, 4, 24
@@ -16,7 +16,7 @@ def live_of(n=1, prompt=(1, 2, 3), priority=0, prefix_len=0, first_index=0, **sa
     prompt = np.asarray(prompt, np.int32)
     sampling = Sampling(**{"max_new_tokens": 10} | sampling)
     request = Request("r", prompt, sampling, n, first_index, prefix_len, priority)
-    return Live(request, 0, (STOP,))
+    return LiveRequest(request, 0, (STOP,))
 
 
 def test_uniforms_are_uniform_and_a_function_of_key_and_position():

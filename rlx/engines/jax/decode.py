@@ -1,10 +1,10 @@
-"""The decoder as an engine runs it: prompts into a KV cache, then a token per slot and step. Pure.
+"""The decoder with a KV cache: prompts into the cache, then a token per slot and step. Pure.
 
-Why not decoder.py's `hidden`: serving wants other layouts. Weights are per layer (a scan would
-copy every layer's slice at every step), fused (q, k, v together; gate and up together) and stored
-[out, in]: XLA's CPU matrix product then adds in one order whatever the number of rows, which is
-what keeps a completion independent of its batch. Keys are stored [head_dim, length] and values
-[length, head_dim]: both of attention's products read the cache in order.
+It does not share code with decoder.py because serving wants other layouts. Weights are per layer (a
+scan would copy every layer's slice at every step), fused (q, k, v; gate and up) and stored [out,
+in]: XLA's CPU matrix product then adds in one order whatever the number of rows, which keeps a
+completion independent of its batch. Keys are stored [head_dim, length] and values [length,
+head_dim]: both of attention's products read the cache in order.
 
 Shapes: S slots, P prompts, T prompt tokens, N cache length, K key/value heads, G query heads per
 key/value head, H head width, R steps of one decode call.
@@ -53,17 +53,24 @@ Cache = tuple[LayerCache, ...]
 def serving_params(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any
 ) -> ServingParams:
-    """Weights in the engine's layout, which is HF's but for what is joined.
+    """Return HF's tensors in serving layout: q, k, v joined as `qkv`, gate, up as `gate_up`.
 
     Args:
-      tensors: with HF's names and layouts, already checked against `config`
+      tensors: HF's names and layouts ([out, in]), already checked against `config`
         (rlx.model.hf.check_tensors); each is read once, so it may be lazy.
       dtype: of the result, and of the engine's activations and cache.
+
+    Raises:
+      ValueError: a tensor has NaN or infinity.
     """
     names = {row.path[-1]: row.hf for row in parameters.table(config)}
 
     def read(name, layer=0):
-        return np.asarray(tensors[names[name].format(layer)])
+        full = names[name].format(layer)
+        tensor = np.asarray(tensors[full])
+        if not np.isfinite(tensor).all():
+            raise ValueError(f"tensor {full!r} has non-finite numbers; publish finite weights")
+        return tensor
 
     def put(*parts):
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -87,7 +94,7 @@ def serving_params(
 
 
 def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cache:
-    """An empty cache for `slots` sequences of at most `length` tokens."""
+    """Return an empty cache for `slots` sequences of at most `length` tokens."""
     keys = (slots, config.num_kv_heads, config.head_dim, length)
     values = (slots, config.num_kv_heads, length, config.head_dim)
     return tuple(
@@ -97,7 +104,7 @@ def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cach
 
 
 def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cache:
-    """Empty places for the tokens of one decode call."""
+    """Return empty places for the tokens of one decode call."""
     empty = jnp.zeros((slots, config.num_kv_heads, steps, config.head_dim), dtype)
     return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
 
@@ -110,7 +117,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
-    """Always of two matrices: with a third axis XLA's order of adding depends on its size."""
+    """Multiply two matrices: with a third axis, XLA's order of adding depends on its size."""
     y = jnp.einsum("rd,fd->rf", x.reshape(-1, x.shape[-1]), layer[name])
     y = y.reshape(*x.shape[:-1], -1)
     bias = layer.get(f"{name}_bias")
@@ -153,11 +160,11 @@ def _finish_layer(layer, config: ModelConfig, x, mixed):
 def prefill(
     params: ServingParams, config: ModelConfig, tokens: jax.Array, chunks: jax.Array, chunk: int
 ) -> Cache:
-    """Keys and values of prompts, `chunk` positions at a time: one program for every length.
+    """Return the keys and values of prompts, `chunk` positions at a time, of any length.
 
     Args:
-      tokens: [P, T] int32, T a multiple of `chunk`; a row may be padded at the end, for attention
-        is causal and what padding leaves in the cache is never read.
+      tokens: [P, T] int32, T a multiple of `chunk`; a row may be padded at the end: attention is
+        causal, and the cache of padding is never read.
       chunks: scalar int32, how many chunks hold tokens; places after them stay zero.
 
     Returns:
@@ -168,7 +175,7 @@ def prefill(
         index, cache = state
         part = jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1)
         _, cache = _advance(params, config, cache, part, index * chunk)
-        return index + 1, cache  # nobody reads the last layer's output, so XLA does not make it
+        return index + 1, cache  # the last layer's output is unused: XLA does not compute it
 
     prompts, length = tokens.shape
     empty = init_cache(config, prompts, length, params.embed.dtype)
@@ -177,15 +184,16 @@ def prefill(
 
 def score(
     params: ServingParams,
-    config: ModelConfig,
     cache: Cache,
     tokens: jax.Array,
     targets: jax.Array,
     start: jax.Array,
     wanted: jax.Array,
     temperature: jax.Array,
+    *,
+    config: ModelConfig,
 ) -> tuple[jax.Array, Cache]:
-    """Log-probabilities of the tokens after a chunk of one sequence, and the cache with the chunk.
+    """Score the tokens after a chunk of one sequence, and add the chunk to the cache.
 
         logprob_i = log softmax(logits_{start + i} / temperature)[target_i]
 
@@ -215,8 +223,11 @@ def score(
 def _advance(
     params: ServingParams, config: ModelConfig, cache: Cache, part: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """The residual stream of `part` [P, C], tokens at positions start …, after the last layer
-    [P, C, D], and the rows' cache with the keys and values of `part`."""
+    """Return the residual stream after the last layer, [P, C, D], and the cache with `part`.
+
+    Args:
+      part: [P, C] int32, tokens at positions start, start + 1, …
+    """
     positions = start + jnp.arange(part.shape[1])
     angles = _angles(config, jnp.broadcast_to(positions, part.shape))
     x = params.embed[part]
@@ -249,30 +260,32 @@ def _prompt_attention(q: jax.Array, cache: LayerCache, start: jax.Array) -> jax.
     return mixed.reshape(prompts, chunk, heads * width)
 
 
-def insert(cache: Cache, prompts: Cache, rows: jax.Array, slots: jax.Array, count) -> Cache:
-    """Copies prompt `rows[i]` into slot `slots[i]`, positions from 0, for i < count.
+def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
+    """Copy prompts into slots, positions from 0.
 
     Args:
-      prompts: from `prefill`, T ≤ N. rows, slots: [S] int32; a group's samples name one row.
+      prompts: from `prefill`, T ≤ N.
+      pairs: [S, 2] int32 (row of `prompts`, slot); a group's samples share a row.
+      count: scalar int32, how many pairs hold.
     """
 
     def fill(index, cache):
         def put(old, new):
-            block = jax.lax.dynamic_slice_in_dim(new, rows[index], 1)
-            return jax.lax.dynamic_update_slice(old, block, (slots[index], 0, 0, 0))
+            block = jax.lax.dynamic_slice_in_dim(new, pairs[index, 0], 1)
+            return jax.lax.dynamic_update_slice(old, block, (pairs[index, 1], 0, 0, 0))
 
         return jax.tree.map(put, cache, prompts)
 
     return jax.lax.fori_loop(0, count, fill, cache)
 
 
-def copy(cache: Cache, sources: jax.Array, targets: jax.Array, count) -> Cache:
-    """Copies whole slots: `sources[i]` to `targets[i]`, both [S] int32, for i < count."""
+def copy(cache: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
+    """Copy whole slots in order: `pairs` [S, 2] int32 (source, target), the first `count` hold."""
 
     def move(index, cache):
         def put(array):
-            block = jax.lax.dynamic_slice_in_dim(array, sources[index], 1)
-            return jax.lax.dynamic_update_slice(array, block, (targets[index], 0, 0, 0))
+            block = jax.lax.dynamic_slice_in_dim(array, pairs[index, 0], 1)
+            return jax.lax.dynamic_update_slice(array, block, (pairs[index, 1], 0, 0, 0))
 
         return jax.tree.map(put, cache)
 
@@ -280,7 +293,7 @@ def copy(cache: Cache, sources: jax.Array, targets: jax.Array, count) -> Cache:
 
 
 def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
-    """Writes the R tokens of a decode call after the `positions` [S] tokens each slot has.
+    """Write the R tokens of a decode call behind the `positions` [S] tokens that each slot has.
 
     Args:
       recent: keys and values [B, K, R, H] of the first B slots, from `decode`.
@@ -303,7 +316,7 @@ def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
 
 
 def view(cache: Cache, slots: int, length: int) -> Cache:
-    """The first `slots` slots and `length` positions of a cache."""
+    """Return the first `slots` slots and `length` positions of a cache."""
     return tuple(
         LayerCache(layer.keys[:slots, :, :, :length], layer.values[:slots, :, :length])
         for layer in cache
@@ -320,7 +333,7 @@ def step(
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, Cache]:
-    """Logits of the next token of every slot.
+    """Return the logits of the next token of every slot.
 
     Each slot attends to its first `lengths` cached tokens and to the first index + 1 tokens of
     this call's own `recent` block, where all slots write at one place: no scatter. The two parts
@@ -380,11 +393,16 @@ def _cached_attention(q, cached: LayerCache, new: LayerCache, index, lengths) ->
 
 
 class Block(NamedTuple):
-    """Results of a decode call: [S, R] tokens and logprobs; a row's first `counts` [S] hold."""
+    """Results of a decode call, as JAX's arrays or numpy's.
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    counts: jax.Array
+    Attributes:
+      tokens, logprobs: [S, R] int32 and float32 (nats); a row's first `counts` hold.
+      counts: [S] int32, in [0, R].
+    """
+
+    tokens: Any
+    logprobs: Any
+    counts: Any
 
 
 def decode(
@@ -398,7 +416,7 @@ def decode(
     choose: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     steps: int,
 ) -> tuple[Block, Cache]:
-    """Up to `steps` tokens for every slot; ends early once no slot wants more.
+    """Draw up to `steps` tokens for every slot; ends early once no slot wants more.
 
     Args:
       cache: read only; `append` the second result to it afterwards.
@@ -419,7 +437,7 @@ def decode(
         jnp.zeros((slots,), jnp.int32),
     )
 
-    # Made before the loop: inside, they would be made again in every layer.
+    # Before the loop: inside, XLA would compute them again in every layer.
     angles = _angles(config, lengths + jnp.arange(steps, dtype=jnp.int32)[:, None])
 
     def wanted(state):

@@ -1,4 +1,4 @@
-"""The compiled programs of the JAX engine: which shapes exist, and that they agree bit for bit.
+"""Compiled programs of the JAX engine: which shapes exist, and the proof that they agree in bits.
 
     prefill  prompts of any length → slots, one or PROMPTS at a time
     decode   `steps` tokens for the first B slots over the first N cached positions
@@ -7,15 +7,15 @@
     score    one sequence → the logprobs of its tokens, `chunk` at a time
 
 Decode over all slots and positions always exists. Smaller shapes are faster when few slots are
-in use or sequences are short; they are compiled in the background once they would have helped,
-and used only after they gave exactly the bits of the full program on real inputs, so neither
-timing nor the batch ever shows in a completion.
+in use or sequences are short. They are compiled in the background once they would have helped,
+and used only after they gave exactly the bits of the full program on real inputs, so a completion
+depends neither on timing nor on the batch.
 """
 
 import logging
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,13 +27,13 @@ from rlx.engines.jax import decode, sampling
 from rlx.engines.jax.slots import (
     BUDGET,
     LENGTH,
-    MAX_STOPS,
     MINIMUM,
     TEMPERATURE,
     TOKEN,
     TOP_K,
     TOP_P,
-    Inputs,
+    DecodeInputs,
+    idle_inputs,
 )
 from rlx.model.model_config import ModelConfig
 
@@ -45,27 +45,19 @@ log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """A decode program: the first `slots` slots, the first `length` positions."""
+    """Key of a decode program over the first `slots` slots and `length` positions."""
 
     slots: int
     length: int
 
 
-class Results(NamedTuple):
-    """rlx.engines.jax.decode.Block on the host, of the first slots."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    counts: np.ndarray
-
-
-class Plan(NamedTuple):
+class CachePlan(NamedTuple):
     """Sizes that follow from the engine's options.
 
     Attributes:
-      slots: in the cache; at least 2, for XLA multiplies a single row in another order.
+      slots: in the cache; at least 2, because XLA multiplies a single row in another order.
       length: positions in the cache.
-      chunk: prompt positions computed together. prompt: longest prompt's places.
+      chunk: prompt positions computed together. prompt: places for the longest prompt.
       slot_buckets, length_buckets: ascending, the last is all.
     """
 
@@ -77,53 +69,51 @@ class Plan(NamedTuple):
     length_buckets: tuple[int, ...]
 
 
-def make_plan(slots: int, max_model_len: int, steps: int) -> Plan:
-    """The sizes for `slots` sequences of `max_model_len` tokens."""
+def make_plan(slots: int, max_model_len: int, steps: int) -> CachePlan:
+    """Return the sizes for `slots` sequences of `max_model_len` tokens."""
     slots = max(slots, 2)
     chunk = 32 if max_model_len <= 512 else 128
     prompt = -(-max_model_len // chunk) * chunk
-    # No room past max_model_len: a decode call whose tokens reach beyond it is a sequence's last,
-    # and what `append` then writes over, moved back by XLA to fit, nobody reads any more.
+    # No room past max_model_len: only a sequence's last decode call reaches beyond it. XLA shifts
+    # that write back to fit, over positions that are not read again.
     length = max(-(-max(prompt, max_model_len) // _LENGTH_UNIT) * _LENGTH_UNIT, steps)
     slot_buckets = tuple(b for b in (8, 16, 32, 64, 128, 256) if b <= slots * 2 // 3)
     shorter = (32, 64, 96, 128, 192, 256, 384, 512, 768, *(1024 * k for k in (1, 2, 4, 8, 16)))
-    # XLA copies the part of the cache that a call looks at: worth it for half, not for more.
+    # XLA copies the part of the cache that a call reads: worth it up to half of the cache.
     length_buckets = tuple(n for n in shorter if n <= length // 2)
-    return Plan(slots, length, chunk, prompt, (*slot_buckets, slots), (*length_buckets, length))
+    return CachePlan(
+        slots, length, chunk, prompt, (*slot_buckets, slots), (*length_buckets, length)
+    )
 
 
 class Programs:
-    """Compiles and runs. One thread calls the running methods; compiling has its own.
+    """Compiler and runner of the programs; one thread runs them, another compiles.
 
     Args:
-      config: of the model; plan: sizes; steps: tokens of a decode call; dtype: of the cache.
+      config: of the model. plan: sizes. steps: tokens of a decode call. dtype: of the cache.
     """
 
-    def __init__(self, config: ModelConfig, plan: Plan, steps: int, dtype: Any):
+    def __init__(self, config: ModelConfig, plan: CachePlan, steps: int, dtype: Any):
         self._config, self.plan, self._steps, self._dtype = config, plan, steps, dtype
         self._compiled: dict[Any, Callable] = {}
         self._agreed: dict[Shape, int] = {}
-        self._wanted: queue.SimpleQueue = queue.SimpleQueue()
-        self._asked: set[Shape] = set()
-        self._closed = False
+        self._asked: dict[Shape, Future[None]] = {}  # smaller shapes, compiled or to be compiled
+        self._background = ThreadPoolExecutor(1, "compile")
         self._lock = threading.Lock()
         self._params: decode.ServingParams | None = None
         self.prompts = PROMPTS  # how many `prefill` takes at most
-        self._thread = threading.Thread(target=self._compile_wanted, daemon=True, name="compile")
 
     def start(self, params: decode.ServingParams) -> decode.Cache:
-        """Compiles what every run needs; returns an empty cache."""
-        self._params = jax.tree.map(_struct, params)
+        """Compile what every run needs; return a cache."""
+        self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
         self._get("copy")
         self._agreed[self.full] = TRIALS
-        cache = self._check_prefill(params, self._new_cache())
-        self._thread.start()
-        return cache
+        return self._check_prefill(params, self._new_cache())
 
     def _check_prefill(self, params, cache: decode.Cache) -> decode.Cache:
-        """Prompts are computed together only if that gives the bits each has alone."""
+        """Let prompts be computed together only if that gives the bits of each alone."""
         rng = np.random.default_rng(0)
         size = (PROMPTS, min(self.plan.chunk, self.plan.prompt))
         prompts = rng.integers(0, self._config.vocab_size, size).tolist()
@@ -138,20 +128,16 @@ class Programs:
         return cache
 
     def wait(self) -> None:
-        """Blocks until everything asked for so far is compiled."""
-        done = threading.Event()
-        self._wanted.put(done)
-        done.wait()
+        """Block until everything asked for so far is compiled."""
+        wait(tuple(self._asked.values()))
 
     def close(self) -> None:
-        """Ends the compiling thread, after what it is compiling now."""
-        self._closed = True
-        self._wanted.put(None)
-        self._thread.join()
+        """End the compiling thread after what it is compiling now."""
+        self._background.shutdown(cancel_futures=True)
 
     @property
     def full(self) -> Shape:
-        """The shape that covers every slot and position."""
+        """Shape of every slot and position."""
         return Shape(self.plan.slots, self.plan.length)
 
     def _new_cache(self) -> decode.Cache:
@@ -164,7 +150,7 @@ class Programs:
         prompts: list[list[int]],
         targets: list[tuple[int, int]],
     ) -> decode.Cache:
-        """Fills slots with the keys and values of at most `self.prompts` prompts.
+        """Fill slots with the keys and values of at most `self.prompts` prompts.
 
         Args:
           prompts: token ids, each at most plan.prompt.
@@ -180,16 +166,15 @@ class Programs:
         return run(params, cache, tokens, np.int32(chunks), pairs, np.int32(len(targets)))
 
     def copy(self, cache: decode.Cache, moves: list[tuple[int, int]]) -> decode.Cache:
-        """Copies whole slots, (source, target) each, in order."""
+        """Copy whole slots, (source, target) each, in order."""
         return self._get("copy")(cache, self._pairs(moves), np.int32(len(moves)))
 
     def scrub(self, cache: decode.Cache) -> decode.Cache:
-        """The cache with non-finite numbers replaced: one of them would outlive its sequence."""
+        """Replace non-finite numbers in the cache: they would outlive their sequence."""
         return self._get("scrub")(cache)
 
     def prepare_score(self) -> None:
-        """Compiles what `score` runs, unless that has been done; for any thread but the engine's,
-        which decodes meanwhile."""
+        """Compile what `score` runs, once; not on the engine's thread, which decodes meanwhile."""
         self._get("score")
 
     def score(
@@ -201,16 +186,16 @@ class Programs:
         first: int,
         temperature: float,
     ) -> tuple[np.ndarray, decode.Cache]:
-        """One chunk of a sequence: the logprobs of tokens start + 1 … start + chunk.
+        """Score one chunk of a sequence: tokens start + 1 … start + chunk.
 
         Args:
-          cache: what this returned for the chunk before; None for the first one.
+          cache: returned for the chunk before; None for the first one.
           tokens: [T] int32, the whole sequence, T ≤ plan.prompt.
           start: a multiple of plan.chunk, below T − 1.
           first: in [1, T − 1]; chunks that end before it cost less and give zeros.
 
         Returns:
-          [chunk] float32, meaningless after the sequence's end; and the cache.
+          logprobs [chunk] float32, nats, meaningless after the sequence's end; and the cache.
         """
         chunk = self.plan.chunk
         part = np.zeros(chunk + 1, np.int32)
@@ -225,27 +210,28 @@ class Programs:
         return np.asarray(logprobs), cache
 
     def choose(self, used: int, longest: int) -> Shape:
-        """The smallest program for the first `used` slots and `longest` cached tokens.
+        """Return the smallest usable program for the first `used` slots, `longest` cached tokens.
 
-        Asks for a smaller one to be compiled if that would have been it.
+        If a smaller one would have done, it will be compiled.
         """
         slots = next(b for b in self.plan.slot_buckets if b >= used)
         length = next(n for n in self.plan.length_buckets if n >= longest)
         best = Shape(slots, length)
         if self._usable(best):
             return best
-        self._ask(best)
+        if best not in self._asked:
+            self._asked[best] = self._background.submit(self._compile_smaller, best)
         others = [s for s in tuple(self._compiled) if isinstance(s, Shape) and self._usable(s)]
         fitting = [s for s in others if s.slots >= used and s.length >= longest]
         return min(fitting, key=lambda s: s.slots * (s.length + 256))
 
     def decode(
-        self, params: decode.ServingParams, cache: decode.Cache, shape: Shape, inputs: Inputs
-    ) -> tuple[Results, decode.Cache]:
-        """One decode call; returns its results and the cache with its tokens appended.
+        self, params: decode.ServingParams, cache: decode.Cache, shape: Shape, inputs: DecodeInputs
+    ) -> tuple[decode.Block, decode.Cache]:
+        """Make one decode call; return its block, on the host, and the cache with its tokens.
 
         Args:
-          inputs: of all slots; the shape takes the first of them.
+          inputs: of all slots; the program takes the first of them.
         """
         block, recent = self._decode(params, cache, shape, inputs)
         if self._agreed.get(shape, 0) < TRIALS:
@@ -253,13 +239,13 @@ class Programs:
         slots = recent[0].keys.shape[0]
         append = self._get(("append", slots))
         cache = append(cache, recent, inputs.numbers[:slots, LENGTH])
-        return Results(*(np.asarray(array) for array in block)), cache
+        return jax.tree.map(np.asarray, block), cache
 
-    def _decode(self, params, cache, shape: Shape, inputs: Inputs):
-        return self._get(shape)(params, cache, Inputs(*(array[: shape.slots] for array in inputs)))
+    def _decode(self, params, cache, shape: Shape, inputs: DecodeInputs):
+        return self._get(shape)(params, cache, jax.tree.map(lambda x: x[: shape.slots], inputs))
 
-    def _try(self, params, cache, shape: Shape, inputs: Inputs, block, recent):
-        """Runs the full program too and counts whether the smaller one gave the same bits."""
+    def _try(self, params, cache, shape: Shape, inputs: DecodeInputs, block, recent):
+        """Run the full program too; count whether the smaller one gave the same bits."""
         full_block, full_recent = self._decode(params, cache, self.full, inputs)
         if _same((block, recent), (full_block, full_recent), shape.slots, np.asarray(block.counts)):
             self._agreed[shape] = self._agreed.get(shape, 0) + 1
@@ -276,26 +262,15 @@ class Programs:
         array[: len(pairs)] = pairs
         return array
 
-    def _ask(self, key: Shape) -> None:
-        if key not in self._asked:
-            self._asked.add(key)
-            self._wanted.put(key)
-
-    def _compile_wanted(self) -> None:
-        while (key := self._wanted.get()) is not None:
-            if self._closed:
-                return
-            if isinstance(key, threading.Event):
-                key.set()
-                continue
-            try:
-                self._get(("append", key.slots))
-                self._get(key)
-            except Exception:  # only speed is lost; what runs now keeps running
-                log.exception("cannot compile %s; it is not used", key)
+    def _compile_smaller(self, shape: Shape) -> None:
+        try:
+            self._get(("append", shape.slots))
+            self._get(shape)
+        except Exception:  # only speed is lost
+            log.exception("cannot compile %s; it is not used", shape)
 
     def _get(self, key: Any) -> Callable:
-        """The compiled program, compiling it now if need be."""
+        """Return the compiled program; compile it now if need be."""
         found = self._compiled.get(key)
         if found is None:
             with self._lock:
@@ -304,43 +279,36 @@ class Programs:
         return found
 
     def _compile(self, key: Any) -> Callable:
-        slots, steps = self.plan.slots, self._steps
+        function, donated, args = self._program(key)
+        return jax.jit(function, donate_argnums=donated).lower(*args).compile()
+
+    def _program(self, key: Any) -> tuple[Callable, tuple[int, ...], tuple]:
+        """Return a program's function, the argument it may overwrite, and its arguments' shapes."""
+        config, plan, steps, params = self._config, self.plan, self._steps, self._params
         cache = jax.eval_shape(self._new_cache)
-        pairs = jax.ShapeDtypeStruct((slots, 2), jnp.int32)
-        count = jax.ShapeDtypeStruct((), jnp.int32)
+        pairs, count = _ints(plan.slots, 2), _ints()
         if isinstance(key, Shape):
-            program = jax.jit(partial(_decode, self._config, steps, key))
-            return program.lower(self._params, cache, _idle(key.slots, steps)).compile()
+            inputs = idle_inputs(key.slots, steps)
+            return partial(_decode, config, steps, key), (), (params, cache, inputs)
         match key:
             case ("append", rows):
-                recent = jax.eval_shape(
-                    partial(decode.init_recent, self._config, rows, steps, self._dtype)
-                )
-                lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
-                append = jax.jit(decode.append, donate_argnums=0)
-                return append.lower(cache, recent, lengths).compile()
+                recent = partial(decode.init_recent, config, rows, steps, self._dtype)
+                return decode.append, (0,), (cache, jax.eval_shape(recent), _ints(rows))
             case ("prefill", rows):
-                tokens = jax.ShapeDtypeStruct((rows, self.plan.prompt), jnp.int32)
-                prefill = jax.jit(partial(_prefill, self._config, self.plan), donate_argnums=1)
-                args = (self._params, cache, tokens, count, pairs, count)
-                return prefill.lower(*args).compile()
+                tokens = _ints(rows, plan.prompt)
+                prefill = partial(_prefill, config, plan)
+                return prefill, (1,), (params, cache, tokens, count, pairs, count)
             case "copy":
-                return jax.jit(_copy, donate_argnums=0).lower(cache, pairs, count).compile()
+                return decode.copy, (0,), (cache, pairs, count)
             case "score":
-                row = jax.eval_shape(
-                    partial(decode.init_cache, self._config, 1, self.plan.prompt, self._dtype)
-                )
-                tokens = jax.ShapeDtypeStruct((1, self.plan.chunk), jnp.int32)
-                targets = jax.ShapeDtypeStruct((self.plan.chunk,), jnp.int32)
+                row = partial(decode.init_cache, config, 1, plan.prompt, self._dtype)
                 wanted = jax.ShapeDtypeStruct((), jnp.bool_)
                 temperature = jax.ShapeDtypeStruct((), jnp.float32)
-                score = jax.jit(partial(_score, self._config), donate_argnums=1)
-                return score.lower(
-                    self._params, row, tokens, targets, count, wanted, temperature
-                ).compile()
+                args = (_ints(1, plan.chunk), _ints(plan.chunk), count, wanted, temperature)
+                function = partial(decode.score, config=config)
+                return function, (1,), (params, jax.eval_shape(row), *args)
             case "scrub":
-                scrub = jax.jit(partial(jax.tree.map, jnp.nan_to_num), donate_argnums=0)
-                return scrub.lower(cache).compile()
+                return partial(jax.tree.map, jnp.nan_to_num), (0,), (cache,)
         raise KeyError(key)
 
 
@@ -361,35 +329,17 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
     )  # fmt: skip
 
 
-def _prefill(config: ModelConfig, plan: Plan, params, cache, tokens, chunks, pairs, count):
+def _prefill(config: ModelConfig, plan: CachePlan, params, cache, tokens, chunks, pairs, count):
     prompts = decode.prefill(params, config, tokens, chunks, plan.chunk)
-    return decode.insert(cache, prompts, pairs[:, 0], pairs[:, 1], count)
+    return decode.insert(cache, prompts, pairs, count)
 
 
-def _score(config: ModelConfig, params, cache, tokens, targets, start, wanted, temperature):
-    return decode.score(params, config, cache, tokens, targets, start, wanted, temperature)
-
-
-def _copy(cache, pairs, count):
-    return decode.copy(cache, pairs[:, 0], pairs[:, 1], count)
-
-
-def _idle(slots: int, steps: int) -> Inputs:
-    """The inputs of slots that want nothing: for their shapes."""
-    return Inputs(
-        np.zeros((slots, 5), np.int32),
-        np.ones((slots, 2), np.float32),
-        np.full((slots, MAX_STOPS), -1, np.int32),
-        np.zeros((slots, steps), np.float32),
-    )
-
-
-def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _same(one, other, slots: int, counts: np.ndarray) -> bool:
-    """Whether two results agree bit for bit where the first `slots` slots hold real tokens."""
+    """Return whether two results agree bit for bit where the first `slots` slots have tokens."""
     (block, recent), (other_block, other_recent) = one, other
     if not np.array_equal(counts, np.asarray(other_block.counts)[:slots]):
         return False

@@ -1,4 +1,4 @@
-"""Drawing one token per row from logits, with one uniform number each. Pure.
+"""Sampler of one token per row of logits, from one uniform number each. Pure.
 
 The draw is the inverse of the cumulative distribution, found in two levels (the block, then the
 token within it): it needs no sort and no random number per token, and every row's arithmetic is
@@ -14,7 +14,7 @@ _LOWEST = jnp.iinfo(jnp.int32).min
 
 
 class Restriction(NamedTuple):
-    """What a row may draw from; behaviour log-probabilities are not affected.
+    """Limits of a row's draw; behaviour log-probabilities are not affected.
 
     Attributes:
       top_p: [S] float32 in (0, 1]; the fewest most probable tokens that reach this mass.
@@ -28,7 +28,7 @@ class Restriction(NamedTuple):
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, kept: [..., n] float32 → [..., 1].
+    """Sum over the last axis, keeping it: [..., n] float32 → [..., 1].
 
     A product with ones, because XLA's CPU reductions add in an order that depends on how many rows
     there are, and its products of two matrices (both with several rows) do not.
@@ -44,7 +44,7 @@ def draw(
     temperature: jax.Array,
     restriction: Restriction,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws a token per row and gives its behaviour log-probability.
+    """Draw a token per row; return it and its behaviour log-probability.
 
         logprob = log softmax(logits / temperature)[token]   over the whole vocabulary
 
@@ -104,7 +104,7 @@ class _Table(NamedTuple):
 
 
 def _blocked(z: jax.Array) -> jax.Array:
-    """[S, V] as [S, blocks, width], about as many blocks as columns; −inf where V ends early."""
+    """Reshape [S, V] to [S, blocks, width], about as many blocks as columns, padded with −inf."""
     rows, vocab = z.shape
     square = 1 << ((vocab - 1).bit_length() + 1) // 2
     width = square
@@ -117,8 +117,11 @@ def _blocked(z: jax.Array) -> jax.Array:
 
 
 def _first(wanted: jax.Array, possible: jax.Array) -> jax.Array:
-    """Index of each row's first `wanted & possible`, or its last `possible` where rounding left
-    none (0 where nothing is possible, which only non-finite logits bring about)."""
+    """Return the index of each row's first `wanted & possible`, [S] int32.
+
+    Where rounding left none it is the last `possible`; 0 where nothing is possible, which happens
+    only with non-finite logits.
+    """
     size = wanted.shape[-1]
     index = jnp.arange(size, dtype=jnp.int32)
     first = jnp.min(jnp.where(wanted & possible, index, size), axis=-1)
@@ -131,7 +134,7 @@ def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _without(z: jax.Array, banned: jax.Array) -> jax.Array:
-    """z with −inf at the banned ids."""
+    """Return z with −inf at the banned ids."""
     ids = jnp.arange(z.shape[1] * z.shape[2], dtype=jnp.int32).reshape(z.shape[1:])
     hit = jnp.zeros(z.shape, bool)
     for column in range(banned.shape[1]):
@@ -140,7 +143,7 @@ def _without(z: jax.Array, banned: jax.Array) -> jax.Array:
 
 
 def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
-    """z with −inf where a row must not draw: top-k first, then top-p of what is left.
+    """Return z with −inf where a row must not draw: top-k first, then top-p of the rest.
 
     Both thresholds are found by bisection over the ordered bit patterns of the floats: exact,
     and 32 passes over the row are far cheaper than a sort of it.
@@ -162,13 +165,13 @@ def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
 
 
 def _ordered(z: jax.Array) -> jax.Array:
-    """int32 with the order of the float32 values."""
+    """Return int32 with the order of the float32 values."""
     bits = jax.lax.bitcast_convert_type(z, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def _bisect(enough, rows: int) -> jax.Array:
-    """[rows] int32: the highest level for which `enough(level)` holds; it holds for the lowest."""
+    """Return [rows] int32, the highest level with `enough(level)`, which holds for the lowest."""
 
     def halve(_, bounds):
         low, high = bounds  # enough(low) holds; the answer is in [low, high]

@@ -1,7 +1,7 @@
-"""The sequences that the JAX engine has to score, and the one it is at. Of the engine's thread.
+"""Queue of the sequences that the JAX engine has to score; used on the engine's thread alone.
 
-A sequence is scored `chunk` tokens at a time, so that decoding goes on in between; the next one
-begins when it is done. New weights have it begin again: its scores are those of one version.
+A sequence is scored `chunk` tokens at a time, so that decoding goes on in between. New weights
+restart the sequence under way: its scores are all of one version.
 """
 
 from collections import deque
@@ -16,8 +16,8 @@ from rlx.fleet.requests import ScoreRequest, Scores
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """One request and who waits for its scores; cancelling `future` withdraws it."""
+class ScoreJob:
+    """One request and the future of its scores; cancelling the future withdraws it."""
 
     request: ScoreRequest
     future: "Future[Scores]" = field(default_factory=Future)
@@ -27,30 +27,30 @@ class Scoring:
     """First come, first served.
 
     Args:
-      programs: with the program for scores prepared.
+      programs: `prepare_score` must have run before the first `step`.
     """
 
     def __init__(self, programs: Programs):
         self._programs = programs
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[ScoreJob] = deque()
         self.restart()
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether a sequence waits or is under way."""
         return bool(self._jobs)
 
-    def add(self, job: Job) -> None:
-        """Puts `job` at the end."""
+    def add(self, job: ScoreJob) -> None:
+        """Append `job` to the queue."""
         self._jobs.append(job)
 
     def restart(self) -> None:
-        """Forgets what has been computed of the sequence that is being scored."""
+        """Begin the sequence under way again from its start."""
         self._cache: decode.Cache | None = None
         self._parts: list[np.ndarray] = []
 
-    def step(self, params: decode.ServingParams, version: int) -> tuple[Job, Scores] | None:
-        """Scores one chunk of the first sequence; gives its scores after the last one."""
+    def step(self, params: decode.ServingParams, version: int) -> tuple[ScoreJob, Scores] | None:
+        """Score one chunk of the first sequence; return its job and scores after the last."""
         job, chunk = self._jobs[0], self._programs.plan.chunk
         if job.future.cancelled():
             self._leave()

@@ -1,4 +1,4 @@
-"""Which sample decodes in which slot: continuous batching as plain host state. No JAX, no threads.
+"""Table of the samples in decoding slots: continuous batching as host state, no JAX, no threads.
 
 Requests wait in order of priority, then arrival; each sample takes the lowest free slot and keeps
 it until it ends. Samples start only between decode calls, and every call gives a running sample
@@ -20,18 +20,18 @@ from rlx.fleet.requests import Chunk, Request
 
 MAX_STOPS = 8  # stop tokens a slot can have
 
-# Ends a completion by its text: called with the new tokens, says how many of them to keep.
+# Called with a sample's new tokens; returns how many to keep if its text ends there, else None.
 StopText = Callable[[list[int]], int | None]
 
 
 def sample_key(seed: int, index: int) -> np.uint64:
-    """The 64-bit key of sample `index` of a request with `seed`."""
+    """Return the 64-bit key of sample `index` of a request with `seed`."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
 
 def uniforms(keys: NDArray[np.uint64], positions: np.ndarray, steps: int) -> NDArray[np.float32]:
-    """The draws of `steps` positions of each sample: [S, steps] float32 in [0, 1).
+    """Return the draws of `steps` positions of each sample: [S, steps] float32 in [0, 1).
 
     SplitMix64 as a counter-based generator: mix(key + (position + 1)·γ). A draw is a function of
     key and position alone. Source: Steele, Lea, Flood, Fast splittable pseudorandom number
@@ -50,14 +50,14 @@ def uniforms(keys: NDArray[np.uint64], positions: np.ndarray, steps: int) -> NDA
 
 
 @dataclass(eq=False, slots=True)
-class Live:
+class LiveRequest:
     """A request in flight.
 
     Attributes:
-      seed: the request's, or the one the engine picked.
+      seed: of the request, or picked by the engine.
       stops: token ids that end its samples, at most MAX_STOPS.
       stop_text: makes a fresh StopText for one sample, or None.
-      sink: the engine's own; chunks go there.
+      sink: asyncio.Queue of its chunks, made by the engine.
       waiting: samples that have not started.
       open: samples that have not ended.
     """
@@ -76,7 +76,7 @@ class Live:
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class SlotSample:
     """One completion in a slot.
 
     Attributes:
@@ -85,7 +85,7 @@ class Sample:
       prompt_version: of the weights that made the prompt's keys and values.
     """
 
-    live: Live
+    live: LiveRequest
     index: int
     tokens: list[int]
     produced: int
@@ -93,16 +93,16 @@ class Sample:
     stop_text: StopText | None
 
 
-class Start(NamedTuple):
-    """A sample that takes a slot: its prompt's cache is copied from `source`, or made when None."""
+class SlotStart(NamedTuple):
+    """A sample that takes a slot; its prompt's cache is copied from slot `source`, None: made."""
 
     slot: int
-    sample: Sample
+    sample: SlotSample
     source: int | None
 
 
-class Inputs(NamedTuple):
-    """What a decode call reads.
+class DecodeInputs(NamedTuple):
+    """Arrays that a decode call reads, a row a slot.
 
     Attributes:
       numbers: [S, 5] int32: last token, cached tokens, tokens still wanted (0 when idle), tokens
@@ -118,26 +118,34 @@ class Inputs(NamedTuple):
     uniforms: np.ndarray
 
 
+def idle_inputs(slots: int, steps: int) -> DecodeInputs:
+    """Return the inputs of slots that want no token."""
+    return DecodeInputs(
+        np.zeros((slots, 5), np.int32),
+        np.ones((slots, 2), np.float32),
+        np.full((slots, MAX_STOPS), -1, np.int32),
+        np.zeros((slots, steps), np.float32),
+    )
+
+
 TOKEN, LENGTH, BUDGET, MINIMUM, TOP_K = range(5)
 TEMPERATURE, TOP_P = range(2)
 
 
 class Slots:
-    """The table of slots and the queue before it.
+    """The table of slots and the queue in front of it.
 
     Args:
-      count: slots; steps: tokens of one decode call; max_model_len: tokens of one sequence.
+      count: of slots. steps: tokens of one decode call. max_model_len: tokens of one sequence.
     """
 
     def __init__(self, count: int, steps: int, max_model_len: int):
         self.count, self.steps, self.max_model_len = count, steps, max_model_len
-        self.samples: list[Sample | None] = [None] * count
-        self._numbers = np.zeros((count, 5), np.int32)
-        self._chances = np.ones((count, 2), np.float32)
-        self._stops = np.full((count, MAX_STOPS), -1, np.int32)
+        self.samples: list[SlotSample | None] = [None] * count
+        self._numbers, self._chances, self._stops, _ = idle_inputs(count, steps)
         self._keys = np.zeros(count, np.uint64)
         self._positions = np.zeros(count, np.int64)
-        self._queue: list[tuple[int, int, Live]] = []
+        self._queue: list[tuple[int, int, LiveRequest]] = []
         self._arrivals = itertools.count()
 
     @property
@@ -161,32 +169,33 @@ class Slots:
         """The most cached tokens of a slot in use."""
         return int(self._numbers[:, LENGTH].max())
 
-    def add(self, live: Live) -> None:
-        """Queues a request."""
+    def add(self, live: LiveRequest) -> None:
+        """Queue a request."""
         heapq.heappush(self._queue, (-live.request.priority, next(self._arrivals), live))
 
-    def cancel(self, live: Live) -> None:
-        """Forgets a request; its slots are free at once."""
+    def cancel(self, live: LiveRequest) -> None:
+        """Drop a request; its slots are free at once."""
         live.cancelled = True
         for slot, sample in enumerate(self.samples):
             if sample is not None and sample.live is live:
                 self._free(slot)
 
-    def clear(self) -> list[Live]:
-        """Forgets every request, and says which there were."""
-        live = {id(entry): entry for *_, entry in self._queue if not entry.cancelled}
-        live |= {id(sample.live): sample.live for sample in self.samples if sample is not None}
-        for entry in live.values():
+    def clear(self) -> list[LiveRequest]:
+        """Drop every request; return them."""
+        live = [entry for *_, entry in self._queue if not entry.cancelled]
+        live += [sample.live for sample in self.samples if sample is not None]
+        live = list(dict.fromkeys(live))
+        for entry in live:
             self.cancel(entry)
-        return list(live.values())
+        return live
 
-    def admit(self, version: int) -> list[Start]:
-        """Gives free slots to waiting samples.
+    def admit(self, version: int) -> list[SlotStart]:
+        """Give free slots to waiting samples.
 
         A sample's prompt cache is copied from a sibling's slot when one holds it in the current
         weights, so a group's prompt is computed once however late its samples start.
         """
-        starts: list[Start] = []
+        starts: list[SlotStart] = []
         free = [slot for slot, sample in enumerate(self.samples) if sample is None]
         for slot in free:
             live = self._next()
@@ -206,10 +215,10 @@ class Slots:
                 ),
                 None,
             )
-            starts.append(Start(slot, self._start(slot, live, index, version), source))
+            starts.append(SlotStart(slot, self._start(slot, live, index, version), source))
         return starts
 
-    def _next(self) -> Live | None:
+    def _next(self) -> LiveRequest | None:
         while self._queue:
             live = self._queue[0][2]
             if live.waiting and not live.cancelled:
@@ -217,13 +226,13 @@ class Slots:
             heapq.heappop(self._queue)
         return None
 
-    def _start(self, slot: int, live: Live, index: int, version: int) -> Sample:
+    def _start(self, slot: int, live: LiveRequest, index: int, version: int) -> SlotSample:
         request, sampling = live.request, live.request.sampling
         prompt = request.prompt_tokens.tolist()
         stop_text = live.stop_text() if live.stop_text else None
         if stop_text and request.prefix_len:
             stop_text(prompt[-request.prefix_len :])
-        sample = Sample(live, index, prompt, request.prefix_len, version, stop_text)
+        sample = SlotSample(live, index, prompt, request.prefix_len, version, stop_text)
         self.samples[slot] = sample
         room = min(sampling.max_new_tokens - request.prefix_len, self.max_model_len - len(prompt))
         minimum = sampling.min_new_tokens - request.prefix_len
@@ -237,15 +246,15 @@ class Slots:
         self._positions[slot] = request.prefix_len
         return sample
 
-    def inputs(self) -> Inputs:
-        """The arrays of the next decode call, of all slots."""
+    def inputs(self) -> DecodeInputs:
+        """Return the arrays of the next decode call, for all slots."""
         draws = uniforms(self._keys, self._positions, self.steps)
-        return Inputs(self._numbers.copy(), self._chances.copy(), self._stops.copy(), draws)
+        return DecodeInputs(self._numbers.copy(), self._chances.copy(), self._stops.copy(), draws)
 
     def accept(
         self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int
-    ) -> list[tuple[Live, Chunk]]:
-        """Takes the results of a decode call and frees the slots of what ended.
+    ) -> list[tuple[LiveRequest, Chunk]]:
+        """Take the results of a decode call and free the slots of samples that ended.
 
         Args:
           tokens, logprobs: [B, steps], of the first B slots.
@@ -280,8 +289,8 @@ class Slots:
                 self._free(slot)
         return out
 
-    def _kept(self, slot: int, sample: Sample, new: list[int]) -> tuple[int, str | None]:
-        """How many of the new tokens count, and the stop reason if the sample ended there."""
+    def _kept(self, slot: int, sample: SlotSample, new: list[int]) -> tuple[int, str | None]:
+        """Return how many of the new tokens count, and the stop reason if the sample ends."""
         if sample.stop_text:
             stop = sample.stop_text(new)
             if stop is not None:
@@ -296,10 +305,10 @@ class Slots:
         self._chances[slot] = 1
 
     def moves(self, bucket: int) -> list[tuple[int, int]]:
-        """(source, target) pairs that bring every sample into the first `bucket` slots.
+        """Move every sample into the first `bucket` slots; return the (source, target) pairs.
 
-        The table is changed as if they had been done; the caller copies the cache. Empty when
-        there are more samples than that.
+        Only the table is changed: the caller copies the cache. Empty when there are more samples
+        than that.
         """
         high = [slot for slot in range(bucket, self.count) if self.samples[slot] is not None]
         low = [slot for slot in range(bucket) if self.samples[slot] is None]

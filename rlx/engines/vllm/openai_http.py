@@ -1,7 +1,7 @@
-"""vLLM's own OpenAI endpoint on the engine that serves the fleet: for looking, by curl or `openai`.
+"""vLLM's own OpenAI endpoint on the engine that serves the fleet, for curl or the `openai` package.
 
-On loopback alone, and only the routes of OPEN: vLLM guards nothing but /v1 by its key, and has
-others that stop or change the engine. With a token, callers send it as their API key.
+On loopback alone, and only the routes in OPEN: vLLM's API key guards /v1 alone, and other routes
+stop or change the engine. With a token, callers send it as their API key.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _HOST = "127.0.0.1"
 
 
 def bind(port: int) -> socket.socket:
-    """The port, taken before a model loads; raises UserError when another has it."""
+    """Return a socket bound to `port`, before a model loads; raises UserError if it is taken."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -30,7 +30,7 @@ def bind(port: int) -> socket.socket:
 
 
 class Endpoint:
-    """HTTP on `listening` until `stop`, on the running event loop.
+    """HTTP endpoint on a bound socket, on the running event loop.
 
     Args:
       llm: vLLM's AsyncLLM; its own requests and the fleet's share every batch.
@@ -42,19 +42,19 @@ class Endpoint:
         self._task: asyncio.Task | None = None
 
     async def start(self) -> None:
-        """Begins to answer."""
+        """Begin to answer."""
         import uvicorn
 
-        class Server(uvicorn.Server):
-            def capture_signals(self):  # they are rlx.serve's
+        class _Server(uvicorn.Server):
+            def capture_signals(self):  # rlx.serve handles them
                 return contextlib.nullcontext()
 
         config = uvicorn.Config(await self._app(), log_level="warning", lifespan="off")
-        self._server = Server(config)
+        self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([self._listening]))
 
     async def stop(self) -> None:
-        """Ends its connections."""
+        """End its connections."""
         if self._task:
             self._server.should_exit = self._server.force_exit = True
             await asyncio.gather(self._task, return_exceptions=True)

@@ -3,7 +3,7 @@
     generate ─▶ EngineCore ─▶ one message a step ─▶ _take: token, logprob, version ─▶ samples
         ▲                                                                               │
         └── chunks, every `_FLUSH_SECONDS` or when one of its samples ends ◀────────────┘
-    load: stage beside decoding (vllm_worker.py) ─▶ pause(keep) ─▶ exchange ─▶ resume
+    load: stage while decoding (vllm_worker.py) ─▶ pause(keep) ─▶ exchange ─▶ resume
 
 EngineCore labels each step's outputs with the version of the weights that made them, so a token's
 version does not depend on when it is read here. The outputs of our requests are taken before
@@ -15,45 +15,37 @@ import contextlib
 import copy
 import hashlib
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlx.base import UserError
 from rlx.engines.engine import EngineStopped
-from rlx.engines.request_checks import check_request, check_score, model_len
-from rlx.engines.stop_strings import Decode, StopStrings, load_decode
-from rlx.engines.vllm.vllm_start import cause, kv_bytes, start_llm, weight_files
+from rlx.engines.model_engine import ModelEngine, cause
+from rlx.engines.stop_strings import StopStrings
+from rlx.engines.vllm.vllm_start import start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
-from rlx.model.directory import load_config, resolve
+from rlx.model.tensors import shards
 
-_FLUSH_SECONDS = 0.05  # how long tokens wait for company on their way to `generate`
+_FLUSH_SECONDS = 0.05  # tokens of so many seconds go to `generate` together
 _STAGE_POLL_SECONDS = 0.005
 _GAP_NS = 200_000_000  # between two steps that count as one span of work
-_SCORE_ATTEMPTS = 16  # of one sequence, in which an update may abort it
+_SCORE_ATTEMPTS = 16  # of one sequence; an update may abort each
 
 
-class VllmEngine:
+class VllmEngine(ModelEngine):
     """An `Engine` (rlx.engines.engine) on vLLM.
 
     Args:
-      model_path: HF directory.
+      model_path, slots, max_model_len, clock: as ModelEngine. The KV cache holds `slots` full
+        sequences on a CPU, at most 4 GiB; on a GPU vLLM chooses. Sequences that do not fit wait.
       seed: of the draws of requests that have none; give every server its own.
-      slots: sequences decoded together.
-      max_model_len: tokens of prompt and completion together; 0: the model's context, at most
-        checks.DEFAULT_MODEL_LEN.
       dtype: float32 | bfloat16, of weights, activations and cache.
-      kv_cache_bytes: 0: on a CPU what `slots` full sequences need, at most 4 GiB; on a GPU vLLM's
-        own choice. Sequences that do not fit wait.
       hang_seconds: an EngineCore that does not answer for so long is dead. It answers between two
-        steps, so it must be longer than the longest prefill.
-      clock: ns, of the spans in `status`.
+        steps, so this must be longer than the longest prefill.
 
     Attributes:
-      model_path: the local HF directory.
       llm: vLLM's AsyncLLM, once started.
     """
 
@@ -65,39 +57,30 @@ class VllmEngine:
         slots: int = 64,
         max_model_len: int = 0,
         dtype: str = "float32",
-        kv_cache_bytes: int = 0,
         hang_seconds: float = 60.0,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
-        if slots < 1:
-            raise UserError(f"slots={slots} is below 1; set it to 1 or more")
-        self.model_path = resolve(model_path)
-        self._config = load_config(self.model_path)
-        self._max_model_len = model_len(max_model_len, self._config.max_position)
+        super().__init__(model_path, slots, max_model_len, clock)
         self._seed, self._slots, self._dtype = seed, slots, dtype
-        self._kv_cache_bytes, self._hang_seconds, self._clock = kv_cache_bytes, hang_seconds, clock
+        self._hang_seconds = hang_seconds
         self._samples: dict[str, _Sample] = {}
-        self._spans: deque[tuple[str, int, int]] = deque(maxlen=100_000)
-        self._busy = (0, 0)
-        self._failure: BaseException | None = None
-        self._paused = self._flushing = False
-        self._version = self._generated = self._serial = 0
+        self._serial = 0  # of the last name given to a request
+        self._busy = (0, 0)  # ns: start and last step of the span of work under way
+        self._flushing = False
         self._changing = asyncio.Lock()
-        self._decode_text: Decode | None = None
         self._watcher: asyncio.Task | None = None
         self.llm: Any = None
 
     async def start(self) -> None:
-        """Loads the model; raises UserError when it cannot serve."""
+        """Load the model; raises UserError when it cannot serve."""
         # Here, not in a thread: EngineCore ends with the thread that starts it.
         self.llm = start_llm(
             self.model_path,
+            self._config,
             seed=self._seed,
             slots=self._slots,
             max_model_len=self._max_model_len,
             dtype=self._dtype,
-            kv_cache_bytes=self._kv_cache_bytes
-            or kv_bytes(self._config, self._slots * self._max_model_len, self._dtype),
         )
         self._process_others = self.llm.output_processor.process_outputs
         self._fail_others = self.llm.output_processor.propagate_error
@@ -106,7 +89,7 @@ class VllmEngine:
         self.llm._run_output_handler()
         self._tasks = await self.llm.get_supported_tasks()
         try:
-            await self._call("rlx_setup", weight_files(self.model_path))
+            await self._call("rlx_setup", "\n".join(map(str, shards(self.model_path))))
         except Exception as error:
             self.llm.shutdown()
             raise UserError(f"vLLM cannot serve {self.model_path}: {cause(error)}") from error
@@ -115,7 +98,7 @@ class VllmEngine:
         self._watcher = asyncio.create_task(self._watch())
 
     async def _try_out(self) -> None:
-        """One token, so that what vLLM only finds out when it runs is found out here."""
+        """Generate one token: some models fail only then."""
         sampling = Sampling(temperature=0.0, max_new_tokens=1)
         try:
             async for _ in self.generate(Request("try out", np.zeros(1, np.int32), sampling)):
@@ -130,23 +113,17 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """See Engine.generate."""
-        check_request(request, self._config.vocab_size, self._max_model_len)
+        self._check_request(request)
         self._check_alive()
-        sampling = request.sampling
-        indices = range(request.first_index, request.first_index + request.n)
-        if sampling.max_new_tokens <= request.prefix_len:
-            for index in indices:
-                yield Chunk(index, stop_reason="length")
-            return
         wake = asyncio.Event()
         core = self._core_request(request)
         samples = [
-            _Sample(index, self._for_sample(core, request, index), wake) for index in indices
+            _Sample(index, self._for_sample(core, request, index), wake)
+            for index in range(request.first_index, request.first_index + request.n)
         ]
-        if sampling.stop:
-            text = await asyncio.to_thread(self._text_decoder)
+        if stop_strings := await self._stop_strings(request.sampling):
             for sample in samples:
-                sample.stops = StopStrings(text, sampling.stop, sampling.min_new_tokens)
+                sample.stops = stop_strings()
         try:
             for sample in samples:
                 await self._admit(sample)
@@ -165,11 +142,11 @@ class VllmEngine:
 
     async def score(self, request: ScoreRequest) -> Scores:
         """See Engine.score."""
-        check_score(request, self._config.vocab_size, self._max_model_len)
+        self._check_score(request)
         core = self._core_score(request)
         for _ in range(_SCORE_ATTEMPTS):
             self._check_alive()
-            sample = _Scored(core)
+            sample = _ScoredPrompt(core)
             try:
                 await self._admit(sample)
                 while not sample.ended:
@@ -192,7 +169,7 @@ class VllmEngine:
             self._paused = True
 
     async def resume(self) -> None:
-        """Goes on decoding."""
+        """Go on decoding."""
         async with self._changing:
             await self._core(self.llm.engine_core.resume_scheduler_async())
             self._paused = False
@@ -227,24 +204,12 @@ class VllmEngine:
 
     def status(self) -> EngineStatus:
         """See EngineStatus."""
-        self._check_alive()
         self._end_span()
-        spans = tuple(self._spans)
-        self._spans.clear()
         running = sum(sample.begun for sample in self._samples.values())
-        return EngineStatus(
-            version=self._version,
-            running=running,
-            queued=len(self._samples) - running,
-            slots=self._slots,
-            max_model_len=self._max_model_len,
-            tokens_generated=self._generated,
-            paused=self._paused,
-            spans=spans,
-        )
+        return self._status(running=running, queued=len(self._samples) - running, slots=self._slots)
 
     async def close(self) -> None:
-        """Ends EngineCore; running requests are aborted."""
+        """End EngineCore; running requests are aborted."""
         if self._watcher:
             self._watcher.cancel()
         for sample in self._samples.values():
@@ -253,15 +218,14 @@ class VllmEngine:
         if self.llm:
             if self.llm.output_handler:  # else it reports the end as a failure
                 self.llm.output_handler.cancel()
-            # At once: it has nothing to finish, and a hung one would not listen.
+            # Without a grace period: it has nothing to finish, and a hung one does not react.
             await asyncio.to_thread(self.llm.shutdown, timeout=0.0)
 
     # Requests on their way in.
 
     def _core_request(self, request: Request) -> Any:
-        """vLLM's form of `request`, without a seed or a name."""
+        """Return vLLM's form of `request`, without a seed or a name."""
         sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
-        stops = (*self._config.eos_token_ids, *sampling.stop_token_ids)
         longest = min(sampling.max_new_tokens - request.prefix_len, room)
         return self._processed(
             request.request_id,
@@ -272,15 +236,15 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=longest,
             min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
-            stop_token_ids=list(dict.fromkeys(stops)),
+            stop_token_ids=list(self._stop_tokens(sampling)),
         )
 
     def _core_score(self, request: ScoreRequest) -> Any:
-        """vLLM's form of `request`.
+        """Return vLLM's form of `request`.
 
-        The last token is the only one that may be drawn, so a sequence as long as the context fits
-        too: vLLM wants room for a token after every prompt. Log-probabilities are those before
-        that restriction. It reads no cached prefix where a prompt's are wanted.
+        vLLM wants room for a token after every prompt. So the last token is no part of the prompt
+        but the only one that may be drawn; its log-probability is that before the restriction.
+        vLLM reads no cached prefix for a prompt whose log-probabilities are wanted.
         """
         return self._processed(
             "score",
@@ -321,7 +285,7 @@ class VllmEngine:
         return mine
 
     async def _admit(self, sample: "_Sample") -> None:
-        """Gives `sample` to EngineCore under a new name, with prefixes of this version alone."""
+        """Give `sample` to EngineCore under a new name, with prefixes of this version alone."""
         self._serial += 1
         core = sample.core = copy.copy(sample.core)
         core.request_id = f"rlx-{self._serial}"
@@ -330,9 +294,9 @@ class VllmEngine:
         await self._core(self.llm.engine_core.add_request_async(core))
 
     async def _readmit(self) -> None:
-        """Has the samples that wait for their first token begin under the new version.
+        """Admit again the samples that wait for their first token.
 
-        They were admitted to prefixes of the old weights, which no new sample may meet.
+        They were admitted with cached prefixes of the old weights, which no new sample may read.
         """
         waiting = [sample for sample in self._samples.values() if not sample.begun]
         await self._abort(waiting)
@@ -356,7 +320,7 @@ class VllmEngine:
     def _take(
         self, outputs: list, timestamp: float | None = None, stats: Any = None, **kwargs: Any
     ) -> Any:
-        """In the place of vLLM's `process_outputs`: keeps what is ours, passes on the rest."""
+        """Replace vLLM's `process_outputs`: take our requests' outputs, pass on the others."""
         others, aborted, ours = [], [], False
         version = int(label) if (label := kwargs.get("weight_version") or "").isdigit() else 0
         for output in outputs:
@@ -368,7 +332,7 @@ class VllmEngine:
             self._generated += sample.add(output, version)
             if sample.ended:
                 del self._samples[output.request_id]
-                if output.finish_reason is None:  # a stop string, of which EngineCore knows nothing
+                if output.finish_reason is None:  # a stop string, unknown to EngineCore
                     aborted.append(output.request_id)
         if ours:
             self._mark_busy()
@@ -402,18 +366,10 @@ class VllmEngine:
             self._spans.append(("decode", start, end))
             self._busy = (end, end)
 
-    def _text_decoder(self) -> Decode:
-        if self._decode_text is None:
-            try:
-                self._decode_text = load_decode(Path(self.model_path))
-            except UserError as error:
-                raise ValueError(str(error)) from error
-        return self._decode_text
-
     # Life and death of EngineCore.
 
     async def _watch(self) -> None:
-        """Finds an EngineCore that is gone or hung; it answers only between two steps."""
+        """Fail the engine when EngineCore is gone or hung; it answers only between two steps."""
         while not self._failure:
             await asyncio.sleep(min(1.0, self._hang_seconds / 4))
             try:
@@ -427,22 +383,18 @@ class VllmEngine:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Ends every stream after the tokens it has; in the place of `propagate_error`."""
+        """Replace vLLM's `propagate_error`: end every stream after the tokens it has."""
         self._failure = self._failure or error
         for sample in self._samples.values():
             sample.wake.set()
         self._fail_others(error)
 
-    def _check_alive(self) -> None:
-        if self._failure:
-            raise EngineStopped(f"the engine has stopped: {cause(self._failure)}")
-
     async def _call(self, method: str, *args: Any) -> Any:
-        """The answer of the first worker; all of them do the same."""
+        """Return the first worker's answer; all workers do the same."""
         return (await self._core(self.llm.collective_rpc(method, args=args)))[0]
 
     async def _core(self, call: Any) -> Any:
-        """Awaits a call to EngineCore; EngineStopped when there is none, or none that answers."""
+        """Await a call to EngineCore; raises EngineStopped when it is gone or hung."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -457,13 +409,13 @@ class VllmEngine:
             return task.result()
         except EngineDeadError as error:
             self._fail(error)
-            raise EngineStopped(f"the engine has stopped: {cause(error)}") from error
+            raise self._stopped() from error
         finally:
             task.cancel()
 
 
 class _Sample:
-    """One sample in EngineCore, and the tokens that nobody has fetched yet."""
+    """One sample in EngineCore, and its tokens that `generate` has not taken yet."""
 
     __slots__ = (
         "begun", "core", "ended", "index", "logprobs", "stop_reason", "stops", "tokens",
@@ -480,7 +432,7 @@ class _Sample:
         self.stops: StopStrings | None = None
 
     def add(self, output: Any, version: int) -> int:
-        """Takes the tokens of one step; returns how many."""
+        """Take the tokens of one step; return how many."""
         tokens = output.new_token_ids
         reason = str(output.finish_reason) if output.finish_reason is not None else None
         if tokens:
@@ -501,7 +453,7 @@ class _Sample:
         self.wake.set()
 
     def drain(self) -> Chunk | None:
-        """What came since the last time; None when nothing did."""
+        """Return what came since the last call; None when nothing did."""
         if not self.tokens and self.stop_reason is None:
             return None
         chunk = Chunk(self.index, self.tokens, self.logprobs, self.versions, self.stop_reason)
@@ -509,8 +461,8 @@ class _Sample:
         return chunk
 
 
-class _Scored(_Sample):
-    """A prompt whose own logprobs are wanted, and that of the one token after it."""
+class _ScoredPrompt(_Sample):
+    """A score request: logprobs of the prompt and of the one token after it."""
 
     __slots__ = ()
 
@@ -518,7 +470,7 @@ class _Scored(_Sample):
         super().__init__(0, core, asyncio.Event())
 
     def add(self, output: Any, version: int) -> int:
-        """Takes what comes at the end; nothing of it is generated."""
+        """Take the logprobs, which come with the last output; nothing counts as generated."""
         if output.new_prompt_logprobs_tensors is not None:
             self.logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         if output.new_token_ids:
@@ -531,6 +483,6 @@ class _Scored(_Sample):
 
 
 def _mix(seed: int, index: int, position: int) -> int:
-    """A seed of its own for each sample, and for what is drawn after each continuation."""
+    """Return the seed of (sample, position): a continuation does not repeat earlier draws."""
     text = f"{seed} {index} {position}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

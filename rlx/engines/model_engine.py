@@ -1,0 +1,134 @@
+"""Base class of the engines that serve an HF directory: options, request checks, state.
+
+No JAX and no torch here. The wire has checked the ranges of a request's fields; what depends on the
+model (vocabulary, context) is checked here.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from rlx.base import UserError
+from rlx.engines.engine import EngineStopped
+from rlx.engines.stop_strings import Decode, StopStrings, load_decode
+from rlx.fleet.requests import EngineStatus, Request, Sampling, ScoreRequest
+from rlx.model.directory import load_config, resolve
+
+DEFAULT_MODEL_LEN = 4096  # tokens, where the model's context is longer and nothing was asked
+MAX_SPANS = 100_000  # kept until the next status; older ones are forgotten
+
+
+class ModelEngine:
+    """State that the engines share; none of it needs a loaded model.
+
+    Args:
+      model_path: HF directory or hub name.
+      slots: sequences decoded together, ≥ 1.
+      max_model_len: tokens of prompt and completion together; 0: the model's context, at most
+        DEFAULT_MODEL_LEN.
+      clock: ns, of the spans in `status`.
+
+    Attributes:
+      model_path: the local HF directory.
+
+    Raises:
+      UserError: an option is out of its range, or there is no such model.
+    """
+
+    def __init__(self, model_path: str, slots: int, max_model_len: int, clock: Callable[[], int]):
+        if slots < 1:
+            raise UserError(f"slots={slots} is below 1; set it to 1 or more")
+        self.model_path = resolve(model_path)
+        self._config = load_config(self.model_path)
+        context = self._config.max_position
+        self._max_model_len = max_model_len or min(context, DEFAULT_MODEL_LEN)
+        if not 2 <= self._max_model_len <= context:
+            raise UserError(
+                f"max_model_len={self._max_model_len} is not in [2, {context}], the model's "
+                "context; lower it or shorten prompts and completions"
+            )
+        self._clock = clock
+        self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
+        self._failure: BaseException | None = None
+        self._paused = False
+        self._version = self._generated = 0
+        self._decode_text: Decode | None = None
+
+    def _check_request(self, request: Request) -> None:
+        """Raise ValueError, with the remedy, for a request that this model cannot serve."""
+        length, longest = request.prompt_tokens.size, self._max_model_len
+        self._check_vocabulary(request.prompt_tokens)
+        if length >= longest:
+            raise ValueError(
+                f"the prompt has {length} tokens and max_model_len={longest} leaves no room "
+                "for a completion; shorten the prompt or raise fleet.max_model_len"
+            )
+
+    def _check_score(self, request: ScoreRequest) -> None:
+        """Raise ValueError, with the remedy, for a sequence that this model cannot score."""
+        self._check_vocabulary(request.tokens)
+        if request.tokens.size > self._max_model_len:
+            raise ValueError(
+                f"the sequence has {request.tokens.size} tokens, max_model_len="
+                f"{self._max_model_len}; shorten it or raise fleet.max_model_len"
+            )
+
+    def _check_vocabulary(self, tokens: np.ndarray) -> None:
+        size = self._config.vocab_size
+        if tokens.min() < 0 or tokens.max() >= size:
+            bad = tokens[(tokens < 0) | (tokens >= size)][0]
+            raise ValueError(
+                f"token {bad} is out of the vocabulary of {size}; use the model's own tokenizer"
+            )
+
+    def _stop_tokens(self, sampling: Sampling) -> tuple[int, ...]:
+        """Return the tokens that end a completion: the model's own, then the request's."""
+        return tuple(dict.fromkeys((*self._config.eos_token_ids, *sampling.stop_token_ids)))
+
+    async def _stop_strings(self, sampling: Sampling) -> Callable[[], StopStrings] | None:
+        """Return what makes each sample's StopStrings; None for a request without stop strings.
+
+        Raises:
+          ValueError: the model's directory has no tokenizer.
+        """
+        if not sampling.stop:
+            return None
+        if self._decode_text is None:
+            try:
+                self._decode_text = await asyncio.to_thread(load_decode, self.model_path)
+            except UserError as error:
+                raise ValueError(str(error)) from error
+        text = self._decode_text
+        return lambda: StopStrings(text, sampling.stop, sampling.min_new_tokens)
+
+    def _status(self, *, running: int, queued: int, slots: int) -> EngineStatus:
+        """Return the status; raises EngineStopped once the engine is broken."""
+        self._check_alive()
+        spans = []
+        while self._spans:  # not a copy and `clear`: the engine's thread may append meanwhile
+            spans.append(self._spans.popleft())
+        return EngineStatus(
+            version=self._version,
+            running=running,
+            queued=queued,
+            slots=slots,
+            max_model_len=self._max_model_len,
+            tokens_generated=self._generated,
+            paused=self._paused,
+            spans=tuple(spans),
+        )
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise self._stopped() from self._failure
+
+    def _stopped(self) -> EngineStopped:
+        reason = cause(self._failure) if self._failure else "it was closed"
+        return EngineStopped(f"the engine has stopped: {reason}")
+
+
+def cause(error: BaseException) -> str:
+    """Return `Type: message` of an error, on one line of at most 500 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
