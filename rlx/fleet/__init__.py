@@ -1,7 +1,7 @@
-"""The inference fleet: the wire, its two ends, the engines behind it, and weight publishing."""
+"""Client side of the inference fleet, the wire, and weight publishing."""
 
 import os
 
-# Read by gRPC when it is first imported. What fails reaches us as an exception and is said once;
-# its own log would say it again on the user's terminal.
+# Read by gRPC when it is first imported. Failures reach us as exceptions; its own log would repeat
+# them on the user's terminal.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,11 +1,11 @@
-"""Publishing LoRA adapters: the trainer sends A and B, a server adds them to its own base.
+"""Server side of publishing LoRA adapters: the trainer sends A and B, a server adds its own base.
 
     trainer   {base_model.model.….lora_A.weight: …} ─▶ one safetensors file ─▶ chunks
     server    its model directory, and that file ─▶ W + scale·B·A ─▶ a file for the engine
 
-Sums are of float32, then cast to the dtype that is published; where there is no adapter, W is cast
-alone. A few tensors are in memory at a time, whatever the model's size. Both ends must have begun
-with the same base, which `digest` tells. numpy only.
+Sums are in float32, then cast to the published dtype; a W without adapter is only cast. A few
+tensors are in memory at a time, whatever the model's size. Both ends must have begun with the same
+base: `digest` identifies it. numpy only.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ DTYPES: Mapping[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float16": np.float16,
 }
-_PREFIX = "base_model.model."  # of PEFT's names; what follows is HF's, but for the last two parts
+_PREFIX = "base_model.model."  # of PEFT's names; HF's name follows, except for its last part
 _DOWN, _UP, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 _BLOCK = 64 << 20  # elements of a sum at a time
 
@@ -37,9 +37,10 @@ class OtherBase(Exception):
 
 
 def digest(directory: str | Path) -> bytes:
-    """BLAKE2b of an HF directory's tensors: names, dtypes, shapes and bytes, 32 bytes.
+    """Return the BLAKE2b digest, 32 bytes, of an HF directory's tensors.
 
-    The same however the tensors are divided into files. It reads all of them, one at a time.
+    It covers names, dtypes, shapes and bytes, not the division into files. It reads all tensors,
+    one at a time.
     """
     made = hashlib.blake2b(digest_size=32)
     with open_tensors(directory) as tensors:
@@ -50,17 +51,17 @@ def digest(directory: str | Path) -> bytes:
 
 
 class Base:
-    """A server's own model directory: the base of every adapter that comes."""
+    """A server's own model directory, to which every adapter is added."""
 
     def __init__(self, directory: str | Path):
         self._directory = Path(directory)
         self._known: tuple[Any, bytes] = None, b""
 
     def require(self, wanted: bytes) -> None:
-        """Reads the directory the first time, and after it has changed.
+        """Check the directory's digest, read the first time and after changes.
 
         Raises:
-          OtherBase: its digest is not `wanted`.
+          OtherBase: the digest is not `wanted`.
           UserError: it has no weights.
         """
         files = [path.stat() for path in shards(self._directory)]
@@ -75,14 +76,15 @@ class Base:
             )
 
     def write(self, adapter: str | Path, scale: float, dtype: str, out: str | Path) -> None:
-        """Writes to `out` the safetensors file that `adapter` makes of the base.
+        """Write to `out` a safetensors file of the base plus `adapter`.
 
         Args:
           adapter: a safetensors file with PEFT's names.
+          scale: factor of B·A. dtype: of the result, a key of DTYPES.
           out: an existing file, overwritten in place.
 
         Raises:
-          ValueError: the adapter is not one of this base, `dtype` is unknown or `scale` no number.
+          ValueError: the adapter does not fit this base, `dtype` is unknown or `scale` not finite.
           UserError: there is no room for the result.
         """
         if dtype not in DTYPES or not math.isfinite(scale):
@@ -102,7 +104,7 @@ class Base:
 
 
 def _pairs(parts: LazyTensors, base: LazyTensors) -> dict[str, tuple[str, str]]:
-    """HF name → the names of its A and B, which must fit it and each other."""
+    """Return HF name → names of its A and B; ValueError when they do not fit it or each other."""
     pairs = {}
     for name in parts:
         if not name.startswith(_PREFIX) or not name.endswith((_DOWN, _UP)):
@@ -122,7 +124,7 @@ def _pairs(parts: LazyTensors, base: LazyTensors) -> dict[str, tuple[str, str]]:
 
 
 class _Made:
-    """One tensor of the result, made when it is written."""
+    """One tensor of the result, computed when it is written."""
 
     def __init__(
         self,
@@ -146,6 +148,6 @@ class _Made:
         rows = max(1, _BLOCK // max(1, self.shape[1]))
         for start in range(0, self.shape[0], rows):
             part = slice(start, start + rows)
-            with np.errstate(all="ignore"):  # what is not finite, the engine refuses
+            with np.errstate(all="ignore"):  # the engine refuses numbers that are not finite
                 made[part] = weight[part].astype(np.float32) + self._scale * (up[part] @ down)
         return made

@@ -1,4 +1,4 @@
-"""Where servers are: host:port as given, or in a file that may change while a run goes on."""
+"""Addresses of servers: host:port as given, or from a file that may change during a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +9,9 @@ FILE = "@"  # before the path of a file
 
 
 def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses given, each once, with those of a file in place of its @PATH.
+    """Return the addresses given, each once, with the lines of a file in place of its @PATH.
 
-    A file has an address a line; blank lines, and what follows a #, do not count.
+    Blank lines, and text after a #, are ignored.
 
     Raises:
       UserError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""What changed between two weight files of the same model, lossless; numpy and zlib only.
+"""Lossless binary patches between two weight files of one model; numpy and zlib only.
 
 A step at an RL learning rate leaves most bf16 weights as they were and moves the others by one
 unit in the last place. So a delta holds, block by block, where elements changed (the gaps between
@@ -7,7 +7,7 @@ them) and by how much (the difference of their bit patterns as integers), and no
     file  = magic, format, block size, file size, [segment] · blocks of every segment, in order
     block = number of changes, gaps, signs (a bit each), magnitudes − 1 (a plane per byte)
 
-A segment is a run of elements of one width, whatever its tensors; gaps of 255 and more take several
+A segment is a run of elements of one width, across tensors; gaps of 255 and more take several
 bytes. Streams are Huffman-coded where that makes them smaller. All numbers are little-endian.
 """
 
@@ -37,15 +37,15 @@ Segment = tuple[int, int, int]  # first byte, elements, bytes of an element
 
 
 def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | None:
-    """Writes to `out` what makes `new` of `base`.
+    """Write to `out` the patch from `base` to `new`.
 
     Args:
       base, new: safetensors files with the same header: names, dtypes, shapes, order.
       out: an existing file, overwritten in place, so a lock on it stays.
-      limit: bytes that the delta may have.
+      limit: bytes that the patch may have.
 
     Returns:
-      (bytes, CRC-32) of the delta; None when it would exceed `limit`.
+      (bytes, CRC-32) of the patch; None when it would exceed `limit`.
 
     Raises:
       ValueError: the files have different headers or sizes, or are not safetensors.
@@ -71,9 +71,9 @@ def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | No
 
 
 def apply(base: Path, delta: Path, out: Path) -> int:
-    """Writes to `out` the file that `delta` makes of `base`.
+    """Write to `out` the file `base` with `delta` applied.
 
-    Whether it is the right one, only the CRC-32 tells: a delta fits every base of its size.
+    The caller must compare the CRC-32: a delta can be applied to any base of its size.
 
     Args:
       out: an existing file, overwritten in place.
@@ -101,7 +101,7 @@ def apply(base: Path, delta: Path, out: Path) -> int:
 
 
 def _header(file: BinaryIO, size: int) -> bytes:
-    """The first bytes of a safetensors file, up to its data."""
+    """Return the first bytes of a safetensors file, up to its data."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
         raise ValueError("not a safetensors file")
@@ -109,7 +109,7 @@ def _header(file: BinaryIO, size: int) -> bytes:
 
 
 def _segments(header: bytes, size: int) -> list[Segment]:
-    """The runs of elements of one width; together all bytes behind the header."""
+    """Return the runs of elements of one width, which cover all bytes behind the header."""
     try:
         entries = json.loads(header[8:])
         tensors = sorted(
@@ -138,7 +138,7 @@ def _segments(header: bytes, size: int) -> list[Segment]:
 
 
 def _read(file: BinaryIO, count: int, buffer: bytearray | None = None) -> memoryview:
-    """The next `count` bytes, in `buffer` if there is one."""
+    """Return the next `count` bytes, in `buffer` if there is one."""
     view = memoryview(buffer if buffer is not None else bytearray(count))[:count]
     filled = 0
     while filled < count:
@@ -193,7 +193,7 @@ def _block(old: memoryview, new: memoryview, width: int) -> bytes:
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """[n] increasing → [≥ n] uint8: unchanged elements before each, 255 for as many and more."""
+    """Encode [n] increasing positions as [≥ n] uint8: elements skipped before each; 255: go on."""
     gaps = np.diff(positions, prepend=-1) - 1
     wide = np.flatnonzero(gaps >= 255)
     more, gaps[wide] = np.divmod(gaps[wide], 255)
@@ -218,7 +218,7 @@ def _deflated(data: memoryview, strategy: int) -> bytes:
 
 
 class _Reader:
-    """The delta's bytes in order; none that are not there, none twice."""
+    """Reader of the delta's bytes, in order, that never reads past the end."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._left = file, os.fstat(file.fileno()).st_size
@@ -236,7 +236,7 @@ class _Reader:
         return fields.unpack(self.take(fields.size))
 
     def stream(self, count: int) -> np.ndarray:
-        """[count] uint8; never inflates to more."""
+        """Return the next stream, [count] uint8; never inflates to more."""
         packed, stored = self.unpack(_STREAM)
         data = self.take(stored)
         if packed == 1:
@@ -257,7 +257,7 @@ class _Reader:
 
 
 def _applied(delta: _Reader, old: BinaryIO, size: int) -> Iterator[memoryview]:
-    """The new file's bytes in order; each part is valid until the next one is asked for."""
+    """Yield the new file's bytes in order; a part is overwritten by the next one."""
     magic, number, block, wanted, count = delta.unpack(_HEAD)
     if (magic, number) != (_MAGIC, _FORMAT) or not 0 < block <= MAX_BLOCK:
         raise ValueError("not a delta, or one of another format")
@@ -288,7 +288,7 @@ def _copied(file: BinaryIO, count: int, buffer: bytearray) -> Iterator[memoryvie
 
 
 def _change(delta: _Reader, values: np.ndarray) -> None:
-    """Applies the next block to `values`, [≤ block] unsigned, in place."""
+    """Apply the next block to `values`, [≤ block] unsigned, in place."""
     count, gap_bytes = delta.unpack(_CHANGES)
     if count > values.size or not count <= gap_bytes <= count + values.size // 255:
         raise ValueError(f"the delta is damaged: {count} changes of {values.size} elements")
@@ -304,7 +304,7 @@ def _change(delta: _Reader, values: np.ndarray) -> None:
 
 
 def _positions(gaps: np.ndarray, count: int, size: int) -> np.ndarray:
-    """The inverse of `_gaps`: [count] increasing, all below `size`."""
+    """Invert `_gaps`: return [count] increasing positions, all below `size`."""
     ends = gaps != 255
     positions = np.cumsum(gaps + ends.astype(np.int64))[ends] - 1
     if not ends[-1] or positions.size != count or positions[-1] >= size:

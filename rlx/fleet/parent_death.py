@@ -1,4 +1,4 @@
-"""What a process does about those around it: who started it, who may look into it.
+"""Process settings of servers and workers: die with the parent, keep memory private.
 
 Imported before anything heavy.
 """
@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends, SIGKILL included.
+    """Let the kernel kill this process when the thread that started it ends, SIGKILL included.
 
     Args:
-      parent_pid: who started us; if that is over already, this process ends here and now.
+      parent_pid: of the process that started us; if it is gone already, we exit at once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

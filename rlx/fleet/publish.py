@@ -1,8 +1,8 @@
-"""Weights as one safetensors file on their way to the servers: written, checksummed, cut in chunks.
+"""Safetensors files of weights to publish: write, checksum, cut into chunks, clean up.
 
-The trainer's side writes a file once for the whole fleet; a server's side stages what came as
-chunks. Both keep their files under an advisory lock for as long as they live, so whoever starts
-next in the same directory can remove what a killed process left there, and nothing else.
+The trainer writes a file once for the whole fleet; a server stages the chunks that come. Both lock
+their files for as long as they live, so the next process in the directory can remove files of
+killed processes, and only those.
 """
 
 import contextlib
@@ -33,17 +33,18 @@ _DTYPES = {
 }
 _BLOCK = 8 << 20  # bytes hashed or written at a time
 METHODS = ("path", "stream", "delta", "adapter")
-DELTA_SHARE = 0.8  # of the whole file; a larger delta is not worth its making
+DELTA_SHARE = 0.8  # of the whole file; a larger delta is not worth its cost
 _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 
 
 def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: False) -> int:
-    """CRC-32 of a file's bytes, in [0, 2³²). It guards against accidents, not against attackers.
+    """Return the CRC-32 of a file's bytes, in [0, 2³²). It detects accidents, not attacks.
 
     Args:
-      stopped: asked before every block; once true, what was read so far is all.
+      stopped: called before every block; when true, the checksum ends there.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # nor waits for a pipe
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: opening a pipe does not block
+    descriptor = os.open(path, flags)
     with open(descriptor, "rb", buffering=0) as file:
         left, crc = os.fstat(descriptor).st_size, 0
         # Read, not mapped: a file that shrinks under a mapping kills the process.
@@ -55,15 +56,15 @@ def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: Fals
 
 
 def write_weights(tensors: Mapping[str, Any], path: str | os.PathLike) -> int:
-    """Writes a safetensors file and returns its `checksum`, in one pass over the bytes.
+    """Write a safetensors file and return its `checksum`, in one pass over the bytes.
 
     Args:
-      tensors: HF name → array (numpy, or on a device: each is fetched when its turn comes).
+      tensors: HF name → array (numpy, or on a device: fetched one at a time).
       path: overwritten in place, so a lock on it stays.
 
     Raises:
       UserError: the directory is missing or has no room.
-      ValueError: a dtype that safetensors files do not have.
+      ValueError: a tensor's dtype does not exist in safetensors files.
     """
     header = _header(tensors)
     need = len(header) + sum(_num_bytes(t) for t in tensors.values())
@@ -110,7 +111,7 @@ def _write(file: BinaryIO, data: memoryview, crc: int) -> int:
 
 
 def check_room(directory: str | os.PathLike, num_bytes: int) -> None:
-    """Raises UserError when `directory` cannot take `num_bytes` more."""
+    """Raise UserError when `directory` cannot take `num_bytes` more."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
@@ -135,7 +136,7 @@ def _no_room(error: OSError, path: str | os.PathLike, num_bytes: int) -> UserErr
 
 
 def chunks(path: str | os.PathLike, size: int) -> Iterator[tuple[int, bytes]]:
-    """The file's bytes in order as (offset, at most `size` bytes)."""
+    """Yield the file's bytes in order as (offset, at most `size` bytes)."""
     offset = 0
     with open(path, "rb", buffering=0) as file:
         while data := file.read(size):
@@ -144,7 +145,7 @@ def chunks(path: str | os.PathLike, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 class WeightFile:
-    """A fresh file of this process in `directory`, removed by `close` or by the next `sweep`."""
+    """A new locked file in `directory`, removed by `close`, or by a `sweep` after our death."""
 
     def __init__(self, directory: str | os.PathLike):
         self.path = ""
@@ -161,7 +162,7 @@ class WeightFile:
                 os.close(self._lock)
 
     def close(self) -> None:
-        """Removes the file; a server that has it open keeps its bytes until it closes it."""
+        """Remove the file; a server that has it open can read on."""
         if self.path:
             Path(self.path).unlink(missing_ok=True)
             os.close(self._lock)
@@ -169,7 +170,11 @@ class WeightFile:
 
 
 def locked(descriptor: int) -> bool:
-    """Whether the file is locked by `descriptor` now; OSError where files have no locks."""
+    """Lock a file through `descriptor`; return whether that worked.
+
+    Raises:
+      OSError: the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -178,7 +183,7 @@ def locked(descriptor: int) -> bool:
 
 
 def sweep(directory: str | os.PathLike) -> int:
-    """Removes weight files whose process is gone; returns how many."""
+    """Remove weight files whose process is gone; return how many."""
     removed = 0
     for path in Path(directory).glob(f"{_PREFIX}*{_SUFFIX}"):
         try:
@@ -194,7 +199,7 @@ def sweep(directory: str | os.PathLike) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """What makes a version's file of that of another one, for the servers that have it."""
+    """Binary patch from one version's weights file to the next, for servers that have the base."""
 
     base_version: int
     base_crc32: int
@@ -204,7 +209,7 @@ class Delta:
     owned: WeightFile
 
     def fits(self, base: "Weights | None") -> bool:
-        """Whether `base` is the file it was made from."""
+        """Return whether the patch is one of `base`."""
         return base is not None and (base.version, base.crc32) == (
             self.base_version,
             self.base_crc32,
@@ -213,12 +218,12 @@ class Delta:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """LoRA adapters to publish: what servers add to the base they were started with.
+    """LoRA adapters to publish; servers add them to the base that they were started with.
 
     Attributes:
       tensors: PEFT name → float32 array, A [rank, in] and B [out, rank] of every target.
-      scale: of B·A: alpha / rank.
-      dtype: of the weights that servers make: float32 | bfloat16 | float16.
+      scale: factor of B·A: alpha / rank.
+      dtype: of the resulting weights: float32 | bfloat16 | float16.
       base: `adapter.digest` of the directory that training began with.
     """
 
@@ -230,7 +235,7 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """One version's file, ready for every server that asks. `close` removes it if it is ours."""
+    """One version's file, ready to be published. `close` removes it if it is ours."""
 
     version: int
     path: str
@@ -255,7 +260,7 @@ def stage(
     directory: str | os.PathLike,
     base: Weights | None = None,
 ) -> Weights:
-    """Brings `source` into one file and, if asked, makes its delta to the version before.
+    """Bring `source` into one file and, if asked, make its delta to the version before.
 
     Args:
       version: policy version of the weights, ≥ 0.
@@ -265,7 +270,11 @@ def stage(
       method: `path`, when the servers see the same file system, `stream`, or `delta`: as `stream`,
         and for the servers that have `base` only what changed; `adapter` for an Adapter alone.
       base: an earlier version. No delta is made when no server keeps it, when it is not a file of
-        ours, which alone is sure to be unchanged, or holds other tensors, or differs too much.
+        ours (others may have changed), or when it has other tensors or differs too much.
+
+    Raises:
+      UserError: there are no weights at the path, no room, or the method is unknown.
+      ValueError: the source does not fit the method, or safetensors has no such dtype.
     """
     if method not in METHODS:
         raise UserError(f"publish method {method!r} is unknown; use one of {', '.join(METHODS)}")
@@ -283,7 +292,7 @@ def stage(
 
 
 def _delta(base: Weights, weights: Weights, directory: str | os.PathLike) -> Delta | None:
-    """The delta, unless the whole file serves as well or better."""
+    """Return the delta; None when the whole file serves as well."""
     try:
         file = WeightFile(directory)
     except UserError:
@@ -315,7 +324,7 @@ def _staged(version: int, source: Any, method: str, directory: str | os.PathLike
         size = os.path.getsize(file.path)
         kept = replace(adapter, tensors={}) if adapter else None  # they are in the file
         return Weights(version, file.path, size, crc, method, file, adapter=kept)
-    except OSError as error:  # the directory went away under us
+    except OSError as error:  # the directory was removed meanwhile
         refusal = _no_room(error, file.path, 0)
         file.close()
         raise refusal from error

@@ -1,8 +1,8 @@
-"""A run's private directory for weights on their way, which no end of the run leaves behind.
+"""Private directory of a run for weights to publish, removed however the run ends.
 
-The run and its servers share one lock. A small process of its own waits for that lock: it has it
-when the last of them is gone, however they ended, and removes the directory. Where that process
-was killed too, the next run removes what nobody locks any more.
+The run and its servers share one lock. A small process waits for that lock, which is free when the
+last of them is gone, and removes the directory. If that process was killed too, the next run
+removes directories that are not locked any more.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ with open(sys.argv[1] + "/lock", "r+") as lock:
 
 
 class Scratch:
-    """A fresh directory in `parent` that other users can neither list, read nor change.
+    """A new directory in `parent` that other users can neither list, read nor change.
 
     Attributes:
       directory: its path.
-      lock: descriptor that whoever writes into the directory must inherit.
+      lock: descriptor that every process which writes into the directory must inherit.
     """
 
     def __init__(self, parent: str | os.PathLike):
@@ -47,18 +47,18 @@ class Scratch:
                 f"cannot make a directory for weights in {parent}: {reason}; set "
                 "fleet.publish_dir to another directory"
             ) from error
-        self._remover = subprocess.Popen(  # of a session and with an environment of its own
+        self._remover = subprocess.Popen(  # in its own session, without our environment
             (sys.executable, "-I", "-S", "-c", _REMOVE, self.directory),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={}, start_new_session=True,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Removes the directory, once nobody else holds the lock."""
+        """Release the lock and remove the directory; waits a while for others that hold it."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
-            with contextlib.suppress(subprocess.TimeoutExpired):  # someone holds the lock still
+            with contextlib.suppress(subprocess.TimeoutExpired):  # another process holds the lock
                 self._remover.wait(_REMOVE_SECONDS)
             shutil.rmtree(self.directory, ignore_errors=True)  # the remover may have been killed
 
@@ -70,7 +70,7 @@ class Scratch:
 
 
 def _check_parent(parent: str | os.PathLike) -> None:
-    """Raises UserError where every user could put another directory in the place of ours."""
+    """Raise UserError where any user could replace our directory by another."""
     mode = os.stat(parent).st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise UserError(
@@ -83,15 +83,15 @@ def _make(parent: str | os.PathLike) -> tuple[str, int]:
     while True:
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         lock = os.open(Path(path, _LOCK), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if locked(lock) and Path(path, _LOCK).exists():  # another run's sweep may have come between
+        if locked(lock) and Path(path, _LOCK).exists():  # else another run has just swept it
             return path, lock
         os.close(lock)
 
 
 def _sweep_dead(parent: str | os.PathLike) -> None:
-    """Removes this user's directories that no process holds any more."""
+    """Remove this user's directories that no process locks any more."""
     for path in Path(parent).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone already, or not made as we do it
+        with contextlib.suppress(OSError):  # gone already, or made by another program
             if path.lstat().st_uid != os.geteuid():
                 continue
             with open(path / _LOCK, "r+") as lock:

@@ -70,36 +70,28 @@ def request_from(message: pb.GenerateRequest) -> Request:
     Raises:
       ValueError: a field is out of its range; the first such is named.
     """
-    s = message.sampling
-    _require(
-        math.isfinite(s.temperature) and s.temperature >= 0, "temperature", s.temperature, "≥ 0"
-    )
-    _require(0 < s.top_p <= 1, "top_p", s.top_p, "in (0, 1]")
-    _require(s.top_k >= 0, "top_k", s.top_k, "≥ 0")
-    _require(s.max_new_tokens >= 1, "max_new_tokens", s.max_new_tokens, "≥ 1")
-    _require(
-        0 <= s.min_new_tokens <= s.max_new_tokens,
-        "min_new_tokens",
-        s.min_new_tokens,
-        f"in [0, max_new_tokens = {s.max_new_tokens}]",
-    )
-    _require(len(s.stop) <= MAX_STOPS, "stop", f"{len(s.stop)} strings", f"at most {MAX_STOPS}")
-    _require(all(s.stop), "stop", "an empty string", "strings of one character or more")
-    count = len(s.stop_token_ids)
-    _require(count <= MAX_STOPS, "stop_token_ids", f"{count} tokens", f"at most {MAX_STOPS}")
+    s, n, length = message.sampling, message.n, len(message.prompt_tokens)
+    stop_ids, prefix = len(s.stop_token_ids), message.prefix_len
     seed = s.seed if s.HasField("seed") else None
-    _require(seed is None or seed >= 0, "seed", seed, "≥ 0, or absent")
-    _require(1 <= message.n <= MAX_SAMPLES, "n", message.n, f"in [1, {MAX_SAMPLES}]")
-    _require(message.first_index >= 0, "first_index", message.first_index, "≥ 0")
-    length = len(message.prompt_tokens)
-    _require(length >= 1, "prompt_tokens", "no token", "at least one")
-    most = min(length, s.max_new_tokens) - 1
-    _require(
-        0 <= message.prefix_len <= most,
-        "prefix_len",
-        message.prefix_len,
-        f"in [0, {most}]: below both the prompt's length and max_new_tokens",
-    )
+    room = min(length, s.max_new_tokens) - 1
+    fewest, most = s.min_new_tokens, s.max_new_tokens
+    for good, name, got, wanted in (
+        (0 <= s.temperature < math.inf, "temperature", s.temperature, "≥ 0"),
+        (0 < s.top_p <= 1, "top_p", s.top_p, "in (0, 1]"),
+        (s.top_k >= 0, "top_k", s.top_k, "≥ 0"),
+        (most >= 1, "max_new_tokens", most, "≥ 1"),
+        (0 <= fewest <= most, "min_new_tokens", fewest, f"in [0, max_new_tokens = {most}]"),
+        (len(s.stop) <= MAX_STOPS, "stop", f"{len(s.stop)} strings", f"at most {MAX_STOPS}"),
+        (all(s.stop), "stop", "an empty string", "strings of one character or more"),
+        (stop_ids <= MAX_STOPS, "stop_token_ids", f"{stop_ids} tokens", f"at most {MAX_STOPS}"),
+        (seed is None or seed >= 0, "seed", seed, "≥ 0, or absent"),
+        (1 <= n <= MAX_SAMPLES, "n", n, f"in [1, {MAX_SAMPLES}]"),
+        (message.first_index >= 0, "first_index", message.first_index, "≥ 0"),
+        (length >= 1, "prompt_tokens", "no token", "at least one"),
+        (0 <= prefix <= room, "prefix_len", prefix,
+         f"in [0, {room}]: below both the prompt's length and max_new_tokens"),
+    ):  # fmt: skip
+        _require(good, name, got, wanted)
     return Request(
         request_id=message.request_id,
         prompt_tokens=np.fromiter(message.prompt_tokens, np.int32, length),
@@ -107,15 +99,15 @@ def request_from(message: pb.GenerateRequest) -> Request:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
-            max_new_tokens=s.max_new_tokens,
-            min_new_tokens=s.min_new_tokens,
+            max_new_tokens=most,
+            min_new_tokens=fewest,
             stop=tuple(s.stop),
             stop_token_ids=tuple(s.stop_token_ids),
             seed=seed,
         ),
-        n=message.n,
+        n=n,
         first_index=message.first_index,
-        prefix_len=message.prefix_len,
+        prefix_len=prefix,
         priority=message.priority,
     )
 

@@ -326,7 +326,7 @@ def test_no_server_alive(tools, tmp_path):
     async def main():
         async with tools.fleet(1, tmp_path, limits=limits) as (fleet, _, servers):
             said = []
-            fleet._roster._say = said.append
+            fleet._balancer._say = said.append
             await servers[0].stop()
             start = time.monotonic()
             tasks = [fleet.generate(PROMPT, sampling(), 1) for _ in range(5)]

@@ -56,7 +56,11 @@ def test_a_server_that_is_lost_meanwhile_is_left_out(tools, tmp_path):
     tools.run(main())
 
 
-def test_what_an_update_aborts_goes_on_where_it_was(tools, tmp_path):
+def test_what_an_update_aborts_goes_on_where_it_was(tools, tmp_path, arithmetic, monkeypatch):
+    async def aborting(request):
+        for i in range(request.n):
+            yield arithmetic.Chunk(request.first_index + i, stop_reason="abort")
+
     async def main():
         async with tools.fleet(2, tmp_path) as (fleet, engines, servers):
             long = Sampling(max_new_tokens=12, seed=3)
@@ -68,9 +72,10 @@ def test_what_an_update_aborts_goes_on_where_it_was(tools, tmp_path):
                 np.testing.assert_array_equal(one.tokens, other.tokens)
             assert any(request.prefix_len for request in engines[0].requests)
             assert not any(request.prefix_len for request in engines[1].requests)
-            engines[0].abort_after = 0
+            engines[0].generate = aborting
+            monkeypatch.setattr("rlx.fleet.client.MAX_ATTEMPTS", 3)
             with pytest.raises(Failed, match="keeps aborting"):
-                await fleet.probe(PROMPTS, Sampling(max_new_tokens=512, seed=3))
+                await fleet.probe(PROMPTS, long)
 
     tools.run(main())
 
