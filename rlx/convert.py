@@ -17,27 +17,27 @@ from rlx.doctor import failures
 
 
 def to_hf(path: Path, target: Path, model: str, dtype: str, adapter: Path | None = None) -> str:
-    """Writes the HF directory of a checkpoint's parameters; returns what was done."""
+    """Write the HF directory of a checkpoint's parameters; return a line that says so."""
     from rlx.run.export import checkpoint_to_hf
 
     return checkpoint_to_hf(path, target, model, dtype, adapter)
 
 
 def from_hf(source: Path, target: Path, dtype: str) -> str:
-    """Writes a checkpoint with an HF directory's parameters; returns what was done."""
+    """Write a checkpoint with an HF directory's parameters; return a line that says so."""
     from rlx.model import hf
-    from rlx.model.replaced import replaced_directory
+    from rlx.model.atomic_directory import atomic_directory
     from rlx.train import checkpoint
 
     config, loaded = hf.load(source, dtype or None)
     host = {"model": config.to_hf(), "config": {"model": {"path": str(source.absolute())}}}
-    with replaced_directory(target) as fresh:
+    with atomic_directory(target) as fresh:
         saved = checkpoint.save(fresh, 0, {"params": loaded}, host)
     return f"{source} -> {target / saved.name} (orbax)"
 
 
 def main() -> None:
-    """Converts once and prints what from and to what."""
+    """Convert SOURCE to TARGET and print both."""
     parser = argparse.ArgumentParser("rlx.convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", help="checkpoint, HF directory or hub name")
     parser.add_argument("target", type=Path, help="directory to make")

@@ -30,8 +30,8 @@ LIGHT_ROOMS = (
 )  # fmt: skip
 LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py", "train/packing.py",
-    "model/compile_cache.py", "model/model_config.py", "model/directory.py", "model/replaced.py",
-    "model/tensors.py",
+    "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
+    "model/model_config.py", "model/tensors.py",
 )  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/programs.py",

@@ -1,1 +1,1 @@
-"""The decoder (Qwen2, Qwen3, Llama), its table of parameters, and HF ⇄ pytree."""
+"""The decoder (Qwen2, Qwen3, Llama), its table of parameters, HF and PEFT files."""

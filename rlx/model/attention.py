@@ -1,9 +1,9 @@
 """Causal self-attention within the segments of packed rows.
 
 Queries are taken a block at a time, each against the keys up to its end, so half of the T² scores
-are never made and long rows fit. The backward pass makes the scores again from the row's
+are never computed and long rows fit. The backward pass recomputes the scores from the row's
 log-normaliser (as FlashAttention does, arXiv 2205.14135), so nothing of size T² is kept. On NVIDIA
-GPUs half-precision attention is cuDNN's kernel instead, and reads a [B, 1, T, T] mask.
+GPUs half-precision attention is cuDNN's kernel instead, which reads a [B, 1, T, T] mask.
 """
 
 import math
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-QUERY_BLOCK = 256  # rows of scores at one time, up to 16 blocks
+QUERY_BLOCK = 256  # rows of scores at one time; more where that would make over 16 blocks
 _MASKED = -1e30  # finite: −inf − −inf would be NaN in an empty row
 
 
 def causal_segment_mask(segment_ids: Array) -> Array:
-    """[B, T, T] bool: query t sees key s when s ≤ t and both are of one segment.
+    """Return [B, T, T] bool: query t sees key s when s ≤ t and both are of one segment.
 
     Padding (segment 0) attends to itself, so no row of the softmax is empty.
     """
@@ -27,7 +27,7 @@ def causal_segment_mask(segment_ids: Array) -> Array:
 
 
 def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-    """softmax(q·k / √H) v over earlier tokens of the same segment; softmax in float32.
+    """Return softmax(q·k / √H) v over the segment's tokens so far; softmax in float32.
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (query head n reads k/v head n·K//N).
@@ -47,14 +47,14 @@ def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
 
 
 def _has_fused_kernel(q: Array) -> bool:
-    """Whether cuDNN's attention takes these: half precision, narrow heads, an NVIDIA GPU."""
+    """Return whether cuDNN's attention takes q: half precision, narrow heads, an NVIDIA GPU."""
     half, width = q.dtype in (jnp.bfloat16, jnp.float16), q.shape[-1]
     return half and width % 8 == 0 and width <= 128 and jax.default_backend() == "gpu"
 
 
 @jax.custom_vjp
 def _mix(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-    """Attention with heads before tokens: q [B, K, G, T, H] (scaled), k, v [B, K, T, H]."""
+    """Attend with heads before tokens: q [B, K, G, T, H] (scaled), k, v [B, K, T, H]."""
     return _mix_forward(q, k, v, segment_ids)[0]
 
 
@@ -96,21 +96,21 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-    """(start, stop) of the query blocks: QUERY_BLOCK rows, more where that makes over 16."""
+    """Return (start, stop) of the query blocks."""
     block = max(QUERY_BLOCK, math.ceil(length / 16))
     return [(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def _scores(q: Array, keys: Array, segment_ids: Array, start: int) -> Array:
-    """Masked scores [B, K, G, block, S] float32 of the query block that starts at `start`."""
+    """Return masked scores [B, K, G, block, S] float32 of the query block from `start`."""
     stop = keys.shape[2]
     causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
     mask = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
     return jnp.where(mask[:, None, None], _inner(q, keys), _MASKED)
 
 
-# The three products, with the query heads of one key head as more rows of one matrix: this is the
-# form that reaches the fast batched product on a CPU.
+# The three products, with the query heads of one key head as more rows of one matrix: in this form
+# XLA uses its fast batched product on a CPU.
 def _inner(rows: Array, keys: Array) -> Array:
     """[B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] float32."""
     flat = jnp.einsum("bkqh,bksh->bkqs", _flat(rows), keys, preferred_element_type=jnp.float32)

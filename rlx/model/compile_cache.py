@@ -1,8 +1,8 @@
-"""Where compiled programs are kept between processes. No JAX here.
+"""Location and options of JAX's persistent compilation cache. No JAX here.
 
-A server compiles for seconds and loads the same programs in a fraction of one. The directory is
-one per processor and jaxlib: machine code of a newer processor must not be found by an older one
-that shares the home directory.
+Compiling a server's programs takes seconds, loading them a fraction of one. There is one directory
+per processor and jaxlib: an older processor that shares the home directory must not find machine
+code of a newer one.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def directory() -> str | None:
-    """The cache directory, made if need be; None where none can be written."""
+    """Return the cache directory, created if need be; None where none can be written."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = base / "rlx" / f"xla-{_machine()}"
     try:
@@ -24,7 +24,7 @@ def directory() -> str | None:
 
 
 def options() -> dict[str, str | int | float]:
-    """The jax.config values that turn the cache on; empty when the user set one or none works."""
+    """Return the jax.config values that turn the cache on; {} if the user set one or none works."""
     path = directory()
     if path is None or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return {}

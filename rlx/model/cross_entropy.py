@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens without all the logits at one time.
+"""Log-probabilities and entropies of tokens, without keeping all logits in memory.
 
-The logits of a chunk of tokens are made, reduced and forgotten; the backward pass makes them
-again. With float32 logits of a 152k vocabulary that is 0.6 MB a token not kept.
+The logits of a chunk of tokens are computed and reduced; the backward pass computes them again.
+With float32 logits of a 152k vocabulary that saves 0.6 MB a token.
 """
 
 from functools import partial
@@ -17,13 +17,13 @@ from rlx.model.ops import weight_gradient
 def target_logprobs(
     x: Array, head: Array, targets: Array, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Array, Array]:
-    """log softmax(head·x / temperature)[target] and the entropy of that distribution.
+    """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
 
     Args:
       x: [N, D] hidden states; head: [V, D]; targets: [N] int32 in [0, V).
       temperature: > 0.
-      chunk: how many of the N tokens have logits at one time; N or more keeps the logits for the
-        backward pass, less makes them again.
+      chunk: how many of the N tokens have logits at one time; with N or more, the logits are kept
+        for the backward pass, else they are computed again.
 
     Returns:
       Two [N] float32, nats.
@@ -47,7 +47,7 @@ def _logits(x, head, temperature):
 
 
 def _reduce(logits, targets):
-    """([N] logprob, [N] entropy, [N] log normaliser) of [N, V] logits."""
+    """Return ([N] logprob, [N] entropy, [N] log normaliser) of [N, V] logits."""
     highest = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - highest)
     total = jnp.sum(weights, axis=-1)
@@ -58,7 +58,7 @@ def _reduce(logits, targets):
 
 
 def _gradients(x, head, targets, logits, normaliser, entropy, grads, temperature):
-    """Gradients of x [N, D] and head [V, D].
+    """Return the gradients of x [N, D] and head [V, D].
 
     With p = softmax(z):  ∂logp_t/∂z = onehot_t − p,  ∂H/∂z = −p (log p + H).
     """

@@ -1,9 +1,8 @@
-"""The decoder: a pure function of (params, tokens, positions, segment_ids).
+"""The decoder (Qwen2, Qwen3, Llama): a pure function of (params, tokens, positions, segment_ids).
 
 Shapes: B rows, T tokens, D model width, N query heads, K key/value heads, H head width, F MLP
 width, V vocabulary. Rows are packed: segments of one row never see each other, and segment 0 is
-padding. The blocks are public because the engine's decoding loop (decode.py) is made of the
-same ones: `embed`, `rope_tables`, `layer` (with its own way to attend), `final_norm`, `unembed`.
+padding. The JAX engine has a decoder of its own, in layouts for serving: engines/jax/decode.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,22 +18,22 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.ops import matmul, rms_norm, rotate, swiglu
 from rlx.model.params import Params
 
-# attend(q_BTNH, k_BTKH, v_BTKH) -> (mixed_BTNH, anything the caller wants back)
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# attend(q_BTNH, k_BTKH, v_BTKH) -> mixed_BTNH
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def embed(params: Params, tokens: jax.Array, compute_dtype: Any) -> jax.Array:
-    """Token embeddings: [...] int32 → [..., D] compute_dtype."""
+    """Return token embeddings: [...] int32 → [..., D] compute_dtype."""
     return params["embed"][tokens].astype(compute_dtype)
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of positions, [...] int32 → two [..., H/2] float32."""
+    """Return (cos, sin) of positions, [...] int32 → two [..., H/2] float32."""
     return rope.tables(config.rope, config.head_dim, positions)
 
 
 def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
-    """x @ layer[name] (+ its adapter and bias where there are some), in x's dtype."""
+    """Return x @ layer[name], plus its adapter and bias where it has them, in x's dtype."""
     weight, rows = layer[name], x.reshape(-1, x.shape[-1])
     y = matmul(rows, weight)
     if (down := layer.get(f"{name}_lora_a")) is not None:  # see lora.attach
@@ -47,7 +46,7 @@ def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
 def project_qkv(
     layer: Params, config: ModelConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [..., N, H], keys and values [..., K, H] of normed x [..., D]; RoPE applied."""
+    """Return queries [..., N, H], keys and values [..., K, H] of normed x [..., D], with RoPE."""
     heads = (*x.shape[:-1], -1, config.head_dim)
     q = linear(layer, "q", x).reshape(heads)
     k = linear(layer, "k", x).reshape(heads)
@@ -70,36 +69,32 @@ def layer_block(
     cos: jax.Array,
     sin: jax.Array,
     attend: Attend,
-) -> tuple[jax.Array, Any]:
-    """One decoder layer.
+) -> jax.Array:
+    """Return the residual stream [..., D] after one decoder layer.
 
     Args:
       layer: the layer's parameters: `params["layers"]` without the leading axis.
       x: [..., D] residual stream; cos, sin: [..., H/2] float32.
-      attend: mixes values given q [..., N, H], k, v [..., K, H]; a second result is passed through
-        (a cache, for instance).
-
-    Returns:
-      The residual stream after the layer, and attend's second result.
+      attend: attention: q [..., N, H], k, v [..., K, H] → [..., N, H].
     """
     q, k, v = project_qkv(layer, config, rms_norm(x, layer["input_norm"], config.rms_eps), cos, sin)
-    mixed, extra = attend(q, k, v)
-    x = x + linear(layer, "o", mixed.reshape(*x.shape[:-1], config.num_heads * config.head_dim))
-    return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_eps)), extra
+    mixed = attend(q, k, v).reshape(*x.shape[:-1], config.num_heads * config.head_dim)
+    x = x + linear(layer, "o", mixed)
+    return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_eps))
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """The norm between the last layer and the logits."""
+    """Return x [..., D] after the norm between the last layer and the logits."""
     return rms_norm(x, params["final_norm"], config.rms_eps)
 
 
 def head(params: Params, config: ModelConfig) -> jax.Array:
-    """The output embedding [V, D]: its own matrix, or the token embedding when tied."""
+    """Return the output embedding [V, D]: its own matrix, or the token embedding when tied."""
     return params["embed"] if config.tie_embeddings else params["lm_head"]
 
 
 def unembed(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Logits [..., V] float32 of hidden states [..., D] that went through `final_norm`."""
+    """Return the logits [..., V] float32 of hidden states [..., D] after `final_norm`."""
     weights = head(params, config).astype(x.dtype)
     return jnp.einsum("...d,vd->...v", x, weights, preferred_element_type=jnp.float32)
 
@@ -120,7 +115,7 @@ def hidden(
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Hidden states of packed rows, after the final norm.
+    """Return the hidden states of packed rows, after the final norm.
 
     Args:
       tokens: [B, T] int32, in [0, V).
@@ -135,11 +130,10 @@ def hidden(
     cos, sin = rope_tables(config, positions)
 
     def attend(q, k, v):
-        return attention(q, k, v, segment_ids), None
+        return attention(q, k, v, segment_ids)
 
     def body(x, layer):
-        x, _ = layer_block(layer, config, x, cos, sin, attend)
-        return x, None
+        return layer_block(layer, config, x, cos, sin, attend), None
 
     if remat != "none":
         body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
@@ -158,7 +152,7 @@ def logprobs(
     compute_dtype: Any = jnp.float32,
     chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each token given the earlier ones of its segment, and the entropy there.
+    """Return each token's log-probability given the earlier ones of its segment, and the entropy.
 
         logprob_t = log softmax(logits_{t−1} / temperature)[token_t]
 
@@ -196,9 +190,9 @@ def values(
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """The value head's number of each token: V of the state after it.
+    """Return the value head's number of each token: V of the state after it.
 
-    `shift` gives V of the state in which token t was chosen.
+    `shift` makes of it V of the state in which token t was chosen.
 
     Args:
       params: of a config with `value_head`.
@@ -218,7 +212,7 @@ def values(
 
 
 def shift(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """x of each token's predecessor in its segment; [B, T], 0 at a segment's first token."""
+    """Return x of each token's predecessor in its segment: [B, T], 0 at a segment's first token."""
     first = jnp.zeros_like(segment_ids[:, :1], bool)
     same = jnp.concatenate([first, segment_ids[:, 1:] == segment_ids[:, :-1]], axis=1)
     return jnp.where(same & (segment_ids > 0), jnp.roll(x, 1, axis=1), 0.0)

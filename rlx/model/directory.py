@@ -1,4 +1,4 @@
-"""An HF directory before any tensor is read: where it is, what its `config.json` says. No JAX."""
+"""Location and `config.json` of an HF directory, before any tensor is read. No JAX."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from rlx.model.model_config import ModelConfig
 
 
 def resolve(path: str, what: str = "model.path") -> Path:
-    """The local directory of an HF directory or hub name (downloaded once when it is a name).
+    """Return the local directory of an HF directory or hub name; a hub name is downloaded once.
 
     `rlx:NAME` is a model that comes with the package: `rlx/assets/NAME`.
 
@@ -19,7 +19,7 @@ def resolve(path: str, what: str = "model.path") -> Path:
       what: the option that gave the path, for errors.
 
     Raises:
-      UserError: when it is neither.
+      UserError: it is neither.
     """
     if path.startswith("rlx:"):
         return _packaged(path.removeprefix("rlx:"))
@@ -50,7 +50,7 @@ def _packaged(name: str) -> Path:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """The ModelConfig of an HF directory; end tokens of generation_config.json are added to it."""
+    """Return the ModelConfig of an HF directory, with the end tokens of generation_config.json."""
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     generation = path / "generation_config.json"
@@ -61,6 +61,7 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of an HF directory; UserError when it has none."""
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:

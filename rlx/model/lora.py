@@ -1,10 +1,10 @@
-"""LoRA (arXiv 2106.09685): small trained matrices beside the frozen ones of the decoder.
+"""LoRA (arXiv 2106.09685): small trained matrices added to frozen ones of the decoder.
 
     y = x·W + (alpha / rank) · (x·A)·B        A: [in, rank], B: [rank, out]
 
 Adapters are a pytree of their own with the parameters' structure, stacked over layers like them;
-`attach` lays them beside the base, where `decoder.linear` finds them, and `merge` adds them to it.
-The rows of `table` say their shapes, their sharding and PEFT's names for them. No I/O: see peft.py.
+`attach` puts them next to the base in one pytree, where `decoder.linear` finds them; `merge` adds
+them to it. The rows of `table` have their shapes, sharding and PEFT's names. I/O is in peft.py.
 """
 
 import math
@@ -25,7 +25,7 @@ PREFIX = "base_model.model."  # of every name in PEFT's files
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Which matrices have adapters, and how large.
+    """Targets and size of the adapters.
 
     Attributes:
       rank: ≥ 1.
@@ -51,46 +51,37 @@ class LoraConfig:
 
 
 def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
-    """The rows of the adapters: A and B of each target, with PEFT's names and layouts."""
-    rows = []
-    for base in _target_rows(config, lora):
-        (name,), (_, inner, outer) = base.path[1:], base.axes
+    """Return the rows of the adapters: A and B of each target, with PEFT's names and layouts."""
+    sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
+    bases = {row.path: row for row in parameters.table(config)}
+    rows: list[Row] = []
+    for name in lora.targets:
+        base = bases["layers", name]
+        _, inner, outer = base.axes
         stem = PREFIX + base.hf.removesuffix("weight")
         down = ("layers", f"{name}_lora_a"), ("layers", inner, "rank"), f"{stem}lora_A.weight"
         up = ("layers", f"{name}_lora_b"), ("layers", "rank", outer), f"{stem}lora_B.weight"
         rows += [Row(*down, True, "matrix"), Row(*up, True, "zeros")]
-    return tuple(rows)
-
-
-def _target_rows(config: ModelConfig, lora: LoraConfig) -> list[Row]:
-    """The rows of the matrices that have adapters."""
-    rows = {row.path: row for row in parameters.table(config)}
-    return [rows["layers", name] for name in lora.targets]
-
-
-def shape(config: ModelConfig, lora: LoraConfig, row: Row) -> tuple[int, ...]:
-    """An adapter row's shape in the pytree."""
-    sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
-    return tuple(sizes[axis] for axis in row.axes)
+    return tuple(row.sized(sizes) for row in rows)
 
 
 def shapes(config: ModelConfig, lora: LoraConfig) -> Params:
-    """The pytree of `jax.ShapeDtypeStruct` of the adapters, float32."""
+    """Return the pytree of `jax.ShapeDtypeStruct` of the adapters, float32."""
+    rows = table(config, lora)
     return parameters.build(
-        {
-            row.path: jax.ShapeDtypeStruct(shape(config, lora, row), jnp.float32)
-            for row in table(config, lora)
-        }
+        {row.path: jax.ShapeDtypeStruct(row.shape, jnp.float32) for row in rows}
     )
 
 
 def count(config: ModelConfig, lora: LoraConfig) -> int:
-    """How many numbers the adapters have."""
-    return sum(math.prod(shape(config, lora, row)) for row in table(config, lora))
+    """Return how many numbers the adapters have."""
+    return sum(math.prod(row.shape) for row in table(config, lora))
 
 
 def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
-    """Adapters that add nothing yet: A uniform in ±1/√in (as PEFT: Kaiming's with a = √5), B zero.
+    """Return adapters that add nothing: A uniform in ±1/√in, B zero.
+
+    As PEFT does (Kaiming's initialisation with a = √5).
 
     Returns:
       {"layers": {"q_lora_a": [L, in, rank], "q_lora_b": [L, rank, out], …}}, float32.
@@ -98,20 +89,19 @@ def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
     rows = table(config, lora)
     leaves = {}
     for row, row_key in zip(rows, jax.random.split(key, len(rows)), strict=True):
-        size = shape(config, lora, row)
         if row.kind == "zeros":
-            leaves[row.path] = jnp.zeros(size, jnp.float32)
+            leaves[row.path] = jnp.zeros(row.shape, jnp.float32)
         else:
-            bound = size[1] ** -0.5
-            leaves[row.path] = jax.random.uniform(row_key, size, jnp.float32, -bound, bound)
+            bound = row.shape[1] ** -0.5
+            leaves[row.path] = jax.random.uniform(row_key, row.shape, jnp.float32, -bound, bound)
     return parameters.build(leaves)
 
 
 def attach(base: Params, adapters: Params, lora: LoraConfig) -> Params:
-    """Parameters with which the decoder computes x·W + scale·(x·A)·B.
+    """Return parameters with which the decoder computes x·W + scale·(x·A)·B.
 
-    No copy of the base; the scale is folded into B. What is not differentiated gets no gradient:
-    differentiate with respect to `adapters` alone.
+    The base is not copied; the scale is folded into B. To train the adapters alone, differentiate
+    with respect to `adapters`.
     """
     pairs = {
         name: leaf * lora.scale if name.endswith("_lora_b") else leaf
@@ -121,7 +111,7 @@ def attach(base: Params, adapters: Params, lora: LoraConfig) -> Params:
 
 
 def merge(base: Params, adapters: Params, lora: LoraConfig) -> Params:
-    """Plain parameters W + scale·A·B, added in float32 and cast back to W's dtype."""
+    """Return plain parameters W + scale·A·B, added in float32 and cast back to W's dtype."""
     layers = dict(base["layers"])
     for name in lora.targets:
         pair = adapters["layers"][f"{name}_lora_a"], adapters["layers"][f"{name}_lora_b"]

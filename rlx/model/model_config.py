@@ -1,8 +1,8 @@
-"""What a decoder is made of, read from and written to HF's `config.json`. Imports no JAX.
+"""Hyperparameters of a decoder, read from and written to HF's `config.json`. Imports no JAX.
 
-Everything the forward pass does depends on one frozen, hashable `ModelConfig`, so it can be a
-static argument of `jax.jit`. Whatever HF's file asks for that this decoder does not do
-(another architecture, sliding windows, another activation) is refused here by name.
+The forward pass depends on one frozen, hashable `ModelConfig`, so it can be a static argument of
+`jax.jit`. Options of HF's file that this decoder does not have (another architecture, sliding
+windows, another activation) are refused here by name.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from typing import Any
 
 from rlx.base import UserError
 
-# HF's class name → model_type and the defaults of keys that may be missing from its file.
+# HF's class name → model_type, and HF's defaults of keys that its file may lack.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"model_type": "qwen2", "max_position_embeddings": 32768},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "max_position_embeddings": 32768, "head_dim": 128},
     "LlamaForCausalLM": {"model_type": "llama", "max_position_embeddings": 2048},
 }
-# What a model with a value head is to HF: the same decoder under another class name.
+# To HF a model with a value head is the same decoder under another class name.
 _SCORED = ("ForCausalLM", "ForSequenceClassification")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -26,7 +26,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 class Rope:
     """Rotary position embedding; names are HF's, None where HF's own default applies.
 
-    The numbers that a kind needs are always given for it and at these defaults for the others.
+    The numbers that a kind needs (see _ROPE_REQUIRED) are at these defaults for other kinds.
 
     Attributes:
       kind: default | linear | llama3 | yarn.
@@ -66,7 +66,7 @@ class ModelConfig:
       attention_bias: biases on the query, key and value projections.
       output_bias: a bias on the attention output projection.
       qk_norm: RMS norm of each query and key head before RoPE (Qwen3).
-      value_head: one number a token in place of logits: a critic or a reward model, which HF calls
+      value_head: one number a token in place of logits: a critic or a reward model, in HF
         ...ForSequenceClassification with one label.
       max_position: longest context in tokens.
       eos_token_ids: tokens that end a completion, in the order of HF's files.
@@ -104,7 +104,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
-        """Reads HF's `config.json` as a dict; both `rope_scaling` and `rope_parameters` forms.
+        """Return the config of HF's `config.json`, a dict with `rope_scaling` or `rope_parameters`.
 
         Raises:
           UserError: for an architecture or an option this decoder does not have, and for a
@@ -140,7 +140,7 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The dict of a `config.json` from which transformers builds the same model."""
+        """Return the dict of a `config.json` from which transformers builds the same model."""
         eos = list(self.eos_token_ids)
         hf = {
             "architectures": [self._hf_class()],
@@ -174,7 +174,7 @@ class ModelConfig:
 
 
 def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A size, ≥ 1; `default` where the file is silent, None when it must not be."""
+    """Return a size, ≥ 1; `default` if the file lacks it, None: then it is an error."""
     value = hf.get(key, default)
     if value is None:
         raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
@@ -184,7 +184,7 @@ def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 
 def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
-    """The key of ARCHITECTURES, and whether a value head stands in for the logits."""
+    """Return the key of ARCHITECTURES, and whether the model has a value head."""
     by_type = {row["model_type"]: name for name, row in ARCHITECTURES.items()}
     names = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
     name = str(names[0]).replace(*_SCORED[::-1])
@@ -201,7 +201,7 @@ def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
-    """Raises UserError for an option of HF's file that would change the forward pass."""
+    """Raise UserError for an option of HF's file that would change the forward pass."""
     refused = {
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(hf.get("use_sliding_window")),
@@ -253,7 +253,7 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
 
 
 def _rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` for transformers 5, the older keys for older readers."""
+    """Return both spellings: `rope_parameters` for transformers 5, and the older keys."""
     needed = _ROPE_REQUIRED[rope.kind]
     optional = {
         f.name for f in fields(Rope) if f.default is None and getattr(rope, f.name) is not None

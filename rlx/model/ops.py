@@ -1,9 +1,9 @@
-"""The decoder's small operations with backward passes written for the compiler that runs them.
+"""Small operations of the decoder, with hand-written backward passes that XLA compiles well.
 
 XLA's own derivatives of these cost more than their matrix products on a CPU: a weight gradient
 gets a transposed copy of its operand (four times the product's time), a sum fused with its
-producer runs scalar, and everything elementwise is kept instead of being made again. Here each
-backward pass says what is kept and in which order the axes are.
+producer runs scalar, and everything elementwise is kept instead of being computed again. Here each
+backward pass chooses what is kept and the order of the axes.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from jax import Array, lax
 
 @jax.custom_vjp
 def matmul(x: Array, weight: Array) -> Array:
-    """x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
+    """Return x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
 
     Args:
       x: [N, D]; weight: [D, F], cast to x's dtype.
@@ -35,7 +35,7 @@ def _matmul_backward(kept, grad):
 
 
 def weight_gradient(x: Array, grad: Array, dtype: Any) -> Array:
-    """xᵀ·grad: [N, D] and [N, F] → [D, F] of `dtype`, accumulated in it.
+    """Return xᵀ·grad: [N, D] and [N, F] → [D, F] of `dtype`, accumulated in it.
 
     The narrower operand goes first, with a transpose of the small result where that is grad: on a
     CPU the other order is up to twice as slow. The barrier keeps XLA from undoing it.
@@ -51,7 +51,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """x / √(mean x² + eps) · scale over the last axis, statistics in float32; x's dtype.
+    """Return x / √(mean x² + eps) · scale over the last axis, in x's dtype; statistics in float32.
 
     Args:
       x: [..., D]; scale: [D].
@@ -82,7 +82,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 @jax.custom_vjp
 def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) · up; both of one shape. Keeps its inputs, not the sigmoid."""
+    """Return silu(gate) · up, both of one shape; keeps its inputs, not the sigmoid."""
     return gate * jax.nn.sigmoid(gate) * up
 
 
@@ -102,7 +102,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 @jax.custom_vjp
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates pair (i, i + d/2) of each head by its angle, in float32 (RoPE, arXiv 2104.09864).
+    """Rotate pair (i, i + d/2) of each head by its angle, in float32 (RoPE, arXiv 2104.09864).
 
     No gradient reaches the angles.
 

@@ -1,13 +1,13 @@
-"""The table of parameters: one row each, and everything that follows from it.
+"""Table of the parameters: one row each, from which shapes, sharding and HF's names follow.
 
-A row gives the path in the pytree, the logical axes (whose sizes give the shape and whose names
-the sharding), HF's tensor name, and how HF lays it out. Initialisation, sharding and both HF
-directions read this table and nothing else. Parameters are a nested dict; those of the layers
-are stacked on axis 0.
+A row gives the path in the pytree, the logical axes, their sizes, HF's tensor name, and HF's
+layout. Initialisation, sharding and both HF directions read this table and nothing else.
+Parameters are a nested dict; those of the layers are stacked on axis 0.
 """
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ class Row(NamedTuple):
       hf: HF's name, with `{}` for the layer index.
       transposed: HF stores the matrix as [out, in]; here it is [in, out].
       kind: how it starts: `matrix` (normal), `ones`, `zeros`.
+      shape: in the pytree, the size of each axis.
     """
 
     path: tuple[str, ...]
@@ -34,15 +35,31 @@ class Row(NamedTuple):
     hf: str
     transposed: bool
     kind: str
+    shape: tuple[int, ...] = ()
 
     @property
     def stacked(self) -> bool:
-        """True for a parameter of the layers."""
+        """Whether it is a parameter of the layers."""
         return self.axes[0] == "layers"
+
+    @property
+    def names(self) -> list[str]:
+        """HF's tensors, one a layer for a parameter of the layers."""
+        return [self.hf.format(i) for i in range(self.shape[0] if self.stacked else 1)]
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """Shape of each of HF's tensors."""
+        one = self.shape[1:] if self.stacked else self.shape
+        return one[::-1] if self.transposed else one
+
+    def sized(self, sizes: Mapping[str, int]) -> "Row":
+        """Return the row with its shape filled in."""
+        return self._replace(shape=tuple(sizes[axis] for axis in self.axes))
 
 
 def table(config: ModelConfig) -> tuple[Row, ...]:
-    """The rows of every parameter that a model of this config has."""
+    """Return the rows of every parameter that a model of this config has."""
     rows = [
         Row(("embed",), ("vocab", "model"), "model.embed_tokens.weight", False, "matrix"),
         _norm("input_norm", "model", "input_layernorm"),
@@ -60,11 +77,12 @@ def table(config: ModelConfig) -> tuple[Row, ...]:
         rows += [_norm("q_norm", "head_dim", "self_attn.q_norm")]
         rows += [_norm("k_norm", "head_dim", "self_attn.k_norm")]
     if config.value_head:
-        # A row of its own kind: it begins at zero, so that values do.
+        # Zero, so that all values are at first.
         rows += [Row(("value_head",), ("values", "model"), "score.weight", False, "zeros")]
     elif not config.tie_embeddings:
         rows += [Row(("lm_head",), ("vocab", "model"), "lm_head.weight", False, "matrix")]
-    return tuple(rows)
+    sizes = axis_sizes(config)
+    return tuple(row.sized(sizes) for row in rows)
 
 
 def _norm(name: str, axis: str, hf: str) -> Row:
@@ -81,7 +99,7 @@ def _linear(name: str, axes: tuple[str, str], hf: str, bias: bool = False) -> li
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
-    """Size of each logical axis; `heads` and `kv_heads` count columns: heads · head_dim."""
+    """Return the size of each logical axis; `heads`, `kv_heads` count columns: heads · head_dim."""
     return {
         "layers": config.num_layers,
         "vocab": config.vocab_size,
@@ -94,38 +112,29 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def shape(config: ModelConfig, row: Row) -> tuple[int, ...]:
-    """The row's shape in the pytree."""
-    sizes = axis_sizes(config)
-    return tuple(sizes[axis] for axis in row.axes)
-
-
 def shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
-    """The pytree of `jax.ShapeDtypeStruct` of a model, without allocating it."""
-    return build(
-        {row.path: jax.ShapeDtypeStruct(shape(config, row), dtype) for row in table(config)}
-    )
+    """Return the pytree of `jax.ShapeDtypeStruct` of a model, without allocating it."""
+    return build({row.path: jax.ShapeDtypeStruct(row.shape, dtype) for row in table(config)})
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """Random parameters: matrices N(0, initializer_range²), norms one, biases zero."""
+    """Return random parameters: matrices N(0, initializer_range²), norms one, biases zero."""
     rows = table(config)
     leaves = {}
     for row, row_key in zip(rows, jax.random.split(key, len(rows)), strict=True):
-        size = shape(config, row)
         if row.kind == "matrix":
-            noise = jax.random.normal(row_key, size, jnp.float32)
+            noise = jax.random.normal(row_key, row.shape, jnp.float32)
             leaves[row.path] = (noise * config.initializer_range).astype(dtype)
         else:
-            leaves[row.path] = jnp.full(size, row.kind == "ones", dtype)
+            leaves[row.path] = jnp.full(row.shape, row.kind == "ones", dtype)
     return build(leaves)
 
 
 def with_value_head(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
-    """A critic or reward model that begins as a copy of a policy: its decoder, and a head of zeros.
+    """Return a critic or reward model that begins as a policy's decoder and a head of zeros.
 
     Returns:
-      The parameters of `config` with `value_head`, sharing arrays with `params`; that config.
+      the parameters of `config` with `value_head`, sharing arrays with `params`; that config.
     """
     config = dataclasses.replace(config, value_head=True)
     head = jnp.zeros((1, config.model_dim), params["embed"].dtype)
@@ -134,7 +143,7 @@ def with_value_head(params: Params, config: ModelConfig) -> tuple[Params, ModelC
 
 
 def build(leaves: dict[tuple[str, ...], Any]) -> Params:
-    """The nested dict of leaves given by path (at most two keys deep)."""
+    """Return the nested dict of leaves given by path."""
     tree: Params = {}
     for path, leaf in leaves.items():
         node = tree
@@ -145,7 +154,7 @@ def build(leaves: dict[tuple[str, ...], Any]) -> Params:
 
 
 def leaf(params: Params, row: Row) -> Any:
-    """The row's parameter in the pytree."""
+    """Return the row's parameter in the pytree."""
     node = params
     for name in row.path:
         node = node[name]
@@ -153,5 +162,5 @@ def leaf(params: Params, row: Row) -> Any:
 
 
 def count(config: ModelConfig) -> int:
-    """How many numbers the model has (tied embeddings once)."""
-    return sum(math.prod(shape(config, row)) for row in table(config))
+    """Return how many numbers the model has (tied embeddings once)."""
+    return sum(math.prod(row.shape) for row in table(config))

@@ -1,9 +1,9 @@
-"""PEFT directories ⇄ (LoraConfig, adapters); `peft.PeftModel.from_pretrained` reads them.
+"""PEFT directories: read and write (LoraConfig, adapters), as `peft.PeftModel` does.
 
     adapter_config.json           rank, alpha, targets
     adapter_model.safetensors     base_model.model.….q_proj.lora_A.weight [rank, in], and lora_B
 
-Like hf.py copies and transposes only, driven by `lora.table`; these two files do the room's I/O.
+Copies and transposes driven by `lora.table`, as hf.py's are by the parameter table.
 """
 
 import json
@@ -13,24 +13,24 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from rlx.base import UserError
 from rlx.config import LORA_TARGETS
 from rlx.model import hf, lora
 from rlx.model import params as parameters
+from rlx.model.atomic_directory import atomic_directory
 from rlx.model.directory import read_json
 from rlx.model.lora import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
-from rlx.model.replaced import replaced_directory
+from rlx.model.tensors import save_tensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _HF_NAMES = {name: f"{name}_proj" for name in LORA_TARGETS}  # the last part of HF's names
-# Ways to begin that leave the base as it is; the others (PiSSA, OLoRA, …) subtract from it.
+# Initialisations that leave the base as it is; the others (PiSSA, OLoRA, …) subtract from it.
 _INITS = ("default", "gaussian", "eva", "orthogonal")
-# Options of PEFT that make another function of the same matrices, where they are set.
+# Options of PEFT that, once set, make another function of the same matrices.
 _REFUSED = (
     "use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
     "modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules",
@@ -40,25 +40,20 @@ _REFUSED = (
 
 
 def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> dict[str, np.ndarray]:
-    """Tensors with PEFT's names and layouts, float32, on the host."""
-    tensors = {}
-    for row in lora.table(config, settings):
-        value = np.asarray(parameters.leaf(adapters, row))
-        for name, part in hf.parts(row, config, value):
-            tensors[name] = np.ascontiguousarray(part.T, np.float32)
-    return tensors
+    """Return tensors with PEFT's names and layouts, float32, on the host."""
+    return hf.export(adapters, lora.table(config, settings), np.float32)
 
 
 def from_peft(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, settings: LoraConfig
 ) -> Params:
-    """The adapters of tensors with PEFT's names, float32.
+    """Return the adapters of tensors with PEFT's names, float32.
 
     Raises:
       UserError: naming the tensor that is missing, extra or mis-shaped.
     """
     rows = lora.table(config, settings)
-    names = {name for row in rows for name in _names(row, config)}
+    names = {name for row in rows for name in row.names}
     if missing := sorted(names - set(tensors)):
         raise UserError(
             f"{len(missing)} adapter tensors are missing, first {missing[0]!r}; {CONFIG} names "
@@ -71,20 +66,15 @@ def from_peft(
         )
     leaves = {}
     for row in rows:
-        size = lora.shape(config, settings, row)
-        parts = [np.asarray(tensors[name]) for name in _names(row, config)]
-        for name, part in zip(_names(row, config), parts, strict=True):
-            if part.shape != size[:0:-1]:
+        parts = [np.asarray(tensors[name]) for name in row.names]
+        for name, part in zip(row.names, parts, strict=True):
+            if part.shape != row.hf_shape:
                 raise UserError(
-                    f"adapter tensor {name!r} has shape {part.shape}, wanted {size[:0:-1]}; it "
+                    f"adapter tensor {name!r} has shape {part.shape}, wanted {row.hf_shape}; it "
                     f"does not fit {CONFIG} or the model"
                 )
         leaves[row.path] = jnp.asarray(np.stack([part.T.astype(np.float32) for part in parts]))
     return parameters.build(leaves)
-
-
-def _names(row: parameters.Row, config: ModelConfig) -> list[str]:
-    return [row.hf.format(layer) for layer in range(config.num_layers)]
 
 
 def save(
@@ -94,19 +84,18 @@ def save(
     adapters: Params,
     base: str = "",
 ) -> None:
-    """Writes a PEFT directory, whole or not at all.
+    """Write a PEFT directory, whole or not at all.
 
     Args:
       base: directory or hub name of the model that the adapters belong to, for PEFT to find.
 
     Raises:
-      UserError: when it cannot be written; nothing is left behind.
+      UserError: it cannot be written; nothing is left behind.
     """
     tensors = to_peft(adapters, config, settings)
-    with replaced_directory(Path(path)) as fresh:
+    with atomic_directory(Path(path)) as fresh:
         (fresh / CONFIG).write_text(json.dumps(_to_json(settings, base), indent=2) + "\n")
-        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
-        (fresh / WEIGHTS).chmod(0o644)  # safetensors makes it 0600, whatever the umask
+        save_tensors(tensors, fresh / WEIGHTS)
 
 
 def _to_json(settings: LoraConfig, base: str) -> dict[str, Any]:
@@ -129,10 +118,10 @@ def _to_json(settings: LoraConfig, base: str) -> dict[str, Any]:
 
 
 def load(path: str | Path, config: ModelConfig) -> tuple[LoraConfig, Params]:
-    """The adapters of a PEFT directory, for the model of `config`.
+    """Return the adapters of a PEFT directory, for the model of `config`.
 
     Raises:
-      UserError: the file, option or tensor that is missing or that rlx does not have.
+      UserError: a file or tensor is missing, or an option is not supported.
     """
     path = Path(path)
     settings = load_config(path)
@@ -143,7 +132,7 @@ def load(path: str | Path, config: ModelConfig) -> tuple[LoraConfig, Params]:
 
 
 def load_config(path: str | Path) -> LoraConfig:
-    """What a PEFT directory's `adapter_config.json` says; UserError for what rlx does not have."""
+    """Return the settings of a PEFT directory; UserError for an option that rlx does not have."""
     file = Path(path) / CONFIG
     if not file.exists():
         raise UserError(f"{file} is missing; give a directory that PEFT or rlx wrote")

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: angles from positions, and the rotation. Pure.
+"""Rotary position embeddings: angles from positions. Pure.
 
 Source: Su et al., RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; `llama3` and `linear` as
 transformers computes them, in float32 like it.
@@ -14,7 +14,7 @@ from rlx.model.model_config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angular frequency of each rotated pair, and the factor on cosine and sine.
+    """Return the angular frequency of each rotated pair, and the factor on cosine and sine.
 
     Returns:
       [head_dim / 2] float32, radians per token; a scale ≥ 1 (1 except for YaRN).
@@ -31,7 +31,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
-    """Long wavelengths are stretched, short ones kept, those between interpolated."""
+    """Stretch long wavelengths, keep short ones, interpolate those between."""
     wavelength = 2 * np.pi / plain
     low, high = rope.low_freq_factor, rope.high_freq_factor
     original = rope.original_max_position_embeddings
@@ -40,7 +40,7 @@ def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: Rope, plain: np.ndarray, head_dim: int) -> np.ndarray:
-    """Interpolates low frequencies, keeps high ones, with a linear ramp over pair indices."""
+    """Interpolate low frequencies, keep high ones, with a linear ramp over pair indices."""
 
     def pair_index(rotations: float) -> float:
         length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -69,7 +69,7 @@ def _yarn_scale(rope: Rope) -> float:
 
 
 def tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every position and pair.
+    """Return cosine and sine of every position and pair.
 
     Args:
       positions: [...] int32, tokens from the start of the segment.

@@ -1,7 +1,7 @@
-"""Which mesh axis each logical axis of a parameter is cut along.
+"""Rules that map each logical axis of a parameter to a mesh axis.
 
-`fsdp`-style sharding cuts the model width along `data`; tensor parallelism cuts heads, MLP and
-vocabulary along `tensor`. A rule applies only where the mesh has the axis and the size divides.
+FSDP-style sharding cuts the model width along `data`; tensor parallelism cuts heads, MLP and
+vocabulary along `tensor`. A rule applies only where the mesh has the axis and it divides the size.
 """
 
 import jax
@@ -27,7 +27,7 @@ BATCH = PartitionSpec("data")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`"data:4,tensor:2"` → {"data": 4, "tensor": 2}; empty text is an empty mesh."""
+    """Parse "data:4,tensor:2" as {"data": 4, "tensor": 2}; empty text is an empty mesh."""
     axes = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, size = part.partition(":")
@@ -38,9 +38,12 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str) -> Mesh | None:
-    """The mesh of `text` over all devices, or None for one device and empty text.
+    """Return the mesh of `text` over all devices, or None for one device and empty text.
 
     Empty text with several devices puts all of them on `data`.
+
+    Raises:
+      UserError: `text` is malformed or its product is not the number of devices.
     """
     axes = parse_mesh(text)
     devices = jax.device_count()
@@ -54,13 +57,13 @@ def make_mesh(text: str) -> Mesh | None:
             f"train.mesh={text!r} has {axes['data'] * axes['tensor']} places, not {devices}; "
             "make the product equal"
         )
-    # Auto: the compiler places intermediates; explicit axes would want a sharding for every gather.
+    # Auto: the compiler shards intermediates; explicit axes would need a sharding at every gather.
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
 
 
 def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
-    """The partition of one parameter over the mesh."""
+    """Return the partition of one parameter over the mesh."""
     sizes = parameters.axis_sizes(config)
     # Whole heads only: half a head on a device would split RoPE's pairs.
     units = sizes | {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
@@ -75,7 +78,7 @@ def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
 def named_shardings(
     config: ModelConfig, mesh: Mesh, rows: tuple[parameters.Row, ...] | None = None
 ) -> parameters.Params:
-    """The pytree of NamedShardings with the structure of the parameters, or of other `rows`."""
+    """Return the pytree of NamedShardings of the parameters, or of other `rows`."""
     rows = parameters.table(config) if rows is None else rows
     return parameters.build(
         {row.path: NamedSharding(mesh, spec(config, row, mesh)) for row in rows}

@@ -1,13 +1,14 @@
-"""The tensors in an HF directory's safetensors files, each read when it is asked for. No JAX."""
+"""Tensors of an HF directory's safetensors files, each read when it is asked for. No JAX."""
 
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes as ml_dtypes  # gives numpy the bfloat16 that safetensors looks for
+import ml_dtypes as ml_dtypes  # gives numpy the bfloat16 that safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from rlx.base import UserError
 from rlx.model.directory import read_json
@@ -17,17 +18,17 @@ INDEX = "model.safetensors.index.json"
 
 
 class LazyTensors(Mapping):
-    """The tensors of one or more safetensors files; each is read when it is asked for."""
+    """Tensors of one or more open safetensors files, by name; each access reads one."""
 
     def __init__(self, files: Mapping[str, Any]):
         self._files = dict(files)  # tensor name → open safetensors file
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it."""
+        """Return a tensor's shape, without reading it."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Of a tensor, as safetensors has it (F32, BF16, …), without reading it."""
+        """Return a tensor's dtype in safetensors' words (F32, BF16, …), without reading it."""
         return self._files[name].get_slice(name).get_dtype()
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -42,7 +43,11 @@ class LazyTensors(Mapping):
 
 @contextlib.contextmanager
 def open_tensors(path: str | Path):
-    """The tensors of an HF directory (single file or sharded with an index), or of one file."""
+    """Open the tensors of an HF directory (one file, or several with an index), or of a file.
+
+    Raises:
+      UserError: a file is missing or damaged.
+    """
     path = Path(path)
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -58,7 +63,7 @@ def open_tensors(path: str | Path):
 
 
 def shards(path: Path) -> list[Path]:
-    """The safetensors files of an HF directory; or the one file that `path` is.
+    """Return the safetensors files of an HF directory, or `path` itself if it is a file.
 
     Raises:
       UserError: the directory has none, or one that its index names is missing.
@@ -77,3 +82,9 @@ def shards(path: Path) -> list[Path]:
                 raise UserError(f"{path / INDEX} names {name}, which is missing; get it again")
         return [path / name for name in names]
     raise UserError(f"{path} has no {WEIGHTS} (nor {INDEX}); give a directory with safetensors")
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write a safetensors file that transformers and PEFT read, for every user to read."""
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it 0600, whatever the umask

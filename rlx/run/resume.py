@@ -14,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
-from rlx.model import replaced
+from rlx.model import atomic_directory
 from rlx.observe.environment import SAME
 from rlx.observe.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
 from rlx.observe.metrics import RECORDS, forget
@@ -32,7 +32,7 @@ def claim(config: ConfigDict, workdir: Path) -> list[str]:
       UserError: it holds a run that this one would not continue.
     """
     for name in ("hf", "adapter", INITIAL):
-        replaced.sweep(workdir / name)
+        atomic_directory.sweep(workdir / name)
     for directory in (workdir, workdir / "rollouts"):
         sweep(directory)
     new = as_json(config)

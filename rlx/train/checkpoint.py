@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from rlx.base import DiskFull, Group, UserError
-from rlx.model.replaced import exchange
+from rlx.model.atomic_directory import exchange
 from rlx.train.archive import read_groups, write_groups
 
 _NAME = re.compile(r"step_(\d{8,})")

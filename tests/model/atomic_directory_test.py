@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from rlx.model import replaced
-from rlx.model.replaced import replaced_directory, sweep
+from rlx.model import atomic_directory as module
+from rlx.model.atomic_directory import atomic_directory, sweep
 
 REPLACE = """
 import sys
 from pathlib import Path
-from rlx.model.replaced import replaced_directory
+from rlx.model.atomic_directory import atomic_directory
 for turn in range(1_000_000):
-    with replaced_directory(Path(sys.argv[1])) as fresh:
+    with atomic_directory(Path(sys.argv[1])) as fresh:
         for name in "ab":
             (fresh / name).write_text(str(turn))
     print(turn, flush=True)
@@ -24,7 +24,7 @@ for turn in range(1_000_000):
 
 
 def replace(path, text):
-    with replaced_directory(path) as fresh:
+    with atomic_directory(path) as fresh:
         (fresh / "a").write_text(text)
 
 
@@ -52,7 +52,7 @@ def test_it_is_there_at_every_moment_and_a_killed_writers_copy_goes_at_the_next_
 
 def test_a_living_writers_copy_is_not_swept(tmp_path):
     path = tmp_path / "hf"
-    with replaced_directory(path) as fresh:
+    with atomic_directory(path) as fresh:
         (fresh / "a").write_text("first")
         replace(path, "second")
     assert (path / "a").read_text() == "first"
@@ -61,7 +61,7 @@ def test_a_living_writers_copy_is_not_swept(tmp_path):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_without_an_exchange_what_was_taken_away_comes_back(tmp_path, monkeypatch, killed):
-    monkeypatch.setattr(replaced, "exchange", lambda one, other: False)
+    monkeypatch.setattr(module, "exchange", lambda one, other: False)
     path = tmp_path / "hf"
     replace(path, "first")
     replace(path, "second")

@@ -1,4 +1,4 @@
-"""Directories that are replaced whole: a reader finds the old one or the new one. No JAX."""
+"""Atomic replacement of a directory: a reader finds the old one or the new one. No JAX."""
 
 import ctypes
 import errno
@@ -21,10 +21,13 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
 
 
 @contextmanager
-def replaced_directory(path: Path) -> Iterator[Path]:
-    """A fresh directory that takes `path`'s place when the block succeeds, else disappears.
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield a fresh directory that replaces `path` when the block succeeds, and goes when it fails.
 
-    What a killed process left of its own goes first.
+    What killed writers of `path` left behind is removed first.
+
+    Raises:
+      UserError, DiskFull: it cannot be written; `path` is unchanged.
     """
     fresh, lock = None, -1
     try:
@@ -38,7 +41,7 @@ def replaced_directory(path: Path) -> Iterator[Path]:
         fresh.chmod(0o755)  # mkdtemp's 0700 would hide an exported model from other users
         if not path.exists():
             fresh.rename(path)
-        elif not exchange(fresh, path):  # for a moment there is none; `sweep` mends that
+        elif not exchange(fresh, path):  # for a moment there is none; `sweep` restores it
             old = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
             path.rename(old / path.name)
             fresh.rename(path)
@@ -63,7 +66,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers of `path` left beside it; put back what one had taken away."""
+    """Remove what killed writers of `path` left behind; restore `path` if one had moved it away."""
     for left in path.parent.glob(f".{path.name}-*"):
         if (lock := _locked(left)) < 0:
             continue  # its writer lives
@@ -74,7 +77,7 @@ def sweep(path: Path) -> None:
 
 
 def _locked(directory: Path) -> int:
-    """A descriptor that holds a directory until it is closed; −1 where another does."""
+    """Return a descriptor that locks a directory until it is closed; −1 if it is locked."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
