@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlx.base import UserError
-from rlx.rewards import quantity
+from rlx.rewards import numbers
 from rlx.rewards.answers import compact, final_answers, tidy
 
 RIGHT = 0.5  # a reward above it counts as a right answer
@@ -56,7 +56,7 @@ def ballot(completion: str) -> str | None:
     """
     found = final_answers(completion)
     for reading in map(tidy, found):
-        if number := quantity.read(reading):
+        if number := numbers.read(reading):
             return f"{number.value}{'%' if number.percent else ''}"
     return compact(tidy(found[0])) or None if found else None
 

@@ -1,20 +1,27 @@
 r"""The final answer of a free text, and one way to write what can be written in many.
 
-    completion ─ final_answers ─▶ `\dfrac12\text{ cm}.` ─ tidy ─▶ `\frac{1}{2}\text{ cm}`
+    completion ─ final_answers ─▶ `\dfrac12\text{ cm}.` ─ tidy ─▶ `\frac12\text{ cm}`
 
-All of it is linear in the text, and nothing raises on any text.
+math-verify's own extraction misses answers such as `(B)` and `A: B`, and joins boxes of which the
+last corrects the one before. Time is linear in the text, and no text raises.
 """
 
 import re
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, TypeVar
 
 from rlx.rewards import numbers
+
+T = TypeVar("T")
 
 MAX_LENGTH = 1000  # characters of a final answer; a longer one is compared as it stands
 _TAIL = 4000  # characters at a text's end in which an answer without a box is looked for
 _WHOLE = 100  # characters up to which a text may be nothing but its answer
 
-_OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\[{}]|\{|\}")
+_SIMPLE_BOX = re.compile(r"\\boxed\s+([^\s{}\\$]+)")
 _JOINT = re.compile(  # between boxes that make one answer: `\boxed{2} and \boxed{3}`
     r"[\s$.\\()\[\]]*(?:,|;|\band\b|\bor\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\})"
     r"(?:[\s$,.\\()\[\]]|\bx\s*=|\band\b|\bor\b)*",
@@ -24,6 +31,11 @@ _PHRASE = re.compile(
     r"(?:\banswer\b[\s*_]*(?:is|:|=)|^[*_]*A[*_]*:)[\s*_:]*(?:the\s+)?",
     re.IGNORECASE | re.MULTILINE,
 )
+_MARKER_LEAD = re.compile(  # what may stand between #### and its number
+    r"(?:[^\w\n.$£€¥+-]|\.(?![0-9])|\b(?:the|final|answer|result|is|boxed|text|total)\b){0,40}",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(r"[.):]\s*[^\W\d]")  # `#### 1. First we …` numbers a section
 _ANNOTATION = re.compile(r"<<[^<>\n]{0,200}>>")  # a calculator's, between a sum and its result
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 # `$…$`, `$$…$$`, `\(…\)`, `\[…\]`; not the two signs of `$5 and $7` or `$3*5=$15`
@@ -38,73 +50,37 @@ _ONLY_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
 _ASIDE = re.compile(r",\s|\b(?:because|since|as|for|so|which|and not|not)\b")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 
-_CHARACTERS = {
-    **{chr(0xFF01 + i): chr(0x21 + i) for i in range(94)},  # full-width forms
-    **dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\ufe63", "-"),
-    **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u200a\u3000\u2005", " "),
-    **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060", ""),
-    **dict.fromkeys("\u2018\u2019\u02bc", "'"), **dict.fromkeys("\u201c\u201d", '"'),
-    "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": "\\pi ",
-    "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "°": "^\\circ ", "∪": "\\cup ",
-    "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "∅": "\\emptyset ", "θ": "\\theta ",
-    "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "ℝ": "\\mathbb{R}", "∗": "*",
-}  # fmt: skip
-_TRANSLATION = str.maketrans(_CHARACTERS)
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_POWER = re.compile("[⁰¹²³⁴-⁹⁻⁺]+")
-_REWRITES = tuple(
+_REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"√\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"(?:(?<![\\A-Za-z])sqrt|√)\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))", r"\\sqrt{\1\2}"),
         (r"√", r"\\sqrt "),
-        (r"(?<=[0-9])\s?(?=[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])", " "),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm)(?![A-Za-z])", ""),
-        (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)", ""),
+        (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)|\\(?:boxed|fbox)\s*(?=\{)", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
-        (
-            r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it|sf)|mbox|operatorname)\*?\s*\{",
-            r"\\text{",
-        ),
-        (r"\\text\s*\{\s*\}", ""),
-        (r"(?<=[0-9])(?:\{,\}|\\[,!;: ]|\{\\[,!]\})\s?(?=[0-9]{3}(?![0-9]))", ","),
-        (r"(?<=[0-9]),\\!(?=[0-9])", ","),
+        (r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it|sf)|mbox|operatorname)\*?\s*\{",
+         r"\\text{"),
         (r"(?<!\\)\\[,!;: ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\([$%#&_])", r"\1"),
-        (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*([0-9])\s*\{", r"\\frac{\1}{"),
-        (r"(\\frac\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}"),
-        (r"\\?(?<![A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\sqrt\s*([0-9])", r"\\sqrt{\1}"),
-        (r"\\leq(?:slant)?(?![A-Za-z])", r"\\le"),
-        (r"\\geq(?:slant)?(?![A-Za-z])", r"\\ge"),
-        (r"\\neq(?![A-Za-z])", r"\\ne"),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset"),
-        (r"\^\s*\{\s*\\circ\s*\}|\\degree(?![A-Za-z])", r"^\\circ"),
-        (r"(?<![\w}\])])\+\s*\\infty", r"\\infty"),
-        (r"(?<![\\A-Za-z])(sqrt|pi|sin|cos|tan|log|ln|infty)(?![A-Za-z])", r"\\\1"),
-        (r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty"),
+        (r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|log|ln|exp|infty)(?![A-Za-z])", r"\\\1"),
     )
-)
-_EDGES = " \t\r\n*`.,;:"
-_PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+)  # fmt: skip
+_PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("{", "}"))
 
 
 def final_answers(text: str) -> tuple[str, ...]:
-    r"""The text's final answer, as it is written; several readings where no rule tells, else none.
+    r"""Return a text's final answer as it is written; several readings where no rule decides.
 
     The last closed box (boxes joined by a comma, "and" or "or" are one answer); else what follows
     the last `####`; else the last "answer is" or line with "A:" in front; else the last `$…$`, or
     the last number on a line behind it; else the whole text where it is short, or its last
-    number. A text whose only box is still open was cut off: no answer.
+    number. A text whose only box is still open was cut off and has no answer.
     """
     text = _ANNOTATION.sub("", text)
     box = _joined_boxes(text)
     if box is not None:
         return (box,)
-    if _OPEN_BOX.search(text):
+    if any(match["box"] for match in _BRACES.finditer(text)):
         return ()
     if "####" in text:
         line = text.rpartition("####")[2].strip()[: MAX_LENGTH + 1].split("\n", 1)[0]
@@ -116,17 +92,35 @@ def final_answers(text: str) -> tuple[str, ...]:
         return stated
     formula, behind = _last_formula(tail)
     if formula:
-        later = numbers.last_number(behind.partition("\n")[2])  # on a line of its own
-        return (*stated, later or formula)
+        return (*stated, _last_number(behind.partition("\n")[2]) or formula)
     if stated:
         return stated
-    whole = (tail,) if len(text.strip()) <= _WHOLE and text.strip() else ()
-    number = numbers.last_number(tail)
+    whole = (tail,) if 0 < len(text.strip()) <= _WHOLE else ()
+    number = _last_number(tail)
     return (*whole, number) if number else whole
 
 
+def final_number(text: str) -> Fraction | None:
+    r"""Return the final number of a text: after its last `####`, else in its last box, else last.
+
+    A form that holds no number is passed over for the next. None when there is none at all.
+    """
+    for part in reversed(text.split("####")[1:]):
+        line = numbers.plain(part[: 2 * numbers.MAX_LENGTH].split("\n", 1)[0])
+        lead = _MARKER_LEAD.match(line)
+        match = numbers.NUMBER.match(line, lead.end() if lead else 0)
+        value = numbers.value(match) if match else None
+        if match and value is not None and not _HEADING.match(line, match.end()):
+            return value
+    box = numbers.plain(last_box(text) or "")
+    for part in (box.rpartition("=")[2], box):  # `x = 72` means 72
+        for value in numbers.find(part):
+            return value
+    return _last(numbers.find(numbers.plain(text)))
+
+
 def reference(answer: Any, solution: Any = None) -> str | None:
-    r"""The answer a dataset row asks for, as it is written; None where the row has none.
+    r"""Return the answer a dataset row asks for, as it is written; None where the row has none.
 
     Args:
       answer: the expression alone, a list of expressions, or a solution with a `\boxed{…}`, a
@@ -146,31 +140,40 @@ def reference(answer: Any, solution: Any = None) -> str | None:
     return (_PROSE.search(text) and _last_formula(text[-_TAIL:])[0]) or text
 
 
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last closed `\boxed{…}` or `\fbox{…}`, with nested braces."""
+    found = _boxes(text)
+    if found:
+        _, start, end = found[-1]
+        return text[start:end]
+    simple = _SIMPLE_BOX.findall(text)  # `\boxed 72`
+    return simple[-1] if simple else None
+
+
 def tidy(text: str) -> str:
-    r"""`text` with one spelling for each thing: no `\left`, `\dfrac`, `$`, odd spaces, ending dot.
+    r"""Return `text` with one spelling for each thing: no `\left`, `\dfrac`, `$` or ending dot.
 
     A text above MAX_LENGTH characters is only stripped.
     """
     if len(text) > MAX_LENGTH:
         return text.strip()
-    text = _POWER.sub(lambda power: f"^{{{power[0].translate(_SUPERSCRIPTS)}}}", _bare(text))
-    text = text.translate(_TRANSLATION)
+    text = numbers.tidy(_bare(text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return _bare(text.translate(numbers.VULGAR))
+    return _bare(text)
 
 
 def compact(text: str) -> str:
-    """`text` without spaces and without braces around a single argument, for comparing as text."""
+    """Return `text` without spaces and braces around one argument, for comparing as text."""
     text = re.sub(r"([_^])\{(-?\w+)\}(?!\w)", r"\1\2", "".join(text.split()))
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
 
 
 def _bare(text: str) -> str:
-    """Without edges that say nothing: spaces, emphasis, dollars, braces around the whole."""
+    """Return `text` without spaces, emphasis, dollars and braces around the whole."""
     for _ in range(8):
         before = text
-        text = text.strip().lstrip("*`,;: ").rstrip(_EDGES)
+        text = text.strip().lstrip("*`,;: ").rstrip(" \t\r\n*`.,;:")
         if text.endswith("\\"):  # what is left of a `\ ` or `\,`
             text = text[:-1]
         for opening, closing in _PAIRS:
@@ -178,34 +181,29 @@ def _bare(text: str) -> str:
             if text.startswith(opening) and text.endswith(closing) and opening not in inner:
                 text = inner
                 break
-        if text.startswith("{") and closes(text, 0) == len(text) - 1:
-            text = text[1:-1]
         if text == before:
             break
     return text
 
 
-def closes(text: str, at: int) -> int:
-    r"""Where the bracket that opens at `text[at]` closes, any of `)]}` and `\}` alike; −1: never.
-
-    Half-open intervals close otherwise than they open.
-    """
-    depth = 0
-    while at < len(text):
-        if text[at] == "\\" and at + 1 < len(text) and text[at + 1] not in "{}":
-            at += 2
-            continue
-        depth += (text[at] in "([{") - (text[at] in ")]}")
-        if depth == 0 and text[at] in ")]}":
-            return at
-        at += 1
-    return -1
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Return begin, content's begin and end of all closed boxes, in order of their ends."""
+    stack: list[tuple[int, int] | None] = []  # a box's begin and its content's; None: other braces
+    found = []
+    for match in _BRACES.finditer(text):
+        if match[0] == "}":
+            opened = stack.pop() if stack else None
+            if opened:
+                found.append((*opened, match.start()))
+        elif match["box"] or match[0] == "{":
+            stack.append(match.span() if match["box"] else None)
+    return found
 
 
 def _joined_boxes(text: str) -> str | None:
-    found = numbers.boxes(text)
+    found = _boxes(text)
     if not found:
-        return numbers.last_box(text)
+        return last_box(text)
     start, first, end = found[-1]
     parts = [text[first:end]]
     for earlier, content, stop in reversed(found[-16:-1]):
@@ -219,30 +217,37 @@ def _joined_boxes(text: str) -> str | None:
 
 
 def _stated(text: str) -> tuple[str, ...]:
-    """What follows the last "answer is" or "answer:", to the end of its sentence."""
-    found = None
-    for match in _PHRASE.finditer(text):
-        found = match
+    """Return what follows the last "answer is" or "answer:", to the end of its sentence."""
+    found = _last(_PHRASE.finditer(text))
     if not found:
         return ()
     rest = text[found.end() :]
     formula = _MATH.match(rest)
     if formula:
         return (formula[formula.lastgroup or 0],)
-    end = _SENTENCE_END.search(rest)
-    sentence = (rest[: end.start()] if end else rest)[: MAX_LENGTH + 1].strip()
+    sentence = _SENTENCE_END.split(rest, maxsplit=1)[0][: MAX_LENGTH + 1].strip()
     if not _PROSE.search(sentence):
         return (sentence,) if sentence else ()
     claim = _ASIDE.split(sentence, maxsplit=1)[0]
-    inner = _last_formula(claim)[0] or numbers.last_number(claim)
+    inner = _last_formula(claim)[0] or _last_number(claim)
     return (sentence, inner) if inner else (sentence,) if len(sentence) <= _WHOLE else ()
 
 
 def _last_formula(text: str) -> tuple[str, str]:
-    """The last formula that is no prose, and what stands behind it; both empty if there is none."""
+    """Return the last formula that is no prose, and what stands behind it; both may be empty."""
     found = "", ""
     for match in _MATH.finditer(text):
         content = match[match.lastgroup or 0].strip()
         if content and not _PROSE.search(_TEXT.sub("", content)):
             found = content, text[match.end() :]
     return found
+
+
+def _last_number(text: str) -> str | None:
+    """Return the last number of `text` as it is written, LaTeX made plain."""
+    found = _last(numbers.NUMBER.finditer(numbers.plain(text)))
+    return found[0] if found else None
+
+
+def _last(items: Iterable[T]) -> T | None:
+    return next(iter(deque(items, maxlen=1)), None)

@@ -1,160 +1,213 @@
-r"""Reading a final numeric answer out of free text, in time linear in its length.
+r"""Numbers as people and models write them, read as exact fractions.
 
-Understands `#### 72`, `\boxed{72}` with nested braces, and plain numbers with sign, currency,
-thousands separators, decimals, percent, units behind, `3/4`, `1 3/4`, `½`, `\frac{3}{4}`, `1e3`.
-Values are exact fractions, so 72.00 = 72 and 0.75 = 3/4. Nothing here raises on any text.
+`find` reads the numbers of free text, `read` a text that is one number with its unit: `-1,000.50`,
+`3/4`, `1½`, `\frac{3}{4}`, `2.5 \times 10^{-4}`, `0.1\overline{6}`, `$5`, `50%`, `5 \text{ cm}^2`.
+Time is linear in the text, and no text raises.
 """
 
 import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
-_MAX_DIGITS = 400  # a longer number is not an answer, and int() refuses thousands of digits
+MAX_LENGTH = 400  # characters of a number; int() refuses thousands of digits
+_MIN_PLACES = 6  # decimal places from which on a rounded decimal counts as its fraction
 
 # Every repetition is over disjoint characters, so no text makes these backtrack far.
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
 _DECIMAL = rf"(?:(?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)"
-_NUMBER = re.compile(
+NUMBER = re.compile(
     rf"""
     (?<![A-Za-z_0-9\^])(?<![0-9]\.)(?<!\^[{{-])   # not inside a word or number, not an exponent
     (?P<sign>(?<![)\]%])[-+](?=[0-9.$£€¥]))?      # a sign, not a minus between two operands
-    (?:[$£€¥]\ ?(?P<inner_sign>-)?)?
+    (?:(?P<currency>[$£€¥])\ ?(?P<inner_sign>-)?)?
     (?:(?P<integer>[0-9]+)\ (?=[0-9]+/[0-9]))?    # the 1 of 1 3/4
     (?>(?P<numerator>{_DECIMAL})
       (?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9A-Za-z])
       | \ ?/\ ?(?P<denominator>{_DECIMAL}) )? )
-    (?!\s?(?:[√π⁰¹²³⁴-⁻]|\\pi|\^\s?[{{(]?\s?-?(?:[0-9]|[a-z]\b)))  # nor a factor or base
+    (?!\s?(?:[√π]|\\pi|\^\s?[{{(]?\s?-?(?:[0-9]|[a-z]\b)))  # nor a factor or base
     """,
     re.VERBOSE,
 )
-_LEAD = re.compile(  # what may stand between #### and its number
-    r"(?:[^\w\n.$£€¥+-]|\.(?![0-9])|\b(?:the|final|answer|result|is|boxed|text|total)\b){0,40}",
-    re.IGNORECASE,
-)
-_HEADING = re.compile(r"[.):]\s*[^\W\d]")  # `#### 1. First we …` numbers a section
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|\{|\}")
-_SIMPLE_BOX = re.compile(r"\\boxed\s+([^\s{}\\$]+)")
-_ONE_CHARACTER = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-_SPELLED = ("1/2", "1/3", "2/3", "1/4", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "1/8",
-            "3/8", "5/8", "7/8")  # fmt: skip
-VULGAR = str.maketrans(dict(zip(_ONE_CHARACTER, _SPELLED, strict=True)))
-_LATEX = (
-    (re.compile(r"(?:\\?sqrt\s?(?:\[[^]\n]{0,9}\])?|√)[\s{(]{0,9}[-+]?"), "√_"),  # holds no number
-    (re.compile(rf"(?<=[0-9])\s?(?=[{_ONE_CHARACTER}])"), " "),
-    (re.compile(r"\{,\}|\\[,!;: ](?=[0-9]{3}(?![0-9]))|[\u00a0\u2009\u202f](?=[0-9]{3})"), ","),
+
+_Rules = Iterable[tuple[re.Pattern[str], Any]]  # what to find, and what to put there
+_CHARACTERS = str.maketrans({
+    **{chr(code): unicodedata.normalize("NFKC", chr(code)).replace("\u2044", "/")  # ½, full-width
+       for code in (*range(0xBC, 0xBF), *range(0x2150, 0x215F), *range(0xFF01, 0xFF5F))},
+    **dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u200a\u3000\u2005", " "),
+    **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060", ""),
+    **dict.fromkeys("\u2018\u2019\u02bc", "'"), **dict.fromkeys("\u201c\u201d", '"'),
+    "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": "\\pi ",
+    "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "°": "^\\circ ", "∪": "\\cup ",
+    "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "∅": "\\emptyset ", "θ": "\\theta ",
+    "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "ℝ": "\\mathbb{R}", "∗": "*",
+})  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_DIGITS: _Rules = (
+    (re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\[,!;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"),
+     ","),
+    (re.compile("(?<=[0-9])\\s?(?=[¼-¾⅐-⅞])"), " "),
+    (re.compile("[⁰¹²³⁴-⁹⁻⁺]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
+)  # fmt: skip
+_FRACTIONS: _Rules = (
     (re.compile(r"(?<=[0-9])\s?\\[dt]?frac"), r" \\frac"),
     (re.compile(r"\\[dt]?frac\s?([0-9])\s?([0-9])(?![0-9])"), r"\1/\2"),
     (re.compile(r"\\[dt]?frac\s?\{\s?([^{}]{1,60})\}\s?\{\s?([^{}]{1,60})\}"), r"\1/\2"),
+    (re.compile(r"(?<=[0-9])\s?(?:\\times|\\cdot|[*x])\s?10\s?(?:\^|\*\*)\s?"
+                r"(?:\{\s?([-+]?[0-9]{1,3})\s?\}|([-+]?[0-9]{1,3})(?![0-9]))"), r"e\1\2"),
+    (re.compile(r"(?<![0-9])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar)\s?\{([0-9]{1,50})\}"),
+     lambda match: str(_repeating(*match.groups()))),
+)  # fmt: skip
+_ROOTS: _Rules = (  # hold no number
+    (re.compile(r"(?:\\?sqrt\s?(?:\[[^]\n]{0,9}\])?|√)[\s{(]{0,9}[-+]?"), "√_"),
+)
+_MARKUP: _Rules = (
     (re.compile(r"\\(?:left|right|text|mathrm|mathbf|textbf|boxed|fbox)(?![A-Za-z])"), " "),
     (re.compile(r"\\\$"), "$"),
     (re.compile(r"\\[%,!;: ()\[\]]"), " "),
-    (re.compile("[\u2212\u2013\u2012\ufe63\uff0d](?=[$£€¥]?[0-9.])"), "-"),
 )
 
+_PERCENT = re.compile(r"\s*(?:%|\\text\s*\{\s*(?:%|per\s?cent)\s*\}|per\s?cent\b)", re.IGNORECASE)
+_DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree")
+_EXPONENT = re.compile(r"\s*\^\s*(?:[1-4]|\{\s*-?[1-4]\s*\})")
+_IN_TEXT = re.compile(r"(?:\s*(?:\\text\s*\{[^{}]*\}|\\frac|[{}]))+\s*[CFK]?[\s.]*")
+_BARE = re.compile(r"\s?[A-Za-z]{2}[A-Za-z./ -]{0,60}")
+_NAMES = {  # of a unit; two known units that differ are a contradiction
+    "m": "m meter metre", "cm": "cm centimeter centimetre", "mm": "mm millimeter millimetre",
+    "km": "km kilometer kilometre", "in": "in inch inche", "ft": "ft feet foot", "yd": "yd yard",
+    "mi": "mi mile", "g": "g gram", "kg": "kg kilogram", "mg": "mg milligram", "lb": "lb pound",
+    "oz": "oz ounce", "s": "s sec second", "min": "min minute", "h": "h hr hour", "d": "d day",
+    "w": "week", "month": "month", "y": "yr year", "l": "l liter litre", "ml": "ml milliliter",
+    "°": "deg degree", "rad": "rad radian", "dollar": "dollar usd $", "cent": "cent",
+    "euro": "euro €", "mph": "mph", "kph": "kph kmh", "°C": "c celsius", "°F": "f fahrenheit",
+}  # fmt: skip
+_UNITS = {name: unit for unit, names in _NAMES.items() for name in names.split()}
+_UNITS |= {f"{name}s": unit for name, unit in _UNITS.items() if len(name) > 1}
+_NOT_UNITS = {"and", "or", "to", "if", "when", "mod", "over", "not", "is", "are", "plus", "minus",
+              "times", "than"}  # fmt: skip
 
-def read_answer(text: str) -> Fraction | None:
-    r"""The final number of `text`: after its last `####`, else in its last box, else its last.
 
-    A form that holds no number is passed over for the next. None when there is none at all.
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number as written.
+
+    Attributes:
+      value: as if there were no percent sign.
+      percent: whether a percent sign follows.
+      unit: a key of _NAMES; "" for none or an unknown one.
+      places: decimal places; -1 unless written as a plain decimal.
     """
-    for candidate in (_after_marker, _in_box, _last_number):
-        value = candidate(text)
-        if value is not None:
-            return value
-    return None
+
+    value: Fraction
+    percent: bool
+    unit: str
+    places: int
 
 
-def last_box(text: str) -> str | None:
-    r"""The content of the last closed `\boxed{…}` (or `\fbox`), nested braces and all."""
-    found = boxes(text)
-    if found:
-        _, start, end = found[-1]
-        return text[start:end]
-    simple = _SIMPLE_BOX.findall(text)  # `\boxed 72`
-    return simple[-1] if simple else None
+def find(text: str) -> Iterator[Fraction]:
+    """Yield the value of each number in a `plain` text that has one."""
+    for match in NUMBER.finditer(text):
+        found = value(match)
+        if found is not None:
+            yield found
 
 
-def boxes(text: str) -> list[tuple[int, int, int]]:
-    """All closed boxes: where each begins, its content begins and ends; in order of their ends."""
-    stack: list[tuple[int, int]] = []  # of the content for a box, negative for any other brace
-    found = []
-    for match in _BRACES.finditer(text):
-        token = match.group()
-        if token == "}":
-            opened, start = stack.pop() if stack else (-1, -1)
-            if start >= 0:
-                found.append((opened, start, match.start()))
-        elif token == "{":
-            stack.append((-1, -1))
-        elif token[-1] == "{" and len(token) > 2:
-            stack.append(match.span())
-    return found
-
-
-def _after_marker(text: str) -> Fraction | None:
-    for part in reversed(text.split("####")[1:]):
-        line = _plain(part[: 2 * _MAX_DIGITS].split("\n", 1)[0])
-        lead = _LEAD.match(line)
-        number = _NUMBER.match(line, lead.end() if lead else 0)
-        if number and not _HEADING.match(line, number.end()):
-            value = _value(number)
-            if value is not None:
-                return value
-    return None
-
-
-def _in_box(text: str) -> Fraction | None:
-    box = last_box(text)
-    if box is None:
+def value(match: re.Match[str]) -> Fraction | None:
+    """Return what a match of NUMBER is worth; None if it is too long or divides by zero."""
+    exponent = int(match["exponent"] or 0)
+    if match.end() - match.start() > MAX_LENGTH or abs(exponent) > MAX_LENGTH:
         return None
-    plain = _plain(box)
-    for part in (plain.rpartition("=")[2], plain):  # `x = 72` means 72
-        for match in _NUMBER.finditer(part):
-            if (value := _value(match)) is not None:
-                return value
-    return None
-
-
-def last_number(text: str) -> str | None:
-    """The last number of `text` as it is written, LaTeX made plain; None when there is none."""
-    found = None
-    for match in _NUMBER.finditer(_plain(text)):
-        found = match.group()
-    return found
-
-
-def _last_number(text: str) -> Fraction | None:
-    value = None
-    for match in _NUMBER.finditer(_plain(text)):
-        found = _value(match)
-        value = value if found is None else found
-    return value
-
-
-def _plain(text: str) -> str:
-    for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
-    return text.translate(VULGAR)
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    """The matched number; None when it has too many digits or divides by zero."""
-    if match.end() - match.start() > _MAX_DIGITS:
+    top, bottom = (match[name] or "1" for name in ("numerator", "denominator"))
+    divisor = Fraction(bottom.replace(",", ""))
+    if divisor == 0:
         return None
-    value = _fraction(match["numerator"])
-    if match["denominator"]:
-        denominator = _fraction(match["denominator"])
-        if denominator == 0:
-            return None
-        value /= denominator
-    if match["exponent"]:
-        if abs(int(match["exponent"])) > _MAX_DIGITS:
-            return None
-        value *= Fraction(10) ** int(match["exponent"])
-    if match["integer"]:
-        value += int(match["integer"])
+    fraction = Fraction(top.replace(",", "")) / divisor * Fraction(10) ** exponent
     negative = (match["sign"] == "-") != bool(match["inner_sign"])
-    return -value if negative else value
+    return (-1 if negative else 1) * (int(match["integer"] or 0) + fraction)
 
 
-def _fraction(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", ""))
+def plain(text: str) -> str:
+    """Return free text without the LaTeX that would hide its numbers."""
+    return _rewrite(tidy(_rewrite(text, _ROOTS)), _FRACTIONS, _MARKUP)
+
+
+def tidy(text: str) -> str:
+    r"""Return the text with ASCII or LaTeX for what is neither: `5^{2}` for 5², `1 1/2` for 1½."""
+    text = _rewrite(text, _DIGITS)
+    return text if text.isascii() else text.translate(_CHARACTERS)
+
+
+def read(text: str) -> Quantity | None:
+    """Return the quantity that is the whole of a text as `answers.tidy` leaves it, else None."""
+    text = _rewrite(tidy(text.strip()), _FRACTIONS) if len(text) <= MAX_LENGTH else ""
+    match = NUMBER.match(text)
+    found = value(match) if match else None
+    if not match or found is None:
+        return None
+    percent = _PERCENT.match(text, match.end())
+    rest = text[percent.end() if percent else match.end() :]
+    unit = _unit(rest) if rest.strip(" .") else ""
+    if unit is None:
+        return None
+    _, point, decimals = match["numerator"].partition(".")
+    is_decimal = point and not match["exponent"] and not match["denominator"]
+    return Quantity(
+        found,
+        bool(percent),
+        _UNITS.get(match["currency"] or "", unit),
+        len(decimals) if is_decimal else -1,
+    )
+
+
+def same(gold: Quantity, got: Quantity) -> bool:
+    """Return whether both are one number, given the ways people write one.
+
+    50% equals 1/2, and also the 50 of "what percent"; a decimal with at least 6 places equals
+    a fraction it is the rounding of; two known units must be the same.
+    """
+    if gold.unit and got.unit and gold.unit != got.unit:
+        return False
+    if gold.percent == got.percent:
+        return gold.value == got.value or _rounded(gold, got) or _rounded(got, gold)
+    share, other = (gold, got) if gold.percent else (got, gold)
+    return other.value == share.value / 100 or (
+        other.value == share.value and abs(share.value) >= 1
+    )
+
+
+def _rounded(exact: Quantity, decimal: Quantity) -> bool:
+    if decimal.places < _MIN_PLACES or exact.places >= 0:
+        return False
+    return round(exact.value, decimal.places) == decimal.value
+
+
+def _rewrite(text: str, *tables: _Rules) -> str:
+    for table in tables:
+        for pattern, replacement in table:
+            text = pattern.sub(replacement, text)
+    return text
+
+
+def _repeating(whole: str, fixed: str, cycle: str) -> Fraction:
+    nines = 10 ** len(cycle) - 1
+    return Fraction(int(f"0{whole}{fixed}") * nines + int(cycle), nines * 10 ** len(fixed))
+
+
+def _unit(text: str) -> str | None:
+    r"""Return the unit that is the whole of `text`, "" for an unknown one; None if it is no unit.
+
+    Whatever stands in `\text` is a unit; bare letters are one if they are known or a word.
+    """
+    text = _EXPONENT.sub("", _DEGREES.sub(r"\\text{degree}", text)).rstrip(" .")
+    words = re.findall("[a-z]+", re.sub(r"\\(?:text|frac)", " ", text).lower())
+    if not _IN_TEXT.fullmatch(text):
+        word = bool(_BARE.fullmatch(text)) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
+        if not word or not _NOT_UNITS.isdisjoint(words):
+            return None
+    units = {_UNITS[word] for word in words if word in _UNITS}
+    if len(units) > 1:
+        units.discard("°")  # of °C
+    return units.pop() if len(units) == 1 and len(words) <= 2 else ""  # "" for miles per hour

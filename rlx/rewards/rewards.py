@@ -12,7 +12,7 @@ from typing import Any
 from rlx.base import UserError
 from rlx.cli import user_code
 from rlx.config import unknown
-from rlx.rewards import answers, equality, numbers, symbolic
+from rlx.rewards import answers, equality
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 
@@ -35,8 +35,8 @@ def gsm8k(
     Args:
       answer: the number, or a whole solution that ends in `#### 72`.
     """
-    wanted = numbers.read_answer(str(answer))
-    return float(wanted is not None and numbers.read_answer(completion) == wanted)
+    wanted = answers.final_number(str(answer))
+    return float(wanted is not None and answers.final_number(completion) == wanted)
 
 
 def math(
@@ -60,7 +60,6 @@ def math(
       answer: the expression alone, or a solution with `\boxed{…}`, `$…$` or `#### …` in it.
       solution: read when there is no answer; a text with a `\boxed{…}`.
     """
-    symbolic.warm()
     wanted = answers.reference(answer, solution)
     if wanted is None:
         return 0.0
@@ -78,16 +77,10 @@ def arithmetic(
 ) -> float:
     r"""1 when the content of the completion's last `\boxed{…}` equals the answer, else 0.
 
-    Integers are compared as such, everything else as by `math`.
+    They are compared as by `math`.
     """
-    box = numbers.last_box(completion)
-    if box is None:
-        return 0.0
-    wanted, got = _integer(str(answer)), _integer(box)
-    if wanted is not None and got is not None:
-        return float(wanted == got)
-    symbolic.warm()
-    return float(equality.equal(answers.reference(answer) or "", box))
+    box = answers.last_box(completion)
+    return float(box is not None and equality.equal(answers.reference(answer) or "", box))
 
 
 REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithmetic}
@@ -123,7 +116,7 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         return
     for index, row in enumerate(rows):
         answer = row.get("answer")
-        if name == "gsm8k" and numbers.read_answer(str(answer)) is None:
+        if name == "gsm8k" and answers.final_number(str(answer)) is None:
             raise UserError(
                 f"row {index + 1}: the answer {str(answer)[-60:]!r} holds no number; "
                 "mend the row, or set reward.name=math for symbolic answers"
@@ -133,9 +126,3 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
                 f"row {index + 1} has no answer: answer={str(answer)[-60:]!r} is empty and "
                 "solution holds no \\boxed{…}; mend the row"
             )
-
-
-def _integer(text: str) -> int | None:
-    digits = text.strip().removeprefix("-")
-    short = digits.isascii() and digits.isdigit() and len(digits) <= 400
-    return int(text) if short and text.strip().count("-") <= 1 else None

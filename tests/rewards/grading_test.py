@@ -1,7 +1,6 @@
 r"""What the graders say of answers as people and models write them, and of every other text."""
 
 import contextlib
-import signal
 import threading
 import time
 
@@ -386,13 +385,6 @@ def test_a_grade_in_a_thread_leaves_nothing_behind():
     thread.join()
     assert ends == [True]
     assert threading.active_count() == before
-
-
-def test_no_timer_outlives_a_grade():
-    before = signal.getsignal(signal.SIGVTALRM)
-    math(r"\boxed{\sqrt{12}}", answer=r"2\sqrt{3}")
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGVTALRM) == before
 
 
 @given(st.integers(0, 10**6), st.integers(1, 999), st.booleans())
