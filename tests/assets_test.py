@@ -128,6 +128,7 @@ def test_a_careful_demonstration_is_the_careful_solution(recipe, monkeypatch):
     assert demonstrations.draw(question, random.Random(0)).startswith(":47\na+38~\\boxed{")
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_and_gives_the_same_weights_again(tmp_path):
     outs = [tmp_path / "a", tmp_path / "b"]
     for out in outs:

@@ -77,6 +77,19 @@ def tiny_model_dir(tmp_path_factory) -> Path:
     return model
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite runs in two processes, a file in each; a part of it is sooner done in one.
+
+    `pytest -n0` runs everything in one process, `-n4` in four. vLLM's tests fill the cores alone.
+    """
+    chosen = getattr(config.option, "numprocesses", 0)  # 0 without pytest-xdist
+    whole = config.args_source is config.ArgsSource.TESTPATHS and config.option.markexpr != "vllm"
+    if whole and chosen is None and not (hasattr(config, "workerinput") or config.option.usepdb):
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked `vllm` need it; without it they say so."""
     if importlib.util.find_spec("vllm") is None:

@@ -159,6 +159,7 @@ def test_the_exported_directory_loads_in_transformers(finished_run):
     assert model(ids).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)

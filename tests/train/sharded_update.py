@@ -1,5 +1,7 @@
 """Run by update_test in a process with 8 devices: sharded updates equal those of one device."""
 
+import sys
+
 import jax
 import numpy as np
 
@@ -69,8 +71,10 @@ METRICS = (
 )  # fmt: skip
 
 
-def main():
+def main(*presets):
     for mesh, minibatches, budget, rank, preset, name in CASES:
+        if preset not in presets:
+            continue
         _, alone, expected = run("", minibatches, 2048, rank, preset)
         trainer, state, metrics = run(mesh, minibatches, budget, rank, preset)
         q = state.params["layers"][name]
@@ -85,4 +89,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -392,11 +392,14 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
     assert "not read yet" not in repr(metrics)
 
 
-def test_sharded_is_unsharded():
+@pytest.mark.parametrize(
+    "presets", [("ppo",), pytest.param(("dpo", "grpo"), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_sharded_is_unsharded(presets):
     """The same updates on one device and on meshes of 8, in a process with 8 devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     program = Path(__file__).with_name("sharded_update.py")
     subprocess.run(
-        [sys.executable, program],
+        [sys.executable, program, *presets],
         check=True, timeout=240, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
