@@ -74,6 +74,7 @@ def test_what_is_not_done_is_refused_by_name(agents, fields, param):
     assert (error.value.status, error.value.param) == (400, param)
 
 
+@pytest.mark.witnesses
 def test_the_tutorials_agent_runs_on_the_agents_sdk(agents):
     sdk = pytest.importorskip("agents", reason="openai-agents is not installed")
     said = iter([CALL, "it is 3"])

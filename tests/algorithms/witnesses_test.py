@@ -20,6 +20,8 @@ from rlx.algorithms import advantages as adv
 from rlx.algorithms import losses, supervised
 from rlx.algorithms.presets import PRESETS
 
+pytestmark = pytest.mark.witnesses
+
 LONGEST = 20  # tokens of a rollout, and TRL's max_completion_length
 SEEDS = range(4)
 

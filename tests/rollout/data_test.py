@@ -1,5 +1,6 @@
 """Files with every kind of mistake, the hub's absence, and the cursor."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -164,9 +165,10 @@ def test_without_the_package_the_remedy_is_named(monkeypatch):
         data.load("openai/gsm8k")
 
 
+@pytest.mark.witnesses  # TRL brings the package
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no datasets")
 def test_the_real_package_offline():
     """In a process of its own: the package reads its environment when imported."""
-    pytest.importorskip("importlib").util.find_spec("datasets") or pytest.skip("no datasets")
     code = (
         "from rlx.base import UserError\nfrom rlx.rollout import data\n"
         "try:\n    data.load('openai/gsm8k')\nexcept UserError as e:\n    print('error:', e)"
