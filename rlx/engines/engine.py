@@ -10,7 +10,7 @@ from rlx.fleet.requests import Chunk, EngineStatus, Request, ScoreRequest, Score
 
 
 class EngineStopped(RuntimeError):
-    """The engine broke and serves nothing any more; its cause is what broke it."""
+    """The engine is broken for good; `__cause__` is the error that broke it."""
 
 
 class Engine(Protocol):
@@ -46,7 +46,9 @@ class Engine(Protocol):
         """Return once no decode step is running; running requests are kept."""
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Go on decoding."""
+        ...
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
         """Replace the weights by a safetensors file with HF names, paused or decoding.
@@ -65,6 +67,10 @@ class Engine(Protocol):
         """
         ...
 
-    def status(self) -> EngineStatus: ...
+    def status(self) -> EngineStatus:
+        """Return the state now, and the spans since the last call."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the engine; running requests are aborted."""
+        ...

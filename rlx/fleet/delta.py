@@ -11,6 +11,7 @@ A segment is a run of elements of one width, across tensors; gaps of 255 and mor
 bytes. Streams are Huffman-coded where that makes them smaller. All numbers are little-endian.
 """
 
+import itertools
 import json
 import os
 import struct
@@ -61,7 +62,7 @@ def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | No
         num_bytes = crc = 0
         with open(out, "r+b", buffering=1 << 20) as file:
             file.truncate(0)
-            for data in _chain(parts, _blocks(old, now, segments)):
+            for data in itertools.chain(parts, _blocks(old, now, segments)):
                 num_bytes += len(data)
                 if num_bytes > limit:
                     return None
@@ -154,16 +155,11 @@ def _write(file: BinaryIO, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def _chain(first: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield from first
-    yield from rest
-
-
 # Encoding.
 
 
 def _blocks(old: BinaryIO, new: BinaryIO, segments: list[Segment]) -> Iterator[bytes]:
-    """The encoded blocks; both files stand at the first segment."""
+    """Yield the encoded blocks; both files are read from the first segment on."""
     widest = max((width for _, _, width in segments), default=0)
     buffers = bytearray(widest * BLOCK), bytearray(widest * BLOCK)
     for _, count, width in segments:

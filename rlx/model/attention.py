@@ -16,18 +16,10 @@ QUERY_BLOCK = 256  # rows of scores at one time; more where that would make over
 _MASKED = -1e30  # finite: −inf − −inf would be NaN in an empty row
 
 
-def causal_segment_mask(segment_ids: Array) -> Array:
-    """Return [B, T, T] bool: query t sees key s when s ≤ t and both are of one segment.
-
-    Padding (segment 0) attends to itself, so no row of the softmax is empty.
-    """
-    length = segment_ids.shape[1]
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
-
-
 def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     """Return softmax(q·k / √H) v over the segment's tokens so far; softmax in float32.
+
+    Padding (segment 0) attends to itself, so no row of the softmax is empty.
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (query head n reads k/v head n·K//N).
@@ -38,8 +30,9 @@ def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     """
     batch, length, heads, width = q.shape
     if _has_fused_kernel(q):
-        mask = causal_segment_mask(segment_ids)[:, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
     groups = heads // k.shape[2]
     q = (q * width**-0.5).reshape(batch, length, -1, groups, width).transpose(0, 2, 3, 1, 4)
     mixed = _mix(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids)
@@ -112,19 +105,19 @@ def _scores(q: Array, keys: Array, segment_ids: Array, start: int) -> Array:
 # The three products, with the query heads of one key head as more rows of one matrix: in this form
 # XLA uses its fast batched product on a CPU.
 def _inner(rows: Array, keys: Array) -> Array:
-    """[B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] float32."""
+    """Multiply [B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] float32."""
     flat = jnp.einsum("bkqh,bksh->bkqs", _flat(rows), keys, preferred_element_type=jnp.float32)
     return flat.reshape(*rows.shape[:-1], keys.shape[2])
 
 
 def _apply(weights: Array, values: Array) -> Array:
-    """[B, K, G, Q, S] · [B, K, S, H] → [B, K, G, Q, H] float32."""
+    """Multiply [B, K, G, Q, S] · [B, K, S, H] → [B, K, G, Q, H] float32."""
     flat = jnp.einsum("bkqs,bksh->bkqh", _flat(weights), values, preferred_element_type=jnp.float32)
     return flat.reshape(*weights.shape[:-1], values.shape[3])
 
 
 def _gather(weights: Array, rows: Array) -> Array:
-    """Σ over query heads and rows: [B, K, G, Q, S] · [B, K, G, Q, H] → [B, K, S, H] float32."""
+    """Sum over query heads and rows: [B, K, G, Q, S] · [B, K, G, Q, H] → [B, K, S, H] float32."""
     return jnp.einsum(
         "bkqs,bkqh->bksh", _flat(weights), _flat(rows), preferred_element_type=jnp.float32
     )

@@ -58,7 +58,7 @@ def project_qkv(
 
 
 def mlp(layer: Params, x: jax.Array) -> jax.Array:
-    """SwiGLU: down(silu(gate x) · up x); [..., D] → [..., D]."""
+    """Return SwiGLU: down(silu(gate x) · up x); [..., D] → [..., D]."""
     return linear(layer, "down", swiglu(linear(layer, "gate", x), linear(layer, "up", x)))
 
 

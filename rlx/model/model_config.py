@@ -141,9 +141,10 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a `config.json` from which transformers builds the same model."""
-        eos = list(self.eos_token_ids)
+        eos, name = list(self.eos_token_ids), self.architecture
+        name = name.replace(*_SCORED) if self.value_head else name
         hf = {
-            "architectures": [self._hf_class()],
+            "architectures": [name],
             "model_type": ARCHITECTURES[self.architecture]["model_type"],
             "vocab_size": self.vocab_size,
             "num_hidden_layers": self.num_layers,
@@ -168,9 +169,6 @@ class ModelConfig:
         if self.value_head:
             hf |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         return hf
-
-    def _hf_class(self) -> str:
-        return self.architecture.replace(*_SCORED) if self.value_head else self.architecture
 
 
 def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:

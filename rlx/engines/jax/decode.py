@@ -110,7 +110,7 @@ def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cach
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """decoder.rms_norm with a sum that does not depend on the number of rows."""
+    """Return decoder.rms_norm of x, with a sum that does not depend on the number of rows."""
     x32 = x.astype(jnp.float32)
     mean = row_sum(x32 * x32) / x.shape[-1]
     return (x32 * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * scale
@@ -125,7 +125,7 @@ def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
 
 
 def _qkv(layer, config: ModelConfig, x, angles):
-    """q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D]; RoPE applied."""
+    """Return q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D], with RoPE."""
     fused = _linear(layer, "qkv", _rms_norm(x, layer["input_norm"], config.rms_eps))
     heads = fused.reshape(*x.shape[:-1], -1, config.head_dim)
     n, m = config.num_heads, config.num_kv_heads
@@ -137,20 +137,20 @@ def _qkv(layer, config: ModelConfig, x, angles):
 
 
 def _angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, ±sin) of positions, [...] int32 → two [..., 2, H/2] float32: factors of both halves."""
+    """Return (cos, ±sin) of positions: [...] int32 → two [..., 2, H/2] float32, for both halves."""
     cos, sin = rope_tables(config, positions)
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
 def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """rope.rotate by exchanging the halves, which vectorises where joining them does not."""
+    """Rotate as ops.rotate, by exchanging the halves: XLA vectorises that, not joining them."""
     cos, sin = (factor[..., None, :, :] for factor in angles)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     return (halves * cos + halves[..., ::-1, :] * sin).astype(x.dtype).reshape(x.shape)
 
 
 def _finish_layer(layer, config: ModelConfig, x, mixed):
-    """The residual stream after attention's output projection and the MLP."""
+    """Return the residual stream after attention's output projection and the MLP."""
     x = x + _linear(layer, "o", mixed)
     gate_up = _linear(layer, "gate_up", _rms_norm(x, layer["post_norm"], config.rms_eps))
     gate, up = jnp.split(gate_up, 2, axis=-1)
@@ -245,7 +245,7 @@ def _advance(
 
 
 def _prompt_attention(q: jax.Array, cache: LayerCache, start: jax.Array) -> jax.Array:
-    """[P, C, G·K, H] queries at positions start … over the rows' own cache → [P, C, G·K·H]."""
+    """Attend from positions start …: queries [P, C, G·K, H] over the cache → [P, C, G·K·H]."""
     prompts, chunk, heads, width = q.shape
     kv_heads, length = cache.keys.shape[1], cache.keys.shape[3]
     q = q.reshape(prompts, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4) * width**-0.5
@@ -366,7 +366,7 @@ def step(
 
 
 def _cached_attention(q, cached: LayerCache, new: LayerCache, index, lengths) -> jax.Array:
-    """[S, G·K, H] queries over both parts of the cache → [S, G·K·H]."""
+    """Attend to both parts of the cache: queries [S, G·K, H] → [S, G·K·H]."""
     slots, heads, width = q.shape
     kv_heads = cached.keys.shape[1]
     q = q.reshape(slots, kv_heads, heads // kv_heads, width) * width**-0.5

@@ -274,13 +274,11 @@ class Programs:
         found = self._compiled.get(key)
         if found is None:
             with self._lock:
-                found = self._compiled.get(key) or self._compile(key)
-                self._compiled[key] = found
+                if (found := self._compiled.get(key)) is None:
+                    function, donated, args = self._program(key)
+                    found = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+                    self._compiled[key] = found
         return found
-
-    def _compile(self, key: Any) -> Callable:
-        function, donated, args = self._program(key)
-        return jax.jit(function, donate_argnums=donated).lower(*args).compile()
 
     def _program(self, key: Any) -> tuple[Callable, tuple[int, ...], tuple]:
         """Return a program's function, the argument it may overwrite, and its arguments' shapes."""

@@ -192,7 +192,10 @@ class VllmEngine(ModelEngine):
                 await self._core(self.llm.update_weight_version(str(version)))
                 self._version = version
                 if kv == "abort":
-                    await self._abort_all()
+                    samples = list(self._samples.values())
+                    await self._abort(samples)
+                    for sample in samples:
+                        sample.end("abort")
                 elif kv == "keep":
                     await self._readmit()
             finally:
@@ -302,12 +305,6 @@ class VllmEngine(ModelEngine):
         await self._abort(waiting)
         for sample in waiting:
             await self._admit(sample)
-
-    async def _abort_all(self) -> None:
-        samples = list(self._samples.values())
-        await self._abort(samples)
-        for sample in samples:
-            sample.end("abort")
 
     async def _abort(self, samples: "list[_Sample]") -> None:
         ids = [s.core.request_id for s in samples if self._samples.pop(s.core.request_id, None)]
