@@ -64,7 +64,7 @@ OWED = {  # imports that point down and are to go
 
 OWED_MODULES = {"metrics", "report"}
 OWED_CLASSES = {
-    "Answers", "Call", "Inputs", "Job", "Limits", "Plan", "Sample", "Session", "Span",
+    "Answers", "Inputs", "Job", "Plan", "Sample", "Session",
 }  # fmt: skip
 OWED_CONFIG = {
     "doctor/capacity.py", "doctor/memory.py", "doctor/run_checks.py",

@@ -16,7 +16,7 @@ from rlx.agents.workflow import with_messages
 from rlx.base import UserError
 from rlx.cli.text import duration
 from rlx.observe.progress_bar import Counting
-from rlx.rewards.worker_process import nothing_left
+from rlx.rewards.worker_process import ending_children
 from rlx.rollout import arithmetic, data
 
 _SAMPLE_TEXT = "What is 12 + 30? Answer with a number."
@@ -74,7 +74,7 @@ class Debugger:
         names = ", ".join(models[:4]) or "it lists no models"
         self.section("server", [DebugFinding("server", "ok", f"{base_url} answers: {names}")])
         alone = None
-        with nothing_left(), Recorder(base_url, self.api_key, self.model) as recorder:
+        with ending_children(), Recorder(base_url, self.api_key, self.model) as recorder:
             if "1" in steps:
                 report["one"], alone = self._one(recorder)
                 report["ok"] = not report["one"].pop("bad")

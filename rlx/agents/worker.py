@@ -25,7 +25,7 @@ from rlx.agents import loading, returns
 from rlx.agents.http_clients import HttpClients
 from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
 from rlx.base import UserError
-from rlx.rewards.worker_process import own_end
+from rlx.rewards.worker_process import inherited_socket
 
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
 
@@ -109,7 +109,7 @@ class Worker:
 
 def main() -> None:
     """Serves."""
-    end = own_end()
+    end = inherited_socket()
     os.environ.setdefault("OPENAI_API_KEY", _PLACEHOLDER)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         asyncio.run(Worker(end).serve())

@@ -15,7 +15,13 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlx.base import UserError
-from rlx.rewards.worker_process import NO_LIMITS, Kept, Limits, start_worker, words
+from rlx.rewards.worker_process import (
+    NO_LIMITS,
+    SupervisedProcess,
+    WorkerLimits,
+    exit_text,
+    start_worker,
+)
 
 CANCEL_SECONDS = 10.0  # that a cancelled run may take to end
 _REPORT_SECONDS = 5.0  # of a blocked loop, before its process says where
@@ -52,7 +58,7 @@ class Workers:
         *,
         block_seconds: float = 300.0,
         cancel_seconds: float = CANCEL_SECONDS,
-        limits: Limits = NO_LIMITS,
+        limits: WorkerLimits = NO_LIMITS,
         per_run: bool = False,
     ):
         report = min(_REPORT_SECONDS, block_seconds / 2)
@@ -142,7 +148,7 @@ class _Process:
         first: Mapping[str, Any],
         block_seconds: float,
         cancel_seconds: float,
-        limits: Limits,
+        limits: WorkerLimits,
     ):
         self.runs: dict[str, asyncio.Future] = {}
         self.over = False
@@ -150,7 +156,7 @@ class _Process:
         self._blocked = ""  # where, when it was last heard of
         self._killed: Exception | None = None  # what its other runs are told
         self._limits = limits
-        self._kept: Kept | None = None
+        self._kept: SupervisedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._live(first))
@@ -247,7 +253,7 @@ class _Process:
     def _end(self, code: int | None) -> None:
         """Tells every run that was in it."""
         where = f"; it was last blocked at {self._blocked}" if self._blocked else ""
-        died = AgentError(f"the agent's process {words(code, self._limits)}{where}")
+        died = AgentError(f"the agent's process {exit_text(code, self._limits)}{where}")
         for future in [*self.runs.values(), self._ready]:
             if not future.done():
                 future.set_exception(self._killed or died)

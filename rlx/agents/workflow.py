@@ -22,8 +22,8 @@ from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install
 from rlx.fleet.requests import Sampling
-from rlx.rewards.reward_pool import Span
-from rlx.rewards.worker_process import NO_LIMITS, Limits
+from rlx.rewards.reward_pool import RewardSpan
+from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
 from rlx.rollout.workflows import Generator
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class AgentWorkflow:
         turn_discount: float = 1.0,
         individual: bool = False,
         block_seconds: float = 300.0,
-        limits: Limits = NO_LIMITS,
+        limits: WorkerLimits = NO_LIMITS,
         process_per_run: bool = False,
     ):
         cls = loading.load_class(agent) if isinstance(agent, str) else agent
@@ -141,7 +141,7 @@ class AgentWorkflow:
             raise errors.exceptions[0] from None
         return Group(group_id, tuple(t for run in runs for t in run.result()), row)
 
-    def drain_spans(self) -> list[Span]:
+    def drain_spans(self) -> list[RewardSpan]:
         """None: agents compute their rewards themselves, between their calls."""
         return []
 

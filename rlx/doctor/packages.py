@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from rlx.base import install
 from rlx.doctor.findings import Finding
-from rlx.rewards.worker_process import Kept
+from rlx.rewards.worker_process import SupervisedProcess
 
 IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
 
@@ -162,7 +162,7 @@ def imports(
 
 def _import_some(modules: list[str], seconds: float, python: str) -> Iterator[tuple[str, str]]:
     """(module, why it fails or "") until the process ends; the one it ended in comes last."""
-    process = Kept(  # some imports start processes
+    process = SupervisedProcess(  # some imports start processes
         [python, "-c", _CHILD, *modules], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True,
     )  # fmt: skip

@@ -38,7 +38,7 @@ from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.model.directory import load_config, resolve
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, set_aside, write_atomically
 from rlx.rewards.reward_pool import RewardPool
-from rlx.rewards.worker_process import Limits
+from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
 from rlx.run.export import checkpoint_to_hf
@@ -260,7 +260,7 @@ class _Asking:
         self._options, self._path, self._config, self._name = options, path, config, found.name
         reward = config.reward
         self._pool = RewardPool(
-            found.reward, reward.workers, reward.timeout_seconds, Limits.of(reward)
+            found.reward, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward)
         )
         self._tokenizer = load_tokenizer(directory)
         self._workflow, self._graded = from_command_line.build(
@@ -274,7 +274,7 @@ class _Asking:
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_model_len=load_config(directory).max_position,
             workers=reward.workers,
-            limits=Limits.of(config.agents),
+            limits=WorkerLimits.of(config.agents),
             process_per_run=config.agents.process_per_run,
         )
         self._lock = threading.Lock()

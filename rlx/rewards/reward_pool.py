@@ -1,13 +1,13 @@
-"""Reward functions in worker processes that can be killed.
+"""Compute reward functions in worker processes that can be killed.
 
     workflow ── a group ──▶ thread ──▶ worker: fn(completion 1), … fn(completion n)
-                              ▲           │ each reward as it is there
-                              └───────────┘ none within the limit: ended, another is started
+                              ▲           │ each reward as it is computed
+                              └───────────┘ none within the limit: the worker is replaced
 
-A function that raises, hangs, kills its process or returns something that is not a finite
-number is a `RewardError`: a failure of that prompt, retried within the run's budget. Workers end
-with all that they started, and with us, whatever ends us (`kept.py`). The names of functions cross
-the process border, never code; what comes back is numbers and text.
+A function that raises, hangs, kills its process or returns something other than a finite number
+is a `RewardError`: a failure of that prompt, retried within the run's budget. Workers, and all
+processes they started, end with this process, however it ends (`process_supervisor.py`). Functions
+are sent by name, never as code; workers answer with numbers and text.
 """
 
 import asyncio
@@ -25,12 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from rlx.rewards.worker_process import NO_LIMITS, Kept, Limits, start_worker, words
+from rlx.rewards.worker_process import (
+    NO_LIMITS,
+    SupervisedProcess,
+    WorkerLimits,
+    exit_text,
+    start_worker,
+)
 
 _LARGEST = float(np.finfo(np.float32).max)
 _START_SECONDS = 60.0  # a worker's start and imports; generous, for a loaded machine
-_END_SECONDS = 2.0  # until a worker that closed its end has a status
-_MESSAGE = 1 << 20  # bytes that a worker may say at once
+_END_SECONDS = 2.0  # until a worker that closed its socket has an exit status
+_MESSAGE = 1 << 20  # bytes of a worker's message
 
 
 class RewardError(RuntimeError):
@@ -38,9 +44,9 @@ class RewardError(RuntimeError):
 
 
 def problem(value: Any) -> str | None:
-    """Why a value is no reward, or None where it is one: a number that is finite in float32.
+    """Return why a value cannot be a reward; None if it is a number that is finite in float32.
 
-    Python's and numpy's integers, floats and truth values all are numbers; text and arrays are not.
+    Integers, floats and truth values of Python and numpy are numbers; text and arrays are not.
     """
     if isinstance(value, numbers.Real | np.bool_):
         try:
@@ -52,7 +58,7 @@ def problem(value: Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RewardCall:
     """The arguments of one reward: texts, token ids, and the dataset row."""
 
     prompt: str
@@ -63,8 +69,8 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Where and when a task ran: worker's process id, CLOCK_MONOTONIC nanoseconds."""
+class RewardSpan:
+    """Where and when a group was graded: worker's process id, CLOCK_MONOTONIC nanoseconds."""
 
     pid: int
     start_ns: int
@@ -75,9 +81,9 @@ class RewardPool:
     """Worker processes computing one reward function; use from any thread or loop."""
 
     def __init__(
-        self, name: str, workers: int = 1, timeout: float = 5.0, limits: Limits = NO_LIMITS
+        self, name: str, workers: int = 1, timeout: float = 5.0, limits: WorkerLimits = NO_LIMITS
     ):
-        """Starts nothing yet.
+        """Make a pool; its workers start with `start` or with the first rewards.
 
         Args:
           name: of the reward function, as `rewards.resolve` takes it.
@@ -94,14 +100,14 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, "reward")
 
     def start(self) -> None:
-        """Starts the workers and returns at once; the first rewards need not wait for imports."""
+        """Start the workers and return at once, so that the first rewards find them ready."""
         for _ in self._workers:
             worker = self._idle.get()
             worker.start()
             self._idle.put(worker)
 
-    async def rewards(self, calls: Sequence[Call]) -> tuple[list[float], list[Span]]:
-        """The reward of each call, in order, and when a worker computed them.
+    async def rewards(self, calls: Sequence[RewardCall]) -> tuple[list[float], list[RewardSpan]]:
+        """Return the reward of each call, in order, and when a worker computed them.
 
         Raises:
           RewardError: naming function, row and completion, with the worker's traceback.
@@ -111,91 +117,83 @@ class RewardPool:
         return values, [span]
 
     def close(self) -> None:
-        """Kills the workers, busy or not."""
+        """Kill the workers, busy or not."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _compute(self, calls: Sequence[Call]) -> tuple[list[float], Span]:
-        """As `rewards`, in a thread."""
+    def _compute(self, calls: Sequence[RewardCall]) -> tuple[list[float], RewardSpan]:
+        """Compute `rewards` in the calling thread."""
         worker = self._idle.get()
-        values: list[float] = []
-        name, at = f"reward {self.name!r}", lambda: _describe(calls[len(values)], len(values))
         try:
-            return values, worker.compute(self.name, calls, self.timeout, values)
-        except TimeoutError:
-            raise RewardError(
-                f"{name} was killed after {self.timeout:g} s (reward.timeout_seconds) on {at()}"
-            ) from None
-        except _Died as died:
-            raise RewardError(f"the worker process of {name} {died} on {at()}") from None
-        except _Failed as failed:
-            raise RewardError(f"{name} failed on {at()}: {failed}") from None
+            return worker.compute(self.name, calls, self.timeout)
         finally:
             self._idle.put(worker)
 
 
-class _Failed(Exception):
-    """A reward function raised, or gave no reward."""
-
-
-class _Died(Exception):
-    """A worker ended by itself, or never was ready."""
-
-
 class _Worker:
-    """A place for one process at a time; for one thread at a time, but for `close`."""
+    """One process at a time, replaced when killed; for one thread at a time, except `close`."""
 
-    def __init__(self, name: str, limits: Limits):
+    def __init__(self, name: str, limits: WorkerLimits):
         self._name, self._limits = name, limits
-        self._kept: Kept | None = None
+        self._process: SupervisedProcess | None = None
         self._lock, self._closed = threading.Lock(), False
 
     def start(self) -> None:
         """Start a process where none runs, and return at once."""
         with self._lock:
-            if self._closed or (self._kept and self._kept.running):
+            if self._closed or (self._process and self._process.running):
                 return
             self._drop()
-            self._kept, self._socket = start_worker("rlx.rewards.reward_worker", self._limits)
+            self._process, self._socket = start_worker("rlx.rewards.reward_worker", self._limits)
             self._unread, self._pid = b"", 0
             self._socket.sendall(pickle.dumps((sys.path, self._name)))
 
     def compute(
-        self, name: str, calls: Sequence[Call], timeout: float, values: list[float]
-    ) -> Span:
-        """Put the reward of each call into `values` as it comes; return when and where.
+        self, name: str, calls: Sequence[RewardCall], timeout: float
+    ) -> tuple[list[float], RewardSpan]:
+        """Return the reward of each call, and when and where they were computed.
 
         Raises:
-          TimeoutError: nothing came for `timeout` seconds; the process was killed.
-          _Died, _Failed: with the reason.
+          RewardError: nothing came for `timeout` seconds, and the process was killed; it ended by
+            itself; or the function failed.
         """
         self.start()
-        assert self._kept
-        begun = 0
+        assert self._process
+        values: list[float] = []
+        begun, died, reward = 0, "", f"reward {name!r}"
+
+        def at() -> str:
+            return _describe(calls[len(values)], len(values))
+
         try:
             if not self._pid:
-                self._wait_ready()
+                self._pid = int(self._receive(_START_SECONDS)["pid"])
             self._socket.settimeout(timeout)
             self._socket.sendall(pickle.dumps((name, pickle.dumps(calls))))
             while len(values) < len(calls):
-                said = self._hear(timeout)
-                begun, end = begun or int(said["start"]), int(said["end"])
-                if "error" in said:
-                    raise _Failed(str(said["error"]))
-                if problem(said["value"]):
+                message = self._receive(timeout)
+                begun, end = begun or int(message["start"]), int(message["end"])
+                if "error" in message:
+                    raise RewardError(f"{reward} failed on {at()}: {message['error']}")
+                if problem(message["value"]):
                     raise ValueError
-                values.append(float(said["value"]))
-            return Span(self._pid, begun, end)
+                values.append(float(message["value"]))
+            return values, RewardSpan(self._pid, begun, end)
         except TimeoutError:
-            self._kept.end()
-            self.start()
-            raise
+            self._process.end()
+            died = f"was not ready within {_START_SECONDS:g} s"
+            if self._pid:
+                self.start()
+                raise RewardError(
+                    f"{reward} was killed after {timeout:g} s (reward.timeout_seconds) on {at()}"
+                ) from None
         except (EOFError, ConnectionError):
-            raise _Died(words(self._kept.end(_END_SECONDS), self._limits)) from None
+            died = exit_text(self._process.end(_END_SECONDS), self._limits)
         except (ValueError, TypeError, KeyError):
-            self._kept.end()
-            raise _Died("said what is no reward") from None
+            self._process.end()
+            died = "sent a message that is no reward"
+        raise RewardError(f"the worker process of {reward} {died} on {at()}")
 
     def close(self) -> None:
         """Kill the process, busy or not; none is started again."""
@@ -204,19 +202,11 @@ class _Worker:
             self._drop()
 
     def _drop(self) -> None:
-        if self._kept:
-            self._kept.end()
+        if self._process:
+            self._process.end()
             self._socket.close()
 
-    def _wait_ready(self) -> None:
-        try:
-            self._pid = int(self._hear(_START_SECONDS)["pid"])
-        except TimeoutError:
-            assert self._kept
-            self._kept.end()
-            raise _Died(f"was not ready within {_START_SECONDS:g} s") from None
-
-    def _hear(self, seconds: float) -> Mapping[str, Any]:
+    def _receive(self, seconds: float) -> Mapping[str, Any]:
         """Return the next message."""
         end = time.monotonic() + seconds
         while b"\n" not in self._unread:
@@ -231,7 +221,7 @@ class _Worker:
         return json.loads(line)
 
 
-def _describe(call: Call, index: int) -> str:
-    """The completion and the row in one short line."""
+def _describe(call: RewardCall, index: int) -> str:
+    """Return the completion and the row, without its answer, in one short line."""
     row = {key: value for key, value in call.row.items() if key != "answer"}
     return f"completion {index} ({call.completion[-80:]!r}) of row {str(row)[:200]}"

@@ -1,9 +1,10 @@
-"""Processes that leave nothing behind and are told little, for code that nobody vouches for.
+"""Processes for code that rlx does not trust: rewards of users, agents.
 
-    reward workers, agents' processes ─▶ start_worker ─▶ keeper.py ─▶ python -m MODULE DESCRIPTOR
-                                              └──────────── a socket pair ───────────┘
+    reward workers, agents ─▶ start_worker ─▶ process_supervisor.py ─▶ python -m MODULE DESCRIPTOR
+                                  └────────────── a socket pair ──────────────┘
 
-`keeper.py` ends what they started; `environment` is what they see of ours.
+The supervisor kills whatever such a process leaves behind, and the process sees only a few
+variables of the environment (`environment`).
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.fleet.parent_death import keep_private
-from rlx.rewards import keeper
+from rlx.rewards import process_supervisor as supervisor
 
 _NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR",
@@ -29,18 +30,18 @@ _NAMES = frozenset({
     "TOKENIZERS_PARALLELISM",
 })  # fmt: skip
 _PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "XDG_")
-_HOME = str(Path(__file__).parents[2])  # `import rlx` may be a clone's directory
-_END_SECONDS = 10.0  # until a keeper that does not end is killed
+_HOME = str(Path(__file__).parents[2])  # rlx may be imported from a clone's directory
+_END_SECONDS = 10.0  # until a supervisor that does not end is killed
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What each worker process may have.
+class WorkerLimits:
+    """Limits of each worker process.
 
     Attributes:
       memory_gb: address space of each of its processes, GiB; 0: no limit.
-      max_processes: it and all that it started; 0: no limit.
-      environment: names of variables that it sees besides the harmless ones.
+      max_processes: of it and its descendants; 0: no limit.
+      environment: names of the variables it sees in addition to harmless ones.
     """
 
     memory_gb: float = 0.0
@@ -48,19 +49,19 @@ class Limits:
     environment: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, section: Any) -> "Limits":
-        """Return those of `reward` or `agents` in a config."""
+    def of(cls, section: Any) -> "WorkerLimits":
+        """Return the limits in the `reward` or `agents` section of a config."""
         return cls(section.memory_gb, section.max_processes, tuple(section.environment))
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = WorkerLimits()
 
 
-class Kept:
-    """A command under a keeper: with it ends all that it started, as with us it does.
+class SupervisedProcess:
+    """A command under a supervisor, which kills all it started when it or this process ends.
 
     Args:
-      environment: of the command; None: ours.
+      environment: of the command; None: this process's.
       options: of subprocess.Popen.
     """
 
@@ -68,12 +69,12 @@ class Kept:
         self,
         command: Sequence[str],
         *,
-        limits: Limits = NO_LIMITS,
+        limits: WorkerLimits = NO_LIMITS,
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ):
         numbers = (os.getpid(), int(limits.memory_gb * 2**30), limits.max_processes)
-        own = [sys.executable, "-I", "-S", keeper.__file__, *map(str, numbers)]
+        own = [sys.executable, "-I", "-S", supervisor.__file__, *map(str, numbers)]
         self._process = subprocess.Popen(
             [*own, *command], stdin=subprocess.PIPE, env=environment, start_new_session=True,
             **options,
@@ -82,11 +83,11 @@ class Kept:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the command has not ended."""
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Have everything killed, and return at once."""
+        """Have the supervisor kill everything, and return at once."""
         assert self._process.stdin
         self._process.stdin.close()
 
@@ -106,15 +107,15 @@ class Kept:
             return self._process.wait()
 
 
-def words(code: int | None, limits: Limits) -> str:
-    """Return how a worker ended, in words."""
-    if code == keeper.TOO_MANY and limits.max_processes:
+def exit_text(code: int | None, limits: WorkerLimits) -> str:
+    """Return a sentence's verb phrase for how a worker ended."""
+    if code == supervisor.TOO_MANY and limits.max_processes:
         return f"was ended: it had more than max_processes={limits.max_processes}"
     return f"died (exit code {code})"
 
 
 def environment(names: Sequence[str] = ()) -> dict[str, str]:
-    """Return what of our environment concerns any program, and `names` besides."""
+    """Return the harmless variables of this environment, and those called `names`."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -124,10 +125,10 @@ def environment(names: Sequence[str] = ()) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def start_worker(module: str, limits: Limits) -> tuple[Kept, socket.socket]:
-    """Start `python -m MODULE DESCRIPTOR`; return it and our end of a socket pair.
+def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, socket.socket]:
+    """Start `python -m MODULE DESCRIPTOR`; return it and this process's end of a socket pair.
 
-    From now on its user's other processes cannot look into this one.
+    From now on other processes of this user cannot read this one's memory.
     """
     keep_private()
     ours, theirs = socket.socketpair()
@@ -135,7 +136,7 @@ def start_worker(module: str, limits: Limits) -> tuple[Kept, socket.socket]:
         number = theirs.fileno()
         command = [sys.executable, "-P", "-m", module, str(number)]
         try:
-            worker = Kept(
+            worker = SupervisedProcess(
                 command, limits=limits, environment=environment(limits.environment),
                 pass_fds=(number,),
             )  # fmt: skip
@@ -145,10 +146,10 @@ def start_worker(module: str, limits: Limits) -> tuple[Kept, socket.socket]:
     return worker, ours
 
 
-def own_end() -> socket.socket:
-    """Return a worker's end of the pair that `start_worker` made; called in the worker.
+def inherited_socket() -> socket.socket:
+    """Return the worker's end of the pair that `start_worker` made; called in the worker.
 
-    What it prints goes to standard error, as standard output is a command's.
+    What the worker prints goes to standard error: standard output belongs to the command.
     """
     os.dup2(2, 1)
     keep_private()
@@ -158,20 +159,20 @@ def own_end() -> socket.socket:
 
 
 @contextlib.contextmanager
-def nothing_left() -> Iterator[None]:
-    """A context after which no process runs that was started in it, orphans included."""
+def ending_children() -> Iterator[None]:
+    """Kill every process that was started within this context, orphans included, as it ends."""
     libc, own = ctypes.CDLL(None), os.getpid()
-    before = set(keeper.descendants(own))
-    libc.prctl(keeper.SUBREAPER, 1, 0, 0, 0)
+    before = set(supervisor.descendants(own))
+    libc.prctl(supervisor.SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
         end = time.monotonic() + _END_SECONDS
-        while (left := set(keeper.descendants(own)) - before) and time.monotonic() < end:
+        while (left := set(supervisor.descendants(own)) - before) and time.monotonic() < end:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
             time.sleep(0.002)
-        libc.prctl(keeper.SUBREAPER, 0, 0, 0, 0)
+        libc.prctl(supervisor.SUBREAPER, 0, 0, 0, 0)

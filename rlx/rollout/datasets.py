@@ -16,7 +16,7 @@ import numpy as np
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rewards.reward_pool import Span
+from rlx.rewards.reward_pool import RewardSpan
 from rlx.rollout.workflows import RLVR, Generator, encode, trajectory
 
 _CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair
@@ -104,7 +104,7 @@ class Answers:
             fleet, row, group_id=group_id, seed=seed, sampling=sampling, n=n, priority=priority
         )
 
-    def drain_spans(self) -> list[Span]:
+    def drain_spans(self) -> list[RewardSpan]:
         """When and where rewards of evaluations were computed since the last call."""
         return self._rlvr.drain_spans()
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.requests import Sampling
-from rlx.rewards.reward_pool import Span
+from rlx.rewards.reward_pool import RewardSpan
 from rlx.rollout.workflows import Generator, Workflow
 
 
@@ -60,7 +60,7 @@ class Taught:
         scored = await asyncio.gather(*(self._scored(t) for t in group.trajectories))
         return dataclasses.replace(group, trajectories=tuple(scored))
 
-    def drain_spans(self) -> list[Span]:
+    def drain_spans(self) -> list[RewardSpan]:
         """The workflow's."""
         return self._workflow.drain_spans()
 

@@ -14,7 +14,7 @@ import numpy as np
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rewards.reward_pool import Call, RewardPool, Span
+from rlx.rewards.reward_pool import RewardCall, RewardPool, RewardSpan
 
 _MAX_SPANS = 100_000  # kept until drained
 
@@ -46,7 +46,7 @@ class Workflow(Protocol):
         priority: int = 0,
     ) -> Group: ...
 
-    def drain_spans(self) -> list[Span]: ...
+    def drain_spans(self) -> list[RewardSpan]: ...
 
 
 def render(tokenizer: Any, question: str, system_prompt: str = "") -> str:
@@ -108,7 +108,7 @@ class RLVR:
             "data.max_prompt_tokens": max_prompt_tokens,
             "the model's context, less a token to generate": max(0, max_model_len - 1),
         }
-        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+        self._spans: deque[RewardSpan] = deque(maxlen=_MAX_SPANS)
 
     def render(self, row: Mapping[str, Any]) -> str:
         """The prompt's text."""
@@ -153,7 +153,7 @@ class RLVR:
         texts = self._tokenizer.batch_decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        calls = [Call(text, t, prompt, i, row) for t, i in zip(texts, ids, strict=True)]
+        calls = [RewardCall(text, t, prompt, i, row) for t, i in zip(texts, ids, strict=True)]
         rewards, spans = await self._rewards.rewards(calls)
         self._spans.extend(spans)
         head = np.array(prompt, np.int32)
@@ -163,7 +163,7 @@ class RLVR:
         )
         return Group(group_id, trajectories, row)
 
-    def drain_spans(self) -> list[Span]:
+    def drain_spans(self) -> list[RewardSpan]:
         """When and where rewards were computed since the last call."""
         spans = []
         while self._spans:

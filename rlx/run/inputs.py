@@ -20,7 +20,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardPool
-from rlx.rewards.worker_process import Limits
+from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
@@ -67,7 +67,7 @@ def prepare(config: ConfigDict) -> Inputs:
     teacher.check(TeacherOptions.of(config), algorithm, model_dir)
     train_rows, eval_rows = rows(config, algorithm)
     reward = config.reward
-    pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, Limits.of(reward))
+    pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
     workflow = _workflow(config, algorithm, model_dir, model_config, pool)
     workflow.check(train_rows, "data.train")
     workflow.check(eval_rows, "data.eval")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlx.rewards.reward_pool import Call, RewardError, RewardPool, problem
+from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool, problem
 
 HERE = str(Path(__file__).parent)
 
@@ -39,7 +39,7 @@ def echo(running_pool):
 
 
 def call(completion, answer="x", **row):
-    return Call("p", completion, [1], [2, 3], {"question": "q7", "answer": answer, **row})
+    return RewardCall("p", completion, [1], [2, 3], {"question": "q7", "answer": answer, **row})
 
 
 def compute(pool, *completions):
@@ -131,13 +131,13 @@ def test_arguments_and_kinds_of_numbers():
     row = {"answer": "yes", "prompt": "a column that would clash", "completion_ids": 3}
     pool = RewardPool("reward_functions:length", timeout=20.0)
     try:
-        (value,), _ = asyncio.run(pool.rewards([Call("p", "four", [1], [2, 3], row)]))
+        (value,), _ = asyncio.run(pool.rewards([RewardCall("p", "four", [1], [2, 3], row)]))
         assert value == 4.2
         pool.name = "reward_functions:truth"
-        calls = [Call("p", c, [], [], {"answer": "yes"}) for c in ("yes", "no")]
+        calls = [RewardCall("p", c, [], [], {"answer": "yes"}) for c in ("yes", "no")]
         assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
         pool.name = "rlx.rewards.rewards:math"
-        calls = [Call("p", c, [], [], {"answer": "1/2"}) for c in (r"\boxed{0.5}", "no")]
+        calls = [RewardCall("p", c, [], [], {"answer": "1/2"}) for c in (r"\boxed{0.5}", "no")]
         assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
     finally:
         pool.close()
@@ -153,14 +153,14 @@ def test_numbers_of_any_kind_are_rewards(number):
 
 PARENT = """
 import asyncio, sys, threading
-from rlx.rewards.reward_pool import Call, RewardPool
+from rlx.rewards.reward_pool import RewardCall, RewardPool
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     pool = RewardPool("reward_functions:echo", timeout=1000.0)
     pool.start()
-    _, (span,) = asyncio.run(pool.rewards([Call("", "a", [], [], {"answer": ""})]))
-    call = Call("", sys.argv[2], [], [], {"answer": "", "marker": sys.argv[3]})
+    _, (span,) = asyncio.run(pool.rewards([RewardCall("", "a", [], [], {"answer": ""})]))
+    call = RewardCall("", sys.argv[2], [], [], {"answer": "", "marker": sys.argv[3]})
     threading.Thread(target=lambda: asyncio.run(pool.rewards([call])), daemon=True).start()
     print(span.pid, flush=True)
     sys.stdin.read()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlx.base import UserError
 from rlx.rewards import rewards
-from rlx.rewards.reward_pool import Call, RewardPool
+from rlx.rewards.reward_pool import RewardCall, RewardPool
 
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
@@ -162,7 +162,7 @@ def test_a_reward_in_a_file_is_found_here_and_by_the_workers(tmp_path, monkeypat
     assert rewards.resolve("../mine.py:score")("", "four", [], []) == 0.4
     pool = RewardPool("../mine.py:score")
     try:
-        values, _ = asyncio.run(pool.rewards([Call("", "four", [], [], {})]))
+        values, _ = asyncio.run(pool.rewards([RewardCall("", "four", [], [], {})]))
     finally:
         pool.close()
     assert values == [0.4]

@@ -1,4 +1,4 @@
-"""Rewards and agents that nobody should run: for the workers of kept_test.py to import."""
+"""Harmful rewards and agents, imported by the workers of worker_process_test.py."""
 
 import asyncio
 import ctypes

@@ -14,8 +14,8 @@ import pytest
 from rlx.agents.workers import Workers
 from rlx.doctor import packages
 from rlx.rewards import worker_process
-from rlx.rewards.reward_pool import Call, RewardError, RewardPool
-from rlx.rewards.worker_process import Limits
+from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
+from rlx.rewards.worker_process import WorkerLimits
 
 HERE = Path(__file__).parent
 
@@ -66,7 +66,7 @@ class Rewards:
 
     async def run(self, how, marker):
         row = {"marker": str(marker), "answer": ""}
-        return (await self.pool.rewards([Call("", how, [], [], row)]))[0][0]
+        return (await self.pool.rewards([RewardCall("", how, [], [], row)]))[0][0]
 
     def worker(self):
         return self.pool._workers[0]._pid
@@ -85,7 +85,7 @@ class Agents:
         return await self.workers.run({"how": how, "marker": str(marker)}, "", "")
 
     def worker(self):
-        return worker_process.keeper.descendants(self.workers._processes[0]._kept.pid)[0]
+        return worker_process.supervisor.descendants(self.workers._processes[0]._kept.pid)[0]
 
     async def close(self):
         await self.workers.close()
@@ -145,7 +145,7 @@ TRAINER = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from kept_test import {kind}
+from worker_process_test import {kind}
 asyncio.run({kind}().run("hang", Path({marker!r})))
 """
 
@@ -168,7 +168,7 @@ def test_one_hang_costs_one_timeout_and_computes_nothing_twice(tmp_path):
     marker = tmp_path / "calls"
     row = {"marker": str(marker), "answer": ""}
     try:
-        calls = [Call("", text, [], [], row) for text in ("a", "b", "hang", "c")]
+        calls = [RewardCall("", text, [], [], row) for text in ("a", "b", "hang", "c")]
         with pytest.raises(RewardError, match=r"killed after 1 s.*completion 2 "):
             asyncio.run(pool.rewards(calls))
         assert marker.read_text().split() == ["a", "b", "hang"]
@@ -179,13 +179,13 @@ def test_one_hang_costs_one_timeout_and_computes_nothing_twice(tmp_path):
 
 def test_limits_of_memory_and_processes_are_told_as_what_they_are():
     pool = RewardPool(
-        "worker_code:greedy", timeout=60.0, limits=Limits(memory_gb=1.0, max_processes=8)
+        "worker_code:greedy", timeout=60.0, limits=WorkerLimits(memory_gb=1.0, max_processes=8)
     )
     try:
         with pytest.raises(RewardError, match="MemoryError"):
-            asyncio.run(pool.rewards([Call("", "memory", [], [], {"answer": ""})]))
+            asyncio.run(pool.rewards([RewardCall("", "memory", [], [], {"answer": ""})]))
         with pytest.raises(RewardError, match="more than max_processes=8"):
-            asyncio.run(pool.rewards([Call("", "processes", [], [], {"answer": ""})]))
+            asyncio.run(pool.rewards([RewardCall("", "processes", [], [], {"answer": ""})]))
     finally:
         pool.close()
 
@@ -205,7 +205,7 @@ def test_an_import_that_leaves_a_process_behind_holds_nobody_up(tmp_path, monkey
 def test_the_debugger_ends_what_agents_left_and_nothing_else(tmp_path):
     before = subprocess.Popen(["sleep", "600"])
     try:
-        with worker_process.nothing_left():
+        with worker_process.ending_children():
             subprocess.run(["setsid", "sh", "-c", f"sleep 600 & echo $! > {tmp_path / 'pid'}"])
         assert not alive(int((tmp_path / "pid").read_text()))
         assert alive(before.pid)
@@ -227,7 +227,7 @@ def planted(tmp_path, monkeypatch):
 def test_a_reward_sees_nothing_of_the_trainer(planted):
     pool = RewardPool("worker_code:spying", timeout=60.0)
     try:
-        call = Call("", "", [], [], {"answer": "", "trainer": os.getpid()})
+        call = RewardCall("", "", [], [], {"answer": "", "trainer": os.getpid()})
         assert asyncio.run(pool.rewards([call]))[0] == [1.0]
     finally:
         pool.close()

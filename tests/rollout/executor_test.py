@@ -215,7 +215,9 @@ def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workf
 def test_a_reward_that_is_none_names_the_workflow_and_the_row(bad, make, fake_fleet, fake_workflow):
     """Whichever workflow it is from: a NaN in one reward would be one in the whole batch."""
     executor = make(
-        Limits(1, 0, 1), workflow=fake_workflow(misbehave=lambda *_: [1.0, bad]), patience=NONE
+        Limits(1, 0, 1),
+        workflow=fake_workflow(misbehave=lambda *_: [1.0, bad]),
+        patience=NONE,
     )
     executor.set_version(0)
     words = r"FakeWorkflow gave trajectory 0\.1 of row .*'question': 'q\d+'.* the reward "

@@ -20,8 +20,16 @@ from rlx.rollout.staleness import Limits, Staleness, StalenessViolation
         (Staleness(), Limits(8, 2, 0), 1),  # C below 1 counts as 1
         (Staleness(running=2), Limits(8, 2, 1), 0),  # never negative
         (Staleness(), Limits(8, 2, 64, 2), 16),  # two batches are all there will be
-        (Staleness(version=8, consumed=8, accepted=75, running=3), Limits(8, 2, 64, 10), 2),
-        (Staleness(version=3, consumed=3, accepted=30), Limits(8, 2, 64, 3), 0),  # more than enough
+        (
+            Staleness(version=8, consumed=8, accepted=75, running=3),
+            Limits(8, 2, 64, 10),
+            2,
+        ),
+        (
+            Staleness(version=3, consumed=3, accepted=30),
+            Limits(8, 2, 64, 3),
+            0,
+        ),  # more than enough
     ],
 )
 def test_capacity(state, limits, expected):

@@ -1,15 +1,15 @@
-"""Runs one command and ends everything that it started, whatever ends first. A program by itself.
+"""A program that runs one command and, when either ends, kills all processes the command started.
 
-    keeper.py PARENT MEMORY_BYTES MAX_PROCESSES COMMAND…    stdin: a pipe whose other end PARENT has
+    process_supervisor.py PARENT MEMORY_BYTES MAX_PROCESSES COMMAND…    stdin: a pipe from PARENT
 
-    PARENT ── stdin ──▶ keeper (subreaper) ──▶ command (own session) ──▶ children, daemons, …
-                           ▲                                                   │ orphaned
-                           └───────────────────────────────────────────────────┘
+    PARENT ── stdin ──▶ supervisor (subreaper) ──▶ command (own session) ──▶ children, daemons, …
+                             ▲                                                   │ orphaned
+                             └───────────────────────────────────────────────────┘
 
-The kernel gives orphans to the keeper, however often they forked and whatever session they went
-to. When the command ends, when stdin closes, or when PARENT is gone, the keeper kills what is left
-and ends as the command did: with its status, or by its signal. A command with more processes than
-it may have is ended with status TOO_MANY. Standard library alone: it starts in milliseconds.
+The kernel gives orphans to the supervisor, however often they forked and whatever session they
+entered. When the command ends, stdin closes, or PARENT is gone, the supervisor kills the rest and
+ends as the command did: with its status, or by its signal. It ends a command that has more than
+MAX_PROCESSES processes with status TOO_MANY. Standard library alone: it starts in milliseconds.
 """
 
 import contextlib
@@ -23,34 +23,34 @@ import time
 
 TOO_MANY = 97
 _PDEATHSIG, _CAPBSET_DROP, SUBREAPER = 1, 24, 36  # of prctl
-# CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_PERFMON: with any of them root reads other processes.
-_LOOKING = (19, 21, 38)
-_LOOK_SECONDS = 0.25
+# CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_PERFMON: with any of them root reads other processes' memory.
+_TRACING = (19, 21, 38)
+_POLL_SECONDS = 0.25
 _END_SECONDS = 5.0  # for processes that we may not kill, or that the kernel cannot end
 
 
 def main(parent: int, memory: int, most: int, *command: str) -> int:
-    """Run `command` to its end or ours; return its wait status."""
+    """Run `command` until it or this program must end; return its wait status."""
     libc = ctypes.CDLL(None)
     libc.prctl(SUBREAPER, 1, 0, 0, 0)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    told: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: told.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
     own = os.getpid()
     child = os.fork()
     if child == 0:
         _become(libc, own, memory, command)
-    for fd in map(int, os.listdir("/proc/self/fd")):  # what the command alone shall hold open
+    for fd in map(int, os.listdir("/proc/self/fd")):  # only the command may hold these open
         if fd > 2 and fd not in (wake, woken):
             with contextlib.suppress(OSError):  # the listing's own
                 os.close(fd)
     reaped: dict[int, int] = {}
-    while child not in reaped and not told and os.getppid() == parent:
-        ready, _, _ = select.select([0, wake], [], [], _LOOK_SECONDS)
+    while child not in reaped and not signals and os.getppid() == parent:
+        ready, _, _ = select.select([0, wake], [], [], _POLL_SECONDS)
         if 0 in ready:
             break
         if wake in ready:
@@ -62,19 +62,19 @@ def main(parent: int, memory: int, most: int, *command: str) -> int:
     return reaped.get(child, signal.SIGKILL)
 
 
-def _become(libc: ctypes.CDLL, keeper: int, memory: int, command: tuple[str, ...]) -> None:
-    """Turn this new process into the command; never returns."""
+def _become(libc: ctypes.CDLL, supervisor: int, memory: int, command: tuple[str, ...]) -> None:
+    """Turn this forked process into the command; never returns."""
     try:
         os.setsid()
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for capability in _LOOKING:
+        for capability in _TRACING:
             libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if memory:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        if os.getppid() == keeper:
+        if os.getppid() == supervisor:
             os.execvp(command[0], command)
     except OSError as error:
         print(f"cannot run {command[0]}: {error}", file=sys.stderr)
@@ -83,7 +83,7 @@ def _become(libc: ctypes.CDLL, keeper: int, memory: int, command: tuple[str, ...
 
 
 def _reap(reaped: dict[int, int], child: int) -> bool:
-    """Collect the processes that have ended, keeping the child's status; False: none is left."""
+    """Reap ended processes, recording the child's status; return whether any process is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -95,7 +95,7 @@ def _reap(reaped: dict[int, int], child: int) -> bool:
 
 
 def _end_all(own: int, reaped: dict[int, int], child: int) -> None:
-    """Kill every process below us, again and again: they may fork meanwhile."""
+    """Kill every descendant, again and again, as they may fork meanwhile."""
     end = time.monotonic() + _END_SECONDS
     while _reap(reaped, child) and time.monotonic() < end:
         for pid in descendants(own):
@@ -105,7 +105,7 @@ def _end_all(own: int, reaped: dict[int, int], child: int) -> None:
 
 
 def descendants(own: int) -> list[int]:
-    """Return the processes below `own`, children first."""
+    """Return the ids of all descendants of process `own`, children first."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
