@@ -43,8 +43,8 @@ HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rl
 COMMAND_LINES = 82
 TOTAL_LINES = 32_100
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 10, "base": 130, "config": 335, "cli": 500, "algorithms": 1_460, "model": 2_010,
-    "train": 2_030, "observe": 2_550, "fleet": 2_800, "engines": 4_200, "rewards": 1_830,
+    "": 10, "base": 130, "config": 335, "cli": 500, "algorithms": 1_460, "model": 1_980,
+    "train": 2_030, "observe": 2_550, "fleet": 2_725, "engines": 3_960, "rewards": 1_830,
     "rollout": 2_100, "agents": 4_800, "launch": 1_200, "mismatch": 830, "evaluation": 1_140,
     "doctor": 1_630, "run": 1_480, "commands": 440, "rlx_torch": 980,
 }  # fmt: skip
@@ -63,9 +63,7 @@ OWED = {  # imports that point down and are to go
 }  # fmt: skip
 
 OWED_MODULES = {"metrics", "report"}
-OWED_CLASSES = {
-    "Answers", "Inputs", "Job", "Plan", "Sample", "Session",
-}  # fmt: skip
+OWED_CLASSES: set[str] = set()
 OWED_CONFIG = {
     "doctor/capacity.py", "doctor/memory.py", "doctor/run_checks.py",
     "doctor/run_config.py", "evaluation/evaluations.py", "evaluation/held_out.py",

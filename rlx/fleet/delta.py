@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<8sIIQI")  # magic, format, block, bytes of the files, se
 _SEGMENT = struct.Struct("<QQI")  # first byte, elements, bytes of an element
 _CHANGES = struct.Struct("<II")  # changed elements, bytes of their gaps
 _STREAM = struct.Struct("<BI")  # whether deflated, bytes stored
-_SAMPLE = 16 << 10  # bytes that tell whether a stream is worth deflating
+_SAMPLE = 16 << 10  # bytes that decide whether a stream is deflated
 _WORTH = 0.97  # of the plain size
 
 Path = str | os.PathLike

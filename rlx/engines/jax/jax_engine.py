@@ -156,7 +156,7 @@ class JaxEngine(ModelEngine):
         done: Future[_T] = Future()
 
         def run():
-            if not done.set_running_or_notify_cancel():  # whoever asked has left
+            if not done.set_running_or_notify_cancel():  # the caller was cancelled
                 return
             try:
                 self._check_alive()

@@ -15,7 +15,7 @@ from rlx.engines.model_engine import cause
 from rlx.model.model_config import ModelConfig
 
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
-_MOST_KV_BYTES = 4 << 30  # on a CPU, where nothing tells vLLM how much memory is its own
+_MOST_KV_BYTES = 4 << 30  # on a CPU, where vLLM does not limit itself
 _WORKER = "rlx.engines.vllm.vllm_worker.RolloutWorker"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
