@@ -1,9 +1,10 @@
-r"""Reward functions and how a config names one.
+r"""The reward functions that come with rlx, and how a config names one.
 
 A reward function is `fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`, where
 `row` is the dataset row (so its `answer` arrives as `answer=`). It runs in a worker process
-(`reward_pool.py`); math-verify and sympy are imported there, on first use. Those here return 0.0
-or 1.0 on any text, and bound their own work: a hard one is a 0, not a killed worker.
+(`reward_pool.py`); math-verify and sympy are imported there, on first use. The functions here
+return 0.0 or 1.0 on any text and bound their own work: an answer that takes too long to compare
+gets 0, and no worker is killed.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ def gsm8k(
     answer: Any,
     **row: Any,
 ) -> float:
-    r"""1 when the completion's final number equals the answer's, else 0.
+    r"""Return 1 when the completion's final number equals the answer's, else 0.
 
     Both are read alike: `#### 72`, else the last `\boxed{72}`, else the last number; with
     signs, currency, thousands separators, percent, units, decimals and fractions, compared as
@@ -49,12 +50,12 @@ def math(
     solution: Any = None,
     **row: Any,
 ) -> float:
-    r"""1 when the completion's final answer equals the row's, else 0.
+    r"""Return 1 when the completion's final answer equals the row's, else 0.
 
     The final answer is the last closed `\boxed{…}`, else what follows `####` or "answer is", else
-    the last `$…$` or number (`answers.final_answers`). Numbers, percentages, units, intervals,
-    tuples, sets, matrices, choices and words are compared exactly, the rest by math-verify,
-    within bounds (`equality.equal`).
+    the last `$…$` or number (`answers.final_answers`). Numbers, percentages, units, choices,
+    words, and tuples or sets of them are compared exactly, the rest by math-verify, within
+    bounds (`equality.equal`).
 
     Args:
       answer: the expression alone, or a solution with `\boxed{…}`, `$…$` or `#### …` in it.
@@ -75,10 +76,7 @@ def arithmetic(
     answer: Any,
     **row: Any,
 ) -> float:
-    r"""1 when the content of the completion's last `\boxed{…}` equals the answer, else 0.
-
-    They are compared as by `math`.
-    """
+    r"""Return 1 when the completion's last `\boxed{…}` equals the answer as by `math`, else 0."""
     box = answers.last_box(completion)
     return float(box is not None and equality.equal(answers.reference(answer) or "", box))
 
@@ -87,7 +85,7 @@ REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "arithmetic"
 
 
 def resolve(name: str) -> RewardFunction:
-    """The reward function called `name`: a key of REWARDS, `module:function` or `FILE.py:function`.
+    """Return the reward function `name`: a key of REWARDS, `module:function`, `FILE.py:function`.
 
     Raises:
       UserError: no such name, module or function.
@@ -108,9 +106,9 @@ def resolve(name: str) -> RewardFunction:
 
 
 def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raises UserError for the first row that reward `name` could never give 1 for.
+    """Raise UserError for the first row to which reward `name` could never give 1.
 
-    An `answer` without a number would make `gsm8k` return 0 for ever without a word.
+    Otherwise `gsm8k` would silently return 0 for each answer without a number.
     """
     if name not in ("gsm8k", "math"):
         return

@@ -1,4 +1,4 @@
-r"""Seeded chains of additions and subtractions: the embedded task. Imports no JAX, does no I/O.
+r"""Make the problems of the embedded task: seeded chains of additions and subtractions. No I/O.
 
 A problem is `47a+38b-6=?`: each term but the first has a letter. A careful solution gives the
 running value after each term, one a line: `:47`, `a+38:85`, `b-6:79`, `\boxed{79}`. Every
@@ -7,9 +7,8 @@ batch holds a few solutions several times as long as the rest.
 
 Whether a problem is for training or held out is a hash of its text: the two sets are disjoint
 whatever the seeds. The recipe of the model that ships with the package
-(`experiments/2026-11-arithmetic`) draws its demonstrations from the training side only.
-
-For training on a dataset there are a right and a wrong solution of every problem.
+(`experiments/2026-11-arithmetic`) draws its demonstrations from the training side only. SFT and
+preference pairs use a right and a wrong solution of each problem.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ _GUESS_NOISE = 20  # a wrong guess is a ten that lies no farther from the answer
 
 
 def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
-    """The first `n` distinct problems of a seed's stream, as dataset rows.
+    """Return the first `n` distinct problems of a seed's stream, as dataset rows.
 
     Args:
       seed: any integer; a longer list of the same seed starts with the shorter one.
@@ -50,7 +49,7 @@ def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
 
 
 def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
-    """Endless distinct problems of a seed and split, as `problems` lists them."""
+    """Yield distinct problems of a seed and split without end, as `problems` lists them."""
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
     rng = random.Random(f"arithmetic {seed} {split}")
@@ -63,7 +62,7 @@ def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
 
 
 def split_of(question: str) -> str:
-    """The split a problem belongs to, a function of its text alone."""
+    """Return the split a problem belongs to, a function of its text alone."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "train" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE else "held_out"
 
@@ -79,12 +78,12 @@ class Step(NamedTuple):
 
     @property
     def term(self) -> str:
-        """As the problem writes it: `a+38`."""
+        """Return the step as the problem writes it: `a+38`."""
         return f"{self.letter}{self.operator}{self.operand}"
 
 
 def steps(question: str) -> list[Step]:
-    """The chain from left to right; the last step's result is the answer."""
+    """Return the chain from left to right; the last step's result is the answer."""
     value, chain = first_value(question), []
     for letter, operator, operand in re.findall(r"([a-z])([+-])(\d+)", question):
         result = value + int(operator + operand)
@@ -94,19 +93,19 @@ def steps(question: str) -> list[Step]:
 
 
 def first_value(question: str) -> int:
-    """The value that the chain starts with."""
+    """Return the value that the chain starts with."""
     return int(re.split(r"\D", question, maxsplit=1)[0])
 
 
 def careful_solution(question: str) -> str:
-    r"""The running value after each term, then the boxed answer: `:47\na+38:85\n\boxed{85}`."""
+    r"""Return the value after each term, then the boxed answer: `:47\na+38:85\n\boxed{85}`."""
     chain = steps(question)
     lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain)]
     return "\n".join([*lines, f"\\boxed{{{chain[-1].result}}}"])
 
 
 def wrong_solution(question: str) -> str:
-    r"""A plausible solution whose boxed answer is wrong; always the same one of a question.
+    r"""Return a plausible solution with a wrong boxed answer; always the same for a question.
 
     Half of them make one mistake and carry it through, `a+38:75`, the others give up at a step and
     guess, as the model that ships with the package does: `a+38~\boxed{60}`.
@@ -122,7 +121,7 @@ def wrong_solution(question: str) -> str:
 
 
 def _mistake(question: str, rng: random.Random) -> tuple[int, int] | None:
-    """A step and an error in its result after which no value leaves 0…LARGEST_VALUE."""
+    """Return a step and an error in its result that leaves all values in 0…LARGEST_VALUE."""
     chain = steps(question)
     possible = [
         (at, error)
@@ -134,7 +133,7 @@ def _mistake(question: str, rng: random.Random) -> tuple[int, int] | None:
 
 
 def _carried(question: str, at: int, error: int) -> str:
-    """The careful solution with results off by `error` from step `at` on."""
+    """Return the careful solution with results off by `error` from step `at` on."""
     chain = steps(question)
     results = [step.result + (error if index >= at else 0) for index, step in enumerate(chain)]
     lines = [f"{step.term}:{result}" for step, result in zip(chain, results, strict=True)]
@@ -154,7 +153,7 @@ def _draw(rng: random.Random) -> tuple[str, int]:
 
 
 def _draw_step(rng: random.Random, value: int) -> tuple[str, int]:
-    """An operator, likelier the more room it has, and an operand: half of them one digit."""
+    """Return an operator, likelier the more room it has, and an operand: half have one digit."""
     operator = "-" if rng.randint(1, LARGEST_VALUE) <= value else "+"
     room = LARGEST_VALUE - value if operator == "+" else value
     largest = min(room, 9 if rng.random() < 0.5 else LARGEST_OPERAND)

@@ -1,4 +1,4 @@
-"""What becomes of failed attempts: a prompt is tried again, then skipped; too many end the run.
+"""Decide what follows a failed attempt: another try, a skipped prompt, or the end of the run.
 
 Shared by training, held-out evaluations and `rlx.evaluate`. No clock is read here.
 """
@@ -12,7 +12,7 @@ from rlx.base import UserError
 
 _LONGEST = 60.0  # seconds between two attempts at one prompt
 _FIRST = 4  # a window's part that counts as full from the beginning
-_CHARACTERS = 200  # of a row, where one is told of
+_CHARACTERS = 200  # of a row in a message
 
 
 class RolloutError(RuntimeError):
@@ -25,12 +25,12 @@ class Skipped(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """When a prompt is given up, and when the run is.
+    """Rules for when a prompt is given up, and when the run is.
 
     Attributes:
-      attempts: at one prompt, ≥ 1; after the last it is skipped.
+      attempts: of one prompt, ≥ 1; after the last the prompt is skipped.
       rate: share of the last `window` attempts, of all prompts, that may fail; 1: all of them.
-      window: attempts, ≥ 1. From the beginning a fourth of it counts as made.
+      window: attempts, ≥ 1. A run begins as if a fourth of them had succeeded.
       pause: seconds before the second attempt at a prompt.
     """
 
@@ -40,12 +40,12 @@ class Patience:
     pause: float = 1.0
 
     def back_off(self, failed: int) -> float:
-        """Seconds until a prompt that has failed `failed` ≥ 1 times may be tried again."""
+        """Return the seconds to wait after a prompt has failed `failed` ≥ 1 times."""
         return min(self.pause * 8 ** (failed - 1), _LONGEST)
 
 
 class Window:
-    """The outcomes of the last attempts."""
+    """Outcomes of the last attempts at all prompts."""
 
     def __init__(self, patience: Patience):
         self._patience = patience
@@ -106,7 +106,7 @@ def skip_record(
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """Return the terminal's line for a skipped row, with the last line of its failure."""
+    """Return the line that the terminal shows for a skipped row, with the end of its failure."""
     why = (record["message"].strip().splitlines() or [""])[-1][:_CHARACTERS]
     return (
         f"skipped {record['which']} row {record['row']} after {record['attempts']} attempts "

@@ -1,4 +1,4 @@
-"""Which groups form the next batch: live and finished groups as a pure state machine.
+"""Decide which groups form the next batch: live and finished groups as a pure state machine.
 
 Shared by the executor, recovery and the simulator. Together with `staleness.capacity` it
 guarantees, without ever throwing a trajectory away, that no trained token is older than η
@@ -60,7 +60,7 @@ Counts = tuple[tuple[int, int], ...]  # (version, groups), ascending versions, g
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """The unconsumed groups.
+    """Unconsumed groups, as a value.
 
     Attributes:
       live: live groups counted by the version they were admitted at.
@@ -82,17 +82,21 @@ class Buffer:
 
 
 def admit(buffer: Buffer, version: int) -> Buffer:
-    """A prompt starts at published version `version`."""
+    """Record that a prompt starts at published version `version`."""
     return replace(buffer, live=_add(buffer.live, version, 1))
 
 
 def withdraw(buffer: Buffer, version: int) -> Buffer:
-    """A live prompt admitted at `version` was rejected or failed."""
+    """Record that a live prompt admitted at `version` was rejected or failed."""
     return replace(buffer, live=_add(buffer.live, version, -1))
 
 
 def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
-    """A live prompt admitted at `version` finished as `group` and waits for its batch."""
+    """Record that a live prompt admitted at `version` finished as `group`, which awaits a batch.
+
+    Raises:
+      StalenessViolation: a token is older than the admission.
+    """
     oldest = group.oldest_version
     if oldest < 0:  # nothing was sampled, so nothing can be stale
         oldest = version
@@ -105,7 +109,7 @@ def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
 
 
 def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
-    """A buffer of checkpointed groups, all finished, and those that no longer fit.
+    """Return a buffer of checkpointed groups, all finished, and the groups that no longer fit.
 
     Nothing is left over unless η or B became smaller since the checkpoint; the caller
     generates the prompts of the left-over groups, oldest first, again.
@@ -123,7 +127,7 @@ def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer,
 
 
 def ready(buffer: Buffer, step: int, limits: Limits) -> bool:
-    """True when batch `step` can be taken without endangering a later one, rule (H)."""
+    """Return whether batch `step` can be taken without endangering a later one, rule (H)."""
     for counts in (buffer.live, buffer.finished):
         if counts and counts[0][0] + limits.max_staleness < step:
             raise StalenessViolation(
@@ -136,9 +140,10 @@ def ready(buffer: Buffer, step: int, limits: Limits) -> bool:
 
 
 def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
-    """Batch `step`: the B finished groups due first, sorted by group_id.
+    """Remove batch `step` from the buffer: the B finished groups due first, sorted by group_id.
 
-    Raises StalenessViolation when the batch is not ready or a token in it is too old.
+    Raises:
+      StalenessViolation: the batch is not ready, or a token in it is too old.
     """
     if not ready(buffer, step, limits):
         raise StalenessViolation(f"batch {step} was taken before it was ready")
@@ -154,12 +159,12 @@ def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]
 
 
 def groups(buffer: Buffer) -> list[Group]:
-    """The finished, unconsumed groups by group_id, for a checkpoint."""
+    """Return the finished, unconsumed groups by group_id, for a checkpoint."""
     return sorted(heap.values(buffer.groups), key=lambda g: g.group_id)
 
 
 def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
-    """Whether (H) holds for `step` once the `taken` finished groups due first are gone.
+    """Return whether (H) holds for `step` once the `taken` finished groups due first are gone.
 
     D only jumps at deadlines and the right-hand side grows with j, so the deadlines suffice.
     """
@@ -196,7 +201,7 @@ def _put(buffer: Buffer, oldest: int, group: Group) -> Buffer:
 
 
 def _add(counts: Counts, version: int, change: int) -> Counts:
-    """`counts` with `change` more groups at `version`."""
+    """Return `counts` with `change` more groups at `version`."""
     table = dict(counts)
     count = table.pop(version, 0) + change
     if count < 0:

@@ -1,4 +1,4 @@
-"""Dataset rows from a file or the hub, and the cursor that deals them out.
+"""Read dataset rows from a file or the hub, and deal them out.
 
 A row is a dict with a question and an answer; whatever else it holds reaches the reward
 function too. Every mistake in a file is an error that names file and line.
@@ -30,11 +30,11 @@ def load(
     texts: Mapping[str, str] = _NONE,
     split: str = "train",
 ) -> list[Row]:
-    """The rows of a .jsonl file, or of a hub data set.
+    """Return the rows of a .jsonl file, or of a hub data set.
 
     Args:
       source: a path, or `owner/name`, `owner/name:split`, `owner/name:config:split`.
-      answer_key: of what the reward function compares with; every row has it, unless empty.
+      answer_key: key of the answer that rewards compare with; every row has it, unless empty.
       texts: keys of further texts that every row has → the option that names each.
       split: of a hub data set whose name gives none.
 
@@ -55,10 +55,10 @@ def load_jsonl(
     *,
     texts: Mapping[str, str] = _NONE,
 ) -> list[Row]:
-    """The rows of a file with one JSON object a line.
+    """Return the rows of a file with one JSON object a line.
 
     Raises:
-      UserError: naming the file (and line) that cannot be used.
+      UserError: the file or a line cannot be used; the message names it.
     """
     path = Path(path)
     try:
@@ -85,7 +85,7 @@ def load_hub(
     texts: Mapping[str, str] = _NONE,
     split: str = "train",
 ) -> list[Row]:
-    """The rows of a Hugging Face data set, by the `datasets` package.
+    """Return the rows of a Hugging Face data set, by the `datasets` package.
 
     Raises:
       UserError: the package is missing, the hub cannot be reached, or there is no such data.
@@ -118,7 +118,7 @@ def load_hub(
 
 
 class Cursor:
-    """Deals rows out for ever, each epoch in a new order that is a function of (seed, epoch).
+    """An endless sequence of rows; the order of an epoch is a function of (seed, epoch).
 
     Position p, from 0, is row p mod N of epoch ⌊p/N⌋. A prompt's group_id is its position, so
     a restored run finds the row of any prompt again.
@@ -135,31 +135,31 @@ class Cursor:
         self.position = 0
 
     def __len__(self) -> int:
-        """Rows an epoch."""
+        """Return the rows of an epoch."""
         return len(self._rows)
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next row belongs to, from 0."""
+        """Return the epoch that the next row belongs to, from 0."""
         return self.position // len(self._rows)
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
-        """(position, row), and moves on."""
+        """Return (position, row) and move on."""
         position = self.position
         self.position += 1
         return position, self.row(position)
 
     def row(self, position: int) -> Mapping[str, Any]:
-        """The row at `position` ≥ 0."""
+        """Return the row at `position` ≥ 0."""
         return self._rows[self.index(position)]
 
     def index(self, position: int) -> int:
-        """Which of the dataset's rows, from 0, is dealt at `position` ≥ 0."""
+        """Return the index, from 0, of the dataset's row at `position` ≥ 0."""
         epoch, place = divmod(position, len(self._rows))
         return int(self._order(epoch)[place])
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; `load_state_dict` continues from it."""
+        """Return JSON-able state for `load_state_dict`."""
         return {
             "position": self.position,
             "seed": self._seed,
@@ -169,13 +169,13 @@ class Cursor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], allow_change: bool = False) -> str:
-        """Continues where `state` was.
+        """Continue where `state` was.
 
         Args:
-          allow_change: take other rows; a prompt begun before is that of the row now in its place.
+          allow_change: accept other rows; a prompt already begun uses the row now in its place.
 
         Returns:
-          What changed of the rows, in words; empty where nothing did.
+          A sentence on what changed in the rows; empty if nothing did.
 
         Raises:
           UserError: rows, seed or shuffling are not those of the state.
@@ -210,7 +210,7 @@ class Cursor:
         return self._orders[epoch]
 
     def _content(self) -> str:
-        """A digest of all rows; they are not expected to change under us."""
+        """Return a digest of all rows, computed once: rows do not change during a run."""
         if self._digest is None:
             digest = hashlib.blake2b(digest_size=8)
             for row in self._rows:
@@ -263,7 +263,7 @@ def _default_config(names: Sequence[str]) -> str | None:
 
 
 def _nearest(path: Path) -> str:
-    """A remedy for a path that does not exist."""
+    """Return a remedy for a path that does not exist."""
     folder = path.parent
     if not folder.is_dir():
         return f"; the directory {folder} does not exist either"

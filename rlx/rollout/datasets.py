@@ -1,11 +1,11 @@
-"""How one dataset row becomes a group to be trained on, without a fleet: SFT and pairs.
+"""Turn one dataset row into a group to train on, without a fleet: SFT and preference pairs.
 
 A group of demonstrations is one trajectory, the answer that the row gives; a pair is two, the
 chosen answer and then the rejected one. The answer's tokens and its end token are trained on; no
 policy sampled them, so they have version −1 and no logprobs. The executor, the buffer and
 checkpoints take these groups as they take rollouts.
 
-Asked for completions (a held-out evaluation), these workflows generate as RLVR does.
+A held-out evaluation, which brings its own sampling, gets completions as RLVR generates them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from rlx.rollout.workflows import RLVR, Generator, encode, trajectory
 _CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair
 
 
-class Answers:
-    """Groups made of the answers that a row gives.
+class AnswerWorkflow:
+    """A workflow whose groups are the answers that rows give.
 
     Args:
-      rlvr: renders the prompts, and generates where that is asked for.
+      rlvr: renders the prompts, and generates for evaluations.
       tokenizer: of `rlvr`.
       keys: of the row, in the order of the group's trajectories → their rewards.
       end: the token that ends an answer; `end_token` finds it.
@@ -48,14 +48,14 @@ class Answers:
         self._max_new_tokens, self._max_tokens = max_new_tokens, max_tokens
 
     def prompt_ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
-        """The prompt's tokens; raises UserError as RLVR.prompt_ids does."""
+        """Return the prompt's tokens; UserError as RLVR.prompt_ids."""
         return self._rlvr.prompt_ids(row, name)
 
     def group(self, row: Mapping[str, Any], group_id: int, name: str = "") -> Group:
-        """The group of `row`.
+        """Return the group of `row`.
 
         Raises:
-          UserError: something in it exceeds a limit; says so of `name`, or of the group.
+          UserError: it exceeds a limit; the message names `name`, or else the group.
         """
         name = name or f"group {group_id}"
         text, prompt = self._rlvr.render(row), self._rlvr.prompt_ids(row, name)
@@ -74,7 +74,7 @@ class Answers:
         return Group(group_id, trajectories, row)
 
     def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
-        """Raises UserError for the first row that has too many tokens.
+        """Raise UserError for the first row that has too many tokens.
 
         Every token stands for a byte or more, so only long texts are tokenised.
         """
@@ -97,7 +97,7 @@ class Answers:
         n: int | None = None,
         priority: int = 0,
     ) -> Group:
-        """The group of `row`; with `sampling`, one of completions that the fleet generates."""
+        """Return the group of `row`; with `sampling`, a group of completions from the fleet."""
         if sampling is None:
             return self.group(row, group_id)
         return await self._rlvr.run(
@@ -105,7 +105,7 @@ class Answers:
         )
 
     def drain_spans(self) -> list[RewardSpan]:
-        """When and where rewards of evaluations were computed since the last call."""
+        """Return when and where rewards of evaluations were computed since the last call."""
         return self._rlvr.drain_spans()
 
     def _trajectory(
@@ -128,15 +128,15 @@ class Answers:
         return trajectory(prompt, given, reward, trajectory_id, prompt_text, answer)
 
 
-class Demonstrations(Answers):
-    """question + completion → one trajectory; see Answers for the other arguments."""
+class Demonstrations(AnswerWorkflow):
+    """A workflow for SFT: question + completion → one trajectory."""
 
     def __init__(self, rlvr: RLVR, tokenizer: Any, key: str = "completion", **limits: int):
         super().__init__(rlvr, tokenizer, {key: _CHOSEN}, **limits)
 
 
-class Preferences(Answers):
-    """question + chosen + rejected → two trajectories in this order, rewards 1 and 0."""
+class Preferences(AnswerWorkflow):
+    """A workflow for pairs: question + chosen + rejected → two trajectories, rewards 1 and 0."""
 
     def __init__(
         self,
@@ -156,16 +156,16 @@ class Preferences(Answers):
 
 
 def end_token(tokenizer: Any, stops: Sequence[int]) -> int:
-    """The token that ends an answer, in training as in generation.
+    """Return the token that ends an answer, in training as in generation.
 
-    What the chat template puts behind an answer, where that ends a completion; else the
+    It is the token that the chat template puts after an answer, if engines stop at it; else the
     tokenizer's own end token.
 
     Args:
       stops: the model's end tokens, at which engines stop.
 
     Raises:
-      UserError: neither is among them, so that an answer learned would never end.
+      UserError: neither is among `stops`, so that learned answers would never end.
     """
     probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     text = tokenizer.apply_chat_template(probe, tokenize=False)

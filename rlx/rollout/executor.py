@@ -1,4 +1,4 @@
-"""The asynchronous half of a run: a thread that keeps the fleet busy and fills the buffer.
+"""Run workflows on a thread of its own that keeps the fleet busy and fills the buffer.
 
     trainer thread                     executor thread (one asyncio loop)
 
@@ -35,8 +35,8 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.workflows import Generator, Workflow
 
-_ADMIT_AT_ONCE = 64  # tasks started between two looks at the network
-_POLL_SECONDS = 0.5  # how long a waiting trainer is deaf to a dead executor
+_ADMIT_AT_ONCE = 64  # tasks started before the loop serves the network again
+_POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor
 _COUNTED = ("admitted", "rejected", "failed", "skipped")  # since step 0, in checkpoints
 _REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
 
@@ -46,12 +46,12 @@ class TrajectoryError(RuntimeError):
 
 
 class Exhausted(Exception):
-    """All answers are as good as any has been: no further batch will fill, and none need to."""
+    """All answers are as good as the best so far: no further batch will fill, and none need to."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Ticket:
-    """One attempt at one prompt. `version` is that of its admission."""
+    """One attempt at one prompt, admitted at `version`."""
 
     group_id: int
     attempt: int = 0
@@ -64,19 +64,19 @@ class Executor:
     Admission begins with the first `set_version`, when the fleet has its first weights.
 
     Args:
-      workflow: makes a group of a row.
+      workflow: makes groups of rows.
       cursor: deals out the rows.
       limits: batch size, staleness bound, concurrency.
-      fleet: given to the workflow; used on the executor's loop only.
+      fleet: passed to the workflow; used on the executor's loop only.
       seed: of the run; a group's seed is a function of it, the group's id and the attempt.
       force_staleness: hand out a batch only when all that may be admitted has finished, so that
         every batch lags by `limits.max_staleness` exactly. For experiments: it idles the fleet.
-      patience: with failed attempts.
-      max_tokens: of a trajectory, as training has room for; 0: any number.
-      on_skip: takes the `failures.skip_record` of a prompt that is given up, on the executor's
-        thread.
+      patience: rules for failed attempts.
+      max_tokens: longest trajectory that training has room for; 0: any length.
+      on_skip: called with the `attempts.skip_record` of a prompt that is given up, on the
+        executor's thread.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
-      request_timeout: seconds for one attempt, after which it has failed.
+      request_timeout: seconds until an attempt counts as failed.
       clock: seconds, monotonic.
     """
 
@@ -126,12 +126,12 @@ class Executor:
     # Life.
 
     def start(self) -> None:
-        """Starts the thread; coroutines may be submitted from now on."""
+        """Start the thread; coroutines may be submitted from now on."""
         self._thread.start()
         self._started.wait()
 
     def close(self) -> None:
-        """Cancels what is under way and ends the thread. The fleet is the caller's to close."""
+        """Cancel what is under way and end the thread; the caller closes the fleet."""
         with self._changed:
             self._open, self._stopped = False, True
             self._changed.notify_all()
@@ -140,13 +140,13 @@ class Executor:
             self._thread.join()
 
     def submit(self, coroutine: Coroutine) -> Future:
-        """Runs `coroutine` on the loop, beside everything else."""
+        """Run `coroutine` on the loop, concurrently with everything else."""
         if self._loop is None:
             raise RuntimeError("start the executor before submitting to it")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine) -> Any:
-        """Runs `coroutine` on the loop and waits for its result; not from the loop itself."""
+        """Run `coroutine` on the loop and return its result; not callable from the loop itself."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("run() would wait for itself on the executor's own thread; await it")
@@ -155,7 +155,7 @@ class Executor:
     # The trainer's side.
 
     def set_version(self, version: int) -> None:
-        """Every live server has acknowledged `version`. From any thread."""
+        """Record that every live server has acknowledged `version`; from any thread."""
         with self._changed:
             self._staleness = staleness.publish(self._staleness, version)
             if not self._stopped:
@@ -165,22 +165,22 @@ class Executor:
             self._loop.call_soon_threadsafe(self._admit)
 
     def stop_admitting(self) -> None:
-        """No prompt starts any more; those under way finish. Evaluation goes on."""
+        """Start no further prompt; those under way finish, and evaluation goes on."""
         with self._changed:
             self._open, self._stopped = False, True
 
     def collect(self, timeout: float | None = None) -> list[Group] | None:
-        """The next batch: `limits.batch_prompts` groups by group_id; waits until it is there.
+        """Wait for the next batch and return it: `limits.batch_prompts` groups by group_id.
 
         Args:
           timeout: seconds to wait; None: for ever.
 
         Returns:
-          None when the time is up.
+          The groups, or None when the time is up.
 
         Raises:
           RolloutError, UserError: too many failures; the last, with its traceback, is the cause.
-          Unavailable: nothing that is left to do can work.
+          Unavailable: no attempt can succeed any more.
           Exhausted: the data has nothing more to teach, and no batch is left.
         """
         begun = self._clock()
@@ -208,9 +208,9 @@ class Executor:
         concurrency: int = 64,
         priority: int = 1,
     ) -> Future:
-        """Starts a held-out evaluation beside training; the future has `evaluation.score`'s list.
+        """Start a held-out evaluation during training; the future holds `evaluation.score`'s list.
 
-        It goes before training's requests, so that few of its answers come from newer weights than
+        Its requests go before training's, so that few of its answers come from newer weights than
         it began with. It has its own concurrency and does not count as training.
         """
         return self.submit(
@@ -228,12 +228,12 @@ class Executor:
 
     @property
     def version(self) -> int:
-        """The newest version that every live server has acknowledged."""
+        """Return the newest version that every live server has acknowledged."""
         with self._changed:
             return self._staleness.version
 
     def counters(self) -> dict[str, float]:
-        """Totals: of the run for events, of this process for tokens and seconds.
+        """Return totals: of the run for events, of this process for tokens and seconds.
 
         `dropped` counts groups that were accepted and are neither trained on nor buffered.
         `wait_seconds` is the trainer's, `idle_seconds` the time without any live prompt.
@@ -259,13 +259,13 @@ class Executor:
             }
 
     def drain_spans(self) -> list[tuple[str, int, int]]:
-        """(name, start_ns, end_ns) of rewards since the last call, CLOCK_MONOTONIC."""
+        """Return (name, start_ns, end_ns) of rewards since the last call, CLOCK_MONOTONIC."""
         return [("reward", s.start_ns, s.end_ns) for s in self._workflow.drain_spans()]
 
     # Checkpoints.
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """What `restore` needs: JSON-able facts, and the groups not yet trained on.
+        """Return a checkpoint for `restore`: JSON-able facts, and the groups not yet trained on.
 
         Take it when the batch collected last has been trained on. Prompts under way are kept by
         their ids and start again, with the same seeds.
@@ -289,19 +289,19 @@ class Executor:
     def restore(
         self, host: Mapping[str, Any], groups: Sequence[Group], allow_change: bool = False
     ) -> str:
-        """Continues where `state` was taken; before the first `set_version`.
+        """Continue where `state` was taken; before the first `set_version`.
 
         Groups that a lowered max_staleness has made too old are generated again (and counted as
         dropped). Prompts that had failed have the attempts that were left to them, at least one.
 
         Args:
-          allow_change: of the dataset's rows.
+          allow_change: accept a dataset whose rows changed.
 
         Returns:
-          What changed of them, in words; empty where nothing did.
+          A sentence on what changed in the rows; empty if nothing did.
 
         Raises:
-          UserError: the dataset is another one.
+          UserError: the dataset changed and may not.
         """
         with self._changed:
             if self._open or self._staleness.admitted:
@@ -344,7 +344,7 @@ class Executor:
         # asyncio.run cancels whatever is left
 
     def _admit(self) -> None:
-        """Starts as many prompts as the rules allow, with a look at the network in between."""
+        """Start as many prompts as the rules allow, serving the network in between."""
         with self._changed:
             for _ in range(_ADMIT_AT_ONCE):
                 if not self._may_admit():
@@ -393,7 +393,7 @@ class Executor:
         self._admit()
 
     def _check(self, group: Group, row: Mapping[str, Any]) -> None:
-        """Raises for what training would choke on, whichever workflow it is from."""
+        """Raise TrajectoryError for a trajectory that training cannot use."""
         for trajectory in group.trajectories:
             if found := self._unfit(trajectory):
                 raise TrajectoryError(
@@ -420,7 +420,7 @@ class Executor:
         return TimeoutError(f"it took longer than {limit}")
 
     def _finish(self, ticket: Ticket, group: Group) -> None:
-        """Accepts or rejects a finished group."""
+        """Accept or reject a finished group."""
         rewards = {trajectory.reward for trajectory in group.trajectories}
         with self._changed:
             self._leave(ticket)
@@ -438,10 +438,10 @@ class Executor:
             self._changed.notify_all()
 
     def _count_rejection(self, reward: float) -> None:
-        """Ends the run when rejections do not end: well when it has solved its data, else in error.
+        """End the run after too many rejections in a row: in success if its data is solved.
 
-        It has when at least half of these groups are right, that is as good as the best answer so
-        far, and it was not so from the beginning. The rest are rows that nobody gets right.
+        The data is solved when at least half of these groups are as good as the best answer so far,
+        and some batch was trained on before. The other half are rows that are never answered right.
         """
         self._rejected.append(reward)
         if len(self._rejected) < _REJECTIONS * self._limits.batch_prompts:
@@ -466,7 +466,7 @@ class Executor:
         )
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
-        """Queues the prompt again, gives it up, or ends the run when too many fail."""
+        """Queue the prompt again, skip it, or end the run when too many fail."""
         with self._changed:
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)
@@ -502,7 +502,7 @@ class Executor:
             self._idle_since = None
 
     def _ended(self, task: asyncio.Task) -> None:
-        """An exception that got out of an attempt is a bug, and must reach the trainer."""
+        """Forget a task; an exception that escaped from it is a bug and must reach the trainer."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception():
             self._stop(task.exception())
@@ -513,7 +513,7 @@ class Executor:
             self._changed.notify_all()
 
     def _ready(self) -> bool:
-        """Whether a batch can be taken; raises what ended the run."""
+        """Return whether a batch can be taken; raise what ended the run."""
         solved = isinstance(self._error, Exhausted)
         if self._error is not None and not solved:
             raise self._error
@@ -528,9 +528,9 @@ class Executor:
 
 
 def group_seed(seed: int, group_id: int, attempt: int) -> int:
-    """A sampling seed in [0, 2³¹), a function of the run's seed, the group and the attempt.
+    """Return a sampling seed in [0, 2³¹), a function of the run's seed, the group and the attempt.
 
-    A retry draws anew: a completion that hangs its reward function would hang it again.
+    A retry draws anew, because a completion that hung its reward function would hang it again.
     """
     digest = hashlib.blake2b(f"{seed} {group_id} {attempt}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

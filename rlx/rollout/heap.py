@@ -12,12 +12,12 @@ Heap = tuple[int, Any, Any, Any, Any] | None
 
 
 def push(heap: Heap, key: Any, value: Any) -> Heap:
-    """`heap` with `value` under `key`; keys must be distinct to be ordered."""
+    """Return `heap` with `value` under `key`; keys must be distinct to be ordered."""
     return _merge((1, key, value, None, None), heap)
 
 
 def pop(heap: Heap) -> tuple[Any, Any, Heap]:
-    """(smallest key, its value, the rest). Raises IndexError when empty."""
+    """Return (smallest key, its value, the rest); IndexError when empty."""
     if heap is None:
         raise IndexError("pop from an empty heap")
     _, key, value, left, right = heap
@@ -25,7 +25,7 @@ def pop(heap: Heap) -> tuple[Any, Any, Heap]:
 
 
 def values(heap: Heap) -> Iterator[Any]:
-    """All values, in no particular order."""
+    """Yield all values, in no particular order."""
     stack = [heap]
     while stack:
         node = stack.pop()
@@ -35,7 +35,7 @@ def values(heap: Heap) -> Iterator[Any]:
 
 
 def _merge(a: Heap, b: Heap) -> Heap:
-    """Merges along the right spines, which are at most log2(n + 1) long."""
+    """Merge two heaps along their right spines, at most log2(n + 1) long."""
     if a is None:
         return b
     if b is None:
@@ -50,5 +50,5 @@ def _merge(a: Heap, b: Heap) -> Heap:
 
 
 def _rank(heap: Heap) -> int:
-    """How many nodes the right spine has."""
+    """Return how many nodes the right spine has."""
     return heap[0] if heap else 0

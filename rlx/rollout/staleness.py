@@ -1,4 +1,4 @@
-"""How many prompts may be admitted: counters and the capacity formula, nothing else.
+"""Decide how many prompts may be admitted: counters and the capacity formula, nothing else.
 
 A pure state machine, `(state, event) → state`, shared by the executor, recovery and the
 simulator. It knows numbers, not groups; `buffer.py` knows which groups form a batch, and
@@ -14,7 +14,7 @@ class StalenessViolation(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The numbers that govern admission.
+    """Numbers that govern admission.
 
     Attributes:
       batch_prompts: B ≥ 1, prompts a train batch.
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Where the run stands.
+    """Counters of a run.
 
     Attributes:
       version: v, the newest version that every live server has acknowledged.
@@ -54,13 +54,13 @@ class Staleness:
 
 
 def resume(version: int, buffered: int, limits: Limits) -> Staleness:
-    """The state after a restart at `version`, with `buffered` finished groups restored."""
+    """Return the state after a restart at `version`, with `buffered` finished groups restored."""
     accepted = version * limits.batch_prompts + buffered
     return Staleness(version=version, consumed=version, accepted=accepted, admitted=accepted)
 
 
 def capacity(state: Staleness, limits: Limits) -> int:
-    """How many prompts may be admitted now.
+    """Return how many prompts may be admitted now.
 
         min(max(1, C) − running, min(η + v + 1, T)·B − (accepted + running)), at least 0
 
@@ -75,7 +75,7 @@ def capacity(state: Staleness, limits: Limits) -> int:
 
 
 def full(state: Staleness, limits: Limits) -> bool:
-    """Whether everything that may be admitted before the next publish is accepted.
+    """Return whether everything that may be admitted before the next publish is accepted.
 
     A trainer that waits for this has batches of exactly min(version, max_staleness) versions of
     lag: each version's prompts finish under it, and wait η batches for their turn.
@@ -84,35 +84,35 @@ def full(state: Staleness, limits: Limits) -> bool:
 
 
 def admit(state: Staleness, limits: Limits) -> Staleness:
-    """A prompt starts at the current version."""
+    """Record that a prompt starts at the current version."""
     if capacity(state, limits) < 1:
         raise StalenessViolation(f"admitted a prompt without capacity: {state}, {limits}")
     return replace(state, running=state.running + 1, admitted=state.admitted + 1)
 
 
 def accept(state: Staleness) -> Staleness:
-    """A live prompt finished and its group goes to the buffer."""
+    """Record that a live prompt finished and its group goes to the buffer."""
     return replace(_leave(state, "accept"), accepted=state.accepted + 1)
 
 
 def reject(state: Staleness) -> Staleness:
-    """A live prompt finished and is filtered out; its place is free again."""
+    """Record that a live prompt finished and is filtered out; its place is free again."""
     return replace(_leave(state, "reject"), rejected=state.rejected + 1)
 
 
 def fail(state: Staleness) -> Staleness:
-    """A live prompt's attempt raised; its place is free again."""
+    """Record that a live prompt's attempt raised; its place is free again."""
     return replace(_leave(state, "fail"), failed=state.failed + 1)
 
 
 def skip(state: Staleness) -> Staleness:
-    """A live prompt's last attempt raised; its place is free for another prompt."""
+    """Record that a live prompt's last attempt raised; its place is free for another one."""
     state = fail(state)
     return replace(state, skipped=state.skipped + 1)
 
 
 def publish(state: Staleness, version: int) -> Staleness:
-    """Every live server has acknowledged `version`."""
+    """Record that every live server has acknowledged `version`."""
     if not state.version <= version <= state.consumed:
         raise StalenessViolation(
             f"published version {version}; it must be between the last one ({state.version}) and "
@@ -122,7 +122,7 @@ def publish(state: Staleness, version: int) -> Staleness:
 
 
 def consume(state: Staleness, limits: Limits) -> Staleness:
-    """The trainer takes one batch out of the buffer."""
+    """Record that the trainer takes one batch out of the buffer."""
     buffered = state.accepted - state.consumed * limits.batch_prompts
     if buffered < limits.batch_prompts:
         raise StalenessViolation(f"took a batch with {buffered} groups buffered: {state}")
@@ -130,7 +130,7 @@ def consume(state: Staleness, limits: Limits) -> Staleness:
 
 
 def _wanted(version: int, limits: Limits) -> int:
-    """How many groups since step 0 have a batch to go to, while `version` is published."""
+    """Return how many groups since step 0 have a batch to go to, while `version` is published."""
     horizon = limits.max_staleness + version + 1
     if limits.total_steps is not None:
         horizon = min(horizon, limits.total_steps)

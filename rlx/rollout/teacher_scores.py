@@ -2,7 +2,7 @@
 
     workflow ─▶ trajectories ─▶ Fleet.score of the teacher, all at once ─▶ reference_logprobs
 
-Evaluations, which bring their own sampling, are not scored: nobody learns from them.
+Evaluations, which bring their own sampling, are not trained on and so not scored.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from rlx.rollout.workflows import Generator, Workflow
 
 
 class Scorer(Protocol):
-    """What is needed of the teacher's fleet."""
+    """The teacher's fleet, as far as it is used here."""
 
     async def score(self, tokens: Any, first: int, *, temperature: float = 1.0) -> np.ndarray: ...
 
 
-class Taught:
-    """`workflow`, and what `teacher` makes of each of its trajectories.
+class TeacherScored:
+    """A workflow that adds the teacher's log-probabilities to another workflow's trajectories.
 
     Args:
       workflow: of the student.
-      teacher: has the same vocabulary.
+      teacher: a fleet whose model has the same vocabulary.
       temperature: of training, so that teacher and student are compared as they are sampled.
     """
 
@@ -47,7 +47,7 @@ class Taught:
         n: int | None = None,
         priority: int = 0,
     ) -> Group:
-        """The workflow's group; with `reference_logprobs`, unless `sampling` is given.
+        """Return the workflow's group, with `reference_logprobs` unless `sampling` is given.
 
         Raises:
           UserError: no teacher is alive, it refuses a trajectory, or its numbers are not finite.
@@ -61,7 +61,7 @@ class Taught:
         return dataclasses.replace(group, trajectories=tuple(scored))
 
     def drain_spans(self) -> list[RewardSpan]:
-        """The workflow's."""
+        """Return the spans of the workflow."""
         return self._workflow.drain_spans()
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:

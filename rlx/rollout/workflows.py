@@ -1,4 +1,4 @@
-"""How one dataset row becomes one group of trajectories.
+"""Turn one dataset row into one group of trajectories.
 
 A workflow has `async run(fleet, row, *, group_id, seed, …) -> Group`; it runs on the executor's
 event loop, so everything here is short or awaited.
@@ -20,7 +20,7 @@ _MAX_SPANS = 100_000  # kept until drained
 
 
 class Generator(Protocol):
-    """What a workflow needs of the fleet."""
+    """A fleet, as far as a workflow uses it."""
 
     async def generate(
         self, prompt_tokens: Any, sampling: Sampling, n: int, *, priority: int = 0
@@ -28,10 +28,10 @@ class Generator(Protocol):
 
 
 class Workflow(Protocol):
-    """What the executor needs of a workflow.
+    """A workflow, as far as the executor uses it.
 
-    One that holds processes or sockets has `async aclose()` too, called at the end on the loop that
-    `run` was on.
+    A workflow that holds processes or sockets has `async aclose()` too, which is called at the end
+    on the loop that `run` was on.
     """
 
     async def run(
@@ -50,7 +50,7 @@ class Workflow(Protocol):
 
 
 def render(tokenizer: Any, question: str, system_prompt: str = "") -> str:
-    """A prompt's text: system message if any, question, and the start of the answer's turn."""
+    """Return a prompt's text: any system message, the question, the start of the answer's turn."""
     messages = [{"role": "user", "content": question}]
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -58,7 +58,7 @@ def render(tokenizer: Any, question: str, system_prompt: str = "") -> str:
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
-    """A conversation's text up to the start of the answer's turn.
+    """Return a conversation's text up to the start of the answer's turn.
 
     Args:
       template: further variables of the chat template, `tools` for one.
@@ -69,7 +69,7 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a rendered prompt, which has its special tokens already."""
+    """Return the tokens of a rendered prompt, which has its special tokens already."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -88,7 +88,7 @@ class RLVR:
         max_prompt_tokens: int = 0,
         max_model_len: int = 0,
     ):
-        """Holds what every group shares.
+        """Make a workflow; its arguments are shared by all groups.
 
         Args:
           tokenizer: a transformers tokenizer with a chat template.
@@ -111,19 +111,19 @@ class RLVR:
         self._spans: deque[RewardSpan] = deque(maxlen=_MAX_SPANS)
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """The prompt's text."""
+        """Return the prompt's text."""
         return render(self._tokenizer, str(row[self._question_key]), self._system_prompt)
 
     def prompt_ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
-        """The prompt's tokens.
+        """Return the prompt's tokens.
 
         Raises:
-          UserError: they exceed a limit; says so of `name`.
+          UserError: they exceed a limit; the message names `name`.
         """
         return self._encode(self.render(row), row, name)
 
     def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
-        """Raises UserError for the first row whose prompt is too long.
+        """Raise UserError for the first row whose prompt is too long.
 
         Every token stands for a byte or more, so only long texts are tokenised.
         """
@@ -144,7 +144,7 @@ class RLVR:
         n: int | None = None,
         priority: int = 0,
     ) -> Group:
-        """The group of `row`; `sampling` and `n` replace those of training for evaluation."""
+        """Return the group of `row`; an evaluation gives `sampling` and `n` of its own."""
         text = self.render(row)
         prompt = self._encode(text, row, f"group {group_id}")
         drawn = dataclasses.replace(sampling or self._sampling, seed=seed)
@@ -164,7 +164,7 @@ class RLVR:
         return Group(group_id, trajectories, row)
 
     def drain_spans(self) -> list[RewardSpan]:
-        """When and where rewards were computed since the last call."""
+        """Return when and where rewards were computed since the last call."""
         spans = []
         while self._spans:
             spans.append(self._spans.popleft())
@@ -189,7 +189,7 @@ def trajectory(
     prompt_text: str = "",
     completion_text: str = "",
 ) -> Trajectory:
-    """A single turn: `prompt` ([P] int32, not trained), then the completion's sampled tokens."""
+    """Return a single turn: `prompt` ([P] int32, not trained), then the sampled tokens."""
     ahead, sampled = len(prompt), len(completion.tokens)
     return Trajectory(
         tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32, copy=False),

@@ -40,7 +40,7 @@ from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
-from rlx.rollout.teacher_scores import Taught
+from rlx.rollout.teacher_scores import TeacherScored
 from rlx.rollout.workflows import Workflow
 from rlx.run import resume
 from rlx.run.export import Export
@@ -289,7 +289,7 @@ def _executor(
     c = config
     workflow: Workflow = inputs.workflow
     if tutor:
-        workflow = Taught(workflow, tutor, c.sampling.temperature)
+        workflow = TeacherScored(workflow, tutor, c.sampling.temperature)
     return Executor(
         workflow,
         Cursor(inputs.train_rows, c.seed, c.data.shuffle),

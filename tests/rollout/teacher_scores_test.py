@@ -9,7 +9,7 @@ import pytest
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.rollout.staleness import Limits
-from rlx.rollout.teacher_scores import Taught
+from rlx.rollout.teacher_scores import TeacherScored
 
 ROW = {"question": "2 + 2?"}
 
@@ -37,7 +37,7 @@ def run(workflow, fleet, **options):
 
 def test_every_sampled_token_has_the_teachers_logprob_and_no_other_one(fake_workflow, fake_fleet):
     teacher, plain = Script(), fake_workflow(n=3)
-    group = run(Taught(plain, teacher, 0.7), fake_fleet())
+    group = run(TeacherScored(plain, teacher, 0.7), fake_fleet())
     alone = run(fake_workflow(n=3), fake_fleet())
     assert (group.group_id, group.row, len(group.trajectories)) == (4, ROW, 3)
     for found, was in zip(group.trajectories, alone.trajectories, strict=True):
@@ -75,7 +75,7 @@ def test_observations_between_get_zeros_and_a_trajectory_without_samples_is_not_
     fake_workflow, fake_fleet
 ):
     teacher = Script()
-    taught = Taught(Turns(fake_workflow()), teacher, 1.0)
+    taught = TeacherScored(Turns(fake_workflow()), teacher, 1.0)
     one, none = run(taught, fake_fleet()).trajectories
     assert one.reference_logprobs.tolist() == [0, 0, -3, 0, 0, -6, -7, 0]
     assert none.reference_logprobs.tolist() == [0] * 8
@@ -85,7 +85,7 @@ def test_observations_between_get_zeros_and_a_trajectory_without_samples_is_not_
 
 def test_evaluations_are_not_scored(fake_workflow, fake_fleet, fake_executor):
     teacher = Script()
-    executor = fake_executor(Taught(fake_workflow(), teacher, 1.0), fake_fleet())
+    executor = fake_executor(TeacherScored(fake_workflow(), teacher, 1.0), fake_fleet())
     try:
         scores = executor.evaluate([ROW] * 3, Sampling(temperature=0.0)).result(20)
         assert len(scores) == 3
@@ -122,8 +122,8 @@ def test_a_teacher_that_cannot_answer_ends_the_run_with_one_line(
     fake_workflow, fake_fleet, fake_executor, error, said
 ):
     with pytest.raises(UserError, match=said):
-        run(Taught(fake_workflow(n=1), Script(error), 1.0), fake_fleet())
-    executor = fake_executor(Taught(fake_workflow(n=1), Script(error), 1.0), fake_fleet())
+        run(TeacherScored(fake_workflow(n=1), Script(error), 1.0), fake_fleet())
+    executor = fake_executor(TeacherScored(fake_workflow(n=1), Script(error), 1.0), fake_fleet())
     try:
         executor.set_version(0)
         with pytest.raises(UserError, match=r"^the teacher"):
@@ -138,4 +138,4 @@ def test_a_teacher_that_gives_no_numbers_ends_the_run(fake_workflow, fake_fleet)
             return np.full(len(tokens), np.nan, np.float32)
 
     with pytest.raises(UserError, match=r"trajectory 4.0 log-probabilities that are not finite"):
-        run(Taught(fake_workflow(n=1), Broken(), 1.0), fake_fleet())
+        run(TeacherScored(fake_workflow(n=1), Broken(), 1.0), fake_fleet())
