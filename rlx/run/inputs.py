@@ -23,7 +23,7 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
-from rlx.rollout.datasets import Answers, Demonstrations, Preferences, end_token
+from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
 from rlx.rollout.workflows import RLVR, encode, render
 from rlx.train.update import make_steps
 
@@ -47,7 +47,7 @@ class Inputs:
     train_rows: list[dict]
     eval_rows: list[dict]
     reward_pool: RewardPool
-    workflow: RLVR | Answers
+    workflow: RLVR | AnswerWorkflow
     held_out: list[Group]
 
 
@@ -72,7 +72,7 @@ def prepare(config: ConfigDict) -> Inputs:
     workflow.check(train_rows, "data.train")
     workflow.check(eval_rows, "data.eval")
     held_out = []
-    if isinstance(workflow, Answers):
+    if isinstance(workflow, AnswerWorkflow):
         held_out = [workflow.group(row, index) for index, row in enumerate(eval_rows)]
     return Inputs(
         model_dir, model_config, algorithm, train_rows, eval_rows, pool, workflow, held_out
@@ -137,7 +137,7 @@ def _workflow(
     model_dir: Path,
     model_config: ModelConfig,
     pool: RewardPool,
-) -> RLVR | Answers:
+) -> RLVR | AnswerWorkflow:
     """Return the workflow that makes the algorithm's kind of group of a row."""
     tokenizer = load_tokenizer(model_dir, config.data.system_prompt)
     rlvr = RLVR(
