@@ -1,27 +1,31 @@
 """One optimizer update in torch, as `rlx.train.steps` does it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from ml_collections import ConfigDict
 
 from rlx.algorithms.algorithm import Algorithm
 from rlx_torch import losses
 from rlx_torch.model import logprobs
 
 
-def make_optimizer(model: torch.nn.Module, config: ConfigDict) -> torch.optim.Optimizer:
-    """AdamW with `config.optimizer`'s numbers; matrices decay, norms and biases do not."""
+def make_optimizer(model: torch.nn.Module, options: Any) -> torch.optim.Optimizer:
+    """Return AdamW with the numbers of `options`; matrices decay, norms and biases do not.
+
+    Args:
+      options: has the keys of `config.optimizer` as attributes; the rate stays what it is at first.
+    """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    betas = (config.b1, config.b2)
+    betas = (options.b1, options.b2)
     # fused: one pass over memory a parameter, torch's fastest on CPU and GPU
     return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True
+        groups, lr=options.learning_rate, betas=betas, eps=options.eps, fused=True
     )
 
 

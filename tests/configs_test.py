@@ -13,7 +13,8 @@ from rlx.config import check
 from rlx.model import hf
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import prepare
-from rlx.train.update import make_steps
+from rlx.train.options import TrainOptions
+from rlx.train.steps import Steps
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -35,10 +36,10 @@ def load(path):
 def test_a_config_passes_every_check(path):
     config = load(path)
     check(config)
-    steps = make_steps(SMALL, config)
+    steps = Steps(SMALL, TrainOptions.of(config))
     assert steps.algorithm.name == config.algorithm.preset
     assert (steps.critic_model is not None) == steps.algorithm.critic
-    assert steps.optimizer.init({"w": jax.numpy.zeros(2)})
+    assert steps.learner.optimizer.init({"w": jax.numpy.zeros(2)})
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -18,7 +18,8 @@ from rlx.fleet.adapter import digest
 from rlx.model import hf, lora, peft
 from rlx.model import params as parameters
 from rlx.train import checkpoint
-from rlx.train.update import make_update
+from rlx.train.options import TrainOptions
+from rlx.train.update import Update
 
 
 def run(*arguments):
@@ -34,7 +35,7 @@ def workdir(tiny_model_dir, tmp_path_factory):
     config.model.path = str(tiny_model_dir)
     model, params = hf.load(tiny_model_dir)
     params = jax.tree.map(lambda leaf: leaf * 1.5, params)
-    state = make_update(model, config).init(params)
+    state = Update(model, TrainOptions.of(config)).init(params)
     path = tmp_path_factory.mktemp("run")
     (path / "config.json").write_text("{}")  # the run's own, not HF's
     host = {"config": {"model": {"path": str(tiny_model_dir)}}}
@@ -64,7 +65,7 @@ def lora_run(tiny_model_dir, tmp_path_factory):
     config = default()
     config.model.path, config.lora.rank = str(tiny_model_dir), 3
     model, params = hf.load(tiny_model_dir)
-    update = make_update(model, config, base_params=lambda: params)
+    update = Update(model, TrainOptions.of(config), base_params=lambda: params)
     state = update.init({})
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
     path = tmp_path_factory.mktemp("lora")

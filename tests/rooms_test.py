@@ -44,7 +44,7 @@ COMMAND_LINES = 82
 TOTAL_LINES = 32_100
 BUDGET = {  # room → lines of Python, generated files left out
     "": 10, "base": 130, "config": 335, "cli": 500, "algorithms": 1_460, "model": 1_980,
-    "train": 2_030, "observe": 2_550, "fleet": 2_725, "engines": 3_960, "rewards": 1_515,
+    "train": 2_050, "observe": 2_550, "fleet": 2_725, "engines": 3_960, "rewards": 1_515,
     "rollout": 2_075, "agents": 4_800, "launch": 1_200, "mismatch": 830, "evaluation": 1_140,
     "doctor": 1_630, "run": 1_480, "commands": 440, "rlx_torch": 980,
 }  # fmt: skip
@@ -67,7 +67,6 @@ OWED_CLASSES: set[str] = set()
 OWED_CONFIG = {
     "doctor/capacity.py", "doctor/memory.py", "doctor/run_checks.py",
     "doctor/run_config.py", "evaluation/evaluations.py", "evaluation/held_out.py",
-    "train/optimizer.py", "train/update.py",
 }  # fmt: skip
 
 FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
@@ -127,7 +126,7 @@ def test_the_checks_see_what_they_forbid():
     ]
     assert downward("fleet/client.py", "from rlx.run import loop") == ["rlx.run.loop"]
     assert downward("serve.py", "from rlx import doctor, main") == ["rlx.main"]
-    assert downward("run/loop.py", "from rlx.train.update import make_update") == []
+    assert downward("run/loop.py", "from rlx.train.update import Update") == []
     with pytest.raises(AssertionError, match="relative import"):
         imports("from . import base")
     assert light("rollout/executor.py")

@@ -62,13 +62,14 @@ def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Itera
     from rlx.rollout.executor import Executor
     from rlx.rollout.staleness import Limits
     from rlx.run.inputs import prepare
-    from rlx.train.update import make_update
+    from rlx.train.options import TrainOptions
+    from rlx.train.update import Update
 
     c = get_config()
     c.optimizer.learning_rate, c.model.publish_dtype = rate, "bfloat16"
     inputs = prepare(c)
     _, weights = hf.load(inputs.model_dir, "float32")
-    update = make_update(inputs.model_config, c)
+    update = Update(inputs.model_config, TrainOptions.of(c))
     state = update.init(weights)
     options = {"slots": c.fleet.slots, "max_model_len": 192, "dtype": "bfloat16"}
     with LocalServers(inputs.model_dir, workdir=directory, plan=_plan(cores), **options) as local:

@@ -128,7 +128,8 @@ def compilations(
     from rlx.config import default
     from rlx.model import params
     from rlx.model.model_config import ModelConfig
-    from rlx.train.update import make_update
+    from rlx.train.options import TrainOptions
+    from rlx.train.update import Update
 
     total = 0
     marks = []
@@ -142,7 +143,7 @@ def compilations(
     config.train.max_tokens_per_microbatch = UPDATE_BUDGET
     config.train.row_buckets = buckets or config.train.row_buckets
     model = ModelConfig.from_hf(TINY)
-    update = make_update(model, config)
+    update = Update(model, TrainOptions.of(config))
     state = update.init(params.init(model, jax.random.key(0), "float32"))
     for _ in range(2):
         rng = np.random.default_rng(1)

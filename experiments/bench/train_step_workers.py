@@ -98,13 +98,14 @@ def jax_side(options: dict) -> tuple[Step, dict]:
 
     from rlx.model import params
     from rlx.train import packing
-    from rlx.train.update import attention_cost, make_update
+    from rlx.train.options import TrainOptions
+    from rlx.train.update import Update, attention_cost
 
     if options["platform"] != "cpu":
         jax.config.update("jax_platforms", options["platform"])
     model = MODELS[options["model"]]
     config = make_config(options)
-    update = make_update(model, config)
+    update = Update(model, TrainOptions.of(config))
     state = update.init(jax.jit(lambda key: params.init(model, key))(jax.random.key(0)))
     groups = make_groups(make_lengths(options["lengths"], options["sequences"]), model.vocab_size)
     plan = packing.plan(

@@ -21,8 +21,8 @@ from rlx.launch.available_memory import Allowance
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
+from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
-from rlx.train.update import make_steps
 
 Bytes = dict[str, int]
 
@@ -60,7 +60,7 @@ def row_length(config: ConfigDict) -> int:
 def state(config: ConfigDict, model: ModelConfig) -> Bytes:
     """What the trainer holds between steps, on all devices together; checkpoints hold it too, but
     for what is frozen."""
-    steps = make_steps(model, config)
+    steps = Steps(model, TrainOptions.of(config))
     s = _abstract_state(config, model, steps)
     out = {"parameters": _bytes(s.params), "optimizer": _bytes(s.opt_state)}
     if s.critic is not None:
@@ -72,8 +72,8 @@ def state(config: ConfigDict, model: ModelConfig) -> Bytes:
 
 def _abstract_state(config: ConfigDict, model: ModelConfig, steps: Steps) -> Any:
     dtype = jnp.dtype(config.model.dtype)
-    if steps.lora:
-        return jax.eval_shape(steps.init, lora.shapes(steps.model, steps.lora))
+    if steps.options.lora:
+        return jax.eval_shape(steps.init, lora.shapes(steps.model, steps.options.lora))
     critic = steps.critic_model and parameters.shapes(steps.critic_model, dtype)
     return jax.eval_shape(steps.init, parameters.shapes(steps.model, dtype), critic)
 
@@ -90,13 +90,13 @@ def trainer(
     Returns:
       name → bytes, adding up to the peak.
     """
-    steps = make_steps(model, config)
+    steps = Steps(model, TrainOptions.of(config))
     mesh = sharding.parse_mesh(config.train.mesh) or {"data": devices}
     tensor = mesh.get("tensor", 1)
     places = tensor * mesh.get("data", 1)
     held = state(config, model)
     width = jnp.dtype(config.model.dtype).itemsize
-    if steps.lora:
+    if steps.options.lora:
         held["frozen base"] = parameters.count(model) * width
     elif steps.algorithm.needs_reference and not steps.follows:
         held["reference"] = parameters.count(model) * width
@@ -175,10 +175,10 @@ def server(config: ConfigDict, model: ModelConfig) -> Bytes:
 
 def published(config: ConfigDict, model: ModelConfig) -> int:
     """Bytes of a published file."""
-    steps = make_steps(model, config)
+    steps = Steps(model, TrainOptions.of(config))
     count = parameters.count(model)
-    if config.fleet.publish == "adapter" and steps.lora:
-        count = lora.count(model, steps.lora)
+    if config.fleet.publish == "adapter" and steps.options.lora:
+        count = lora.count(model, steps.options.lora)
     return count * jnp.dtype(config.model.publish_dtype).itemsize
 
 

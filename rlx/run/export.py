@@ -16,7 +16,8 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint
-from rlx.train.update import Update, make_lora
+from rlx.train.options import lora_of
+from rlx.train.update import Update
 
 
 class Export:
@@ -89,7 +90,7 @@ def checkpoint_to_hf(
     """
     host = checkpoint.read_host(path)
     run = host.get("config", {})
-    lora = make_lora(ConfigDict(run["lora"])) if "lora" in run else None
+    lora = lora_of(run["lora"]) if "lora" in run else None
     directory = _model_of(path, run, model, first=bool(lora))
     if "model" in host:
         config = ModelConfig.from_hf(host["model"])

@@ -25,7 +25,7 @@ from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
 from rlx.rollout.workflows import RLVR, encode, render
-from rlx.train.update import make_steps
+from rlx.train.options import TrainOptions
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
 INITIAL = "initial"  # directory of a run's first weights if they are random
@@ -62,7 +62,7 @@ def prepare(config: ConfigDict) -> Inputs:
     model_dir = hf.resolve(config.model.path)
     model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
     check_context(config, model_config)
-    algorithm = make_steps(model_config, config).algorithm
+    algorithm = TrainOptions.of(config).algorithm
     check_kind(config, model_config, algorithm)
     teacher.check(TeacherOptions.of(config), algorithm, model_dir)
     train_rows, eval_rows = rows(config, algorithm)

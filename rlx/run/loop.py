@@ -35,7 +35,7 @@ from rlx.run import resume, run_records
 from rlx.run.inputs import as_json, has_servers, prepare
 from rlx.run.parts import Parts, build, disk_warning
 from rlx.train import checkpoint
-from rlx.train.update import TrainState
+from rlx.train.steps import TrainState
 
 INTERRUPTED = 130  # exit status
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way

@@ -47,7 +47,9 @@ from rlx.run.export import Export
 from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
 from rlx.run.room_options import gate_of
 from rlx.train import checkpoint
-from rlx.train.update import TrainState, Update, make_update
+from rlx.train.options import TrainOptions
+from rlx.train.steps import TrainState
+from rlx.train.update import Update
 
 SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all
 
@@ -145,7 +147,12 @@ def build(
         """The policy the run began with; KL terms and LoRA's adapters begin there too."""
         return hf.load(model_dir, config.model.dtype)[1]
 
-    update = make_update(inputs.model_config, config, reference_params=first, base_params=first)
+    update = Update(
+        inputs.model_config,
+        TrainOptions.of(config),
+        reference_params=first,
+        base_params=first,
+    )
     export = Export(config, update, model_dir, inputs.model_dir)
     restored = None
     if config.checkpoint.recover_mode == "auto":

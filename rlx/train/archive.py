@@ -1,4 +1,4 @@
-"""Groups of trajectories to two files and back: arrays in .npz, the rest in .json. No pickle.
+"""Write groups of trajectories to two files and read them: .npz arrays, .json rest. No pickle.
 
 Imports neither JAX nor torch. Used by checkpoints (groups finished but not yet trained on) and by
 anything that keeps rollouts to train on later.
@@ -23,7 +23,7 @@ _OPTIONAL = {"turn_ids": np.int32, "reference_logprobs": np.float32}  # some tra
 
 
 def write_groups(stem: Path, groups: Sequence[Group]) -> None:
-    """Writes `{stem}.npz` and `{stem}.json`.
+    """Write `{stem}.npz` and `{stem}.json`.
 
     Rewards are written with all their digits and texts as they are, so reading gives back equal
     groups. Rows must be JSON (strings, numbers, booleans, None, lists and dicts of them).
@@ -70,7 +70,7 @@ def _describe_group(group: Group) -> dict:
 
 
 def read_groups(stem: Path) -> list[Group]:
-    """The groups that `write_groups(stem, groups)` wrote, bit for bit.
+    """Return the groups that `write_groups(stem, groups)` wrote, bit for bit.
 
     Raises:
       ValueError: the files are of another format version.

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on, written whole beside the old one and renamed.
+"""Checkpoints: everything a run needs to go on, written to a fresh directory and renamed.
 
     DIRECTORY/step_00000012/
       state/                     parameters, optimizer, step (orbax, sharded)
@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ def save(
     keep: int = 2,
     beside: int = 0,
 ) -> Path:
-    """Writes a checkpoint atomically and removes the oldest beyond `keep`.
+    """Write a checkpoint atomically and remove the oldest beyond `keep`.
 
     Args:
       directory: where checkpoints live; made if missing.
@@ -73,7 +73,9 @@ def save(
     directory = Path(directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     _remove_temporary(directory)
-    _require_space(directory, _bytes(state) + beside)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(state))
+    if shutil.disk_usage(directory).free < (needed := size + beside + _SPACE_MARGIN):
+        raise _no_space(directory, needed)
     temporary = directory / f"{_TEMPORARY}{step:08d}"
     final = directory / f"step_{step:08d}"
     try:
@@ -82,12 +84,12 @@ def save(
         (temporary / "host.json").write_text(json.dumps(host, ensure_ascii=False, indent=1))
         write_groups(temporary / "groups", groups)
         (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
-        _flush(temporary)
+        _flush([*temporary.rglob("*"), temporary])
         _rename(temporary, final)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if _is_no_space(error):
-            raise _no_space(directory, _bytes(state), _free(directory)) from error
+            raise _no_space(directory, size) from error
         raise
     written = [path for path in checkpoints(directory) if step_of(path) <= step]
     for old in written[: -max(keep, 1)]:  # a later one is damaged, or this run was not continued
@@ -96,7 +98,7 @@ def save(
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """The complete checkpoints of a directory, oldest first."""
+    """Return the complete checkpoints of a directory, oldest first."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -105,7 +107,7 @@ def checkpoints(directory: str | Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The train step a checkpoint's directory is named after."""
+    """Return the train step in a checkpoint's name; ValueError where there is none."""
     match = _NAME.fullmatch(checkpoint.name)
     if match is None:
         raise ValueError(f"{checkpoint} is not named step_<number>")
@@ -115,7 +117,7 @@ def step_of(checkpoint: Path) -> int:
 def restore_latest(
     directory: str | Path, abstract_state: Any, say: Callable[[str], None] | None = None
 ) -> Restored | None:
-    """The newest checkpoint that is whole, or None where there is none.
+    """Read the newest checkpoint that is whole; None where there is none.
 
     One whose bytes do not match its manifest is passed over, with a line to `say` or a warning.
     What a killed save left is removed.
@@ -149,12 +151,12 @@ def _newest_whole(directory: str | Path, say: Callable[[str], None] | None = Non
 
 
 def is_one(path: Path) -> bool:
-    """Whether a path is a checkpoint, whole or not."""
+    """Return whether a path is a checkpoint, whole or not."""
     return bool(_NAME.fullmatch(path.absolute().name)) and (path / "host.json").exists()
 
 
 def find(source: str | Path) -> Path | None:
-    """The checkpoint that a path is, or the newest whole one of a run; None where there is none.
+    """Return the checkpoint that a path is, or the newest whole one of a run, or None.
 
     Args:
       source: a checkpoint, a directory of them, or a run's directory with `checkpoints` in it.
@@ -171,58 +173,44 @@ def find(source: str | Path) -> Path | None:
 
 
 def restore(path: Path, abstract_state: Any) -> Restored:
-    """Reads one checkpoint.
+    """Read one checkpoint.
 
     Raises:
       UserError: its state has other parameters or shapes than `abstract_state`.
     """
-    path = Path(path).absolute()
-    state = _read_state(path / "state", abstract_state)
-    host = json.loads((path / "host.json").read_text())
-    return Restored(state, host, read_groups(path / "groups"))
+    state = _read_state(path, abstract_state, whole=True)
+    return Restored(state, read_host(path), read_groups(Path(path) / "groups"))
 
 
 def restore_part(path: Path, abstract_part: Any) -> Any:
-    """Some of a checkpoint's state, say `{"params": shapes}`; nothing else of it is read.
+    """Read some of a checkpoint's state, say `{"params": shapes}`, and nothing else of it.
 
     Raises:
       UserError: the state has no such leaf, or one of another shape.
     """
-    import orbax.checkpoint as ocp
-
-    path = Path(path).absolute() / "state"
-    wanted = _named_leaves(abstract_part)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        stored = checkpointer.metadata(path).item_metadata.tree
-        _require_same(path, {name: stored[name] for name in wanted if name in stored}, wanted)
-        arguments = {
-            name: ocp.ArrayRestoreArgs(sharding=_sharding(leaf), dtype=leaf.dtype)
-            for name, leaf in wanted.items()
-        }
-        restore = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
-        leaves = checkpointer.restore(path, args=restore)
-    structure = jax.tree_util.tree_structure(abstract_part)
-    return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in wanted])
+    return _read_state(path, abstract_part, whole=False)
 
 
 def dtype_of(path: Path, name: str) -> Any:
-    """The dtype of one leaf of a checkpoint's state, say of `"params.embed"`."""
-    import orbax.checkpoint as ocp
+    """Return the dtype of one leaf of a checkpoint's state, say of `"params.embed"`.
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        stored = checkpointer.metadata(Path(path).absolute() / "state").item_metadata.tree
+    Raises:
+      UserError: the state has no such leaf.
+    """
+    with _reader() as reader:
+        stored = _stored(reader, path)
     if name not in stored:
         raise UserError(f"checkpoint {path} has no {name}; it is not one of a train state")
     return stored[name].dtype
 
 
 def read_host(path: Path) -> dict:
-    """The host's part alone, without touching a device."""
+    """Return the host's part alone, without touching a device."""
     return json.loads((Path(path) / "host.json").read_text())
 
 
 def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files by its manifest, or None."""
+    """Return what is wrong with a checkpoint's files by its manifest, or None."""
     path = Path(path)
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -240,7 +228,7 @@ def verify(path: Path) -> str | None:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path: orbax then sees one flat dict, whatever containers the optimizer uses."""
+    """Return leaves by path: orbax sees one flat dict, whatever containers the optimizer uses."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -252,22 +240,43 @@ def _write_state(path: Path, state: Any) -> None:
         checkpointer.save(path, args=ocp.args.StandardSave(_named_leaves(state)))
 
 
-def _read_state(path: Path, abstract_state: Any) -> Any:
+def _reader() -> Any:
+    import orbax.checkpoint as ocp  # takes a second
+
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+
+def _state(path: Path) -> Path:
+    return Path(path).absolute() / "state"
+
+
+def _stored(reader: Any, path: Path) -> dict[str, Any]:
+    """Return shape and dtype of each leaf that a checkpoint's state has, by name."""
+    return reader.metadata(_state(path)).item_metadata.tree
+
+
+def _read_state(path: Path, abstract: Any, *, whole: bool) -> Any:
+    """Read the leaves of `abstract` to where it has them; `whole`: there must be no others."""
     import orbax.checkpoint as ocp
 
-    wanted = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf))
-        for name, leaf in _named_leaves(abstract_state).items()
-    }
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        _require_same(path, checkpointer.metadata(path).item_metadata.tree, wanted)
-        leaves = checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
-    structure = jax.tree_util.tree_structure(abstract_state)
+    wanted = _named_leaves(abstract)
+    with _reader() as reader:
+        stored = _stored(reader, path)
+        if not whole:
+            stored = {name: stored[name] for name in wanted if name in stored}
+        _require_same(path, stored, wanted)
+        arguments = {
+            name: ocp.ArrayRestoreArgs(sharding=_sharding(leaf), dtype=leaf.dtype)
+            for name, leaf in wanted.items()
+        }
+        restore = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+        leaves = reader.restore(_state(path), args=restore)
+    structure = jax.tree_util.tree_structure(abstract)
     return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in wanted])
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:
-    """The leaf's own sharding, or the first device's."""
+    """Return the leaf's own sharding, or the first device's."""
     own = getattr(leaf, "sharding", None)
     return own or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -280,36 +289,27 @@ def _require_same(path: Path, stored: Any, wanted: dict[str, jax.ShapeDtypeStruc
     for name in [*want, *have]:
         if have.get(name) != want.get(name):
             raise UserError(
-                f"checkpoint {path.parent} has {name} as {have.get(name, 'nothing')}, this run "
+                f"checkpoint {path} has {name} as {have.get(name, 'nothing')}, this run "
                 f"wants {want.get(name, 'nothing')}; use the model and optimizer it was made with, "
                 "or another workdir"
             )
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
-
-
 def _manifest(path: Path) -> dict[str, list]:
-    """[bytes, blake2b] of every file below, the manifest itself excepted."""
+    """Return [bytes, blake2b] of every file below, the manifest itself excepted."""
+
+    def described(file: Path) -> list:
+        with open(file, "rb") as opened:
+            return [file.stat().st_size, hashlib.file_digest(opened, "blake2b").hexdigest()]
+
     files = sorted(f for f in path.rglob("*") if f.is_file() and f != path / "manifest.json")
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(_digest, files))
-    return {
-        str(f.relative_to(path)): [f.stat().st_size, digest]
-        for f, digest in zip(files, digests, strict=True)
-    }
-
-
-def _flush(path: Path) -> None:
-    """Puts every file and directory below on disk, so that the rename cannot come before them."""
-    for entry in [*path.rglob("*"), path]:
-        _flush_one(entry)
+        found = pool.map(described, files)
+        return dict(zip((str(f.relative_to(path)) for f in files), found, strict=True))
 
 
 def _rename(temporary: Path, final: Path) -> None:
-    """Puts the new checkpoint in place; one of the same step makes way first, by a rename too."""
+    """Put the new checkpoint in place; one of the same step makes way first, by a rename too."""
     if final.exists() and exchange(temporary, final):
         shutil.rmtree(temporary)
     elif final.exists():
@@ -319,55 +319,39 @@ def _rename(temporary: Path, final: Path) -> None:
         shutil.rmtree(replaced)
     else:
         temporary.rename(final)
-    _flush_one(final.parent)
+    _flush([final.parent])
 
 
-def _flush_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_back(directory: Path) -> None:
-    """Undoes a replacement that was killed between its two renames."""
-    for path in directory.glob(f"{_REPLACED}*"):
-        final = directory / path.name.removeprefix(_REPLACED)
-        if not final.exists():
-            path.rename(final)
+def _flush(paths: Iterable[Path]) -> None:
+    """Put files and directories on disk, so that no rename comes before them."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _remove_temporary(directory: Path) -> None:
-    """What a killed save left."""
-    _put_back(directory)
+    """Undo a replacement killed between its two renames; remove what else a killed save left."""
     for path in directory.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path)
+        final = directory / path.name.removeprefix(_REPLACED)
+        if path.name.startswith(_REPLACED) and not final.exists():
+            path.rename(final)
+        else:
+            shutil.rmtree(path)
 
 
-def _bytes(state: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(state))
-
-
-def _free(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
-
-
-def _require_space(directory: Path, needed: int) -> None:
-    needed, free = needed + _SPACE_MARGIN, _free(directory)
-    if free < needed:
-        raise _no_space(directory, needed, free)
-
-
-def _no_space(directory: Path, needed: int, free: int) -> DiskFull:
+def _no_space(directory: Path, needed: int) -> DiskFull:
     return DiskFull(
         f"no disk space for a checkpoint in {directory}: it needs about {needed / 1e6:.0f} MB, "
-        f"{free / 1e6:.0f} MB are free; free some, or point --workdir at another disk"
+        f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free; free some, or point --workdir "
+        "at another disk"
     )
 
 
 def _is_no_space(error: BaseException) -> bool:
-    """Whether a write failed for want of space; tensorstore says so only in its message."""
+    """Return whether a write failed for lack of space; tensorstore has it only in its message."""
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return True
     codes = re.findall(r"os_error_code='(\d+)'", str(error))

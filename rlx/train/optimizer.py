@@ -2,16 +2,49 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
-from ml_collections import ConfigDict
 
-from rlx.base import UserError
-from rlx.config import unknown
+from rlx.base import UserError, unknown
 
 Schedule = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """The keys of `config.optimizer`.
+
+    Raises:
+      UserError: when made with an unknown name or schedule, or a value out of range.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-6
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+
+    def __post_init__(self):
+        if self.name not in OPTIMIZERS:
+            raise unknown("optimizer.name", self.name, OPTIMIZERS)
+        if self.schedule not in SCHEDULES:
+            raise unknown("optimizer.schedule", self.schedule, SCHEDULES)
+        for key in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm", "eps"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise UserError(
+                    f"optimizer.{key}={getattr(self, key)} must be finite and 0 or more"
+                )
+        for key in ("b1", "b2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise UserError(f"optimizer.{key}={getattr(self, key)} must be in [0, 1)")
+
 
 SCHEDULES: dict[str, Callable[[float, int], Schedule]] = {
     "constant": lambda peak, steps: optax.constant_schedule(peak),
@@ -19,7 +52,7 @@ SCHEDULES: dict[str, Callable[[float, int], Schedule]] = {
     "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
 }
 
-OPTIMIZERS: dict[str, Callable[[ConfigDict, Schedule], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[[OptimizerOptions, Schedule], optax.GradientTransformation]] = {
     "adamw": lambda c, rate: optax.adamw(
         rate, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=decayed
     ),
@@ -30,29 +63,26 @@ OPTIMIZERS: dict[str, Callable[[ConfigDict, Schedule], optax.GradientTransformat
 }
 
 
-def make_schedule(config: ConfigDict, total_steps: int) -> Schedule:
-    """Learning rate by update: linear warm-up from 0, then the named schedule to `total_steps`.
+def make_schedule(options: OptimizerOptions, total_steps: int) -> Schedule:
+    """Return the learning rate by update: linear warm-up from 0, then the named schedule.
 
     Args:
-      config: `config.optimizer`.
-      total_steps: optimizer updates of the whole run.
+      total_steps: optimizer updates of the whole run, at which the schedule ends.
 
     Returns:
       A function of the update's index (from 0), host or device integer. The first update already
       moves: with w warm-up steps it has rate / w.
     """
-    if config.schedule not in SCHEDULES:
-        raise unknown("optimizer.schedule", config.schedule, SCHEDULES)
-    warmup = config.warmup_steps
-    main = SCHEDULES[config.schedule](config.learning_rate, max(total_steps - warmup, 1))
+    rate, warmup = options.learning_rate, options.warmup_steps
+    main = SCHEDULES[options.schedule](rate, max(total_steps - warmup, 1))
     if not warmup:
         return main
-    ramp = optax.linear_schedule(config.learning_rate / warmup, config.learning_rate, warmup - 1)
+    ramp = optax.linear_schedule(rate / warmup, rate, warmup - 1)
     return optax.join_schedules([ramp, main], [warmup])
 
 
 def decayed(params: Any) -> Any:
-    """Which parameters weight decay pulls on: matrices, not norms and biases (bool pytree)."""
+    """Return a bool pytree: weight decay pulls on matrices, not on norms and biases."""
 
     def is_matrix(path, _):
         name = path[-1].key
@@ -61,22 +91,10 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def make_optimizer(config: ConfigDict, total_steps: int) -> optax.GradientTransformation:
-    """The optimizer of `config.optimizer`; clipping is the update's, which knows the norm already.
+def make_optimizer(options: OptimizerOptions, total_steps: int) -> optax.GradientTransformation:
+    """Return the optimizer; clipping is the update's, which knows the norm already.
 
     Args:
-      config: name, learning_rate, schedule, warmup_steps, b1, b2, eps, weight_decay, clip_norm.
       total_steps: optimizer updates of the whole run, for the schedule.
-
-    Raises:
-      UserError: unknown name or schedule, or a value out of range.
     """
-    if config.name not in OPTIMIZERS:
-        raise unknown("optimizer.name", config.name, OPTIMIZERS)
-    for key in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm", "eps"):
-        if not 0 <= config[key] < math.inf:
-            raise UserError(f"optimizer.{key}={config[key]} must be finite and 0 or more")
-    for key in ("b1", "b2"):
-        if not 0 <= config[key] < 1:
-            raise UserError(f"optimizer.{key}={config[key]} must be in [0, 1)")
-    return OPTIMIZERS[config.name](config, make_schedule(config, total_steps))
+    return OPTIMIZERS[options.name](options, make_schedule(options, total_steps))

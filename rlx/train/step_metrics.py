@@ -1,4 +1,4 @@
-"""The statistics of one train step, computed when somebody reads them.
+"""The statistics of one train step, computed when they are first read.
 
 Reading a device array waits for the step that makes it. `Metrics` keeps the arrays until the first
 read, so the loop may start step n before it reads the metrics of n − 1.
@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx.algorithms import losses
 from rlx.base import Group
-from rlx.train.packing import FlatBatch, Plan
+from rlx.train.packing import FlatBatch, PackPlan
 
 
 class Metrics(Mapping[str, Any]):
@@ -40,8 +40,8 @@ class Metrics(Mapping[str, Any]):
         return f"Metrics({self._values if self._compute is None else 'not read yet'})"
 
 
-def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[Plan]) -> dict:
-    """What is known without the device: sizes and shares.
+def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackPlan]) -> dict:
+    """Return what is known without the device: sizes and shares.
 
     avg_seq_len, avg_prompt_len: tokens (a prompt ends where the first sampled token stands).
     n_seqs, n_prompts, n_tokens (prompts included), n_microbatches: counts. no_eos_ratio: share
@@ -54,6 +54,9 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[Plan]
     size_of_token = np.repeat(flat.sizes, flat.sizes)
     prompt = np.minimum.reduceat(np.where(mask, positions, size_of_token), flat.starts)
     padded = sum(plan.padded_tokens for plan in plans)
+    scalars: dict[str, list[float]] = {}
+    for key, value in (pair for g in groups for t in g.trajectories for pair in t.info.items()):
+        scalars.setdefault(key, []).append(float(value))
     return {
         "n_seqs": count,
         "n_prompts": flat.num_groups,
@@ -64,21 +67,12 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[Plan]
         "no_eos_ratio": float(flat.sequences["truncated"][:count].mean()),
         "pad_ratio": 1 - flat.num_tokens / padded,
         "row_length": max(plan.row_length for plan in plans),
-        **_info(groups),
+        **{f"info/{key}": float(np.mean(numbers)) for key, numbers in scalars.items()},
     }
 
 
-def _info(groups: Sequence[Group]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for group in groups:
-        for trajectory in group.trajectories:
-            for key, value in trajectory.info.items():
-                values.setdefault(f"info/{key}", []).append(float(value))
-    return {key: float(np.mean(numbers)) for key, numbers in values.items()}
-
-
 def count_versions(flat: FlatBatch) -> dict[int, int]:
-    """How many trained tokens each policy version made; those of a dataset have none."""
+    """Return how many trained tokens each policy version made; a dataset's have no version."""
     trained = flat.tokens["versions"][flat.tokens["loss_mask"]]
     trained = trained[trained >= 0]
     versions, counts = np.unique(trained, return_counts=True)
@@ -86,7 +80,7 @@ def count_versions(flat: FlatBatch) -> dict[int, int]:
 
 
 def staleness(tokens_per_version: Mapping[int, int], version: int) -> dict[str, Any]:
-    """Lag of the trained tokens behind `version`: min, mean, max, and tokens by lag."""
+    """Return the lag of trained tokens behind `version`: min, mean, max, and tokens by lag."""
     lags = {version - old: count for old, count in tokens_per_version.items()}
     total = sum(lags.values())
     return {
@@ -105,7 +99,7 @@ def device_metrics(
     num_sequences: int,
     schedule: Callable[[Any], Any],
 ) -> dict[str, float]:
-    """Metrics from the sums that the device made.
+    """Return metrics of the sums that the device made.
 
     task_reward: mean reward as the environment gave it. kl_reward: mean per trained token.
     n_left_out: tokens that a filter (overlong_filter, M2PO) took out. kl_coefficient: β.

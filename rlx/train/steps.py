@@ -1,15 +1,18 @@
-"""The device side of training: pure functions of arrays, to be jitted.
+"""The device side of training: pure functions of arrays, and a learner that jits its own.
+
+Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tokens of a row.
 
     minibatch of one microbatch     step = gradient + apply, in one program
     of several                      accumulate each, into a donated accumulator, then apply
 
 Losses and gradients are sums over tokens; the minibatch's denominator divides once, in `apply`.
-What learns is a `Learner`: a loss and an optimizer. A run has one for the policy (or reward model),
-and PPO a second one for its critic. `prepare` and `end_batch` stand around a batch's minibatches.
+A `Learner` is a loss and an optimizer. A run has one for the policy (or reward model), and PPO a
+second one for its critic. `prepare` and `end_batch` stand around a batch's minibatches.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import flax.struct
@@ -24,10 +27,13 @@ from rlx.algorithms import kl, losses, supervised
 from rlx.algorithms.algorithm import Algorithm
 from rlx.model import decoder
 from rlx.model import lora as lora_lib
-from rlx.model import params as parameters
-from rlx.model.lora import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
+from rlx.train.optimizer import make_optimizer
+from rlx.train.options import TrainOptions
+
+MODEL_INPUTS = ("tokens", "positions", "segment_ids")
+LOSS_INPUTS = (*MODEL_INPUTS, "loss_mask", "behaviour_logprobs", "versions")
 
 Batch = Mapping[str, Array]
 Stats = dict[str, Array]
@@ -42,7 +48,7 @@ class Critic(flax.struct.PyTreeNode):
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """What an update changes.
+    """The arrays that an update changes; what a checkpoint holds.
 
     Attributes:
       params: the parameters that are trained.
@@ -82,11 +88,11 @@ class Learner:
     clip_norm: float = 0.0
 
     def gradient(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Params, Stats]:
-        """The gradient of the microbatch's summed loss, in the parameters' dtype, and the stats."""
+        """Return the gradient of the microbatch's summed loss, in the parameters' dtype; stats."""
         return jax.grad(self.loss, has_aux=True)(params, frozen, batch)
 
     def empty(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Params, Stats]:
-        """An accumulator of zeros: float32 gradients and stats."""
+        """Return an accumulator of zeros: float32 gradients and stats."""
         grads, stats = jax.eval_shape(self.gradient, params, frozen, batch)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (grads, stats))
 
@@ -97,13 +103,13 @@ class Learner:
         frozen: Params | None,
         batch: Batch,
     ) -> tuple[Params, Stats]:
-        """The accumulator with one more microbatch in it."""
+        """Return the accumulator with one more microbatch in it."""
         return jax.tree.map(jnp.add, accumulator, self.gradient(params, frozen, batch))
 
     def apply(
         self, learned: Learned, grads: Params, denominator: Array, held: Array
     ) -> tuple[Learned, Stats]:
-        """One optimizer update with the gradient grads / denominator, clipped by global norm.
+        """Make one optimizer update with the gradient grads / denominator, clipped by its norm.
 
         A gradient norm that is not finite leaves parameters and optimizer as they were.
 
@@ -150,125 +156,159 @@ class Learner:
         denominator: Array,
         held: Array,
     ) -> tuple[Learned, Stats]:
-        """`gradient` and `apply` at once, for a minibatch that is one microbatch."""
+        """Update by a minibatch that is one microbatch: `gradient` and `apply` in one program."""
         grads, stats = self.gradient(learned.params, frozen, batch)
         learned, applied = self.apply(learned, grads, denominator, held)
         return learned, {**stats, **applied}
 
+    def compiled(self, places: Any = None, everywhere: Any = None) -> Callable:
+        """Return the update by a whole minibatch, of programs compiled when first called.
+
+        Args:
+          places: shardings of what learns; None keeps everything on one device.
+          everywhere: the sharding of scalars.
+
+        Returns:
+          (learned, frozen, microbatches, denominator, held) → (learned after it, stats). The old
+          one's arrays are given up to the new one.
+        """
+        sums = None if places is None else (places.params, everywhere)
+        both = None if places is None else (places, everywhere)
+        empty = jax.jit(self.empty, out_shardings=sums)
+        accumulate = jax.jit(self.accumulate, donate_argnums=0, out_shardings=sums)
+        apply = jax.jit(self.apply, donate_argnums=0, out_shardings=both)
+        step = jax.jit(self.step, donate_argnums=0, out_shardings=both)
+
+        def minibatch(
+            learned: Learned, frozen: Params | None, batches: Sequence[Batch], denominator, held
+        ) -> tuple[Learned, Stats]:
+            if len(batches) == 1:
+                return step(learned, frozen, batches[0], denominator, held)
+            accumulator = empty(learned.params, frozen, batches[0])
+            for batch in batches:
+                accumulator = accumulate(accumulator, learned.params, frozen, batch)
+            grads, stats = accumulator
+            learned, applied = apply(learned, grads, denominator, held)
+            return learned, {**stats, **applied}
+
+        return minibatch
+
 
 @dataclass(frozen=True)
 class Steps:
-    """What the functions below depend on besides arrays; fixed for a run.
+    """The functions of a run that a device computes.
 
     Attributes:
-      model, algorithm: static descriptions; a reward model's has a value head.
-      lora: of the adapters, where they are trained in place of the model; `frozen` parameters then
-        are the base, and parameters that are None are the base without them.
-      optimizer: of `params`.
-      critic_model, critic_optimizer: of the critic; None without one.
-      critic_warmup: train batches in which the critic alone learns.
-      reference_mode, reference_every, reference_decay: as config.reference has them.
-      temperature: > 0, the one the tokens were sampled with.
-      remat, compute_dtype, chunk: as `decoder.logprobs` has them.
-      clip_norm: largest global gradient norm; 0 is no limit.
+      base: the config of the model as it was given, without a value head.
+      options: of the run.
     """
 
-    model: ModelConfig
-    algorithm: Algorithm
-    optimizer: optax.GradientTransformation
-    critic_model: Any = None
-    critic_optimizer: Any = None
-    critic_warmup: int = 0
-    reference_mode: str = "frozen"
-    reference_every: int = 1
-    reference_decay: float = 0.0
-    temperature: float = 1.0
-    remat: str = "none"
-    compute_dtype: Any = jnp.float32
-    chunk: int = 1024
-    clip_norm: float = 0.0
-    lora: LoraConfig | None = None
-
-    # What learns.
+    base: ModelConfig
+    options: TrainOptions
 
     @property
+    def algorithm(self) -> Algorithm:
+        """The row of the preset table."""
+        return self.options.algorithm
+
+    @property
+    def _valued(self) -> ModelConfig:
+        return replace(self.base, value_head=True)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The config of what is trained; a reward model's has a value head."""
+        return self._valued if self.algorithm.kind.scores else self.base
+
+    @property
+    def critic_model(self) -> ModelConfig | None:
+        """The critic's config, for algorithms that have one."""
+        return self._valued if self.algorithm.critic else None
+
+    @cached_property
     def learner(self) -> Learner:
-        """Of `state`: the policy, or the reward model."""
-        return Learner(self.loss, self.optimizer, self.clip_norm)
+        """The learner of `state`: the policy, or the reward model."""
+        optimizer = make_optimizer(self.options.optimizer, self.options.policy_updates)
+        return Learner(self.loss, optimizer, self.options.optimizer.clip_norm)
 
-    @property
+    @cached_property
     def critic_learner(self) -> Learner:
-        """Of `state.critic`."""
-        return Learner(self.value_loss, self.critic_optimizer, self.clip_norm)
+        """The learner of `state.critic`."""
+        o = self.options
+        own = replace(o.optimizer, learning_rate=o.critic_learning_rate)
+        optimizer = make_optimizer(own, o.total_steps * o.minibatches)
+        return Learner(self.value_loss, optimizer, o.optimizer.clip_norm)
 
     @property
     def follows(self) -> bool:
         """Whether the reference policy follows the trained one and so belongs to the state."""
-        return self.algorithm.needs_reference and self.reference_mode != "frozen"
+        return self.algorithm.needs_reference and self.options.reference_mode != "frozen"
 
     def init(self, params: Params, critic_params: Params | None = None) -> TrainState:
-        """The state before the first update."""
-        critic = None
-        if self.critic_model is not None:
+        """Return the state before the first update; its arrays are those of the parameters."""
+        critic = reference = None
+        if self.algorithm.critic:
             critic = Critic(
                 params=critic_params or {},
-                opt_state=self.critic_optimizer.init(_float32(critic_params)),
+                opt_state=self.critic_learner.optimizer.init(_float32(critic_params)),
                 updates=jnp.zeros((), jnp.int32),
             )
+        if self.follows:  # an average's small steps would be rounded away in bfloat16
+            wide = jnp.float32 if self.options.reference_mode == "ema" else None
+            reference = jax.tree.map(lambda leaf: jnp.array(leaf, wide or leaf.dtype), params)
         return TrainState(
             params=params,
-            opt_state=self.optimizer.init(_float32(params)),
+            opt_state=self.learner.optimizer.init(_float32(params)),
             step=jnp.zeros((), jnp.int32),
             updates=jnp.zeros((), jnp.int32),
             kl_coefficient=jnp.float32(self.algorithm.kl_coefficient),
-            reference=self._first_reference(params) if self.follows else None,
+            reference=reference,
             critic=critic,
-        )
-
-    def _first_reference(self, params: Params) -> Params:
-        """A copy of the policy; float32 for an average, whose steps bfloat16 would round away."""
-        average = self.reference_mode == "ema"
-        return jax.tree.map(
-            lambda leaf: jnp.array(leaf, jnp.float32 if average else leaf.dtype), params
         )
 
     # Forward passes.
 
     def whole(self, params: Any, frozen: Any) -> Params:
-        """What the decoder computes with: `params`, or the base with these adapters."""
-        if self.lora is None:
+        """Return what the decoder computes with: `params`, or the base with these adapters."""
+        lora = self.options.lora
+        if lora is None:
             return params
-        return frozen if params is None else lora_lib.attach(frozen, params, self.lora)
+        return frozen if params is None else lora_lib.attach(frozen, params, lora)
 
     def logprobs(
         self, params: Params | None, frozen: Params | None, batch: Batch
     ) -> tuple[Array, Array]:
-        """Log-probabilities and entropies of a microbatch's tokens, [B, T] float32 each."""
+        """Return log-probabilities and entropies of a microbatch's tokens, [B, T] float32 each.
+
+        With LoRA `frozen` is the base, and params of None are the base without adapters.
+        """
+        o = self.options
         return decoder.logprobs(
-            self.whole(params, frozen), self.model, batch,
-            temperature=self.temperature, remat=self.remat,
-            compute_dtype=self.compute_dtype, chunk=self.chunk,
+            self.whole(params, frozen), self.model, batch, temperature=o.temperature,
+            remat=o.remat, compute_dtype=jnp.dtype(o.compute_dtype), chunk=o.chunk,
         )  # fmt: skip
 
     def logprob_step(self, params: Params | None, frozen: Params | None, batch: Batch) -> Array:
-        """Log-probabilities alone, for policies that are not trained: [B, T] float32."""
+        """Return log-probabilities alone, for policies that are not trained: [B, T] float32."""
         return self.logprobs(params, frozen, batch)[0]
 
     def values(self, params: Params, config: ModelConfig, batch: Batch) -> Array:
-        """The value head's number after each token, [B, T] float32."""
-        return decoder.values(
-            params, config, batch, remat=self.remat, compute_dtype=self.compute_dtype
-        )
+        """Return the value head's number after each token, [B, T] float32."""
+        o, dtype = self.options, jnp.dtype(self.options.compute_dtype)
+        return decoder.values(params, config, batch, remat=o.remat, compute_dtype=dtype)
 
     def value_step(self, params: Params, batch: Batch) -> tuple[Array, Array]:
-        """The critic's V before and after each token, [B, T] float32 each."""
-        after = self.values(params, self.critic_model, batch)
-        return decoder.shift(after, batch["segment_ids"]), after
+        """Return the critic's V before and after each token, [B, T] float32 each."""
+        after_BT = self.values(params, self._valued, batch)
+        return decoder.shift(after_BT, batch["segment_ids"]), after_BT
 
     # Losses.
 
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
-        """The microbatch's summed loss by `algorithm.loss`, and its summed stats."""
+        """Return the microbatch's summed loss and its summed stats.
+
+        The loss itself is looked up by name in `losses.SURROGATES` or `supervised.PAIR_LOSSES`.
+        """
         algorithm = self.algorithm
         if algorithm.kind.scores:
             return supervised.pair_loss(self.values(params, self.model, batch), batch, algorithm)
@@ -287,7 +327,7 @@ class Steps:
     def value_loss(
         self, params: Params, frozen: Params | None, batch: Batch
     ) -> tuple[Array, Stats]:
-        """The critic's summed loss and its summed stats."""
+        """Return the critic's summed loss and its summed stats."""
         del frozen
         return critic_lib.value_loss(self.value_step(params, batch)[0], batch, self.algorithm)
 
@@ -301,7 +341,7 @@ class Steps:
         kl_coefficient: Array,
         num_minibatches: int,
     ) -> tuple[Batch, tuple[tuple[Array, Array], ...], Stats]:
-        """From a flat batch to what the loss needs of each token.
+        """Compute what the loss needs of each token of a flat batch.
 
         Args:
           flat: as `advantages.advantages` takes it, but `values_after` [F] (V of the state after
@@ -352,7 +392,7 @@ class Steps:
         return per_token, tuple(divisors), sums
 
     def _trained(self, flat: Batch) -> Array:
-        """The tokens that the loss is of: [F] bool."""
+        """Return the tokens that are trained on: [F] bool."""
         mask, ids = flat["loss_mask"], flat["sequence_ids"]
         if self.algorithm.kind.scores:  # one score: of the whole answer
             return mask & ~advantages_lib.next_trained(mask, ids)[1]
@@ -361,7 +401,7 @@ class Steps:
         return mask
 
     def gather(self, per_token: Batch, batch: Batch, sums: Stats, progress: Array) -> Batch:
-        """The microbatch with its rows of the flat arrays, and the scalars of this minibatch.
+        """Return the microbatch with its rows of the flat arrays, and the minibatch's scalars.
 
         A token whose weight is 0 (filtered, or dropped by M2PO) is not trained on.
 
@@ -375,7 +415,7 @@ class Steps:
             name: values.at[index].get(mode="fill", fill_value=0.0)
             for name, values in per_token.items()
         }
-        kept = {name: batch[name] for name in MODEL_INPUTS}
+        kept = {name: batch[name] for name in LOSS_INPUTS}
         kept["sampled"] = batch["loss_mask"]
         kept["loss_mask"] = kept["loss_mask"] & (rows["loss_weights"] > 0)
         scalars = {
@@ -385,13 +425,13 @@ class Steps:
         return {**kept, **rows, **scalars}
 
     def waits(self, step: Array) -> Array:
-        """Whether the policy waits for its critic at this train batch; bool scalar."""
-        return step < self.critic_warmup
+        """Return whether the policy waits for its critic at this train batch; bool scalar."""
+        return step < self.options.critic_warmup
 
     def end_batch(
         self, state: TrainState, reference_kl: Array, trained: Array, trajectories: Array
     ) -> TrainState:
-        """The state after a train batch: one version on, β and the reference policy with it.
+        """Return the state after a train batch: one version on, with β and the reference policy.
 
         Args:
           state: after the last minibatch.
@@ -408,9 +448,9 @@ class Steps:
             coefficient = jnp.where(self.waits(state.step), coefficient, adapted)
         reference = state.reference
         if self.follows:
-            keep = jnp.float32(self.reference_decay)
-            if self.reference_mode == "copy":
-                keep = jnp.where(step % self.reference_every == 0, 0.0, 1.0)
+            keep = jnp.float32(self.options.reference_decay)
+            if self.options.reference_mode == "copy":
+                keep = jnp.where(step % self.options.reference_every == 0, 0.0, 1.0)
             reference = jax.tree.map(
                 lambda old, new: (keep * old + (1.0 - keep) * new).astype(old.dtype),
                 reference, state.params,
@@ -418,33 +458,15 @@ class Steps:
         return state.replace(step=step, kl_coefficient=coefficient, reference=reference)
 
 
-MODEL_INPUTS = (
-    "tokens",
-    "positions",
-    "segment_ids",
-    "loss_mask",
-    "behaviour_logprobs",
-    "versions",
-)
+def scatter(flat_F: Array, flat_index_BT: Array, values_BT: Array) -> Array:
+    """Return flat_F with values_BT put at flat_index_BT; what points beyond F is padding."""
+    return flat_F.at[flat_index_BT].set(values_BT, mode="drop")
 
 
-def trained_model(config: ModelConfig, params: Params, algorithm: Algorithm) -> Params:
-    """What is trained: a policy's parameters, or those with a reward model's value head."""
-    if not algorithm.kind.scores or config.value_head:
-        return params
-    return parameters.with_value_head(params, config)[0]
-
-
-def scatter(flat: Array, flat_index: Array, values: Array) -> Array:
-    """flat [F] with values [B, T] put at flat_index; what points beyond F is padding."""
-    return flat.at[flat_index].set(values, mode="drop")
-
-
-def _last(x: Array, sequence_ids: Array, size: int) -> Array:
-    """x at the last token of each sequence; [size] float32, 0 for none."""
-    index = jnp.arange(x.shape[0])
-    last = jax.ops.segment_max(index, sequence_ids, size)
-    return jnp.where(last >= 0, x[jnp.clip(last, 0)], 0.0)
+def _last(x_F: Array, sequence_ids_F: Array, size: int) -> Array:
+    """Return x at the last token of each sequence; [size] float32, 0 for none."""
+    last_N = jax.ops.segment_max(jnp.arange(x_F.shape[0]), sequence_ids_F, size)
+    return jnp.where(last_N >= 0, x_F[jnp.clip(last_N, 0)], 0.0)
 
 
 def _float32(tree: Any) -> Any:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rlx import config as config_lib
 from rlx.algorithms import critic, losses, presets, supervised
+from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -50,13 +51,13 @@ ROWS = {
 
 @partial(jax.jit, static_argnums=3)
 def prepared(flat, minibatch_of, coefficient, algorithm):
-    steps = Steps(model=None, algorithm=algorithm, optimizer=None)
+    steps = Steps(None, TrainOptions(algorithm))
     return steps.prepare(flat, minibatch_of, np.int32(VERSION), coefficient, MINIBATCHES)
 
 
 @partial(jax.jit, static_argnums=4)
 def differentiated(rows, per_token, sums, progress, algorithm):
-    steps = Steps(model=None, algorithm=algorithm, optimizer=None)
+    steps = Steps(None, TrainOptions(algorithm))
     batch = steps.gather(per_token, rows, sums, progress)
 
     def policy(target, entropy):

@@ -28,7 +28,8 @@ from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.model import params
 from rlx.model.model_config import ModelConfig
-from rlx.train.update import make_update
+from rlx.train.options import TrainOptions
+from rlx.train.update import Update
 
 model = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=64, num_layers=4, model_dim=64, mlp_dim=1024, num_heads=2,
@@ -44,7 +45,7 @@ one = Trajectory(np.ones(n, np.int32), mask, np.where(mask, -4, 0).astype(np.flo
 groups = [Group(i, (one,) * 8) for i in range(16)]
 
 def main():
-    update = make_update(model, config)
+    update = Update(model, TrainOptions.of(config))
     state = update.init(params.init(model, jax.random.key(0)))
     jax.block_until_ready(state)
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -15,7 +15,8 @@ from rlx.engines.jax import decode
 from rlx.launch.available_memory import Allowance
 from rlx.model import lora, params
 from rlx.model.model_config import ModelConfig
-from rlx.train.update import make_steps
+from rlx.train.options import TrainOptions
+from rlx.train.steps import Steps
 
 MODEL = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=2048, num_layers=4, model_dim=128, mlp_dim=512, num_heads=4,
@@ -35,7 +36,7 @@ def config_of(**values):
 
 def compiled_peak(config, tokens):
     """Bytes that XLA plans for one train step of `tokens` tokens in rows of 512."""
-    steps = make_steps(MODEL, config)
+    steps = Steps(MODEL, TrainOptions.of(config))
     shape = (tokens // ROW, ROW)
 
     def of(dtype, shape=shape):
@@ -75,7 +76,10 @@ def test_the_estimate_is_what_the_compiler_plans(tokens, values):
 
 def test_the_state_is_counted_exactly():
     config = config_of(algorithm__preset="ppo")
-    steps, valued = make_steps(MODEL, config), dataclasses.replace(MODEL, value_head=True)
+    steps, valued = (
+        Steps(MODEL, TrainOptions.of(config)),
+        dataclasses.replace(MODEL, value_head=True),
+    )
     critic = params.init(valued, jax.random.key(1))
     state = steps.init(params.init(MODEL, jax.random.key(0)), critic)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -87,7 +91,7 @@ def test_the_state_is_counted_exactly():
 def test_adapters_make_the_state_small_and_keep_the_base_beside_it():
     config = config_of(lora__rank=4)
     whole, count = memory.state(config_of(), MODEL), params.count(MODEL)
-    adapters = lora.count(MODEL, make_steps(MODEL, config).lora)
+    adapters = lora.count(MODEL, TrainOptions.of(config).lora)
     pieces = memory.trainer(config, MODEL)
     assert pieces["parameters"] == 4 * adapters < whole["parameters"] / 3
     assert pieces["frozen base"] == 4 * count

@@ -9,7 +9,8 @@ from experiments.bench import train_step_workers as workers
 from rlx.algorithms import presets
 from rlx.config import default
 from rlx.model import hf
-from rlx.train.update import make_update
+from rlx.train.options import TrainOptions
+from rlx.train.update import Update
 from rlx_torch import model as torch_model
 from rlx_torch import train
 
@@ -31,7 +32,7 @@ def test_one_update_gives_the_same_weights(tiny_model_dir):
     torch.set_num_threads(1)
     config, groups = make_run()
     model_config, params = hf.load(tiny_model_dir)
-    update = make_update(model_config, config)
+    update = Update(model_config, TrainOptions.of(config))
     state, metrics = update.update(update.init(params), groups)
 
     model = torch_model.load(tiny_model_dir)

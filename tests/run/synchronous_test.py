@@ -22,7 +22,8 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import RLVR
-from rlx.train.update import make_update
+from rlx.train.options import TrainOptions
+from rlx.train.update import Update
 
 STEPS, PROMPTS, SAMPLES, SEED = 3, 3, 4, 11
 ROWS = [{"question": f"{i} + {2 * i} =", "answer": str(3 * i)} for i in range(8)]
@@ -54,7 +55,7 @@ def servers(tiny_model_dir, tmp_path_factory):
 def trainer(tiny_model_dir, config):
     """(model config, weights, update)"""
     model_config, weights = hf.load(tiny_model_dir, "float32")
-    return model_config, weights, make_update(model_config, config)
+    return model_config, weights, Update(model_config, TrainOptions.of(config))
 
 
 @pytest.fixture(scope="module")

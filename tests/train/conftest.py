@@ -9,6 +9,7 @@ from rlx.base import Group, Trajectory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.train import update
+from rlx.train.options import TrainOptions
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +45,7 @@ def trainer(model_config, make_config):
     def make(**overrides):
         key = tuple(sorted(overrides.items()))
         if key not in made:
-            made[key] = update.make_update(model_config, make_config(**overrides))
+            made[key] = update.Update(model_config, TrainOptions.of(make_config(**overrides)))
         return made[key]
 
     return make

@@ -8,13 +8,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from rlx.algorithms.presets import PRESETS
 from rlx.base import Group, UserError
 from rlx.model import decoder
 from rlx.train import checkpoint, update
+from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
 
 SGD = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 1.0,
@@ -39,7 +39,9 @@ def trainers(model_config, make_config, params):
         key = tuple(sorted(overrides.items()))
         if key not in made:
             config = make_config(**overrides)
-            made[key] = update.make_update(model_config, config, reference_params=lambda: params)
+            made[key] = update.Update(
+                model_config, TrainOptions.of(config), reference_params=lambda: params
+            )
         return made[key]
 
     return make
@@ -194,7 +196,7 @@ def test_the_policys_schedule_counts_its_own_updates(trainers, params, make_grou
 def test_a_warm_up_that_cannot_be_is_refused(model_config, make_config, preset, steps, words):
     config = make_config(**{"algorithm.preset": preset, "critic.warmup_steps": steps})
     with pytest.raises(UserError, match=words):
-        update.make_steps(model_config, config)
+        TrainOptions.of(config)
 
 
 def test_a_critic_learns_the_values(trainers, params, make_groups):
@@ -208,7 +210,7 @@ def test_a_critic_learns_the_values(trainers, params, make_groups):
 
 def test_a_critic_has_a_learning_rate_of_its_own_and_the_policys_clip(model_config, make_config):
     own = {"algorithm.preset": "ppo", "critic.learning_rate": 0.25, "optimizer.clip_norm": 0.5}
-    steps = update.make_steps(model_config, make_config(**{**SGD, **own}))
+    steps = Steps(model_config, TrainOptions.of(make_config(**{**SGD, **own})))
     for learner, rate in ((steps.learner, 1.0), (steps.critic_learner, 0.25)):
         one = jnp.ones(())
         assert learner.optimizer.update(one, learner.optimizer.init(one))[0] == -rate
@@ -326,7 +328,7 @@ def test_an_averaged_reference_and_its_coefficient(trainers, params, make_groups
 def test_a_copied_reference_stands_still_in_between():
     """Copied after every second batch, on a state of one number."""
     kl = dataclasses.replace(PRESETS["grpo"], kl_placement="loss")
-    steps = Steps(None, kl, optax.sgd(1.0), reference_mode="copy", reference_every=2)
+    steps = Steps(None, TrainOptions(kl, reference_mode="copy", reference_every=2))
     state = steps.init({"x": jnp.float32(0.0)})
     end_batch, seen = jax.jit(steps.end_batch), []
     for value in (0.1, 0.2, 0.3, 0.7, 0.9):
@@ -334,14 +336,14 @@ def test_a_copied_reference_stands_still_in_between():
         state = end_batch(moved, jnp.float32(0.0), jnp.float32(1.0), jnp.float32(1.0))
         seen.append(np.float32(state.reference["x"]))
     np.testing.assert_array_equal(seen, np.float32([0.0, 0.2, 0.2, 0.7, 0.7]))
-    frozen = dataclasses.replace(steps, reference_mode="frozen")
+    frozen = Steps(None, dataclasses.replace(steps.options, reference_mode="frozen"))
     assert frozen.init({"x": jnp.float32(0.0)}).reference is None
 
 
 def test_an_average_of_a_bfloat16_policy_moves():
     """A step of (1 − decay) of a small change is below half of bfloat16's spacing at 1."""
     kl = dataclasses.replace(PRESETS["grpo"], kl_placement="loss", kl_coefficient=0.1)
-    steps = Steps(None, kl, optax.sgd(1.0), reference_mode="ema", reference_decay=0.99)
+    steps = Steps(None, TrainOptions(kl, reference_mode="ema", reference_decay=0.99))
     state = steps.init({"x": jnp.ones((), jnp.bfloat16)})
     moved = state.replace(params={"x": jnp.bfloat16(1.125)})
     state = jax.jit(steps.end_batch)(moved, jnp.float32(0.0), jnp.float32(1.0), jnp.float32(1.0))

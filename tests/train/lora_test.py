@@ -12,6 +12,7 @@ from rlx.base import Group, UserError
 from rlx.model import decoder, lora
 from rlx.model import params as parameters
 from rlx.train import checkpoint, update
+from rlx.train.options import TrainOptions
 
 LORA = {"lora.rank": 4, "lora.alpha": 8.0}
 SGD = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 0.5}
@@ -25,7 +26,7 @@ def adapted(model_config, make_config, params):
     @functools.cache
     def make(overrides):
         config = make_config(**{**LORA, **dict(overrides)})
-        return update.make_update(model_config, config, base_params=lambda: params)
+        return update.Update(model_config, TrainOptions.of(config), base_params=lambda: params)
 
     return lambda **overrides: make(tuple(sorted(overrides.items())))
 
@@ -54,7 +55,9 @@ def test_rewarded_sequences_become_likelier_and_the_base_stays(
 ):
     params = {**params, "embed": 10 * params["embed"]}  # a head with which logits can differ
     before = raw(params)
-    trainer = update.make_update(model_config, make_config(**LORA), base_params=lambda: params)
+    trainer = update.Update(
+        model_config, TrainOptions.of(make_config(**LORA)), base_params=lambda: params
+    )
     groups, state = rewarded(make_groups()), trainer.init(params)
     first = trainer.logprobs(state.params, groups)
     for _ in range(15):
@@ -123,7 +126,9 @@ def test_a_checkpoint_has_no_byte_of_the_base(model_config, make_config, tmp_pat
     base = parameters.init(wide, jax.random.key(0))
 
     def saved(name, **overrides):
-        trainer = update.make_update(wide, make_config(**overrides), base_params=lambda: base)
+        trainer = update.Update(
+            wide, TrainOptions.of(make_config(**overrides)), base_params=lambda: base
+        )
         return size_of(checkpoint.save(tmp_path / name, 0, trainer.init(base), {}))
 
     whole, adapters = saved("whole"), saved("adapters", **LORA)
@@ -168,7 +173,7 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
     model_config, make_config, params, make_groups
 ):
     config = make_config(**{**LORA, "model.dtype": "bfloat16"})
-    trainer = update.make_update(model_config, config, base_params=lambda: params)
+    trainer = update.Update(model_config, TrainOptions.of(config), base_params=lambda: params)
     adapters = trainer.init(params).params
     assert {leaf.dtype for leaf in jax.tree.leaves(adapters)} == {np.dtype(np.float32)}
     assert trainer.whole(adapters)["embed"].dtype == jnp.bfloat16
@@ -194,9 +199,9 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
 def test_what_needs_a_value_head_is_refused(overrides, words, model_config, make_config, params):
     config = make_config(**{**LORA, **overrides})
     with pytest.raises(UserError, match=words):
-        update.make_update(model_config, config, base_params=lambda: params)
+        update.Update(model_config, TrainOptions.of(config), base_params=lambda: params)
 
 
 def test_a_base_is_asked_for(model_config, make_config):
     with pytest.raises(UserError, match=r"lora\.rank without a base"):
-        update.make_update(model_config, make_config(**LORA))
+        update.Update(model_config, TrainOptions.of(make_config(**LORA)))

@@ -10,9 +10,8 @@ from rlx.train import optimizer
 
 
 def options(**overrides):
-    config = config_lib.default().optimizer
-    config.update({"learning_rate": 1.0, **overrides})
-    return config
+    config = {**config_lib.default().optimizer, "learning_rate": 1.0, **overrides}
+    return optimizer.OptimizerOptions(**config)
 
 
 @pytest.mark.parametrize(
@@ -62,4 +61,4 @@ def test_adamw_first_step_is_the_papers():
 )
 def test_errors_name_the_key(key, value, message):
     with pytest.raises(UserError, match=message):
-        optimizer.make_optimizer(options(**{key: value}), 10)
+        options(**{key: value})

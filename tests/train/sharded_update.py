@@ -11,6 +11,7 @@ from rlx.model import params as parameters
 from rlx.model import sharding
 from rlx.model.model_config import ModelConfig
 from rlx.train import update
+from rlx.train.options import TrainOptions
 
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM", vocab_size=32, num_layers=2, model_dim=16, mlp_dim=32,
@@ -49,8 +50,12 @@ def run(mesh_text, minibatches, budget, rank, preset):
     else:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
     params = parameters.init(MODEL, jax.random.key(0))
-    trainer = update.make_update(
-        MODEL, config, mesh=mesh, base_params=lambda: params, reference_params=lambda: params
+    trainer = update.Update(
+        MODEL,
+        TrainOptions.of(config),
+        mesh=mesh,
+        base_params=lambda: params,
+        reference_params=lambda: params,
     )
     state = trainer.init(params)
     for seed in range(2):

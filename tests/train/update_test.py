@@ -16,6 +16,7 @@ import pytest
 from rlx.base import Group, UserError
 from rlx.model import decoder
 from rlx.train import checkpoint, update
+from rlx.train.options import TrainOptions
 
 
 def run(trainer, params, batches):
@@ -311,7 +312,7 @@ def test_kl_pulls_towards_the_reference(
         Group(g.group_id, tuple(dataclasses.replace(t, reward=1.0) for t in g.trajectories))
         for g in groups
     ]
-    pulled = update.make_update(model_config, config, reference_params=lambda: params)
+    pulled = update.Update(model_config, TrainOptions.of(config), reference_params=lambda: params)
     _, metrics = run(pulled, params, [groups])
     assert float(metrics["grad_norm"]) < 1e-5
     assert metrics["kl_reward"] == pytest.approx(0.0, abs=1e-9)
@@ -325,12 +326,14 @@ def test_kl_pulls_towards_the_reference(
 
 def test_kl_without_a_reference_is_an_error(model_config, make_config):
     with pytest.raises(UserError, match="needs a reference policy"):
-        update.make_update(model_config, make_config(**{"algorithm.preset": "reinforce_pp"}))
+        update.Update(
+            model_config, TrainOptions.of(make_config(**{"algorithm.preset": "reinforce_pp"}))
+        )
 
 
 def test_a_reference_that_follows_needs_a_term_that_asks_for_one(model_config, make_config):
     with pytest.raises(UserError, match=r"reference.mode=ema .* grpo asks for none"):
-        update.make_update(model_config, make_config(**{"reference.mode": "ema"}))
+        TrainOptions.of(make_config(**{"reference.mode": "ema"}))
 
 
 def test_a_teacher_is_asked_for_where_trajectories_have_none(trainer, params, make_groups):

@@ -1,0 +1,116 @@
+"""What the trainer takes from a run's config: one frozen dataclass, made and checked once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.algorithms import presets
+from rlx.algorithms.algorithm import Algorithm
+from rlx.base import UserError
+from rlx.model.lora import LoraConfig
+from rlx.train.optimizer import OptimizerOptions
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The settings of a trainer; fields without a word here are those of the same config key.
+
+    Attributes:
+      token_budget: train.max_tokens_per_microbatch; tokens on each data-parallel device.
+      mesh: train.mesh; "" or `data:4,tensor:2`.
+      dtype, compute_dtype: of parameters and of activations.
+      chunk: model.logprob_chunk; tokens whose logits exist at one time.
+      temperature: > 0, the one the tokens were sampled with.
+      critic_warmup: train batches in which the critic alone learns.
+      lora: the adapters, where they are trained in place of the model.
+    """
+
+    algorithm: Algorithm
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    critic_learning_rate: float = 1e-5
+    critic_warmup: int = 0
+    total_steps: int = 1
+    minibatches: int = 1
+    token_budget: int = 4096
+    row_buckets: tuple[int, ...] = ()
+    mesh: str = ""
+    dtype: str = "float32"
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    chunk: int = 1024
+    temperature: float = 1.0
+    reference_mode: str = "frozen"
+    reference_every: int = 1
+    reference_decay: float = 0.0
+    lora: LoraConfig | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "TrainOptions":
+        """Return the options of a run's whole config.
+
+        Raises:
+          UserError: an unknown name, or values that cannot work together.
+        """
+        sampling, model, train = config.sampling, config.model, config.train
+        options = cls(
+            presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples),
+            OptimizerOptions(**config.optimizer),
+            config.critic.learning_rate,
+            config.critic.warmup_steps,
+            config.total_steps,
+            train.minibatches,
+            train.max_tokens_per_microbatch,
+            tuple(train.row_buckets),
+            train.mesh,
+            model.dtype,
+            model.compute_dtype,
+            model.remat,
+            model.logprob_chunk,
+            sampling.temperature,
+            config.reference.mode,
+            config.reference.every_steps,
+            config.reference.decay,
+            lora_of(config.lora),
+            config.seed,
+        )
+        _check(options)
+        return options
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer updates of the policy in the whole run: none while it waits for its critic."""
+        return (self.total_steps - self.critic_warmup) * self.minibatches
+
+
+def lora_of(section: Mapping[str, Any]) -> LoraConfig | None:
+    """Return the adapters that `config.lora` describes; None where the whole model is trained."""
+    if not section["rank"]:
+        return None
+    return LoraConfig(section["rank"], section["alpha"], tuple(section["targets"]))
+
+
+def _check(options: TrainOptions) -> None:
+    """Raise UserError for settings of a critic, reference or adapters that the algorithm lacks."""
+    algorithm, warmup = options.algorithm, options.critic_warmup
+    if options.lora and (algorithm.critic or algorithm.kind.scores):
+        what = "a critic" if algorithm.critic else "a reward model"
+        raise UserError(
+            f"algorithm {algorithm.name} trains {what}, whose value head is no adapter's; set "
+            "lora.rank=0"
+        )
+    if options.reference_mode != "frozen" and not algorithm.needs_reference:
+        raise UserError(
+            f"reference.mode={options.reference_mode} is of a reference policy and algorithm "
+            f"{algorithm.name} asks for none; set algorithm.kl_placement, or reference.mode=frozen"
+        )
+    if warmup and not algorithm.critic:
+        raise UserError(
+            f"critic.warmup_steps={warmup} is of a critic and algorithm {algorithm.name} has none; "
+            "set algorithm.critic=True, or critic.warmup_steps=0"
+        )
+    if warmup and warmup >= options.total_steps:
+        raise UserError(
+            f"critic.warmup_steps={warmup} leaves none of total_steps={options.total_steps} to the "
+            "policy; lower it or raise total_steps"
+        )
