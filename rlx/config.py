@@ -1,8 +1,8 @@
 """Config defaults and the arithmetic that must hold between them. No I/O.
 
-`default()` names every key with its unit; a preset in `configs/` starts from it and
-changes what differs. ml-collections flags override single keys; `check` explains what
-cannot work before anything starts.
+`default()` names every key with its unit; a file in `configs/` starts from it and changes what
+differs. ml-collections flags override single keys; `check` explains what cannot work before
+anything starts. Keys of `config.algorithm` are the fields of `Algorithm`, declared there.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the decoder's matri
 
 
 def default() -> ConfigDict:
-    """Every key of a run, with the value a newcomer wants."""
+    """Return every key of a run, with the value a newcomer wants."""
     c = ConfigDict()
     c.seed = 0
     c.total_steps = 100  # train batches; one publish each
@@ -26,7 +26,7 @@ def default() -> ConfigDict:
     c.model = ConfigDict()
     c.model.path = ""  # HF directory or hub name; "" is not allowed in a run
     c.model.random_init = False  # take config and tokenizer from `path`, random weights
-    c.model.dtype = "float32"  # parameters; bfloat16 rounds small updates away: for a LoRA base
+    c.model.dtype = "float32"  # of parameters; bfloat16 loses small updates, fine for a LoRA base
     c.model.compute_dtype = "float32"  # activations
     c.model.publish_dtype = "float32"  # what the fleet receives and the exported directory has
     c.model.remat = "none"  # none | dots | full
@@ -172,7 +172,7 @@ def default() -> ConfigDict:
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:
-    """Raises UserError for the first thing in `config` that cannot work.
+    """Raise UserError for the first thing in `config` that cannot work.
 
     Args:
       trains: false where nothing will be trained, so that the trainer's budgets do not matter.
@@ -283,7 +283,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
 
 
 def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
-    """`names` (ours, or HF's such as `q_proj`) as LORA_TARGETS has them, in its order.
+    """Return `names` (ours, or HF's such as `q_proj`) as LORA_TARGETS has them, in its order.
 
     Raises:
       UserError: a name that is none, with the nearest that is; or no name at all.

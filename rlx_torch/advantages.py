@@ -20,7 +20,7 @@ BLOCK = 32  # tokens that `_recur` walks through one by one
 
 @torch.no_grad()
 def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Tensor]:
-    """Per-token advantages of one whole train batch.
+    """Return the per-token advantages of one whole train batch.
 
     Args:
       flat: what the JAX function takes, as tensors; ids int32 or int64.
@@ -62,7 +62,7 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
 
 
 def peers(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """Who shares a group's statistics: [N] int of each trajectory, [F] int of each token."""
+    """Return ids of those who share a group's statistics: of trajectories [N], of tokens [F]."""
     groups, ids = flat["group_ids"], flat["sequence_ids"]
 
     def own(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,12 +82,12 @@ def peers(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Ten
 
 
 def _pairs(a: Tensor, b: Tensor) -> Tensor:
-    """One integer for each pair of integers; b is not negative, and negative a stay so."""
+    """Return one integer for each pair of integers; b is not negative, negative a stay so."""
     return a * (b.max() + 1) + b
 
 
 def shape_rewards(rewards_N: Tensor, lengths_N: Tensor, algorithm: Algorithm) -> Tensor:
-    """Overlong penalty, then clip((r + bias)·scale, ±reward_clip); [N] float32.
+    """Return rewards with the overlong penalty, scaled and clipped; [N] float32.
 
     Args:
       rewards_N: [N] float32. lengths_N: [N] int, trained tokens of each trajectory.
@@ -110,7 +110,7 @@ def standardise(
     std: str,
     leave_one_out: bool = False,
 ) -> Tensor:
-    """(x − μ) / (σ + 1e-5) over the valid entries of each group, of the batch, or not at all.
+    """Return (x − μ) / (σ + 1e-5) over valid entries of each group, of the batch, or not at all.
 
     Args:
       x: [K] float32. group_ids: [K] int, any values. valid: [K] bool.
@@ -140,7 +140,7 @@ def standardise(
 
 
 def _centre(x: Tensor, index: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """x minus its peers' mean, and how many they are, [K] each."""
+    """Return x minus its peers' mean, and how many they are, [K] each."""
     n = _total(torch.ones_like(x), index, valid)
     candidates = torch.where(valid, x, torch.inf)
     if index is None:
@@ -152,14 +152,14 @@ def _centre(x: Tensor, index: Tensor | None, valid: Tensor) -> tuple[Tensor, Ten
 
 
 def _mean(x: Tensor, n: Tensor, index: Tensor | None, valid: Tensor) -> Tensor:
-    """The mean of each entry's n valid peers, [K]; a second pass takes out the first's rounding."""
+    """Return the mean of each entry's n valid peers, [K]; a second pass corrects the rounding."""
     n = n.clamp(min=1)
     first = _total(x, index, valid) / n
     return first + _total(x - first, index, valid) / n
 
 
 def _total(x: Tensor, index: Tensor | None, valid: Tensor) -> Tensor:
-    """The sum over each entry's valid peers, [K]."""
+    """Return the sum over each entry's valid peers, [K]."""
     x = torch.where(valid, x, 0.0)
     if index is None:
         return x.sum().expand_as(x)
@@ -167,7 +167,7 @@ def _total(x: Tensor, index: Tensor | None, valid: Tensor) -> Tensor:
 
 
 def kl_penalty(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """−β·KL(π ‖ π_ref) on every trained token, [F] float32, and how many were not finite.
+    """Return −β·KL(π ‖ π_ref) of each trained token, [F] float32, and how many were not finite.
 
     Raises:
       UserError: without `reference_logprobs`.
@@ -185,7 +185,7 @@ def kl_penalty(flat: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor
 
 
 def token_rewards(rewards_N: Tensor, loss_mask_F: Tensor, sequence_ids_F: Tensor) -> Tensor:
-    """Each trajectory's reward on its last trained token, 0 elsewhere; [F] float32."""
+    """Return each trajectory's reward on its last trained token, 0 elsewhere; [F] float32."""
     same_shape(loss_mask_F, sequence_ids_F)
     last = loss_mask_F & ~next_trained(loss_mask_F, sequence_ids_F)[1]
     return torch.where(last, take(rewards_N, sequence_ids_F, 0.0), 0.0)
@@ -199,7 +199,7 @@ def gae(
     bootstrap_N: Tensor,
     algorithm: Algorithm,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over trained tokens only (1506.02438).
+    """Estimate advantages over trained tokens only, generalised (1506.02438).
 
     δ_t = r_t + γ·V_{t'} − V_t and A_t = δ_t + γλ·A_{t'}, t' the next trained token of the same
     trajectory; after the last one V is `bootstrap_N` and A is 0.
@@ -225,7 +225,7 @@ def gae(
 
 
 def _recur(a: Tensor, b: Tensor) -> Tensor:
-    """x with x[t] = b[t] + a[t]·x[t + 1] and x[F] = 0: step by step in blocks, all blocks at once.
+    """Return x with x[t] = b[t] + a[t]·x[t + 1] and x[F] = 0: by steps in all blocks at once.
 
     Then the blocks' own recurrence, of a BLOCK-th of the size, gives each what follows it.
     """
@@ -244,7 +244,7 @@ def _recur(a: Tensor, b: Tensor) -> Tensor:
 
 
 def next_trained(loss_mask_F: Tensor, sequence_ids_F: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the next trained token ([F] int64, in range), and whether the trajectory has one."""
+    """Return the index of the next trained token ([F] int64, in range); whether there is one."""
     size = loss_mask_F.shape[0]
     index = torch.arange(size, device=loss_mask_F.device)
     index = torch.where(loss_mask_F, index, size)

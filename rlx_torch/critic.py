@@ -12,7 +12,7 @@ from rlx_torch.segments import same_shape
 def value_loss(
     values_BT: Tensor, batch: Mapping[str, Tensor], algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ ½·max((V − R)², (clip(V, V_b ± ε_v) − R)²) over trained tokens, and stats as sums.
+    """Return Σ ½·max((V − R)², (clip(V, V_b ± ε_v) − R)²) over trained tokens, and stats as sums.
 
     Args:
       values_BT: [B, T] float32, V of the state in which token t was chosen; differentiated.

@@ -9,8 +9,9 @@ CLAMP = 10.0  # nats
 
 
 def estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(π ‖ π_ref) per token: with Δ = log π − log π_ref clamped to ±10, k1 = Δ, k2 = Δ²/2,
-    k3 = e^(−Δ) − 1 + Δ.
+    """Estimate KL(π ‖ π_ref) per token.
+
+    With Δ = log π − log π_ref clamped to ±10: k1 = Δ, k2 = Δ²/2, k3 = e^(−Δ) − 1 + Δ.
 
     Args:
       logprobs, reference_logprobs: same shape, float32, nats.
@@ -28,7 +29,7 @@ def estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Te
 def adapt(
     coefficient: Tensor, observed: Tensor, trajectories: Tensor, *, target: float, horizon: int
 ) -> Tensor:
-    """β ← β · (1 + clip(KL / target − 1, ±0.2) · min(trajectories / horizon, 1))."""
+    """Return β ← β · (1 + clip(KL / target − 1, ±0.2) · min(trajectories / horizon, 1))."""
     error = (observed / target - 1.0).clamp(-0.2, 0.2)
     share = (trajectories / horizon).clamp(max=1.0)
     return torch.where(torch.isfinite(error), coefficient * (1.0 + error * share), coefficient)

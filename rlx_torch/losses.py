@@ -22,7 +22,7 @@ def policy_loss(
     batch: Mapping[str, Tensor],
     algorithm: Algorithm,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − c·H), and the sums behind the step's statistics.
+    """Return Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − c·H), and the sums behind the statistics.
 
     u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1; ℓ by
     SURROGATES. Tokens with a non-finite ratio are left out and counted.
@@ -95,7 +95,7 @@ def policy_loss(
 def loss_weights(
     loss_mask: Tensor, sequence_ids: Tensor, group_ids_N: Tensor, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor]:
-    """Per-token weights and the one denominator of a whole minibatch: its loss is Σ weight·ℓ / den.
+    """Return per-token weights and the denominator of a minibatch: its loss is Σ weight·ℓ / den.
 
     Args:
       loss_mask: bool, any shape (flat or rows), true for this minibatch's trained tokens.
@@ -129,7 +129,7 @@ def loss_weights(
 
 
 def proximal_logprobs(target: Tensor, batch: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
-    """The clip's anchor: log-probabilities under the policy before the batch's first update.
+    """Return the clip's anchor: logprobs under the policy before the batch's first update.
 
     recompute  batch["proximal_logprobs"]; where absent the target itself.
     behaviour  the sampled ones. REINFORCE has the target itself always.
@@ -161,7 +161,7 @@ def _loglinear(frozen: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def within_second_moment(log_weight: Tensor, used: Tensor, limit: float) -> Tensor:
-    """Which tokens M2PO keeps: as many as go, nearest first, with a mean square below `limit`.
+    """Return which tokens M2PO keeps: as many as go, nearest first, with mean square below limit.
 
     Args:
       log_weight: [F] float32. used: [F] bool; the others are not kept. limit: nats², > 0.
@@ -180,7 +180,7 @@ def within_second_moment(log_weight: Tensor, used: Tensor, limit: float) -> Tens
 def clipped_surrogate(
     log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped ratio with a dual clip: ℓ, and where a clip took the gradient away."""
+    """Return PPO's clipped ratio with a dual clip: ℓ, and where a clip took the gradient away."""
     ratio = log_ratio.exp()
     bounded = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
     plain, held = -ratio * advantage, -bounded * advantage
@@ -195,7 +195,7 @@ def clipped_surrogate(
 def soft_surrogate(
     log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor]:
-    """SAPO's gate in place of the clip (2511.20347, eq. 5 and 6)."""
+    """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6)."""
     tau = torch.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
     loss = -advantage * (4.0 / tau) * torch.sigmoid(tau * torch.expm1(log_ratio))
     return loss, torch.zeros_like(log_ratio, dtype=torch.bool)
@@ -204,7 +204,7 @@ def soft_surrogate(
 def plain_surrogate(
     log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE: −A·log π."""
+    """Return REINFORCE's loss, −A·log π."""
     return -advantage * target, torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
@@ -225,7 +225,7 @@ STATISTICS = {
 def control_weights(
     log_weight_BT: Tensor, used_BT: Tensor, segment_ids_BT: Tensor, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor]:
-    """exp(proximal − behaviour) kept within bounds, without gradient, and which were in bounds.
+    """Return exp(proximal − behaviour) kept within bounds, no gradient; which were in bounds.
 
     The statistic (ratio, k1, k2, k3; of the token, or its mean, sum or max over the sequence) is
     held against [weight_lower, weight_upper]: mask drops what is out, truncate makes w the ratio
@@ -255,7 +255,7 @@ def control_weights(
 
 
 def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
-    """Mean, sum or max of x over the used tokens of each segment of each row, on every token."""
+    """Return on every token the mean, sum or max of x over the used tokens of its segment."""
     rows, width = x.shape
     # A row of `width` tokens has at most that many segments, and 0 for padding.
     index = torch.arange(rows, device=x.device)[:, None] * (width + 1) + segment_ids
@@ -280,7 +280,7 @@ def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor
 def _kl_loss(
     target: Tensor, batch: Mapping[str, Tensor], scale: Tensor, used: Tensor, algorithm: Algorithm
 ) -> Tensor:
-    """β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is placed in the loss."""
+    """Return β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is in the loss."""
     if not algorithm.kl_in_loss:
         return target.new_zeros(())
     reference = require_reference(batch)
@@ -293,5 +293,5 @@ def _kl_loss(
 
 
 def _finite_ratio(log_ratio: Tensor) -> Tensor:
-    """Whether both the log-ratio and its exponential are finite numbers."""
+    """Return whether both the log-ratio and its exponential are finite numbers."""
     return (log_ratio > -torch.inf) & (log_ratio < LARGEST_LOG)

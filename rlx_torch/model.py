@@ -13,7 +13,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 def load(path: str | Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The causal language model of an HF directory, without dropout, with fused attention."""
+    """Load the causal language model of an HF directory, without dropout, with fused attention."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa"
     )
@@ -21,7 +21,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
 
 
 def init(config: ModelConfig, seed: int = 0) -> torch.nn.Module:
-    """A randomly initialised model of `config`, float32."""
+    """Return a randomly initialised model of `config`, float32."""
     torch.manual_seed(seed)
     hf = config.to_hf()
     built = transformers.AutoConfig.for_model(hf.pop("model_type"), **hf)
@@ -36,7 +36,7 @@ def logprobs(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token given the earlier ones of its segment, and the entropy there.
+    """Return each token's log-probability given its segment's earlier ones, and the entropy there.
 
     Rows of one segment each, padded on the right, need no mask beside the causal one, which is
     the fastest attention torch has; packed rows get a mask of their segments.

@@ -9,25 +9,25 @@ from torch import Tensor
 
 
 def segment_sum(x: Tensor, ids: Tensor, size: int) -> Tensor:
-    """The sum of x [K] over each of `size` ids; [size] of x's dtype."""
+    """Return the sum of x [K] over each of `size` ids; [size] of x's dtype."""
     return x.new_zeros(size + 1).index_add(0, ids.clamp(max=size), x)[:size]
 
 
 def segment_extreme(x: Tensor, ids: Tensor, size: int, how: str, empty: float) -> Tensor:
-    """The amin or amax of x [K] over each of `size` ids, `empty` where there is none."""
+    """Return the amin or amax of x [K] over each of `size` ids, `empty` where there is none."""
     out = x.new_full((size + 1,), empty)
     return out.scatter_reduce(0, ids.long().clamp(max=size), x, how)[:size]
 
 
 def take(x: Tensor, ids: Tensor, fill: float) -> Tensor:
-    """x[ids] for x [size], `fill` where an id is padding; of ids' shape."""
+    """Return x[ids] for x [size], `fill` where an id is padding; of ids' shape."""
     size = x.shape[0]
     padded = torch.cat([x, x.new_full((1,), fill)])
     return padded.index_select(0, ids.reshape(-1).clamp(max=size)).reshape(ids.shape)
 
 
 def dense_ranks(ids: Tensor) -> Tensor:
-    """ids [K] of any values as integers from 0 without gaps, in their order; [K] int64.
+    """Return ids [K] of any values as integers from 0 without gaps, in their order; [K] int64.
 
     The inverse of `torch.unique`, which has a shape that depends on the data.
     """
@@ -37,6 +37,6 @@ def dense_ranks(ids: Tensor) -> Tensor:
 
 
 def same_shape(*tensors: Tensor) -> None:
-    """Raises AssertionError unless all shapes are equal."""
+    """Raise AssertionError unless all shapes are equal."""
     shapes = [tuple(x.shape) for x in tensors]
     assert len(set(shapes)) == 1, f"shapes differ: {shapes}"

@@ -24,7 +24,7 @@ PAIR_LOSSES = {
 def nll_loss(
     target_logprobs_BT: Tensor, entropy_BT: Tensor, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ loss_weights · −log π over the demonstration's tokens, and stats as sums.
+    """Return Σ loss_weights · −log π over the demonstration's tokens, and stats as sums.
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated. entropy_BT: likewise, for stats.
@@ -45,7 +45,7 @@ def nll_loss(
 def pair_loss(
     x_BT: Tensor, batch: Mapping[str, Tensor], algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ over pairs of the loss that PAIR_LOSSES has, and stats as sums.
+    """Return the loss on pairs by `algorithm.loss` (PAIR_LOSSES) as a sum, and stats as sums.
 
     Args:
       x_BT: [B, T] float32; target logprobs for DPO and IPO, scores for bradley_terry;
@@ -82,7 +82,7 @@ def pair_loss(
 
 
 def _by_pair(x_BT: Tensor, mask: Tensor, segments: Tensor, odd: int) -> Tensor:
-    """Sums of x over the masked tokens of the odd, or of the even, segment of every possible pair.
+    """Return the sum of x over the masked tokens of every pair's odd, or even, segment.
 
     Two passes: the second takes out the rounding of the first.
     """

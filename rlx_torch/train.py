@@ -39,7 +39,7 @@ def train_step(
     temperature: float = 1.0,
     clip_norm: float = 0.0,
 ) -> dict[str, float]:
-    """Forward, backward and one update on a minibatch of one microbatch.
+    """Make one update by a minibatch of one microbatch: forward, backward, optimizer.
 
     Args:
       batch: what `logprobs` and `policy_loss` read.

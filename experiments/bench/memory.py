@@ -43,12 +43,13 @@ def worker(options: dict) -> dict:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    import optax
 
     from experiments.bench.train_step_workers import MODELS
     from rlx.algorithms import presets
     from rlx.config import default
     from rlx.model import decoder, params
+    from rlx.train.optimizer import OptimizerOptions
+    from rlx.train.options import TrainOptions
     from rlx.train.steps import Steps
 
     config, length = default(), options["row"]
@@ -57,10 +58,8 @@ def worker(options: dict) -> dict:
     model = MODELS[options["model"]]
     chunk = options["chunk"] if options["variant"] == "chunked" else options["tokens"]
     algorithm = presets.resolve(config.algorithm, config.sampling.max_new_tokens)
-    steps = Steps(
-        model=model, algorithm=algorithm, optimizer=optax.adamw(1e-6), remat=options["remat"],
-        chunk=chunk, clip_norm=1.0,
-    )  # fmt: skip
+    clipped = OptimizerOptions(clip_norm=1.0)
+    steps = Steps(model, TrainOptions(algorithm, clipped, remat=options["remat"], chunk=chunk))
     shape = (options["tokens"] // length, length)
     batch = {name: np.ones(shape, np.float32) for name in ("advantages", "loss_weights")}
     batch["behaviour_logprobs"] = np.full(shape, -np.log(model.vocab_size), np.float32)
@@ -73,8 +72,8 @@ def worker(options: dict) -> dict:
         return steps.init(params.init(model, key))
 
     key = jax.random.key(0)
-    arguments = (jax.eval_shape(make, key), batch, jnp.float32(shape[0]), jnp.int32(1))
-    compiled = jax.jit(steps.train_step, donate_argnums=0).lower(*arguments).compile()
+    arguments = (jax.eval_shape(make, key), None, batch, jnp.float32(shape[0]), jnp.bool_(False))
+    compiled = jax.jit(steps.learner.step, donate_argnums=0).lower(*arguments).compile()
     m = compiled.memory_analysis()
     planned = {
         "arguments": m.argument_size_in_bytes,
