@@ -215,7 +215,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "fleet.num_servers", "eval.num_questions",
                 "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
                 "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
-                "checkpoint.every_steps"):  # fmt: skip
+                "checkpoint.every_steps", "reward.memory_gb", "reward.max_processes",
+                "agents.memory_gb", "agents.max_processes"):  # fmt: skip
         _at_least(config, key, 0)
     for key in ("connect_seconds", "probe_seconds", "hang_seconds", "outage_seconds",
                 "kill_seconds"):  # fmt: skip
@@ -231,9 +232,6 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "
             "is computed in no time"
         )
-    for key in ("reward.memory_gb", "reward.max_processes", "agents.memory_gb",
-                "agents.max_processes"):  # fmt: skip
-        _at_least(config, key, 0)
     for key in ("reward.environment", "agents.environment"):
         if isinstance(_get(config, key), str):
             raise UserError(f"{key}={_get(config, key)!r} is one text; give a tuple of names")

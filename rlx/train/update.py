@@ -244,18 +244,30 @@ class Update:
             after_F = self._scatter(after_F, batch["flat_index"], after_BT)
         return before_F, after_F
 
-    def _flat_arrays(self, state, flat, batches, num_minibatches) -> dict[str, Any]:
-        """Return the flat batch on the device, with what other networks say about its tokens."""
+    def _begin(self, state: TrainState, groups: Sequence[Group], minibatches: int) -> tuple:
+        """Pack groups, ask other networks about their tokens, and compute what the loss needs.
+
+        Returns:
+          The flat batch; of each minibatch the plan and the microbatches; what `Steps.prepare` has.
+        """
+        flat = packing.flatten(groups)
+        self._require(groups, flat)
+        parts = packing.minibatch_ids(flat, minibatches)
+        plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
+        minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
+        for index, ids in enumerate(parts):
+            minibatch_of[ids] = index
+        batches, size = [b for part in packed for b in part], len(flat.tokens["tokens"])
         arrays = dict(self._put(flat.arrays(), PartitionSpec()))
-        size = len(flat.tokens["tokens"])
-        if self._algorithm.needs_proximal_pass(num_minibatches):
+        if self._algorithm.needs_proximal_pass(len(parts)):
             arrays["proximal_logprobs"] = self._score(state.params, batches, size)
         if self._algorithm.needs_reference:
             reference = state.reference if self._steps.follows else self._reference
             arrays["reference_logprobs"] = self._score(reference, batches, size)
         if state.critic is not None:
             arrays["values"], arrays["values_after"] = self._values(state.critic, batches, size)
-        return arrays
+        scalars = state.step, state.kl_coefficient
+        return flat, plans, packed, self._prepare(arrays, minibatch_of, *scalars, len(parts))
 
     def _minibatch(self, state, batches, divisors, waits) -> tuple[TrainState, dict[str, Any]]:
         """Make one minibatch's update of the policy, and that of its critic."""
@@ -302,21 +314,11 @@ class Update:
         Raises:
           UserError, ValueError: the groups lack what the algorithm is trained on.
         """
-        flat = packing.flatten(groups)
-        self._require(groups, flat)
-        parts = packing.minibatch_ids(flat, self._options.minibatches)
-        plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
-        minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
-        for index, ids in enumerate(parts):
-            minibatch_of[ids] = index
-        everything = [batch for batches in packed for batch in batches]
-        arrays = self._flat_arrays(state, flat, everything, len(parts))
-        per_token, divisors, sums = self._prepare(
-            arrays, minibatch_of, state.step, state.kl_coefficient, len(parts)
-        )
+        flat, plans, packed, prepared = self._begin(state, groups, self._options.minibatches)
+        per_token, divisors, sums = prepared
         waits, results = self._waits(state.step), []
         for index, batches in enumerate(packed):
-            progress = np.float32(index / len(parts))
+            progress = np.float32(index / len(packed))
             inputs = [self._gather(per_token, b, sums, progress) for b in batches]
             state, stats = self._minibatch(state, inputs, divisors[index], waits)
             results.append(stats)
@@ -347,16 +349,9 @@ class Update:
         Raises:
           UserError, ValueError: as for `update`.
         """
-        flat = packing.flatten(groups)
-        self._require(groups, flat)
-        _, batches = self._pack(flat, np.arange(flat.num_sequences))
-        arrays = self._flat_arrays(state, flat, batches, 1)
-        everything = np.where(flat.sequences["valid"], 0, -1).astype(np.int32)
-        per_token, divisors, sums = self._prepare(
-            arrays, everything, state.step, state.kl_coefficient, 1
-        )
+        _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
         totals = []
-        for batch in batches:
+        for batch in packed[0]:
             inputs = self._gather(per_token, batch, sums, np.float32(0.0))
             totals.append(self._loss(state.params, self._frozen, inputs)[1])
         totals, denominator = jax.device_get((totals, divisors[0][0]))
