@@ -13,8 +13,8 @@ from rlx.config import check
 from rlx.model import hf
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import prepare
-from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
+from rlx.train.train_options import TrainOptions
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))

@@ -18,7 +18,7 @@ from rlx.fleet.adapter import digest
 from rlx.model import hf, lora, peft
 from rlx.model import params as parameters
 from rlx.train import checkpoint
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 
 

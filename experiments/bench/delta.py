@@ -62,7 +62,7 @@ def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Itera
     from rlx.rollout.executor import Executor
     from rlx.rollout.staleness import Limits
     from rlx.run.inputs import prepare
-    from rlx.train.options import TrainOptions
+    from rlx.train.train_options import TrainOptions
     from rlx.train.update import Update
 
     c = get_config()

@@ -49,8 +49,8 @@ def worker(options: dict) -> dict:
     from rlx.config import default
     from rlx.model import decoder, params
     from rlx.train.optimizer import OptimizerOptions
-    from rlx.train.options import TrainOptions
     from rlx.train.steps import Steps
+    from rlx.train.train_options import TrainOptions
 
     config, length = default(), options["row"]
     if options["variant"] == "naive":

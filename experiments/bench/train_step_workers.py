@@ -98,7 +98,7 @@ def jax_side(options: dict) -> tuple[Step, dict]:
 
     from rlx.model import params
     from rlx.train import packing
-    from rlx.train.options import TrainOptions
+    from rlx.train.train_options import TrainOptions
     from rlx.train.update import Update, attention_cost
 
     if options["platform"] != "cpu":

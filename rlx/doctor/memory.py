@@ -21,8 +21,8 @@ from rlx.launch.available_memory import Allowance
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
+from rlx.train.train_options import TrainOptions
 
 Bytes = dict[str, int]
 

@@ -16,7 +16,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint
-from rlx.train.options import lora_of
+from rlx.train.train_options import lora_of
 from rlx.train.update import Update
 
 

@@ -25,7 +25,7 @@ from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
 from rlx.rollout.workflows import RLVR, encode, render
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
 INITIAL = "initial"  # directory of a run's first weights if they are random

@@ -47,8 +47,8 @@ from rlx.run.export import Export
 from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
 from rlx.run.room_options import gate_of
 from rlx.train import checkpoint
-from rlx.train.options import TrainOptions
 from rlx.train.steps import TrainState
+from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 
 SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all

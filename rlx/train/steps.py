@@ -30,7 +30,7 @@ from rlx.model import lora as lora_lib
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.train.optimizer import make_optimizer
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 
 MODEL_INPUTS = ("tokens", "positions", "segment_ids")
 LOSS_INPUTS = (*MODEL_INPUTS, "loss_mask", "behaviour_logprobs", "versions")

@@ -26,9 +26,9 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.train import packing, step_metrics, steps
 from rlx.train.optimizer import make_schedule
-from rlx.train.options import TrainOptions
 from rlx.train.step_metrics import Metrics
 from rlx.train.steps import Critic, Steps, TrainState
+from rlx.train.train_options import TrainOptions
 
 ParamsSource = Callable[[], Params]
 

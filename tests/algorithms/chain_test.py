@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rlx import config as config_lib
 from rlx.algorithms import critic, losses, presets, supervised
-from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
+from rlx.train.train_options import TrainOptions
 
 SEEDS = st.integers(0, 2**32 - 1)
 few = settings(derandomize=True, deadline=None, max_examples=8)

@@ -28,7 +28,7 @@ from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.model import params
 from rlx.model.model_config import ModelConfig
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 
 model = ModelConfig(

@@ -15,8 +15,8 @@ from rlx.engines.jax import decode
 from rlx.launch.available_memory import Allowance
 from rlx.model import lora, params
 from rlx.model.model_config import ModelConfig
-from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
+from rlx.train.train_options import TrainOptions
 
 MODEL = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=2048, num_layers=4, model_dim=128, mlp_dim=512, num_heads=4,

@@ -9,7 +9,7 @@ from experiments.bench import train_step_workers as workers
 from rlx.algorithms import presets
 from rlx.config import default
 from rlx.model import hf
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 from rlx_torch import model as torch_model
 from rlx_torch import train

@@ -22,7 +22,7 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import RLVR
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 
 STEPS, PROMPTS, SAMPLES, SEED = 3, 3, 4, 11

@@ -9,7 +9,7 @@ from rlx.base import Group, Trajectory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.train import update
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from rlx.algorithms.presets import PRESETS
 from rlx.base import Group, UserError
 from rlx.model import decoder
 from rlx.train import checkpoint, update
-from rlx.train.options import TrainOptions
 from rlx.train.steps import Steps
+from rlx.train.train_options import TrainOptions
 
 SGD = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 1.0,
        "critic.learning_rate": 1.0}  # fmt: skip

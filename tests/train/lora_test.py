@@ -12,7 +12,7 @@ from rlx.base import Group, UserError
 from rlx.model import decoder, lora
 from rlx.model import params as parameters
 from rlx.train import checkpoint, update
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 
 LORA = {"lora.rank": 4, "lora.alpha": 8.0}
 SGD = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 0.5}

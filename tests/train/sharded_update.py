@@ -11,7 +11,7 @@ from rlx.model import params as parameters
 from rlx.model import sharding
 from rlx.model.model_config import ModelConfig
 from rlx.train import update
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM", vocab_size=32, num_layers=2, model_dim=16, mlp_dim=32,

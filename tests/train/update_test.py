@@ -16,7 +16,7 @@ import pytest
 from rlx.base import Group, UserError
 from rlx.model import decoder
 from rlx.train import checkpoint, update
-from rlx.train.options import TrainOptions
+from rlx.train.train_options import TrainOptions
 
 
 def run(trainer, params, batches):
