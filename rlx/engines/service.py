@@ -20,7 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import NoReturn
 
 import grpc
@@ -32,7 +32,7 @@ from rlx.engines.server_metrics import Meters
 from rlx.fleet import adapter, delta, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.publish import WeightFile, check_room, checksum, sweep
+from rlx.fleet.publish import WeightFile, Weights, check_room, checksum, sweep
 from rlx.fleet.requests import Chunk, EngineStatus
 
 MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
@@ -51,16 +51,6 @@ class RequestError(Exception):
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
         self.code = code
-
-
-@dataclass(frozen=True)
-class _Base:
-    """File of the served version, kept as the base of the next delta."""
-
-    version: int
-    num_bytes: int
-    crc32: int
-    file: WeightFile
 
 
 class RolloutService(rpc.RolloutServicer):
@@ -109,7 +99,7 @@ class RolloutService(rpc.RolloutServicer):
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
-        self._base: _Base | None = None
+        self._base: Weights | None = None  # the served file, kept for the next delta
         self._model = adapter.Base(model_dir) if model_dir else None
         self._closed = False
         sweep(stage_dir)
@@ -300,7 +290,7 @@ class RolloutService(rpc.RolloutServicer):
         try:
             await _receive(sent, requests, file.path)
             start_ns = self._clock()
-            crc = await asyncio.to_thread(delta.apply, base.file.path, file.path, path)
+            crc = await asyncio.to_thread(delta.apply, base.path, file.path, path)
         except (ValueError, OSError) as error:
             raise RequestError(_Code.ABORTED, f"cannot apply the delta: {error}") from error
         finally:
@@ -330,10 +320,11 @@ class RolloutService(rpc.RolloutServicer):
             file.close()
         self._spans.append(("add adapter", start_ns, self._clock()))
 
-    def _keep(self, base: _Base | None) -> None:
+    def _keep(self, base: Weights | None) -> None:
         """Keep `base` as the next delta's base; remove the one before."""
         before, self._base = self._base, base
-        _close(before.file if before else None)
+        if before:
+            before.close()
 
     def _stage_file(self, num_bytes: int) -> WeightFile:
         try:
@@ -358,7 +349,9 @@ class RolloutService(rpc.RolloutServicer):
                 self._meters.stall.observe(reply.paused_ns / 1e9)
                 self._spans.append((f"load version {header.version}", start_ns, self._clock()))
                 if file and header.keep and not self._closed:
-                    base = _Base(header.version, header.num_bytes, header.crc32, file)
+                    base = Weights(
+                        header.version, path, header.num_bytes, header.crc32, "delta", file
+                    )
                 self._keep(base)
         finally:
             if not base:

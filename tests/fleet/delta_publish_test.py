@@ -44,7 +44,7 @@ def ways(report):
 def kept(server):
     """The bytes that a server in this process keeps; None when it keeps no file."""
     base = server._rollouts._base
-    return Path(base.file.path).read_bytes() if base else None
+    return Path(base.path).read_bytes() if base else None
 
 
 async def draw(fleet, most=40):
