@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-_TICK = 0.02  # seconds between two pings, and from a ping to the first look
-_LONGEST_TICK = 0.5  # seconds between two looks at a loop that has been blocked for long
+_TICK = 0.02  # seconds between two pings
+_LOOK = 0.05  # seconds from a ping to the first look, and between two looks
 _LINE = 90  # characters of a source line
 _RLX = str(Path(__file__).parents[1])
 _STDLIB = sysconfig.get_path("stdlib")
@@ -106,14 +106,12 @@ class LoopWatch:
             begin, computed = time.monotonic(), time.clock_gettime(clock)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(answered.set)
-            tick = _TICK
-            while not answered.wait(tick) and not self._ended.is_set():
+            while not answered.wait(_LOOK) and not self._ended.is_set():
                 stack = places(traceback.walk_stack(sys._current_frames().get(ident)))[::-1]
                 seconds = time.monotonic() - begin
                 if stack and stack[-1].function.endswith("Selector.select"):
                     continue  # the machine is busy, not the loop
                 self._late(seconds, time.clock_gettime(clock) - computed, stack)
-                tick = min(max(_TICK, seconds / 20), _LONGEST_TICK)
 
 
 def places(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
