@@ -38,20 +38,38 @@ MAX_BODY = 16 << 20  # bytes of a request
 _SMALL = 8 << 10  # bytes of a body that is read and tokenised on the loop
 _PIECE = 1 << 16  # characters of a long prompt whose tokens are counted at once
 _BACKLOG = 4096  # connections that a burst of agents may open at once
+_Convert = Callable[[Any], Any]  # another API's request as one of chat completions
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request on its way to the fleet."""
+    """A request on its way to the fleet.
+
+    Attributes:
+      text: the rendered prompt; `tokens`: [P] int32.
+      parent: number of the session's interaction that the prompt goes on from.
+      created: seconds since 1970.
+    """
 
     session: Session
     chat: ChatRequest
-    completion_id: str
-    created: int
     text: str
     tokens: np.ndarray
     parent: int | None
+    completion_id: str
+    created: int
+
+    def head(self) -> dict[str, Any]:
+        """Return the fields that begin every answer and event."""
+        return {"id": self.completion_id, "created": self.created, "model": self.chat.model}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        """Return token counts, the prompt's once and those of all choices together."""
+        prompt, said = len(self.tokens), sum(len(c.tokens) for c in completions)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +164,19 @@ class Gateway:
             if p.chat.stream:
                 return await self._stream(request, p)
             completions = await self._generate(p)
-            said = self._keep(p, completions)
-            choices = [
-                chat.choice(i, s.content, s.calls, s.reason, self._logprobs(p, c))
-                for i, (s, c) in enumerate(zip(said, completions, strict=True))
-            ]
-            usage = _usage(p, completions)
+            said, choices = self._keep(p, completions), []
+            for i, (words, found) in enumerate(zip(said, completions, strict=True)):
+                message: dict = {"role": "assistant", "content": words.content, "refusal": None}
+                if words.calls:
+                    message["tool_calls"] = words.calls
+                logprobs = self._logprobs(p, found.tokens, found.logprobs)
+                choices.append({
+                    "index": i, "message": message, "finish_reason": words.reason,
+                    "logprobs": _wrapped(logprobs) if p.chat.logprobs else None,
+                })  # fmt: skip
+            kind = {"object": "chat.completion"}
             return web.json_response(
-                chat.answer(p.chat, p.completion_id, p.created, choices, usage)
+                {**p.head(), **kind, "choices": choices, "usage": p.usage(completions)}
             )
 
     async def _respond(self, request: web.Request) -> web.Response:
@@ -161,13 +184,10 @@ class Gateway:
             p = await self._prepare(session, await request.read(), "resp_", responses.to_chat)
             completions = await self._generate(p)
             (said,) = self._keep(p, completions)
-            usage = _usage(p, completions)
+            output = responses.output(said.content, said.calls, said.reason, _new_id)
             return web.json_response(
-                responses.answer(
-                    p.chat.model, p.completion_id, p.created, said.content, said.calls,
-                    said.reason, usage, lambda begin: begin + uuid.uuid4().hex,
-                )
-            )  # fmt: skip
+                responses.answer(p.head(), output, said.reason, p.usage(completions))
+            )
 
     @contextmanager
     def _under_way(self, request: web.Request) -> Iterator[Session]:
@@ -198,34 +218,20 @@ class Gateway:
         )
 
     async def _prepare(
-        self,
-        session: Session,
-        body: bytes,
-        id_begin: str,
-        convert: Callable[[Any], Any] = lambda data: data,
+        self, session: Session, body: bytes, id_begin: str, convert: _Convert = lambda data: data
     ) -> Prepared:
-        """Checks, renders, tokenises; raises ApiError for what cannot be answered.
+        """Check, render and tokenise a request; raise ApiError for what cannot be answered.
 
         A large body is read in a thread: nothing else would run meanwhile, of the whole run.
         """
+        work = partial(self._read_body, session, body, id_begin, convert)
         if len(body) <= _SMALL:
-            asked, text, tokens, parent = self._read_body(session, body, convert)
-        else:
-            loop = asyncio.get_running_loop()
-            asked, text, tokens, parent = await loop.run_in_executor(
-                self._threads, self._read_body, session, body, convert
-            )
-        if asked.sampling.seed is None:
-            drawn = session.seed(tokens)
-        else:
-            drawn = asked.sampling.seed % 2**31
-        asked = replace(asked, sampling=replace(asked.sampling, seed=drawn))
-        completion_id = id_begin + uuid.uuid4().hex
-        return Prepared(session, asked, completion_id, int(time.time()), text, tokens, parent)
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _read_body(
-        self, session: Session, body: bytes, convert: Callable[[Any], Any]
-    ) -> tuple[ChatRequest, str, np.ndarray, int | None]:
+        self, session: Session, body: bytes, id_begin: str, convert: _Convert
+    ) -> Prepared:
         data = convert(chat.parse(body))
         asked = chat.read(data, session.defaults, temperature_fixed=session.temperature_fixed)
         if asked.tools and not self._has_tools:
@@ -237,17 +243,18 @@ class Gateway:
             )
         text, tokens, parent = self._tokens(session, asked)
         if not len(tokens):
-            raise ApiError(
-                400, "the rendered prompt is empty; give a message with text", "messages"
-            )
-        return asked, text, tokens, parent
+            message = "the rendered prompt is empty; give a message with text"
+            raise ApiError(400, message, "messages")
+        seed = asked.sampling.seed
+        drawn = session.seed(tokens) if seed is None else seed % 2**31
+        asked = replace(asked, sampling=replace(asked.sampling, seed=drawn))
+        return Prepared(session, asked, text, tokens, parent, _new_id(id_begin), int(time.time()))
 
     def _tokens(self, session: Session, asked: ChatRequest) -> tuple[str, np.ndarray, int | None]:
         template = dict(asked.template_kwargs)
-        for name in template:
-            if name in self._template_own:
-                message = f"{name} is not a variable of the chat template; leave it out"
-                raise ApiError(400, message, "chat_template_kwargs")
+        if taken := self._template_own & set(template):
+            message = f"{min(taken)} is not a variable of the chat template; leave it out"
+            raise ApiError(400, message, "chat_template_kwargs")
         if asked.tools:
             template["tools"] = list(asked.tools)
         try:
@@ -289,14 +296,18 @@ class Gateway:
             raise ApiError(503, str(error), code="no_server") from error
 
     def _keep(self, p: Prepared, completions: Sequence[Completion]) -> list[Said]:
-        """Records the completions; returns the choices."""
+        """Record the completions; return the choices."""
         said = []
         for number, completion in enumerate(completions):
             words = self._decode(completion.tokens)
-            found = self._read(p, words, completion)
-            if found.calls:
-                p.session.remember(found.content, found.calls, words)
-            p.session.record(
+            text = cut(words, p.chat.sampling.stop)
+            content: str | None = text
+            calls: list[dict[str, Any]] = []
+            if p.chat.tools and text:
+                content, calls = tool_calls.split(text, partial(_new_id, "call_"))
+            if calls:
+                p.session.remember(content, calls, words)
+            p.session.interactions.append(
                 Interaction(
                     completion_id=p.completion_id,
                     choice=number,
@@ -304,22 +315,15 @@ class Gateway:
                     prompt_text=p.text,
                     completion=completion,
                     raw=self._decode(completion.tokens, special=True),
-                    text=cut(words, p.chat.sampling.stop),
+                    text=text,
                     parent=p.parent,
-                    tool_calls=len(found.calls),
+                    tool_calls=len(calls),
                 )
             )
-            said.append(found)
+            length = completion.stop_reason == "length"
+            reason = "length" if length else "tool_calls" if calls else "stop"
+            said.append(Said(content, calls, reason))
         return said
-
-    def _read(self, p: Prepared, words: str, completion: Completion) -> Said:
-        content: str | None = cut(words, p.chat.sampling.stop)
-        calls: list[dict[str, Any]] = []
-        if p.chat.tools and content:
-            content, calls = tool_calls.split(content, lambda: f"call_{uuid.uuid4().hex[:24]}")
-        length = completion.stop_reason == "length"
-        reason = "length" if length else "tool_calls" if calls else "stop"
-        return Said(content, calls, reason)
 
     def _decode(self, ids: Any, special: bool = False) -> str:
         return self._tokenizer.decode(
@@ -328,14 +332,12 @@ class Gateway:
             clean_up_tokenization_spaces=False,
         )
 
-    def _logprobs(self, p: Prepared, completion: Completion) -> dict[str, Any] | None:
+    def _logprobs(self, p: Prepared, tokens: np.ndarray, logprobs: np.ndarray) -> list[dict]:
+        """Return the `logprobs.content` of tokens, where the request wants it."""
         if not p.chat.logprobs:
-            return None
-        return self._token_logprobs(completion.tokens, completion.logprobs)
-
-    def _token_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-        texts = [self._decode([t], special=True) for t in tokens]
-        return chat.token_logprobs(texts, [chat.finite(float(v)) for v in logprobs])
+            return []
+        texts = [self._decode([token], special=True) for token in tokens]
+        return chat.token_logprobs(texts, logprobs.tolist())
 
     # Streams.
 
@@ -368,61 +370,56 @@ class Gateway:
     async def _events(self, p: Prepared) -> AsyncIterator[dict[str, Any]]:
         marks = (tool_calls.OPEN,) if p.chat.tools else ()
         texts = [StreamText(self._decode, p.chat.sampling.stop, marks) for _ in range(p.chat.n)]
-        event = _Events(p)
         coming: asyncio.Queue[tuple | None] = asyncio.Queue()
         work = asyncio.create_task(
             self._generate(p, watch=lambda i, tokens, logs: coming.put_nowait((i, tokens, logs)))
         )
         work.add_done_callback(lambda _: coming.put_nowait(None))
-        unsaid: dict[int, list[dict]] = {}
+        unsaid: list[list[dict]] = [[] for _ in texts]
         begun = set()
+
+        def event(choices: list[dict], usage: dict | None = None) -> dict[str, Any]:
+            found = {**p.head(), "object": "chat.completion.chunk", "choices": choices}
+            return {**found, "usage": usage} if p.chat.include_usage else found
+
+        def of(index: int, delta: dict, reason: str | None = None) -> dict[str, Any]:
+            """Return the event of a choice, with the logprobs of what was not said before."""
+            said, unsaid[index] = unsaid[index] if "content" in delta else [], []
+            logprobs = _wrapped(said) if said else None
+            return event([
+                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            ])  # fmt: skip
+
         try:
             while (piece := await coming.get()) is not None:
                 index, tokens, logs = piece
                 if index not in begun:
                     begun.add(index)
-                    yield event(index, {"role": "assistant", "content": ""})
-                if p.chat.logprobs:
-                    unsaid.setdefault(index, []).extend(
-                        self._token_logprobs(tokens, logs)["content"]
-                    )
+                    yield of(index, {"role": "assistant", "content": ""})
+                unsaid[index] += self._logprobs(p, tokens, logs)
                 if words := texts[index].add(tokens.tolist()):
-                    yield event(index, {"content": words}, logprobs=_taken(unsaid, index))
+                    yield of(index, {"content": words})
             completions = await work
             for index, said in enumerate(self._keep(p, completions)):
                 words = texts[index].rest(said.content or "")
-                logprobs = _taken(unsaid, index)
-                if words or logprobs:
-                    yield event(index, {"content": words}, logprobs=logprobs)
+                if words or unsaid[index]:
+                    yield of(index, {"content": words})
                 for number, call in enumerate(said.calls):
-                    yield event(index, {"tool_calls": [{"index": number, **call}]})
-                yield event(index, {}, reason=said.reason)
+                    yield of(index, {"tool_calls": [{"index": number, **call}]})
+                yield of(index, {}, said.reason)
             if p.chat.include_usage:
-                usage = _usage(p, completions)
-                yield chat.usage_chunk(p.chat, p.completion_id, p.created, usage)
+                yield event([], p.usage(completions))
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
 
-class _Events:
-    """The events of one answer."""
-
-    def __init__(self, p: Prepared):
-        self._p = p
-
-    def __call__(self, index: int, delta: dict, **rest: Any) -> dict[str, Any]:
-        p = self._p
-        return chat.chunk(p.chat, p.completion_id, p.created, index, delta, **rest)
+def _wrapped(logprobs: list[dict]) -> dict[str, Any]:
+    return {"content": logprobs, "refusal": None}
 
 
-def _taken(unsaid: dict[int, list[dict]], index: int) -> dict[str, Any] | None:
-    found = unsaid.pop(index, None)
-    return {"content": found, "refusal": None} if found else None
-
-
-def _usage(p: Prepared, completions: Sequence[Completion]) -> dict[str, int]:
-    return chat.usage(len(p.tokens), sum(len(c.tokens) for c in completions))
+def _new_id(begin: str) -> str:
+    return begin + uuid.uuid4().hex
 
 
 def _sse(event: dict[str, Any]) -> bytes:

@@ -7,14 +7,9 @@ kept between two, and nothing is streamed; both are refused by name.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlx.agents.chat import ApiError
-from rlx.config import unknown
+from rlx.agents.chat import IGNORED, ApiError, check_fields, wrong
 
 _SAME = ("model", "temperature", "top_p", "tool_choice", "chat_template_kwargs")
-_IGNORED = frozenset({
-    "metadata", "store", "include", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "parallel_tool_calls", "reasoning", "truncation", "user",
-})  # fmt: skip
 _REFUSED = frozenset({
     "stream", "previous_response_id", "conversation", "background", "prompt", "top_logprobs",
     "max_tool_calls",
@@ -24,18 +19,12 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def to_chat(data: Any) -> dict[str, Any]:
-    """A request's JSON as that of a chat completion, which checks the rest of it.
+    """Return a request's JSON as that of a chat completion, which checks the rest of it.
 
     Raises:
       ApiError: 400, naming the field.
     """
-    if not isinstance(data, dict):
-        raise ApiError(400, f"the body is {repr(data)[:80]}; it must be a JSON object")
-    for name, value in data.items():
-        if name in _REFUSED and value:
-            raise ApiError(400, f"{name} is not supported here; leave it out", name)
-        if name not in _TAKEN | _IGNORED | _REFUSED:
-            raise ApiError(400, str(unknown("field", name, _TAKEN)), name)
+    check_fields(data, _TAKEN, IGNORED | {"include", "reasoning", "truncation"}, _REFUSED)
     form = (data.get("text") or {}).get("format") if isinstance(data.get("text"), dict) else None
     if form and form.get("type") != "text":
         raise ApiError(400, "text.format can be {'type': 'text'} only; ask in words", "text")
@@ -52,44 +41,51 @@ def to_chat(data: Any) -> dict[str, Any]:
     return out
 
 
-def answer(
-    model: str,
-    response_id: str,
-    created: int,
-    content: str | None,
-    calls: Sequence[Mapping[str, Any]],
-    reason: str,
-    usage: Mapping[str, int],
-    new_id: Callable[[str], str],
-) -> dict[str, Any]:
-    """A whole response.
+def output(
+    content: str | None, calls: Sequence[Mapping], reason: str, new_id: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """Return what a model said as the items of a response.
 
     Args:
-      created: seconds since 1970. usage: of `chat.usage`. new_id: makes an id from its beginning.
+      calls: of tools, as chat completions have them.
+      reason: the finish_reason of a chat completion.
+      new_id: makes an id from its beginning.
     """
-    status = "incomplete" if reason == "length" else "completed"
-    output: list[dict[str, Any]] = []
+    out: list[dict[str, Any]] = []
     if content or not calls:
         text = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": []}
-        output.append({
-            "type": "message", "id": new_id("msg_"), "role": "assistant", "status": status,
+        out.append({
+            "type": "message", "id": new_id("msg_"), "role": "assistant", "status": _status(reason),
             "content": [text],
         })  # fmt: skip
     for call in calls:
-        output.append({
+        out.append({
             "type": "function_call", "id": new_id("fc_"), "call_id": call["id"],
             "name": call["function"]["name"], "arguments": call["function"]["arguments"],
             "status": "completed",
         })  # fmt: skip
+    return out
+
+
+def answer(
+    head: Mapping[str, Any], items: Sequence[Mapping], reason: str, usage: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return a whole response.
+
+    Args:
+      head: id, created (seconds since 1970) and model.
+      items: of `output`.
+      usage: token counts, as chat completions have them.
+    """
     return {
-        "id": response_id,
+        "id": head["id"],
         "object": "response",
-        "created_at": created,
-        "status": status,
+        "created_at": head["created"],
+        "status": _status(reason),
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
-        "model": model,
-        "output": output,
+        "model": head["model"],
+        "output": list(items),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
@@ -104,16 +100,20 @@ def answer(
     }
 
 
+def _status(reason: str) -> str:
+    return "incomplete" if reason == "length" else "completed"
+
+
 def _messages(found: Any) -> list[dict[str, Any]]:
     if isinstance(found, str):
         return [{"role": "user", "content": found}]
     if not isinstance(found, list):
-        raise ApiError(400, f"input is {repr(found)[:80]}; it must be a text or a list", "input")
+        raise wrong("input", found, "a text or a list")
     out: list[dict[str, Any]] = []
     for index, item in enumerate(found):
         name = f"input[{index}]"
         if not isinstance(item, dict):
-            raise ApiError(400, f"{name} is {repr(item)[:80]}; it must be an object", name)
+            raise wrong(name, item, "an object")
         kind = item.get("type", "message")
         if kind == "message":
             out.append({"role": item.get("role"), "content": _content(item.get("content"))})
@@ -147,7 +147,7 @@ def _content(content: Any) -> Any:
 
 def _tools(tools: Any) -> list[Any]:
     if not isinstance(tools, list):
-        raise ApiError(400, f"tools is {repr(tools)[:80]}; it must be a list", "tools")
+        raise wrong("tools", tools, "a list")
     out = []
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
