@@ -1,4 +1,4 @@
-"""The workflow that a command line chose, and what its samples look like in a file."""
+"""Builds the workflow that a command line names, and the records of its samples for a file."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from rlx.rollout.workflows import RLVR, Workflow
 
 
 def build(name: str, kwargs: Mapping[str, Any], **shared: Any) -> tuple[Workflow, bool]:
-    """A workflow of rlx or of an agent class.
+    """Build a workflow of rlx, or one that runs an agent class.
 
     Args:
       name: of either, as `loading.load_class` takes it; empty: RLVR.
@@ -40,10 +40,10 @@ def build(name: str, kwargs: Mapping[str, Any], **shared: Any) -> tuple[Workflow
 
 
 def samples(group: Group, count: int) -> list[list[Trajectory]]:
-    """The trajectories of each of `count` samples, told apart by `"{group_id}.{sample}"`.
+    """Return the trajectories of each of `count` samples, by their ids `"{group_id}.{sample}"`.
 
     Raises:
-      UserError: there are not so many; the workflow breaks its promise.
+      UserError: the workflow gave another number of samples.
     """
     found = [list(own) for _, own in groupby(group.trajectories, _sample_of)]
     if len(found) != count:
@@ -55,7 +55,7 @@ def samples(group: Group, count: int) -> list[list[Trajectory]]:
 
 
 def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
-    """One sample for a file of samples; `turns` where an agent was at work, as the model saw them.
+    """Return one sample for a file of samples; an agent's has `turns`, as the model saw them.
 
     The completion is the last turn's. The reward of a run that gave its completions rewards is
     that of the latest one that has one (`trajectories.outcome`).

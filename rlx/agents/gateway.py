@@ -5,8 +5,8 @@
     GET  /v1/models, /health
 
 Every request belongs to a session: by its API key, or by the key in the address
-(/KEY/v1/…), for agents that use another key or none. What a session was answered is recorded with
-its tokens. The one file that imports aiohttp (the extra `agents`).
+(/KEY/v1/…), for agents that use another key or none. A session records what it was answered, with
+its tokens. This file needs aiohttp (the extra `agents`).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from rlx.fleet.sample import Completion
 from rlx.rollout import workflows
 
 MAX_BODY = 16 << 20  # bytes of a request
-_SMALL = 8 << 10  # bytes of a body that is read and tokenised on the loop
+_SMALL = 8 << 10  # bytes of a body that is read and tokenised on the event loop
 _PIECE = 1 << 16  # characters of a long prompt whose tokens are counted at once
 _BACKLOG = 4096  # connections that a burst of agents may open at once
 _Convert = Callable[[Any], Any]  # another API's request as one of chat completions
@@ -74,7 +74,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One choice as the agent gets it."""
+    """One choice as the agent gets it: text, tool calls and finish reason."""
 
     content: str | None
     calls: list[dict[str, Any]]
@@ -82,10 +82,10 @@ class Said:
 
 
 class Gateway:
-    """The server, on the running event loop from `start` to `stop`.
+    """The HTTP server, on the running event loop from `start` to `stop`.
 
     Args:
-      fleet: generates; on the same loop.
+      fleet: generates, on the same loop.
       tokenizer: of the served model, with its chat template.
       name: what /v1/models calls the model.
       host, port: to listen at; port 0 takes a free one.
@@ -110,12 +110,12 @@ class Gateway:
         self._threads = ThreadPoolExecutor(2, "gateway")
 
     async def start(self) -> None:
-        """Begins to listen.
+        """Begin to listen.
 
         Raises:
           UserError: the port cannot be had.
         """
-        app = web.Application(middlewares=[_told_as_json], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
         for prefix in ("", "/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -137,14 +137,14 @@ class Gateway:
         self._runner, self._port = runner, runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Ends its connections and everything under way."""
+        """End its connections and everything under way."""
         if self._runner:
             await self._runner.cleanup()
             self._runner = None
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def base_url(self, session: Session | None = None) -> str:
-        """What clients are given; with a session's key in it, any API key will do."""
+        """Return the address for clients; with a session's key in it, any API key will do."""
         key = f"/{session.key}" if session else ""
         return f"http://{self._host}:{self._port}{key}/v1"
 
@@ -191,7 +191,7 @@ class Gateway:
 
     @contextmanager
     def _under_way(self, request: web.Request) -> Iterator[Session]:
-        """The request's session, whose end also ends the request."""
+        """Provide the request's session, whose end also ends the request."""
         session, task = self._session(request), asyncio.current_task()
         assert task is not None
         session.tasks.add(task)
@@ -201,7 +201,7 @@ class Gateway:
             session.tasks.discard(task)
 
     def _session(self, request: web.Request) -> Session:
-        """Whose the request is; raises ApiError."""
+        """Return the session of a request; raise ApiError where there is none."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         key = request.match_info.get("key") or (key.strip() if scheme.lower() == "bearer" else "")
         session = self.sessions.find(key)
@@ -267,7 +267,7 @@ class Gateway:
         return text, *session.prompt(text, partial(workflows.encode, self._tokenizer))
 
     def _check_length(self, text: str) -> None:
-        """Raises ApiError for a text far beyond the context, having tokenised little of it.
+        """Raise ApiError for a text far beyond the context, having tokenised little of it.
 
         Cut into pieces, a text has a few tokens more than as a whole: twice as many is a wide
         margin, not a proved one. What is between one and two contexts the fleet refuses.
@@ -342,9 +342,10 @@ class Gateway:
     # Streams.
 
     async def _stream(self, request: web.Request, p: Prepared) -> web.StreamResponse:
-        """Server-sent events; nothing is sent before the first token, so that errors have a status.
+        """Answer by server-sent events.
 
-        An error after that is an event of its own, as OpenAI's clients expect it.
+        Nothing is sent before the first token, so that errors have a status; a later one is an
+        event of its own, as OpenAI's clients expect it.
         """
         events = self._events(p)
         try:
@@ -427,8 +428,8 @@ def _sse(event: dict[str, Any]) -> bytes:
 
 
 @web.middleware
-async def _told_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Every error as OpenAI's error object."""
+async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer every error with OpenAI's error object."""
     try:
         return await handler(request)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""The `http_client` that agents are given: one pool of connections for all runs of a process."""
+"""Makes the `http_client` that agents are given: one connection pool for all runs of a process."""
 
 import importlib
 from typing import Any
@@ -30,7 +30,7 @@ class HttpClients:
         self._lent = Lent
 
     def new(self) -> Any:
-        """A client for one run; proxies of the environment are not asked on the way to loopback."""
+        """Return a client for one run; on the way to loopback it asks no proxy."""
         if self._library is None:
             return None
         return self._library.AsyncClient(
@@ -38,6 +38,6 @@ class HttpClients:
         )
 
     async def close(self) -> None:
-        """Closes the pool."""
+        """Close the pool."""
         if self._library is not None:
             await self._pool.aclose()

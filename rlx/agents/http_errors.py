@@ -1,4 +1,4 @@
-"""Which errors of an HTTP server are worth a line in the terminal. Imports aiohttp."""
+"""Keeps malformed requests of clients out of an HTTP server's log. Imports aiohttp."""
 
 import logging
 

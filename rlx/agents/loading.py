@@ -1,11 +1,11 @@
-"""Classes that a command line names: agents, and workflows of rlx.
+"""Loads the classes that a command line names: agents, and workflows of rlx.
 
     package.module.Class        as Python imports it
     path/to/file.py:Class       a file that is in no package
     package.module:Class        as rewards are named
 
 An agent has `async run(self, data, **extra_kwargs)`; a workflow is a
-`rlx.rollout.workflows.Workflow`. What goes wrong in here is the user's: a UserError of one line.
+`rlx.rollout.workflows.Workflow`. Mistakes in here are the user's: a UserError of one line.
 """
 
 import difflib
@@ -25,7 +25,7 @@ _WORKFLOW_NEEDS = ("group_id", "seed", "sampling", "n", "priority")
 
 
 def load_class(text: str) -> type:
-    """The class that `text` names.
+    """Return the class that `text` names.
 
     Raises:
       UserError: no such file, module or class (the nearest name is suggested), or the module
@@ -50,7 +50,7 @@ def load_class(text: str) -> type:
 
 
 def kind(cls: type) -> Literal["agent", "workflow"]:
-    """Whether `cls` is an agent or a workflow of rlx, by what its `run` takes.
+    """Return whether `cls` is an agent or a workflow of rlx, by what its `run` takes.
 
     Raises:
       UserError: it is neither.
@@ -76,10 +76,10 @@ def kind(cls: type) -> Literal["agent", "workflow"]:
 
 
 def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """`cls(**kwargs)`.
+    """Return `cls(**kwargs)`.
 
     Raises:
-      UserError: a name that it does not take, one that it needs, or an exception of its own.
+      UserError: a name is unknown or missing, or the constructor raised.
     """
     kwargs = dict(kwargs or {})
     try:
@@ -116,7 +116,7 @@ def maker(name: str, kwargs: str) -> Callable[[], Any]:
 
 
 def parse_kwargs(text: str, flag: str = "--workflow_kwargs") -> dict[str, Any]:
-    """The arguments in a JSON object; none when empty.
+    """Return the arguments in a JSON object; none when empty.
 
     Raises:
       UserError: anything else.
@@ -133,11 +133,11 @@ def parse_kwargs(text: str, flag: str = "--workflow_kwargs") -> dict[str, Any]:
 
 
 def _missing() -> None:
-    """Stands for a `run` that is not there."""
+    """Stand for a `run` that a class does not have."""
 
 
 def _check(cls: type, run: Any, positional: Iterable[str], named: Iterable[str]) -> None:
-    """Raises UserError where `run` could not be called as it will be."""
+    """Raise UserError where `run` could not be called as it will be."""
     given = dict.fromkeys(named)
     try:
         inspect.signature(run).bind(None, *positional, **given)
@@ -165,7 +165,7 @@ def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, A
 
 
 def _classes(module: ModuleType) -> list[str]:
-    """The classes that a module itself defines, or all that it has when it defines none."""
+    """Return the classes that a module defines, or all that it has when it defines none."""
     every = {k: v for k, v in vars(module).items() if inspect.isclass(v) and k[0] != "_"}
     own = [k for k, v in every.items() if v.__module__ == module.__name__]
     return own or list(every)

@@ -134,7 +134,7 @@ def _messages(found: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> Any:
-    """Parts of text as chat completions name them; what is wrong with others is said there."""
+    """Return parts of text as chat completions name them, which refuse other parts."""
     if not isinstance(content, list):
         return content
     return [

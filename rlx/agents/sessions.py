@@ -1,4 +1,4 @@
-"""Sessions of the gateway: one run of an agent, its key, and all that it asked. Pure.
+"""Sessions of the gateway: the key of one run of an agent, and all that it asked. Pure.
 
 Each prompt that goes on from an earlier one of the session, text for text, takes over that one's
 tokens, sampled ones included, so that a conversation is one sequence of tokens however a tokenizer
@@ -19,7 +19,7 @@ import numpy as np
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 
-_REMEMBERED = 100_000  # ended keys, which are answered otherwise than wrong ones
+_REMEMBERED = 100_000  # keys of ended sessions, answered by 410 rather than 401
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class Interaction:
 
 @dataclass(eq=False)
 class Session:
-    """What one run of an agent may do, and what it did.
+    """One run of an agent as the gateway knows it.
 
     Attributes:
       defaults: of its requests; `defaults.seed` is the run's.
@@ -75,7 +75,7 @@ class Session:
     def prompt(
         self, text: str, encode: Callable[[str], list[int]]
     ) -> tuple[np.ndarray, int | None]:
-        """The tokens of a rendered prompt and the interaction that it goes on from.
+        """Return the tokens of a rendered prompt and the interaction that it goes on from.
 
         Args:
           encode: text to tokens.
@@ -95,30 +95,26 @@ class Session:
         return np.concatenate([np.asarray(p, np.int32) for p in parts]), parent
 
     def seed(self, prompt_tokens: np.ndarray) -> int:
-        """A seed in [0, 2³¹) for a prompt: of the session's, the prompt, and how often it came.
+        """Return a seed in [0, 2³¹) made of the session's, the prompt, and how often it came.
 
-        So what an agent asks side by side does not depend on which request is first.
+        So requests that an agent sends at once do not depend on which is first.
         """
         tokens = prompt_tokens.astype(np.int32).tobytes()
         asked = self._asked[tokens] = self._asked.get(tokens, -1) + 1
         start = f"{self.defaults.seed} {asked} ".encode()
         return int.from_bytes(hashlib.blake2b(start + tokens, digest_size=4).digest(), "big") >> 1
 
-    def record(self, interaction: Interaction) -> None:
-        """Keeps a finished interaction."""
-        self.interactions.append(interaction)
-
     def remember(self, content: str | None, calls: Sequence[dict[str, Any]], raw: str) -> None:
-        """Keeps what the model wrote for the tool calls that the agent gets."""
-        self._said[tuple(call["id"] for call in calls)] = (_told(content, calls), raw)
+        """Keep what the model wrote for the tool calls that the agent gets."""
+        self._said[tuple(call["id"] for call in calls)] = (_canonical(content, calls), raw)
 
     def verbatim(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages, with our own tool calls in the model's words again where unchanged."""
+        """Return the messages, with unchanged tool calls of ours in the model's words again."""
         out = []
         for message in messages:
             calls = message.get("tool_calls") or []
-            told, raw = self._said.get(tuple(call["id"] for call in calls), ("", ""))
-            same = calls and told == _told(message["content"], calls)
+            known, raw = self._said.get(tuple(call["id"] for call in calls), ("", ""))
+            same = calls and known == _canonical(message["content"], calls)
             out.append({"role": "assistant", "content": raw} if same else message)
         return out
 
@@ -131,21 +127,21 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def open(self, defaults: Sampling, **options: Any) -> Session:
-        """A new session; `options` as the attributes of Session."""
+        """Return a new session; `options` are attributes of Session."""
         session = Session("rlx-" + secrets.token_urlsafe(24), defaults, **options)
         self._open[session.key] = session
         return session
 
     def find(self, key: str) -> Session | None:
-        """The open session of a key."""
+        """Return the open session of a key, or None."""
         return self._open.get(key)
 
     def ended(self, key: str) -> bool:
-        """Whether a key was one that has ended."""
+        """Return whether the session of a key has ended."""
         return key in self._ended
 
     def end(self, session: Session) -> list[Interaction]:
-        """Ends a session, and the requests that it has under way; returns what it did."""
+        """End a session and the requests that it has under way; return its interactions."""
         if self._open.pop(session.key, None):
             self._ended[session.key] = None
             if len(self._ended) > _REMEMBERED:
@@ -155,8 +151,8 @@ class Sessions:
         return session.interactions
 
 
-def _told(content: str | None, calls: Sequence[dict[str, Any]]) -> str:
-    """What an agent must send back for its message to be the same."""
+def _canonical(content: str | None, calls: Sequence[dict[str, Any]]) -> str:
+    """Return a text that two messages share if and only if they say the same."""
     found = []
     for call in calls:
         arguments = call["function"]["arguments"]

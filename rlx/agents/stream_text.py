@@ -1,4 +1,4 @@
-"""Text of a completion while its tokens come: nothing is said that must be taken back. Pure."""
+"""Text of a completion while its tokens come; what is sent never has to be taken back. Pure."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,10 +7,10 @@ _HALF = "\ufffd"  # what a decoder writes for a character that has not all its b
 
 
 class StreamText:
-    """One completion's text.
+    """The text of one completion that grows.
 
-    What could be the beginning of a stop string, or of a mark that hides the rest from view, is
-    held back until it is known not to be one.
+    Text that may be the beginning of a stop string, or of a mark that hides the rest, is held back
+    until it is known not to be one.
 
     Args:
       decode: token ids to text.
@@ -26,7 +26,7 @@ class StreamText:
         self._said = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns what can be said now."""
+        """Take the next tokens; return the text that can be sent now."""
         self._ids += ids
         # A token's text depends on the one before it (leading blanks), so both are decoded.
         before = self._decode(self._ids[self._from : self._read])
@@ -37,7 +37,7 @@ class StreamText:
         return self._say(self._safe())
 
     def rest(self, whole: str) -> str:
-        """What of `whole`, the finished text, has not been said."""
+        """Return the part of `whole`, the finished text, that has not been sent."""
         said, self._said = self._said, len(whole)
         return whole[said:]
 
@@ -46,7 +46,7 @@ class StreamText:
         return self._text[said : self._said]
 
     def _safe(self) -> int:
-        """How much of the text no end can reach any more."""
+        """Return how many characters of the text no stop string or mark can reach any more."""
         until = len(self._text)
         for end in self._ends:
             found = self._text.find(end, max(0, self._said - len(end)))
@@ -61,6 +61,6 @@ class StreamText:
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
-    """`text` up to the first stop string in it."""
+    """Return `text` up to the first stop string in it."""
     found = [at for at in (text.find(s) for s in stop) if at >= 0]
     return text[: min(found)] if found else text

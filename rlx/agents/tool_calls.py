@@ -17,15 +17,15 @@ _CALLS = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 
 def known(template: str) -> bool:
-    """Whether a chat template describes tools in this format."""
+    """Return whether a chat template describes tools in this format."""
     return "tools" in template and OPEN in template
 
 
 def split(text: str, new_id: Callable[[], str]) -> tuple[str | None, list[dict[str, Any]]]:
-    """The words before the calls, and the calls as OpenAI has them.
+    """Return the words before the calls, and the calls as OpenAI has them.
 
-    A text whose calls are not all well-formed and closed is words alone, from end to end: what the
-    model meant is then for the agent to judge.
+    A text whose calls are not all well-formed and closed is returned as words alone: the agent
+    then judges what the model meant.
 
     Args:
       new_id: makes an id for each call.

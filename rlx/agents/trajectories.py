@@ -1,4 +1,4 @@
-"""From what an agent was answered, and its rewards, to trajectories. Pure.
+"""Makes trajectories of what an agent was answered and of its rewards. Pure.
 
 A conversation is a chain: each prompt begins with all the tokens before it, sampled ones included.
 A number is the reward of the whole run: one trajectory a chain, its observations masked off. With
@@ -14,9 +14,14 @@ import numpy as np
 from rlx.agents.sessions import Interaction
 from rlx.base import Trajectory
 
+_COLUMNS = {
+    "tokens": np.int32, "loss_mask": bool, "behaviour_logprobs": np.float32, "versions": np.int32,
+    "turn_ids": np.int32,
+}  # fmt: skip
+
 
 def chains(interactions: Sequence[Interaction]) -> list[list[int]]:
-    """The conversations of a run, as numbers of its interactions in order.
+    """Return the conversations of a run, as numbers of its interactions in order.
 
     Where two go on from the same place, the first has the common beginning and the second
     begins anew, so that every completion is in one chain.
@@ -40,15 +45,17 @@ def of_run(
     turn_discount: float = 1.0,
     individual: bool = False,
 ) -> list[Trajectory]:
-    """The trajectories of one run.
+    """Return the trajectories of one run.
 
     Args:
       interactions: of its session, ≥ 1.
-      value: a reward for the run, or rewards by completion id; completions without one have 0.
+      value: a reward for the run, or rewards by completion id; completions without one get 0.
       run_id: `"{group_id}.{sample}"`; the only trajectory's id, several have it with `.0`, `.1`, ….
       agent: a name for statistics.
-      turn_discount: γ in R_i = r_i + γ·R_{i+1} along a conversation, of rewards by completion.
-      individual: one trajectory a completion also for a number, which is then the last one's r.
+      turn_discount: γ, in [0, 1], of R_i = r_i + γ·R_{i+1} along a conversation, for rewards by
+        completion.
+      individual: make one trajectory per completion for a number too, which is then the r of the
+        last one.
 
     Returns:
       In the order of the conversations; `info["run_reward"]` is `outcome(…)` in each.
@@ -76,7 +83,7 @@ def of_run(
 
 
 def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> float:
-    """One number for a run: its reward, or that of the latest completion that has one."""
+    """Return one number for a run: its reward, or that of the latest rewarded completion."""
     if not isinstance(value, Mapping):
         return float(value)
     return next(
@@ -85,14 +92,14 @@ def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, flo
 
 
 class Turn(NamedTuple):
-    """What came before a completion, and it; token ids."""
+    """A completion and what came before it since the last one; token ids."""
 
     prompt: list[int]
     completion: list[int]
 
 
 def turns(trajectory: Trajectory) -> list[Turn]:
-    """The turns of a trajectory, for a transcript."""
+    """Return the turns of a trajectory, for a transcript."""
     steps = np.diff(trajectory.loss_mask.astype(np.int8), prepend=0, append=0)
     edges, out, before = np.flatnonzero(steps), [], 0
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
@@ -123,37 +130,26 @@ def _trajectory(
     agent: str,
     info: Mapping[str, float],
 ) -> Trajectory:
-    """One sequence; `first` is the number of its first turn in its conversation."""
-    columns: list[list[np.ndarray]] = [[], [], [], [], []]
+    """Return one sequence; `first` is the number of its first turn in its conversation."""
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     length = 0
     for k, turn in enumerate(turns):
         seen, sampled = turn.prompt_tokens[length:], turn.completion
         blank, drawn = len(seen), len(sampled.tokens)
-        for column, head, tail in zip(
-            columns,
-            (seen, np.zeros(blank, bool), np.zeros(blank), np.full(blank, -1), np.zeros(blank)),
-            (sampled.tokens, np.ones(drawn, bool), sampled.logprobs, sampled.versions,
-             np.zeros(drawn)),
-            strict=True,
-        ):  # fmt: skip
-            column += [head, tail]
-        columns[4][-2:] = [np.full(blank, first + k), np.full(drawn, first + k)]
+        columns["tokens"] += [seen, sampled.tokens]
+        columns["loss_mask"] += [np.zeros(blank), np.ones(drawn)]
+        columns["behaviour_logprobs"] += [np.zeros(blank), sampled.logprobs]
+        columns["versions"] += [np.full(blank, -1), sampled.versions]
+        columns["turn_ids"] += [np.full(blank + drawn, first + k)]
         length += blank + drawn
-    kinds = (np.int32, bool, np.float32, np.int32, np.int32)
-    tokens, mask, logprobs, versions, turn_ids = (
-        np.concatenate(column).astype(kind) for column, kind in zip(columns, kinds, strict=True)
-    )
+    joined = {name: np.concatenate(columns[name]).astype(kind) for name, kind in _COLUMNS.items()}
     last = turns[-1]
     begun = turns[0].prompt_text
     return Trajectory(
-        tokens=tokens,
-        loss_mask=mask,
-        behaviour_logprobs=logprobs,
-        versions=versions,
+        **joined,
         reward=reward,
         stop_reason=last.completion.stop_reason,
         trajectory_id=trajectory_id,
-        turn_ids=turn_ids,
         agent=agent,
         prompt=begun,
         completion=last.text if len(turns) == 1 else last.whole[len(begun) :],

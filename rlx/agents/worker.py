@@ -5,8 +5,8 @@
     out   {"ready": true} | {"wrong": text}, then {"id", "value"} | {"id", "error", "traceback"};
           {"blocked": text, "seconds": s} while a run keeps the loop from turning
 
-In the main thread, as libraries that use signals want it (math-verify does). Whoever blocks the
-loop blocks this process and not the gateway; past a limit it is killed.
+Runs are in the main thread, as libraries that use signals need it (math-verify does). A run that
+blocks the loop holds up this process and not the gateway; past a limit the process is killed.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Worker:
         self._runs: dict[str, asyncio.Task] = {}
 
     def say(self, **message: Any) -> None:
-        """Writes one line, from any thread."""
+        """Write one line, from any thread."""
         data = json.dumps(message).encode() + b"\n"
         with self._write:
             while data:
@@ -49,7 +49,7 @@ class Worker:
                     select.select([], [self._end], [])
 
     async def serve(self) -> None:
-        """Until the other end closes."""
+        """Load the class, then start and cancel runs as told, until the other end closes."""
         reader, _ = await asyncio.open_connection(sock=self._end, limit=1 << 30)
         first = json.loads(await reader.readline())
         sys.path[:] = [p for p in first["path"] if p not in sys.path] + sys.path
@@ -108,7 +108,7 @@ class Worker:
 
 
 def main() -> None:
-    """Serves."""
+    """Serve the runs that come by the socket named on the command line."""
     end = inherited_socket()
     os.environ.setdefault("OPENAI_API_KEY", _PLACEHOLDER)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):

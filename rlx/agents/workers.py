@@ -1,9 +1,9 @@
-"""The processes that agents run in, seen from the loop that has the gateway.
+"""The processes that agents run in, as the gateway's event loop manages them.
 
 run ─▶ the process with the fewest runs ─▶ value, or AgentError
-                 │ cancelled and still there after a while, or blocked for too long: killed,
-                 ▼ and another is started for the next run
-      its other runs are Displaced: through no fault of theirs, to be done again
+             │ a run does not end when cancelled, or blocks for too long: the process is killed
+             ▼ and another is started for the next run
+  its other runs are Displaced: they did nothing wrong and are done again
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from rlx.rewards.worker_process import (
     start_worker,
 )
 
-CANCEL_SECONDS = 10.0  # that a cancelled run may take to end
-_REPORT_SECONDS = 5.0  # of a blocked loop, before its process says where
-_END_SECONDS = 2.0  # that a process may take to end, once its input has
-_LINE = 16 << 20  # bytes that one may say at once
+CANCEL_SECONDS = 10.0  # a cancelled run may take to end
+_REPORT_SECONDS = 5.0  # a loop is blocked before its process says where
+_END_SECONDS = 2.0  # a process may take to end after its input has
+_LINE = 16 << 20  # bytes of the longest message of a process
 
 
 class AgentError(RuntimeError):
@@ -38,16 +38,15 @@ class Displaced(Exception):
 
 
 class Workers:
-    """Processes of one agent class; all methods on one loop.
+    """The processes of one agent class; all methods are called on one event loop.
 
     Args:
       name: of the class, as `loading.load_class` takes it.
       kwargs: of its constructor, JSON.
-      count: processes, ≥ 1; more than one for agents that compute or block.
+      count: of processes, ≥ 1; more than one for agents that compute or block.
       block_seconds: how long an agent may keep its process's event loop from turning.
       limits: of each process.
-      per_run: each run has a process to itself, of which it is all that is ever in it; `count` are
-        there at once.
+      per_run: each run has a process that no other run was or will be in; at most `count` at once.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Workers:
         self._closed = False
 
     async def start(self) -> None:
-        """Starts all processes, and returns when the class is loaded in each.
+        """Start all processes and wait until the class is loaded in each.
 
         Raises:
           UserError: it cannot be loaded.
@@ -82,12 +81,13 @@ class Workers:
         await asyncio.gather(*(self._process(i) for i in range(len(self._processes))))
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """What `run` of a new agent returns for `data`: a float or {completion id: float}.
+        """Return what `run` of a new agent returns for `data`: a float or {completion id: float}.
 
         Cancelling it cancels the agent.
 
         Raises:
-          AgentError, Displaced.
+          AgentError: the agent raised, or its process died.
+          Displaced: its process was killed because of another run.
           UserError: `data` cannot be sent.
         """
         number = secrets.token_hex(16)  # another run cannot report under it by counting
@@ -106,7 +106,7 @@ class Workers:
         return await process.run(number, line)
 
     async def close(self) -> None:
-        """Ends the processes, busy or not."""
+        """End the processes, busy or not."""
         self._closed = True
         await asyncio.gather(*(p.close() for p in [*self._processes, *self._alone] if p))
 
@@ -116,7 +116,7 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def _own_process(self) -> AsyncIterator["_Process"]:
-        """A process for one run."""
+        """Provide a process for one run."""
         process = self._new()
         self._alone.add(process)
         try:
@@ -141,7 +141,7 @@ class Workers:
 
 
 class _Process:
-    """One child and the runs in it."""
+    """One process and the runs in it."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class _Process:
         self.runs: dict[str, asyncio.Future] = {}
         self.over = False
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
-        self._blocked = ""  # where, when it was last heard of
-        self._killed: Exception | None = None  # what its other runs are told
+        self._blocked = ""  # the line that its loop was last blocked at
+        self._killed: Exception | None = None  # raised by its other runs
         self._limits = limits
         self._kept: SupervisedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -162,11 +162,11 @@ class _Process:
         self._main = asyncio.create_task(self._live(first))
 
     async def ready(self) -> None:
-        """Returns when it takes runs; raises why it does not."""
+        """Wait until it takes runs; raise why it does not."""
         await asyncio.shield(self._ready)
 
     async def run(self, number: str, line: str) -> Any:
-        """Sends a run and waits for its value."""
+        """Send a run and wait for its value."""
         if self.over:
             raise Displaced
         future = self.runs[number] = asyncio.get_running_loop().create_future()
@@ -179,7 +179,7 @@ class _Process:
             raise
 
     async def close(self) -> None:
-        """Ends it, busy or not."""
+        """End it, busy or not."""
         self._killed = self._killed or Displaced()
         if not self.over and self._writer and not self._writer.is_closing():
             self._writer.write_eof()
@@ -190,7 +190,7 @@ class _Process:
         await asyncio.gather(self._main, return_exceptions=True)
 
     async def _live(self, first: Mapping[str, Any]) -> None:
-        """From its start to its end, whichever way it ends."""
+        """Start the process, read its messages, and clean up however it ends."""
         code = None
         try:
             self._kept, own = start_worker("rlx.agents.worker", self._limits)
@@ -215,12 +215,10 @@ class _Process:
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if "ready" in message or "wrong" in message:
-            if not self._ready.done():
-                wrong = message.get("wrong")
-                if wrong:
-                    self._ready.set_exception(UserError(str(wrong)))
-                else:
-                    self._ready.set_result(None)
+            if "wrong" in message and not self._ready.done():
+                self._ready.set_exception(UserError(str(message["wrong"])))
+            elif not self._ready.done():
+                self._ready.set_result(None)
         elif "blocked" in message:
             self._blocked = message["blocked"]
             if message["seconds"] > self._block_seconds:
@@ -245,13 +243,13 @@ class _Process:
 
         asyncio.get_running_loop().call_later(self._cancel_seconds, late)
 
-    def _kill(self, told: Exception) -> None:
-        self._killed = self._killed or told
+    def _kill(self, reason: Exception) -> None:
+        self._killed = self._killed or reason
         if self._kept:
             self._kept.stop()
 
     def _end(self, code: int | None) -> None:
-        """Tells every run that was in it."""
+        """Let every run that was in it raise why it ended."""
         where = f"; it was last blocked at {self._blocked}" if self._blocked else ""
         died = AgentError(f"the agent's process {exit_text(code, self._limits)}{where}")
         for future in [*self.runs.values(), self._ready]:

@@ -1,11 +1,11 @@
-"""Agents as a workflow: n runs of an agent for a row, at once, become a group of trajectories.
+"""Agents as a workflow: n runs of an agent for a row become a group of trajectories.
 
     row ─▶ session × n ─▶ Workers (other processes) ── HTTP ──▶ Gateway ─▶ fleet
                                │ reward                            │ what it was answered
                                ▼                                   ▼
                                └────────────▶ trajectories ◀───────┘
 
-Trained and evaluated alike (`rlx.rollout.workflows.Workflow`).
+Training and evaluation use it alike, as a `rlx.rollout.workflows.Workflow`.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from rlx.agents.gateway import Gateway
     from rlx.fleet.client import Fleet
 
-_MOVES = 3  # processes that a run may lose through others before it is a failure
+_MOVES = 3  # processes that a run may lose because of other runs before it fails
 _ROW_CHARACTERS = 200
 
 
 @dataclass(frozen=True, eq=False)
 class _Front:
-    """What stands between agents and one fleet."""
+    """The gateway in front of one fleet, and the processes of the agents that ask it."""
 
     fleet: Generator
     gateway: "Gateway"
@@ -44,22 +44,23 @@ class _Front:
 
 
 class AgentWorkflow:
-    """Runs of an agent class; see docs/agents.md for how to write one.
+    """Runs an agent class; docs/agents.md says how to write one.
 
     Args:
       agent: the class, or its name as `loading.load_class` takes it. It is imported again in the
         processes that run it, so a class of a notebook must move to a file.
       tokenizer: a transformers tokenizer with the model's chat template.
-      sampling: of training: what requests do not say themselves. `max_new_tokens` is also the most
-        that one may ask for, and another temperature is refused, as the losses count on it.
-      n: runs of a group.
+      sampling: of training, for what requests leave out. `max_new_tokens` is also the most that one
+        may ask for, and another temperature is refused, as the losses count on it.
+      n: runs per group.
       kwargs: of the class's constructor, JSON values.
       system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
-      workers: processes; one serves many runs, as long as they wait rather than compute.
+      workers: number of processes; one serves many runs as long as they wait rather than compute.
       turn_discount, individual: see `trajectories.of_run`.
       block_seconds: how long an agent may block its process's event loop.
       limits: of each process.
-      process_per_run: a process for each run, so that none sees another's key; `workers` at once.
+      process_per_run: give each run its own process, so that none sees another's key; `workers` at
+        once.
 
     Raises:
       UserError: it is no agent class, or the extra `agents` is not installed.
@@ -115,10 +116,10 @@ class AgentWorkflow:
         n: int | None = None,
         priority: int = 0,
     ) -> Group:
-        """The group of `row`: the trajectories of all runs, in order.
+        """Return the group of `row`: the trajectories of all runs, in order.
 
         Raises:
-          AgentError: a run failed; names agent and row, and has the agent's traceback.
+          AgentError: a run failed; it names agent and row, and has the agent's traceback.
         """
         front = await self._at(fleet)
         data, defaults = (
@@ -142,18 +143,18 @@ class AgentWorkflow:
         return Group(group_id, tuple(t for run in runs for t in run.result()), row)
 
     def drain_spans(self) -> list[RewardSpan]:
-        """None: agents compute their rewards themselves, between their calls."""
+        """Return no spans: agents compute their rewards themselves, between their calls."""
         return []
 
     async def aclose(self) -> None:
-        """Ends the processes and the gateway; on the loop that `run` was on."""
+        """End the processes and the gateway; called on the loop that `run` was on."""
         front, self._front = self._front, None
         if front:
             await front.workers.close()
             await front.gateway.stop()
 
     async def _at(self, fleet: Generator) -> "_Front":
-        """The gateway in front of `fleet`, and workers that are ready."""
+        """Return the gateway in front of `fleet`, with workers that are ready."""
         async with self._starting:
             if self._front is None or self._front.fleet is not fleet:
                 await self.aclose()
@@ -170,7 +171,7 @@ class AgentWorkflow:
         run_id: str,
         new_session: Callable[[], Session],
     ) -> list[Trajectory]:
-        """One run, begun anew where it lost its process through another's fault."""
+        """Return one run's trajectories; start it again where another run cost it its process."""
         for _ in range(_MOVES):
             session = new_session()
             try:
@@ -218,7 +219,7 @@ def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, An
 
 
 def name_of(cls: type) -> str:
-    """The name that another process can load a class by.
+    """Return the name that another process can load a class by.
 
     Raises:
       UserError: there is none, as for classes made in a function or a notebook.
@@ -238,7 +239,7 @@ def name_of(cls: type) -> str:
 
 
 def _seed(seed: int, run: int) -> int:
-    """A run's seed in [0, 2³¹)."""
+    """Return the seed of a run, in [0, 2³¹)."""
     digest = hashlib.blake2b(f"{seed} run {run}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

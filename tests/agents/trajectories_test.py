@@ -93,10 +93,10 @@ def test_a_prompt_that_goes_on_keeps_the_sampled_tokens():
     # The model drew 1 and 0 where the tokenizer would have written 10.
     early = Interaction("c", 0, np.array([1, 2], np.int32), "<1><2>",
                         made(0, [], [1, 0]).completion, "<10>", "<10>")  # fmt: skip
-    session.record(early)
+    session.interactions.append(early)
     tokens, parent = session.prompt("<1><2><10><3>", encode)
     assert (tokens.tolist(), parent) == ([1, 2, 1, 0, 3], 0)
-    session.record(made(1, [1, 2, 1, 0, 3], [4], parent=0))
+    session.interactions.append(made(1, [1, 2, 1, 0, 3], [4], parent=0))
     longest = session.interactions[1]
     tokens, parent = session.prompt(longest.whole + "<6>", encode)
     assert (tokens.tolist(), parent) == ([1, 2, 1, 0, 3, 4, 6], 1)
