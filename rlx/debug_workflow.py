@@ -1,8 +1,6 @@
 """`python -m rlx.debug_workflow --workflow=agent.py:Agent --base_url=http://127.0.0.1:8000/v1`.
 
-Looks at the server, at one run of the agent, and at many runs at once: what it asks and returns,
-what raises, what blocks the event loop, what takes turns, what is left behind. Any server with
-OpenAI's API will do. Exit status 0 without a problem, 1 with one.
+Looks at the server, one run and many runs at once. Exit status 0 without a problem, 1 with one.
 """
 
 import json
@@ -39,28 +37,22 @@ FLAGS = {
 def main() -> int:
     """Run the debugger as the flags say, write its report, and return the exit status."""
     config, values = flags.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
-    agent, steps, console = values.workflow, values.steps or "1,2", Console(highlight=False)
+    agent, console = values.workflow, Console(highlight=False)
     if not agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
-    if not set(steps.replace(" ", "").split(",")) <= {"1", "2"}:
-        raise UserError(f"--steps={steps} is neither 1, 2 nor 1,2; give one of them")
     report = debugger.Debugger(
         make=loading.maker(agent, values.workflow_kwargs),
         rows=debugger.chosen(debugger.load_rows(values.data, config), values.rows),
-        base_url=values.base_url,
         api_key=values.api_key or os.environ.get("OPENAI_API_KEY", ""),
-        model=values.model,
         batch=flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32),
         group=flags.number(values, "group", int, config.sampling.n_samples if config else 8),
         timeout=flags.number(values, "timeout", float, 300.0),
         section=lambda area, found: section(area, [Finding(area, *f) for f in found], console),
-        text=command.say,
-    ).run(steps)
+        base_url=values.base_url, model=values.model, text=command.say,
+    ).run(values.steps or "1,2")  # fmt: skip
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())
-    command.say(
-        f"\nthen, in a fleet of rlx: python -m rlx.evaluate --config=FILE --workflow={agent}"
-    )
+    command.say(f"\nthen: python -m rlx.evaluate --config=FILE --workflow={agent}")
     return 0 if report["ok"] else 1
 
 

@@ -56,11 +56,11 @@ class Debugger:
         if min(self.batch, self.group) < 1:
             raise UserError(f"--batch={self.batch} and --group={self.group} must be 1 or more")
 
-    def run(self, steps: Sequence[str]) -> dict[str, Any]:
+    def run(self, steps: str) -> dict[str, Any]:
         """Take the steps; a run alone that has a problem ends them.
 
         Args:
-          steps: of "1" (one run) and "2" (many at once).
+          steps: `1` (one run), `2` (many at once), or `1,2`.
 
         Returns:
           The report; `ok` says whether nothing was a problem.
@@ -68,6 +68,8 @@ class Debugger:
         Raises:
           UserError: the server does not answer as it should.
         """
+        if not set(steps.replace(" ", "").split(",")) <= {"1", "2"}:
+            raise UserError(f"--steps={steps} is neither 1, 2 nor 1,2; give one of them")
         base_url = preflight.check_url(self.base_url)
         models = preflight.check(base_url, self.api_key, self.model)
         report: dict[str, Any] = {"base_url": base_url, "models": models, "ok": True}

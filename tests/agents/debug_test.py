@@ -101,7 +101,7 @@ def test_it_runs_where_a_clone_lies_and_writes_nothing_unasked(server, tmp_path)
 def take(server):
     """The same in this process, where `openai` is imported once; gives the report."""
 
-    def go(agent, *, rows=({},), batch=1, group=1, timeout=60.0, steps=("2",), model=""):
+    def go(agent, *, rows=({},), batch=1, group=1, timeout=60.0, steps="2", model=""):
         cls = loading.load_class(f"{HERE / 'debugged_agents.py'}:{agent}")
         numbered = list(enumerate(rows))
         found = debugger.Debugger(
@@ -231,7 +231,7 @@ def test_what_is_no_reward_is_named(take):
 
 
 def test_runs_that_take_turns_are_seen(take):
-    report = take("TakesTurns", batch=4, group=2, steps=("1", "2"))
+    report = take("TakesTurns", batch=4, group=2, steps="1,2")
     ((level, found, remedy),) = named(report, "concurrency")
     assert level == "problem"
     assert found.startswith("the runs take turns: at most 1 call at once")
@@ -267,10 +267,10 @@ def test_what_is_left_behind_is_counted(debug_agent):
 
 
 def test_a_model_name_of_the_agents_own_can_be_replaced(take):
-    report = take("WrongModel", steps=("1",))
+    report = take("WrongModel", steps="1")
     assert not report["ok"]
     assert "--model=NAME" in named(report, "calls")[0][2]
-    report = take("WrongModel", model="other-model", steps=("1",))
+    report = take("WrongModel", model="other-model", steps="1")
     assert report["ok"]
     assert report["one"]["calls"][0]["model"] == "default"  # as it asked
 
