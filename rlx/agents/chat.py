@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlx.config import unknown
+from rlx.base import unknown
 from rlx.fleet.requests import Sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -16,9 +16,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
-from rlx.base import UserError
+from rlx.base import UserError, unknown
 from rlx.cli import user_code
-from rlx.config import unknown
 
 GIVEN = ("base_url", "api_key", "http_client")  # what `run` of an agent gets by name
 _WORKFLOW_NEEDS = ("group_id", "seed", "sampling", "n", "priority")

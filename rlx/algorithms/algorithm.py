@@ -216,7 +216,7 @@ class Algorithm:
         return self.needs_anchor and kept
 
     def needs_proximal_pass(self, minibatches: int) -> bool:
-        """Whether a forward pass before the first of `minibatches` updates is due.
+        """Return whether a forward pass before the first of `minibatches` updates is due.
 
         With one minibatch the proximal policy is the target before its update, so the loss takes
         it from there; a KL inside the reward and M2PO ask for it earlier. A loss without a ratio

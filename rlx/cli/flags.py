@@ -13,8 +13,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rlx.base import UserError
-from rlx.config import unknown
+from rlx.base import UserError, unknown
 
 
 def parse(

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError
-from rlx.config import unknown
+from rlx.base import UserError, unknown
 from rlx.rollout import arithmetic, data
 
 

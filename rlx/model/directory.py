@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError
-from rlx.config import unknown
+from rlx.base import UserError, unknown
 from rlx.model.model_config import ModelConfig
 
 

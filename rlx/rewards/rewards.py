@@ -10,9 +10,8 @@ gets 0, and no worker is killed.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, unknown
 from rlx.cli import user_code
-from rlx.config import unknown
 from rlx.rewards import answers, equality
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it

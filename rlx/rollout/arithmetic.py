@@ -19,7 +19,7 @@ import string
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rlx.config import unknown
+from rlx.base import unknown
 
 SPLITS = ("train", "held_out")
 MIN_OPERANDS, MAX_OPERANDS = 3, 14

@@ -373,13 +373,13 @@ def _model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in steps.MODEL_INPUTS}
 
 
-# How much longer attention takes than its arithmetic says, beside matrix products. Measured on a
+# How much longer attention takes than its arithmetic says, against matrix products. Measured on a
 # CPU: a 4-layer model 256 wide takes 1.35 times as long per token in rows of 512 as in rows of 128.
 ATTENTION_SLOWDOWN = {"cpu": 2.0}
 
 
 def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
-    """Time of attention per token and key over the time of everything else per token.
+    """Return the time of attention per token and key over that of everything else per token.
 
     Arithmetic: 4 · layers · heads · head width over 2 · parameters used per token.
     """
