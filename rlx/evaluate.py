@@ -37,7 +37,7 @@ def main() -> int:
         loading.kind(loading.load_class(values.workflow))
     from rlx.evaluation import evaluations
     from rlx.evaluation.scores import text_table
-    from rlx.observe.progress_bar import Counting
+    from rlx.observe.progress_bar import ProgressBar
 
     ks = {
         name: tuple(flags.number(values, name, lambda t: [*map(int, t.split(","))], default))
@@ -65,8 +65,8 @@ def main() -> int:
     )
     models = evaluations.named((values.models or config.model.path).split(","))
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
-    with Counting() as counting:
-        rows = evaluations.run(config, models, sets, options, out, counting.show)
+    with ProgressBar() as bar:
+        rows = evaluations.run(config, models, sets, options, out, bar.show)
     command.say(text_table(rows, options.columns))
     for line in evaluations.shortfall(rows, out):
         command.say(line)

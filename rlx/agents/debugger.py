@@ -15,7 +15,7 @@ from rlx.agents.recorder import ModelCall, Recorder, shorten
 from rlx.agents.workflow import with_messages
 from rlx.base import UserError
 from rlx.cli.text import duration
-from rlx.observe.progress_bar import Counting
+from rlx.observe.progress_bar import ProgressBar
 from rlx.rewards.worker_process import ending_children
 from rlx.rollout import arithmetic, data
 
@@ -123,10 +123,10 @@ class Debugger:
         what: str,
         alone: tuple[float, float] | None,
     ) -> tuple[Evidence, list[ModelCall]]:
-        with Counting() as counting:
+        with ProgressBar() as bar:
             seen = ConcurrentRuns(
                 self.make, runs, recorder, self.timeout,
-                lambda done, wanted: counting.show(what, done, wanted), self.text,
+                lambda done, wanted: bar.show(what, done, wanted), self.text,
             ).run()  # fmt: skip
         calls = recorder.calls()
         return Evidence(seen, calls, alone), calls

@@ -1,7 +1,7 @@
 """Where a run ran: machine, interpreter, package versions, commit. For reports and bug reports.
 
-Holds nothing private: no host name, no user, and of the environment variables only those
-that change speed or devices.
+Nothing private is recorded: no host name, no user, and only those environment variables that change
+speed or devices.
 """
 
 import contextlib
@@ -25,19 +25,17 @@ VARIABLES = (
     "JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS", "JAX_COMPILATION_CACHE_DIR",
 )  # fmt: skip
-
-
-SAME = (  # of these, as dotted names, a run's bits depend on
+SAME = (  # facts, as dotted names, that decide a run's bits
     "platform", "processor", "trainer_cores", "devices", "servers", "variables.XLA_FLAGS",
     *(f"packages.{name}" for name in ("rlx", "jax", "jaxlib", "optax", "vllm")),
 )  # fmt: skip
 
 
 def describe(place: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment as a JSON-able dict; what cannot be found out is left out.
+    """Return the environment as a JSON-able dict, without what cannot be found out.
 
     Args:
-      place: what the caller knows better, in place of what is found here or beside it.
+      place: facts that the caller knows better; they replace or extend those found here.
     """
     description = {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
@@ -55,7 +53,7 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(workdir: str | os.PathLike, place: Mapping[str, Any]) -> None:
-    """Writes WORKDIR/environment.json."""
+    """Write WORKDIR/environment.json."""
     text = json.dumps(describe(place), indent=2) + "\n"
     write_atomically(Path(workdir) / "environment.json", text.encode())
 
@@ -77,7 +75,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout this package runs from, with `+` when files differ."""
+    """The commit of the checkout this package runs from, with `+` if files differ."""
     here = Path(__file__).parent
     if not _git(here, "ls-files", "--error-unmatch", Path(__file__).name):
         return ""  # installed, or inside somebody else's repository

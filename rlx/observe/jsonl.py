@@ -1,9 +1,8 @@
-"""Append-only JSON lines: how a run's records reach the disk whole, and come back.
+"""Append-only JSON lines, a run's records on disk: written whole, read back line by line.
 
-One object a line. A line is written by a single system call and taken back when the disk
-is full, so a reader never meets half a record of ours; what a killed process may still
-leave behind (a last line without its end) is skipped by `read_jsonl`. What a disk has spoilt is
-put beside the file by `set_aside` before a run goes on, and then every line left can be used.
+A line is written by a single system call and taken back when the disk is full, so a reader never
+meets half a record. A killed process may still leave a last line without its end; `read_jsonl`
+skips it. Before a run goes on, `set_aside` moves lines that a disk has spoilt to another file.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _SCRATCH = re.compile(r"\..+\.\d+-\d+")
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as JSON types: non-finite floats become None, arrays lists, keys strings.
+    """Return `value` as JSON types: non-finite floats become None, arrays lists, keys strings.
 
     Array scalars of any library (numpy, JAX) are read through `tolist`.
 
@@ -45,13 +44,13 @@ def jsonable(value: Any) -> Any:
 
 
 def encode(obj: Mapping[str, Any]) -> bytes:
-    """One line of UTF-8 JSON with its newline; lone surrogates stay JSON escapes."""
+    """Return one line of UTF-8 JSON with its newline; lone surrogates stay JSON escapes."""
     text = json.dumps(jsonable(obj), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
-    """Appends `obj` as one line, visible to readers when this returns. Makes directories.
+    """Append `obj` as one line, visible to readers when this returns; make its directory.
 
     Raises:
       UserError: when the line does not fit on the disk; the file is then as it was.
@@ -71,7 +70,7 @@ def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
 
 
 def write_atomically(path: str | os.PathLike, data: bytes) -> None:
-    """Replaces the file by `data`; readers see the old bytes or the new ones, never a part."""
+    """Replace the file by `data`; readers see the old bytes or the new ones, never a part."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
@@ -85,7 +84,7 @@ def write_atomically(path: str | os.PathLike, data: bytes) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed calls of `write_atomically` left in a directory that nobody writes to."""
+    """Remove scratch files of killed `write_atomically` calls; no other process may be writing."""
     for path in directory.glob(".*.*-*"):
         if _SCRATCH.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -100,7 +99,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """The objects of a file in order; none for a missing file. Unreadable lines are skipped."""
+    """Yield the objects of a file in order; none if it is missing. Skip unreadable lines."""
     if not Path(path).exists():
         return
     with open(path, "rb") as file:
@@ -110,7 +109,7 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def has_step(record: Mapping[str, Any]) -> bool:
-    """Whether a record says which step it is of, as every line of a run's files must."""
+    """Return whether a record has a step, as every line of a run's files must."""
     step = record.get("step")
     return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
@@ -135,10 +134,10 @@ def set_aside(path: str | os.PathLike, good: Callable[[Mapping[str, Any]], bool]
 
 
 def truncate_jsonl(path: str | os.PathLike, first_step: int) -> int:
-    """Drops the records whose `step` is ≥ `first_step`, atomically; returns how many.
+    """Drop the records whose `step` is ≥ `first_step`, atomically, and return how many.
 
-    A run restored at step r − 1 writes step r again: what its killed predecessor wrote past
-    the checkpoint never happened. What cannot be read goes as well: `set_aside` comes first.
+    A run restored at step r − 1 writes step r again, so what its killed predecessor wrote past the
+    checkpoint must go. Unreadable lines go too: call `set_aside` first.
     """
     if not Path(path).exists():
         return 0
@@ -149,7 +148,7 @@ def truncate_jsonl(path: str | os.PathLike, first_step: int) -> int:
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is none."""
+    """Parse a JSON object; None if `text` is none."""
     try:
         value = json.loads(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):

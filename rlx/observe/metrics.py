@@ -1,7 +1,7 @@
-"""A run's numbers on disk: metrics.jsonl, eval.jsonl, transcripts, TensorBoard.
+"""A run's numbers on disk: metrics.jsonl, eval.jsonl, gate.jsonl, transcripts, TensorBoard.
 
-The loop owns one MetricsWriter. What is written is whole when a call returns, so a killed
-run keeps everything up to its last step.
+The loop owns one MetricsWriter. Records are on disk when a call returns, so a killed run keeps
+everything up to its last step.
 """
 
 import os
@@ -38,38 +38,47 @@ class MetricsWriter:
         first_step: int | None = None,
         place: Mapping[str, Any] | None = None,
     ):
-        """`first_step`: the next step to be written. Records of that step and later ones,
-        left by a run that was killed after its checkpoint, are removed. None keeps all.
-        `place`: what environment.json has beside what every process knows of itself."""
+        """Open WORKDIR's files.
+
+        Args:
+          tensorboard: write event files too.
+          first_step: the next step to be written. Records of that step and later ones, left by a
+            run that was killed after its checkpoint, are removed. None keeps all.
+          place: facts for environment.json that only the caller knows.
+        """
         self._workdir = Path(workdir)
         self.unreadable = 0  # lines of records that were set aside
         if first_step is not None:
             self.unreadable = forget(self._workdir, first_step)
         environment.write(self._workdir, place or {})
-        self._events = None
-        if tensorboard:
-            self._events = _open_events(self._workdir / "tensorboard", first_step)
+        self._events = (
+            _open_events(self._workdir / "tensorboard", first_step) if tensorboard else None
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one step. `record["step"]` counts from 1; dict values are allowed."""
-        self._write("metrics.jsonl", record, None)
+        """Append one step. `record["step"]` counts from 1; dict values are allowed."""
+        self._write("metrics.jsonl", record)
 
     def write_eval(self, record: Mapping[str, Any]) -> None:
-        """Appends one evaluation: `step`, `version`, `greedy_acc`, `num_questions`, …"""
+        """Append one evaluation: `step`, `version`, `greedy_acc`, `num_questions`, …"""
         self._write("eval.jsonl", record, "eval")
 
     def write_gate(self, record: Mapping[str, Any]) -> None:
-        """Appends one comparison of engines and trainer: `step`, `max_delta`, `mean_delta`, …"""
-        named = {f"server_{i}": v for i, v in enumerate(record.get("servers", {}).values())}
-        self._write("gate.jsonl", record, "gate", {**record, "servers": named})
+        """Append one comparison of engines and trainer: `step`, `max_delta`, `mean_delta`, …"""
+        record = jsonable(record)
+        append_jsonl(self._workdir / "gate.jsonl", record)
+        if self._events:  # addresses differ between runs; boards get names that do not
+            servers = record.get("servers", {}).values()
+            named = {f"server_{index}": value for index, value in enumerate(servers)}
+            self._events.add(record["step"], {**record, "servers": named}, "gate")
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the transcripts sampled at `step`, a trajectory a line, replacing any before."""
+        """Write the transcripts sampled at `step`, a trajectory a line; earlier ones go."""
         lines = b"".join(encode(row) for row in rows)
         write_atomically(self._workdir / "rollouts" / f"step-{step:06d}.jsonl", lines)
 
     def close(self) -> None:
-        """Flushes and closes the event file; later calls of `write` fail."""
+        """Flush and close the event file; later calls of `write` fail."""
         if self._events:
             self._events.close()
 
@@ -79,17 +88,11 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(
-        self,
-        name: str,
-        record: Mapping[str, Any],
-        section: str | None,
-        drawn: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Append `record`; boards get `drawn`, whose names are the same in every run."""
-        append_jsonl(self._workdir / name, jsonable(record))
+    def _write(self, name: str, record: Mapping[str, Any], section: str | None = None) -> None:
+        record = jsonable(record)
+        append_jsonl(self._workdir / name, record)
         if self._events:
-            self._events.add(record["step"], jsonable(drawn or record), section)
+            self._events.add(record["step"], record, section)
 
 
 def forget(workdir: str | os.PathLike, first_step: int) -> int:
@@ -98,7 +101,7 @@ def forget(workdir: str | os.PathLike, first_step: int) -> int:
     The gate is passed again before `first_step`, with the weights of the step before.
 
     Returns:
-      How many lines could not be read; they are beside their files now (`set_aside`).
+      How many lines could not be read; `set_aside` moved them to a file of their own.
     """
     workdir, unreadable = Path(workdir), 0
     for name in RECORDS:

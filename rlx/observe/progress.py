@@ -1,21 +1,23 @@
 """The run in the terminal: a live panel, or plain lines where there is no terminal.
 
-The loop calls `update` after each step. rich is imported here only, when a run shows
-something. Messages scroll above the panel.
+The loop calls `update` after each step. Messages scroll above the panel.
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from rlx.cli.text import duration, number, plain, shares, sparkline
 from rlx.observe.key_metrics import HELD_OUT, TRAINED, present
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
 
 PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan",
                 "proximal": "blue", "checkpoint": "red", "eval": "bright_blue",
@@ -30,14 +32,12 @@ class Progress:
     def __init__(
         self,
         total_steps: int,
-        console: "Console | None" = None,
+        console: Console | None = None,
         *,
         title: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
         """`title` names the run; `clock` gives seconds and only measures since `__enter__`."""
-        from rich.console import Console
-
         self._total = total_steps
         self._console = console or Console(highlight=False)
         self._title = plain(title)
@@ -53,10 +53,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self._panel:
-            from rich.live import Live
-
-            self._live = Live(get_renderable=self._render, console=self._console,
-                              refresh_per_second=4)  # fmt: skip
+            self._live = Live(get_renderable=self._render, console=self._console)
             self._live.start()
         return self
 
@@ -69,7 +66,7 @@ class Progress:
             self._live.stop()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Takes the record of a finished step, as written to metrics.jsonl."""
+        """Take the record of a finished step, as written to metrics.jsonl."""
         with self._lock:
             self._history.append(record)
             self._updated = self._clock()
@@ -77,24 +74,22 @@ class Progress:
             self._line(self._step_line(record))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Takes the record of a finished held-out evaluation, as written to eval.jsonl."""
+        """Take the record of a finished held-out evaluation, as written to eval.jsonl."""
         with self._lock:
             self._evals.append(record)
         if not self._panel:
             self._line(self._evaluation_line(record))
 
     def phase(self, name: str) -> None:
-        """Says what the trainer does from now on."""
+        """Set what the trainer does from now on."""
         with self._lock:
             self._phase = (name, self._clock())
 
     def message(self, text: str) -> None:
-        """Prints `text`, never as markup, above the panel."""
+        """Print `text`, never as markup, above the panel."""
         self._line(text)
 
     def _line(self, text: str) -> None:
-        from rich.text import Text
-
         self._console.print(Text(plain(text)), soft_wrap=True)
 
     def _remaining(self) -> float | None:
@@ -116,14 +111,16 @@ class Progress:
         """One greppable line: each field is its name, a space, its value."""
         seconds = sorted(record.get("seconds", {}).items(), key=lambda item: -(item[1] or 0))
         phases = ", ".join(f"{name} {number(value)}" for name, value in seconds[:4])
+        sampled = "staleness_mean" in record  # absent where no policy sampled what was trained on
+        most, generated = number(record.get("staleness_max")), "generated_tokens_per_second"
         fields = [
             f"step {record['step']}/{self._total}",
             f"epoch {record.get('epoch', 0)}",
             *(f"{h.name} {number(record[h.key])}" for h in present(TRAINED, [record])),
             *self._held_out_fields(),
-            *_staleness_fields(record),
+            *([f"staleness {number(record['staleness_mean'])} (max {most})"] if sampled else []),
             f"tokens {number(record.get('n_tokens'))}",
-            *_generated_fields(record),
+            *([f"generated/s {number(record[generated])}"] if generated in record else []),
             f"trained/s {number(record.get('consumed_tokens_per_second'))}",
             f"seconds {number(record.get('step_seconds'))}" + (f" ({phases})" if phases else ""),
             f"failed {record.get('failed', 0)}",
@@ -153,47 +150,35 @@ class Progress:
         ]
         return "  ".join(fields)
 
-    def _render(self) -> Any:
+    def _render(self) -> Panel:
         """The panel as it is now."""
-        from rich import box
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
-
         width = min(self._console.width, 120)
-        inner = max(width - 4, 20)
         with self._lock:
-            rows = self._rows(inner - 11)
-            head = self._head()
+            rows = self._rows(max(width - 4, 20) - 11)
+            parts = self._head()
             name, since = self._phase
             spent = "" if name in _PHASE_STYLES else duration(self._clock() - since)
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(no_wrap=True, min_width=9)
-        grid.add_column(no_wrap=True, overflow="ellipsis")
-        for label, value in rows:
-            grid.add_row(Text(label, style="dim"), value)
-        body = Table.grid(expand=True)
-        body.add_column(no_wrap=True, overflow="ellipsis")
-        for line in (*head, Text(), grid) if rows else head:
-            body.add_row(line)
+        if rows:
+            grid = Table.grid(padding=(0, 2, 0, 0))
+            grid.add_column(no_wrap=True, min_width=9)
+            grid.add_column(no_wrap=True, overflow="ellipsis")
+            for label, value in rows:
+                grid.add_row(Text(label, style="dim"), value)
+            parts += [Text(), grid]
         title = Text.assemble(("rlx", "bold"), f" · {self._title}" if self._title else "")
-        style = _PHASE_STYLES.get(name, "cyan")
-        return Panel(body, box=box.ROUNDED, title=title, title_align="left", width=width,
-                     subtitle=Text(f"{name} {spent}".strip(), style=style),
-                     subtitle_align="right", border_style="bright_black")  # fmt: skip
+        state = Text(f"{name} {spent}".strip(), style=_PHASE_STYLES.get(name, "cyan"))
+        return Panel(
+            Group(*parts), box=box.ROUNDED, width=width, border_style="bright_black",
+            title=title, title_align="left", subtitle=state, subtitle_align="right",
+        )  # fmt: skip
 
     def _head(self) -> list[Any]:
         """The bar and the line under it."""
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         last = self._history[-1] if self._history else {}
         step = last.get("step", 0)
         bar = Table.grid(padding=(0, 1, 0, 0), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True)
         bar.add_row(
             Text(f"step {step}/{self._total}", style="bold"),
             ProgressBar(self._total, step, complete_style="cyan", finished_style="green"),
@@ -202,16 +187,16 @@ class Progress:
         times = f"elapsed {duration(self._elapsed())}"
         if step < self._total:
             times += f" · left {duration(self._remaining())}"
-        about = [f"epoch {last.get('epoch', 0)}", f"version {last.get('version', 0)}"]
+        about = f"epoch {last.get('epoch', 0)} · version {last.get('version', 0)}"
         if last.get("step_seconds") is not None and self._console.width >= 66:
-            about.append(f"{duration(last['step_seconds'])}/step")
+            about += f" · {duration(last['step_seconds'])}/step"
         line = Table.grid(expand=True)
         line.add_column(no_wrap=True)
         line.add_column(no_wrap=True, justify="right")
-        line.add_row(Text(" · ".join(about), style="dim"), Text(times))
+        line.add_row(Text(about, style="dim"), Text(times))
         return [bar, line]
 
-    def _rows(self, width: int) -> list[tuple[str, "Text"]]:
+    def _rows(self, width: int) -> list[tuple[str, Text]]:
         """Label and value of each line of the panel; `width` cells for the value."""
         rows = []
         for metric in present(TRAINED, self._history):
@@ -239,9 +224,7 @@ class Progress:
         rows.append(("prompts", _prompts(last)))
         return rows
 
-    def _trend(self, values: list[Any], color: str, width: int, note: str = "") -> "Text":
-        from rich.text import Text
-
+    def _trend(self, values: list[Any], color: str, width: int, note: str = "") -> Text:
         known = [value for value in values if value is not None]
         latest = number(values[-1]) if values else "–"
         line = Text.assemble((f"{latest:<6}", f"bold {color}"), "  ")
@@ -252,24 +235,8 @@ class Progress:
         return line
 
 
-def _staleness_fields(record: Mapping[str, Any]) -> list[str]:
-    """Nothing where no policy sampled what was trained on."""
-    if "staleness_mean" not in record:
-        return []
-    most = number(record.get("staleness_max"))
-    return [f"staleness {number(record['staleness_mean'])} (max {most})"]
-
-
-def _generated_fields(record: Mapping[str, Any]) -> list[str]:
-    if "generated_tokens_per_second" not in record:
-        return []
-    return [f"generated/s {number(record['generated_tokens_per_second'])}"]
-
-
-def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> "Text":
+def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> Text:
     """The named numbers in columns, each followed by what it counts."""
-    from rich.text import Text
-
     line = Text()
     for key, name in names:
         if record.get(key) is not None:
@@ -281,7 +248,7 @@ def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> "
     return line
 
 
-def _prompts(record: Mapping[str, Any]) -> "Text":
+def _prompts(record: Mapping[str, Any]) -> Text:
     """Where the prompts are; live ones, if not counted, were admitted and have not ended."""
     names = ("live", "queued", "accepted", "rejected", "failed", "skipped", "dropped")
     ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
@@ -291,10 +258,8 @@ def _prompts(record: Mapping[str, Any]) -> "Text":
     return _facts(live | dict(record), *((name, name) for name in names), column=1)
 
 
-def _phase_bar(seconds: Mapping[str, float | None], width: int) -> "Text":
+def _phase_bar(seconds: Mapping[str, float | None], width: int) -> Text:
     """A bar of the step's phases, longest first, with the legend behind it."""
-    from rich.text import Text
-
     phases = sorted(((v or 0.0, k) for k, v in seconds.items()), reverse=True)
     cells = max(8, min(28, width - 46))
     line = Text()

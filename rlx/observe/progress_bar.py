@@ -1,17 +1,28 @@
-"""A bar for work that is counted: what, how much of it, how long still. Lines where no terminal."""
+"""A bar for work that is counted: what, how much, how long still. Lines without a terminal."""
 
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from rlx.cli.text import plain
 
 _LINE_SECONDS = 10.0
 
 
-class Counting:
-    """`show(what, done, wanted)` as a bar that redraws itself, or a line every ten seconds.
+class ProgressBar:
+    """Shows `done` of `wanted` as rich's bar, or as a line every ten seconds.
 
     Args:
       stream: where to; stderr by default, so that a table on stdout can be piped.
@@ -21,60 +32,29 @@ class Counting:
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._stream = stream or sys.stderr
         self._clock, self._began, self._shown = clock, 0.0, float("-inf")
-        self._what, self._bar, self._task = "", None, None
-        if self._stream.isatty():
-            self._bar = _bar(self._stream)
+        self._what, self._task = "", TaskID(0)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            console=Console(file=self._stream), disable=not self._stream.isatty(),
+        )  # fmt: skip
 
-    def __enter__(self) -> "Counting":
-        if self._bar:
-            self._bar.start()
+    def __enter__(self) -> "ProgressBar":
+        self._bar.start()
         return self
 
-    def __exit__(self, *_) -> None:
-        if self._bar:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
     def show(self, what: str, done: int, wanted: int) -> None:
-        """`done` of `wanted` are finished; a new `what` begins a new bar."""
-        what = plain(what)
+        """Show that `done` of `wanted` are finished; a new `what` begins a new bar."""
+        what, now = plain(what), self._clock()
         if what != self._what:
-            self._what, self._began, self._shown = what, self._clock(), float("-inf")
-            if self._bar:
-                self._task = self._bar.add_task(what, total=wanted)
-        if self._bar:
-            self._bar.update(self._task, completed=done, total=wanted)
-            return
-        now = self._clock()
-        if done < wanted and now - self._shown < _LINE_SECONDS:
-            return
-        self._shown = now
-        print(f"{what}  {done:,}/{wanted:,}{self._left(now, done, wanted)}", file=self._stream,
-              flush=True)  # fmt: skip
-
-    def _left(self, now: float, done: int, wanted: int) -> str:
-        spent = now - self._began
-        if not done:
-            return ""
-        return f"  elapsed {spent:.0f} s  left {spent / done * (wanted - done):.0f} s"
-
-
-def _bar(stream: TextIO) -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(file=stream),
-    )
+            self._what, self._began, self._shown = what, now, float("-inf")
+            self._task = self._bar.add_task(what, total=wanted)
+        self._bar.update(self._task, completed=done, total=wanted)
+        if self._bar.disable and (done >= wanted or now - self._shown >= _LINE_SECONDS):
+            self._shown, spent = now, now - self._began
+            left = spent / done * (wanted - done) if done else 0.0
+            times = f"  elapsed {spent:.0f} s  left {left:.0f} s" if done else ""
+            print(f"{what}  {done:,}/{wanted:,}{times}", file=self._stream, flush=True)

@@ -50,7 +50,7 @@ def overview(spans: Sequence[TraceSpan], seconds: float) -> dict[str, Any] | Non
         "keys": [{"color": color_of(name), "name": name, "latest": ""} for name, _ in names],
         "views": {
             view: {
-                "rows": list(_rows(spans, at, length)),
+                "rows": _rows(spans, at, length),
                 "ticks": list(_ticks((at - start) / 1e6, length / 1e6)),
             }
             for view, at in (("last", end - length), ("first", start))
@@ -85,8 +85,10 @@ def covered(spans: Iterable[TraceSpan]) -> float:
     return total
 
 
-def _rows(spans: Sequence[TraceSpan], low: float, length: float) -> Iterator[dict[str, Any]]:
-    """Each row to draw, spans inside others a row deeper; the first of a process has its name."""
+def _rows(
+    spans: Sequence[TraceSpan], low: float, length: float
+) -> list[tuple[str, int, list[list[dict[str, Any]]]]]:
+    """(process, number of hidden rows, the boxes of each row); spans inside others a row deeper."""
     rows: dict[tuple[str, int, int], list[TraceSpan]] = {}
     open_spans: dict[tuple[str, int], list[TraceSpan]] = {}
     for span in spans:
@@ -97,17 +99,10 @@ def _rows(spans: Sequence[TraceSpan], low: float, length: float) -> Iterator[dic
             stack.pop()
         rows.setdefault((span.process, span.lane, len(stack)), []).append(span)
         stack.append(span)
-    count = Counter(process for process, _, _ in rows)
-    shown: Counter[str] = Counter()
+    drawn: dict[str, list[list[dict[str, Any]]]] = {}
     for key in sorted(rows, key=lambda k: (process_order(k[0]), k[1], k[2])):
-        process = key[0]
-        shown[process] += 1
-        hidden = count[process] - _MAX_ROWS
-        if shown[process] == 1:
-            more = f"+{hidden}" if hidden > 0 else ""
-            yield {"process": process, "more": more, "boxes": _boxes(rows[key], low, length)}
-        elif shown[process] <= _MAX_ROWS:
-            yield {"process": "", "more": "", "boxes": _boxes(rows[key], low, length)}
+        drawn.setdefault(key[0], []).append(_boxes(rows[key], low, length))
+    return [(name, max(0, len(own) - _MAX_ROWS), own[:_MAX_ROWS]) for name, own in drawn.items()]
 
 
 def _boxes(row: Sequence[TraceSpan], low: float, length: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Reads what a run left in its WORKDIR, as far as it got. Broken or missing files are gaps."""
+"""A run's files read back for its report; broken or missing ones leave gaps."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from rlx.base import UserError
 from rlx.observe.jsonl import has_step, read_json, read_jsonl
 
 _VERSION = re.compile(r"(?:(.+) )?version (\d+)")  # in the names of older runs' spans
-MAX_SAMPLE_FILES = 400  # of a longer run: the first and last half of that many
+MAX_SAMPLE_FILES = 400  # of a longer run, the first and the last half of this many
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Run:
     Attributes:
       metrics, evals: the objects of metrics.jsonl and eval.jsonl.
       samples: transcripts of rollouts/, oldest first.
-      skipped: the rows that were given up, of skipped.jsonl, each once.
+      skipped: the rows of skipped.jsonl, which no attempt got through, each once.
       spans: complete events of timeline.json, by start; times in microseconds.
-      ended_at: when metrics.jsonl was last written, seconds since the epoch; 0 when unknown.
+      ended_at: when metrics.jsonl was last written, seconds since the epoch; 0 if unknown.
     """
 
     path: Path
@@ -38,15 +38,15 @@ class Run:
     ended_at: float = 0.0
 
     def series(self, key: str) -> list[float | None]:
-        """One metric over the steps; `a.b` reads key b of dict a. None where there is none."""
+        """Return one metric over the steps, None where missing; `a.b` reads key b of dict a."""
         return [finite(lookup(record, key)) for record in self.metrics]
 
     def axes(self) -> tuple[list[float], list[float | None]]:
-        """Where the values of a series lie: steps, and seconds of the run."""
+        """Return the places of a series' values: steps, and seconds of the run."""
         return [record["step"] for record in self.metrics], self.series("elapsed_seconds")
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """A config value by its dotted name."""
+        """Return a config value by its dotted name."""
         value = lookup(self.config, key)
         return default if value is None else value
 
@@ -63,7 +63,7 @@ class TraceSpan(NamedTuple):
 
 
 def load(workdir: str | os.PathLike) -> Run:
-    """Reads a WORKDIR.
+    """Read the files of a WORKDIR.
 
     Raises:
       UserError: when it is not a directory, or nothing in it is a run's.
@@ -90,7 +90,7 @@ def load(workdir: str | os.PathLike) -> Run:
 
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
-    """The value under a dotted key; None when there is none on the way."""
+    """Return the value under a dotted key; None if it is missing."""
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, Mapping):
@@ -100,7 +100,7 @@ def lookup(record: Mapping[str, Any], key: str) -> Any:
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float, or None when it is no finite number."""
+    """Return `value` as a float, or None if it is no finite number."""
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
     return None

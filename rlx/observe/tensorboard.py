@@ -1,8 +1,8 @@
 """TensorBoard event files, written in the caller's thread. The only importer of tensorboardX.
 
 tensorboardX's own SummaryWriter hands events to a thread behind a bounded queue; when the
-disk fills, that thread dies and the next `add_scalar` blocks the trainer for ever. Its
-event writer underneath has no such thread and is what we use.
+disk fills, that thread dies and the next `add_scalar` blocks the trainer for ever. Its event
+writer underneath has no such thread, and raises: we use that one.
 """
 
 import sys
@@ -39,7 +39,7 @@ class EventFile:
         flush_seconds: float = 5.0,
         clock: Callable[[], float] = time.time,
     ):
-        """With `first_step`, boards hide what an earlier file says of that step and later ones."""
+        """Open a new file; with `first_step`, boards hide earlier files' steps from that one on."""
         with _without_torch():
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2
@@ -55,8 +55,11 @@ class EventFile:
             self._event(step=first_step, session_log={"status": "START"})
 
     def add(self, step: int, record: Mapping[str, Any], section: str | None = None) -> None:
-        """Scalars of `record` as they are, dicts of counts by number as histograms,
-        other dicts one scalar a key; texts, lists and None are left out."""
+        """Write the numbers of one record.
+
+        Numbers become scalars, dicts of counts by number histograms, other dicts one scalar a key;
+        texts, lists and None are left out. `section` is that of each name unless given.
+        """
         values = [
             value
             for name, item in record.items()
@@ -70,36 +73,29 @@ class EventFile:
             self._flushed_at = self._clock()
 
     def close(self) -> None:
+        """Flush and close the file."""
         self._file.close()
 
     def _event(self, **fields: Any) -> None:
         self._file.write_event(self._proto.Event(wall_time=self._clock(), **fields))
 
     def _values(self, tag: str, item: Any) -> Iterator[Any]:
-        if isinstance(item, Mapping):
-            counts = _counts(item)
-            if counts:
-                yield self._histogram(tag, counts)
-                return
+        if isinstance(item, int | float):
+            yield self._summary.Summary.Value(tag=tag, simple_value=item)
+        elif isinstance(item, Mapping) and (counts := _counts(item)):
+            keys = sorted(counts)
+            yield self._summary.histogram_raw(
+                tag, keys[0], keys[-1], sum(counts.values()),
+                sum(key * counts[key] for key in keys), sum(key**2 * counts[key] for key in keys),
+                [key + 0.5 for key in keys], [counts[key] for key in keys],
+            ).value[0]  # fmt: skip
+        elif isinstance(item, Mapping):
             for key, value in item.items():
                 yield from self._values(f"{tag}_{key}", value)
-        elif isinstance(item, int | float):
-            yield self._summary.Summary.Value(tag=tag, simple_value=item)
-
-    def _histogram(self, tag: str, counts: Mapping[float, float]) -> Any:
-        keys = sorted(counts)
-        total = sum(counts.values())
-        first = sum(key * counts[key] for key in keys)
-        second = sum(key * key * counts[key] for key in keys)
-        limits, heights = [key + 0.5 for key in keys], [counts[key] for key in keys]
-        summary = self._summary.histogram_raw(
-            tag, keys[0], keys[-1], total, first, second, limits, heights
-        )
-        return summary.value[0]
 
 
 def _counts(item: Mapping[Any, Any]) -> dict[float, float]:
-    """{number: count} when that is what `item` holds, else {}."""
+    """{number: count} if `item` holds that, else {}."""
     try:
         return {float(key): float(value) for key, value in item.items()}
     except (TypeError, ValueError):
@@ -108,8 +104,10 @@ def _counts(item: Mapping[Any, Any]) -> dict[float, float]:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Keeps tensorboardX from importing torch, where installed, just to know its tensor type:
-    that would add two seconds and 300 MB to a JAX run."""
+    """Keep tensorboardX from importing torch, where installed, just to know its tensor type.
+
+    That import would add two seconds and 300 MB to a JAX run.
+    """
     if "torch" in sys.modules:
         yield
         return

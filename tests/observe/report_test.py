@@ -249,9 +249,10 @@ def test_busy_time_counts_overlaps_once():
 
     assert covered([span(0, 10), span(2, 5), span(8, 12), span(20, 21)]) == 13
     ticks = [span(i * 1e3, i * 1e3 + 10, "tick") for i in range(4000)]
-    rows = overview([span(0, 4e6), *ticks], 2.0)["views"]["last"]["rows"]
-    assert [len(row["boxes"]) < 2000 for row in rows] == [True, True], "the smallest are one box"
-    assert rows[0]["boxes"][0] | {"tip": ""} == {
+    ((process, hidden, rows),) = overview([span(0, 4e6), *ticks], 2.0)["views"]["last"]["rows"]
+    assert (process, hidden) == ("server 0", 0)
+    assert [len(boxes) < 2000 for boxes in rows] == [True, True], "the smallest are one box"
+    assert rows[0][0] | {"tip": ""} == {
         "name": "decode", "color": "c3", "left": 0.0, "width": 100.0, "tip": ""
     }  # fmt: skip
     assert color_of("Waiting") == color_of("Waiting")

@@ -15,12 +15,11 @@ def saved(timeline, path):
 
 
 def test_events_have_names_microseconds_and_their_process(tmp_path):
-    now = iter([5_000, 9_500, 20_000, 30_000])
+    now = iter([5_000, 9_500])
     timeline = Timeline(clock=lambda: next(now))
     with timeline.span("trainer", "train", step=3):
         pass
-    timeline.instant("publish", "published", version=3)
-    timeline.counter("server 0", "slots", running=5)
+    timeline.add("publish", "main", "publish", 20_000, 19_000)
     timeline.add("server 0", "engine", "decode", 1_000, 2_000)
     trace = saved(timeline, tmp_path / "timeline.json")
     assert trace["otherData"] == {"clock": "CLOCK_MONOTONIC", "discarded_events": 0}
@@ -44,12 +43,10 @@ def test_events_have_names_microseconds_and_their_process(tmp_path):
     }
     assert real == {
         ("X", "trainer", "main", "train", 5.0, 4.5),
-        ("i", "publish", "main", "published", 20.0, None),
-        ("C", "server 0", "main", "slots", 30.0, None),
+        ("X", "publish", "main", "publish", 20.0, 0.0),
         ("X", "server 0", "engine", "decode", 1.0, 1.0),
     }
     assert next(e for e in events if e["name"] == "train")["args"] == {"step": 3}
-    assert next(e for e in events if e["name"] == "slots")["args"] == {"running": 5}
 
 
 def test_a_span_is_recorded_when_its_block_raises(tmp_path):
@@ -68,7 +65,7 @@ def test_memory_is_bounded_and_the_loss_is_told(tmp_path):
     for i in range(25):
         timeline.add("trainer", "main", "step", i * 10, i * 10 + 5, step=i)
     trace = saved(timeline, tmp_path / "t.json")
-    assert timeline.discarded == trace["otherData"]["discarded_events"] == 15
+    assert trace["otherData"]["discarded_events"] == 15
     steps = [e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"]
     assert steps == list(range(15, 25))
     assert "15 earlier events were discarded" in {e["name"] for e in trace["traceEvents"]}
