@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,16 @@ def load(
     """
     hub = _HUB_NAME.fullmatch(source)
     local = Path(source).exists() or source.endswith((".jsonl", ".json"))
-    if hub and not local and not Path(source).parent.is_dir():
-        return load_hub(source, question_key, answer_key, texts=texts, split=split)
-    return load_jsonl(source, question_key, answer_key, texts=texts)
+    from_hub = hub and not local and not Path(source).parent.is_dir()
+    rows = []
+    for where, row in _hub_rows(source, split) if from_hub else _file_rows(Path(source)):
+        _check_keys(row, where, question_key, answer_key, texts)
+        rows.append(row)
+    return rows
 
 
-def load_jsonl(
-    path: str | Path,
-    question_key: str = "question",
-    answer_key: str = "answer",
-    *,
-    texts: Mapping[str, str] = _NONE,
-) -> list[Row]:
-    """Return the rows of a file with one JSON object a line.
-
-    Raises:
-      UserError: the file or a line cannot be used; the message names it.
-    """
-    path = Path(path)
+def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield `FILE:LINE` and the row of each line of a file with one JSON object a line."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -70,26 +62,12 @@ def load_jsonl(
     if not content.strip():
         raise UserError(f"{path} is empty; it needs one JSON object a line")
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
-    rows = []
     for n, line in enumerate(lines, 1):
-        rows.append(_row(line, f"{path}:{n}"))
-        _check_keys(rows[-1], f"{path}:{n}", question_key, answer_key, texts)
-    return rows
+        yield f"{path}:{n}", _row(line, f"{path}:{n}")
 
 
-def load_hub(
-    source: str,
-    question_key: str = "question",
-    answer_key: str = "answer",
-    *,
-    texts: Mapping[str, str] = _NONE,
-    split: str = "train",
-) -> list[Row]:
-    """Return the rows of a Hugging Face data set, by the `datasets` package.
-
-    Raises:
-      UserError: the package is missing, the hub cannot be reached, or there is no such data.
-    """
+def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
+    """Yield place and row of a Hugging Face data set, by the `datasets` package."""
     try:
         import datasets
     except ImportError:
@@ -109,12 +87,11 @@ def load_hub(
             f"cannot load {source} ({name}, config {config or 'default'}, split {split}) from the "
             f"hub: {reason}; check name and network, or give the path of a .jsonl file"
         ) from error
-    rows = [dict(row) for row in found]
-    if not rows:
+    n = 0
+    for n, row in enumerate(found, 1):
+        yield f"{source}, row {n}", dict(row)
+    if n == 0:
         raise UserError(f"{source} has no rows; choose another split")
-    for n, row in enumerate(rows, 1):
-        _check_keys(row, f"{source}, row {n}", question_key, answer_key, texts)
-    return rows
 
 
 class Cursor:

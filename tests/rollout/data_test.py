@@ -36,12 +36,12 @@ def test_rows_keep_order_extra_keys_and_any_text(write):
     ]
     path = write("\n".join(json.dumps(r, ensure_ascii=False) for r in rows) + "\n")
     assert data.load(str(path)) == rows
-    assert data.load_jsonl(write("\ufeff" + GOOD + "\r\n" + GOOD))[1]["answer"] == "2"
+    assert data.load(str(write("\ufeff" + GOOD + "\r\n" + GOOD)))[1]["answer"] == "2"
 
 
 def test_other_keys(write):
     path = write('{"problem": "p", "solution": "s"}\n')
-    assert data.load_jsonl(path, "problem", "solution") == [{"problem": "p", "solution": "s"}]
+    assert data.load(str(path), "problem", "solution") == [{"problem": "p", "solution": "s"}]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_any_bytes_are_rows_or_a_users_mistake(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("any") / "x.jsonl"
     path.write_bytes(content)
     try:
-        rows = data.load_jsonl(path)
+        rows = data.load(str(path))
     except UserError as error:
         message = str(error)
     else:
