@@ -146,6 +146,7 @@ def trained(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_asked_beside_an_hf_directory(trained, tmp_path):
     """Both are one policy, and float32 all the way, so greedy answers are the same."""
     command = [

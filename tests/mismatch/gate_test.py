@@ -3,6 +3,7 @@
 Runs that pass the gate are in main_test.py.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -50,11 +51,12 @@ def other_rope(tmp_path_factory):
     return target
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve():
-    """Starts servers and ends them; call it with what comes after `python` and the model."""
+    """serve(model, what comes after `python`) → address; equal arguments share a server."""
     started = []
 
+    @functools.cache
     def start(model, *program):
         command = [sys.executable, *(program or ("-m", "rlx.serve")), f"--model={model}",
                    "--engine=jax", "--slots=16", "--max-model-len=128"]  # fmt: skip
@@ -107,6 +109,7 @@ def test_a_run_stops_before_its_first_step_when_one_server_computes_something_el
     assert not (tmp_path / "checkpoints").exists(), "a mended command begins anew"
 
 
+@pytest.mark.slow
 def test_a_server_that_forgets_an_update_stops_the_run_and_costs_no_step(serve, tmp_path):
     address = serve(MODEL, "-c", FORGETFUL)
     status, out, errors = run(

@@ -117,21 +117,6 @@ def test_a_finished_run_leaves_what_the_readme_says(finished_run):
     assert "step 3/3" in out
 
 
-def test_a_run_can_be_looked_at_from_its_first_checkpoint_on(tmp_path):
-    process = start(tmp_path, "--config.total_steps=1000", "--config.checkpoint.every_steps=1")
-    try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "report.html").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-        assert (tmp_path / "hf" / "config.json").exists()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        finish(process)
-
-
 def test_a_finished_run_has_passed_the_gate_and_shows_what_it_cost(finished_run):
     workdir, out = finished_run
     found = records(workdir / "gate.jsonl")
@@ -264,17 +249,6 @@ def test_ctrl_c_waits_for_an_evaluation_under_way(tmp_path):
     assert scores[0]["num_questions"] == 400
 
 
-def test_killing_the_trainer_leaves_no_process(tmp_path):
-    process = start(tmp_path, "--config.total_steps=1000")
-    try:
-        wait_for(lambda: records(tmp_path / "metrics.jsonl"))
-        assert len(processes_of(tmp_path)) >= 2
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-    wait_for(lambda: not processes_of(tmp_path), seconds=20)
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -286,15 +260,11 @@ def test_killing_the_trainer_leaves_no_process(tmp_path):
         (["--config.optimizer.name=adamm"], ["adamm", "adamw"]),
     ],
 )
-def test_bad_input_ends_in_one_line_and_writes_nothing(tmp_path, flags, words):
+def test_bad_input_ends_in_one_line_and_writes_nothing(tmp_path, refused, flags, words):
     workdir = tmp_path / "run"
-    status, out = finish(start(workdir, *flags))
-    assert status == 2
-    lines = [line for line in out.splitlines() if line.strip()]
-    assert len(lines) == 1, out
-    assert lines[0].startswith("error: ")
+    line = refused(*COMMAND[3:], f"--workdir={workdir}", *flags)
     for word in words:
-        assert word in lines[0]
+        assert word in line
     assert not workdir.exists()
 
 
@@ -312,14 +282,13 @@ JSONL = ["--config.data.kind=jsonl", "--config.reward.name=gsm8k"]
         ('{"question": "' + "1+" * 99 + '1", "answer": "1"}\n', JSONL, ["row 1", "tokens", "64"]),
     ],
 )
-def test_bad_rows_are_named_and_nothing_is_written(tmp_path, text, flags, words):
+def test_bad_rows_are_named_and_nothing_is_written(tmp_path, refused, text, flags, words):
     rows, workdir = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text(text)
-    status, out = finish(start(workdir, *flags, f"--config.data.train={rows}"))
-    assert status == 2, out
-    assert len(out.strip().splitlines()) == 1, out
+    files = (f"--workdir={workdir}", f"--config.data.train={rows}")
+    line = refused(*COMMAND[3:], *flags, *files)
     for word in words:
-        assert word in out
+        assert word in line
     assert not workdir.exists()
 
 
@@ -436,16 +405,21 @@ def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_a_killed_run_leaves_no_weights_and_gave_nobody_its_users_token(tmp_path, monkeypatch):
+def test_a_killed_run_leaves_no_process_and_no_weights_and_goes_on(tmp_path, monkeypatch):
+    """kill_test.py kills at named points, many times."""
     room, workdir = tmp_path / "room", tmp_path / "run"
     room.mkdir()
     monkeypatch.setenv("RLX_FLEET_TOKEN", "of other servers")
-    flags = ("--config.total_steps=1000", f"--config.fleet.publish_dir={room}")
-    process = start(workdir, *flags)
+    flags = (f"--config.fleet.publish_dir={room}", "--config.checkpoint.every_steps=1")
+    process = start(workdir, "--config.total_steps=1000", *flags)
     try:
         wait_for(lambda: list(room.glob("*/rlx-weights-*")))
         (directory,) = room.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
+        # From its first checkpoint on a run can be looked at.
+        wait_for(lambda: (workdir / "report.html").exists() or process.poll() is not None)
+        assert json.loads((workdir / "timeline.json").read_text())["traceEvents"]
+        assert (workdir / "hf" / "config.json").exists()
         started = [pid for pid in processes_of(workdir) if pid != process.pid]
         assert started, "its server at least"
         for pid in started:
@@ -454,7 +428,15 @@ def test_a_killed_run_leaves_no_weights_and_gave_nobody_its_users_token(tmp_path
     finally:
         process.kill()
         process.communicate()
+    wait_for(lambda: not processes_of(workdir), 30)
     wait_for(lambda: not list(room.iterdir()), 30)
+    saved = max(int(path.name[len("step_") :]) for path in workdir.glob("checkpoints/step_*"))
+    status, out = finish(start(workdir, f"--config.total_steps={saved + 2}", *flags))
+    assert status == 0, out
+    steps = records(workdir / "metrics.jsonl")
+    assert [record["step"] for record in steps] == list(range(1, saved + 3))
+    assert all(record["dropped"] == 0 for record in steps)
+    assert not list(room.iterdir())
 
 
 @pytest.mark.vllm
