@@ -303,12 +303,11 @@ def test_a_missing_model_file_is_named_and_nothing_is_written(tmp_path):
     assert not workdir.exists()
 
 
-def test_a_workdir_that_holds_another_run_is_refused(finished_run):
+def test_a_workdir_that_holds_another_run_is_refused(finished_run, refused):
     workdir, _ = finished_run
     before = (workdir / "metrics.jsonl").read_bytes()
-    status, out = finish(start(workdir, "--config.checkpoint.recover_mode=off"))
-    assert status == 2
-    assert "holds another run" in out
+    flags = (f"--workdir={workdir}", "--config.checkpoint.recover_mode=off")
+    assert "holds another run" in refused(*COMMAND[3:], *flags)
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
