@@ -29,46 +29,27 @@ FLAGS = {
 
 
 def main() -> int:
-    """Parses, asks, prints the table."""
+    """Parse the command line, ask the questions, print the table."""
     config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
     from rlx.agents import loading
 
-    if values.workflow:  # told of before what takes seconds to import
+    if values.workflow:  # a mistake in it is reported before what takes seconds to import
         loading.kind(loading.load_class(values.workflow))
-    from rlx.evaluation import evaluations
-    from rlx.evaluation.scores import text_table
+    from rlx.evaluation import question_sets, sample_files, statistics
     from rlx.observe.progress_bar import ProgressBar
+    from rlx.run import export, score_models
 
-    ks = {
-        name: tuple(flags.number(values, name, lambda t: [*map(int, t.split(","))], default))
-        for name, default in (("pass_at", (8, 16)), ("maj_at", ()))
-    }
-    n_samples = flags.number(values, "n_samples", int, 32)
-    options = evaluations.Options(
-        n_samples=n_samples,
-        temperature=flags.number(values, "temperature", float, 0.6),
-        top_p=flags.number(values, "top_p", float, 0.95),
-        pass_at=ks["pass_at"] if n_samples else (),
-        maj_at=ks["maj_at"] if n_samples else (),
-        limit=flags.number(values, "limit", int, 0),
-        workflow=values.workflow,
-        workflow_kwargs=loading.parse_kwargs(values.workflow_kwargs),
-    )
-    with config.unlocked():
-        config.sampling.max_new_tokens = flags.number(
-            values, "max_gen_tokens", int, config.sampling.max_new_tokens
-        )
-        config.eval.max_new_tokens = 0
+    asked = score_models.asked_by(config, values)
     check(config, trains=False)
-    sets = evaluations.question_sets(
-        values.datasets or "gsm8k", config.reward.name, options.limit, config.data.question_key
-    )
-    models = evaluations.named((values.models or config.model.path).split(","))
+    limit = flags.number(values, "limit", int, 0)
+    reward, key = config.reward.name, config.data.question_key
+    sets = question_sets.load_sets(values.datasets or "gsm8k", reward, limit, key)
+    models = export.named_models((values.models or config.model.path).split(","))
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with ProgressBar() as bar:
-        rows = evaluations.run(config, models, sets, options, out, bar.show)
-    command.say(text_table(rows, options.columns))
-    for line in evaluations.shortfall(rows, out):
+        table = score_models.score_models(config, models, sets, asked, out, bar.show)
+    command.say(statistics.text_table(table, asked.columns))
+    for line in sample_files.shortfall(table, out):
         command.say(line)
     return 0
 

@@ -6,7 +6,7 @@
 
 Both answer the same prompts: of each question one greedy completion and `samples` at temperature
 0.6 and top-p 0.95, which end where the model ends them, at `most` tokens at the latest. rlx: all
-of `rlx.evaluation.evaluations.run` from the first request to the last sample in its file: gRPC, a
+of `rlx.run.score_models` from the first request to the last sample in its file: gRPC, a
 seed for every sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with
 the same engine settings and `n` samples of a prompt; it grades and writes nothing. Draws differ,
 so tokens are counted on each side. Each side has the same two cores: rlx's server has the second
@@ -23,13 +23,15 @@ from pathlib import Path
 from experiments.bench import process, vllm_workers
 from experiments.bench.vllm_fleet import spread
 from rlx.config import default
-from rlx.evaluation import benchmarks, evaluations
+from rlx.evaluation.question_sets import BENCHMARKS
+from rlx.evaluation.sample_files import Asked
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic
 from rlx.rollout.workflows import encode, render
 from rlx.run.inputs import load_tokenizer
+from rlx.run.score_models import score_models
 
 TARGET = 0.95
 
@@ -43,22 +45,20 @@ class Clock:
         self.seconds = time.perf_counter() - self._start
 
 
-def ours(config, model: Path, rows, options, out: Path) -> float:
+def ours(config, model: Path, rows, asked, out: Path) -> float:
     """Tokens/s of one evaluation through the fleet."""
     clock = Clock()
-    sets = [(benchmarks.BENCHMARKS["arithmetic"], rows)]
-    evaluations.run(config, {"model": model}, sets, options, out, clock.show)
+    sets = [(BENCHMARKS["arithmetic"], rows)]
+    score_models(config, {"model": model}, sets, asked, out, clock.show)
     samples = list(read_jsonl(out / "model" / "arithmetic.jsonl"))
-    assert len(samples) == len(rows) * (1 + options.n_samples)
+    assert len(samples) == len(rows) * (1 + asked.n_samples)
     return sum(sample["tokens"] for sample in samples) / clock.seconds
 
 
-def theirs(rival: vllm_workers.Rival, prompts, options, most: int) -> float:
+def theirs(rival: vllm_workers.Rival, prompts, asked, most: int) -> float:
     """Tokens/s of the same requests in one call."""
     greedy = [[ids, 1, 0.0, 1.0, None, most] for ids in prompts]
-    drawn = [
-        [ids, options.n_samples, options.temperature, options.top_p, None, most] for ids in prompts
-    ]
+    drawn = [[ids, asked.n_samples, asked.temperature, asked.top_p, None, most] for ids in prompts]
     tokens, seconds = rival.ask(greedy + drawn)
     return tokens / seconds
 
@@ -84,7 +84,7 @@ def main() -> None:
     config = default()
     config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, args.most
     config.rollout.max_concurrent_rollouts = args.slots
-    options = evaluations.Options(args.samples, pass_at=(), maj_at=())
+    asked = Asked(n_samples=args.samples, pass_at=(), maj_at=())
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(args.scratch or directory)
         with vllm_workers.model_dir(args.model, scratch) as model:
@@ -106,8 +106,8 @@ def main() -> None:
                     prompts = [encode(tokenizer, render(tokenizer, r["question"])) for r in rows]
                     out = Path(directory) / f"round-{number}"
                     sides = {
-                        "rlx": lambda rows=rows, out=out: ours(config, model, rows, options, out),
-                        "LLM": lambda prompts=prompts: theirs(rival, prompts, options, args.most),
+                        "rlx": lambda rows=rows, out=out: ours(config, model, rows, asked, out),
+                        "LLM": lambda prompts=prompts: theirs(rival, prompts, asked, args.most),
                     }
                     names = list(sides)[:: 1 if number % 2 else -1]
                     rounds.append({name: sides[name]() for name in names})

@@ -1,8 +1,8 @@
 """A run's held-out evaluations: greedy answers by the fleet, the loss by the trainer, or both.
 
     measure (trainer's thread)            the loss on held-out groups ─┐
-    begin (when the fleet has the step's  greedy answers, beside  ─────┴▶ take: records, in order
-           weights, on any thread)        training
+    begin (when the fleet has the step's  greedy answers, while  ──────┴▶ take: records, in order
+           weights, on any thread)        training goes on
 
 Rollouts have no held-out loss: their rows have questions and no answers to learn. A run without
 servers has no answers.
@@ -13,60 +13,84 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from rlx.base import Group
+from rlx.evaluation.runner import RowRunner
+from rlx.evaluation.statistics import RIGHT
+from rlx.fleet.requests import Sampling
 from rlx.observe.timeline import Timeline
-from rlx.rollout.attempts import skip_record
+from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.executor import Executor
-from rlx.run import run_records
-from rlx.run.inputs import Inputs, evaluation_sampling, has_servers
+
+CONCURRENCY = 64  # questions at one time, besides training's prompts
+PRIORITY = 1  # before training's, so that few answers come from newer weights than it began with
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutOptions:
+    """What is evaluated, and when.
+
+    Attributes:
+      rows: questions. groups: of the same rows, where they are trained on as they are.
+      sampling: of answers; None: there is no fleet to answer.
+      every_steps: between two evaluations; 0: the first and the last step only.
+      total_steps: of the run.
+      patience: with failed attempts at a question; however many fail, the run goes on.
+      timeout: seconds for one question.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    groups: Sequence[Group]
+    sampling: Sampling | None
+    every_steps: int
+    total_steps: int
+    patience: Patience
+    timeout: float
 
 
 class HeldOut:
     """Evaluations that are due, under way and done; once a step each.
 
     Args:
-      config, inputs: of the run.
       done: steps that eval.jsonl has already.
       start: the step that the run begins or goes on at.
       timeline: gets a span for each pass over the questions.
       elapsed: seconds of the run until now.
-      on_skip: takes the `failures.skip_record` of each question that failed; on any thread.
+      on_skip: takes the line of skipped.jsonl for each question that failed; on any thread.
       say: takes one line for the user.
     """
 
     def __init__(
         self,
-        config: ConfigDict,
-        inputs: Inputs,
+        options: HeldOutOptions,
         done: Iterable[int],
         start: int,
         timeline: Timeline,
         elapsed: Callable[[], float],
-        on_skip: Callable[[dict[str, Any]], None] = lambda record: None,
-        say: Callable[[str], None] = lambda text: None,
+        on_skip: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
     ):
+        self._options, self._timeline, self._elapsed = options, timeline, elapsed
         self._on_skip, self._say = on_skip, say
-        self._config, self._inputs, self._timeline = config, inputs, timeline
-        self._elapsed, self._served = elapsed, has_servers(config)
         self._done, self._extra = set(done), set[int]()
-        if max(self._done, default=-1) < self._last_due(start):
+        every = options.every_steps
+        last_due = start - start % every if every > 0 else 0
+        if max(self._done, default=-1) < last_due:
             self.add(start)  # whose weights are here; those of the one that was cut off are gone
         self._losses: dict[int, tuple[dict[str, float], float]] = {}  # and the seconds they took
         self._under_way: deque[tuple[int, Future[dict[str, Any]]]] = deque()
 
     def due(self, step: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many between."""
-        every = self._config.eval.every_steps
-        ends = step == 0 or step >= self._config.total_steps
+        every = self._options.every_steps
+        ends = step == 0 or step >= self._options.total_steps
         wanted = ends or (every > 0 and step % every == 0) or step in self._extra
-        return wanted and bool(self._inputs.eval_rows) and step not in self._done
+        return wanted and bool(self._options.rows) and step not in self._done
 
     def add(self, step: int) -> None:
-        """Has `step` evaluated too."""
+        """Have `step` evaluated too."""
         self._extra.add(step)
 
     @property
@@ -75,22 +99,22 @@ class HeldOut:
         return [step for step, _ in self._under_way]
 
     def measure(self, step: int, loss: Callable[[Sequence[Group]], Mapping[str, float]]) -> None:
-        """Computes the loss after `step` on the held-out groups, if it is due and they exist."""
-        if self._inputs.held_out and self.due(step):
-            began = time.monotonic()
-            found = run_records.held_out_losses(loss(self._inputs.held_out))
-            self._losses[step] = found, time.monotonic() - began
+        """Compute the loss after `step` on the held-out groups, if it is due and they exist."""
+        if self._options.groups and self.due(step):
+            began, found = time.monotonic(), loss(self._options.groups)
+            means = {f"held_out_{k}": v for k, v in found.items() if not k.startswith("n_")}
+            self._losses[step] = means, time.monotonic() - began
 
     def begin(self, step: int, executor: Executor) -> None:
-        """Starts the evaluation of `step`, if it is due, with the weights that servers have now."""
+        """Start the evaluation of `step`, if it is due, with the weights that servers have now."""
         if self.due(step):
             self._done.add(step)
             self._under_way.append((step, executor.submit(self._record(step, executor))))
 
     def take(self, seconds: float | None = 0.0) -> Iterator[dict[str, Any]]:
-        """The records of those that are finished within `seconds`, in order; None: of all.
+        """Yield the records finished within `seconds`, in order; None: all of them.
 
-        An evaluation never ends a run: one that cannot be made is told of, and is due again.
+        An evaluation never ends a run: one that cannot be made is reported, and is due again.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while self._under_way:
@@ -105,31 +129,45 @@ class HeldOut:
                 self._done.discard(step)
                 self._say(f"no evaluation of step {step}: {type(error).__name__}: {error}")
 
-    def _last_due(self, step: int) -> int:
-        """The last step until `step` that is evaluated by rule."""
-        every = self._config.eval.every_steps
-        return step - step % every if every > 0 else 0
-
     async def _record(self, step: int, executor: Executor) -> dict[str, Any]:
-        """The record of one evaluation; runs on the executor's thread."""
-        began, scores = time.monotonic(), []
+        """Return the line of eval.jsonl; runs on the executor's loop."""
+        began, questions = time.monotonic(), len(self._options.rows)
         losses, spent = self._losses.pop(step, ({}, 0.0))
-        if self._served:
+        record = {"step": step, "version": step, "num_questions": questions, **losses}
+        if self._options.sampling:
             with self._timeline.span("evaluation", "evaluation", track="held-out", step=step):
-                sampling = evaluation_sampling(self._config)
-                answers = executor.evaluate(self._inputs.eval_rows, sampling)
-                scores = await asyncio.wrap_future(answers)
-        for score in scores:
-            if "error" in score:
-                index, attempts = score["index"], self._config.rollout.max_attempts
-                row = self._inputs.eval_rows[index]
-                found = skip_record("eval", index, index, row, attempts, score["error"])
-                self._on_skip({**found, "step": step})
-        return run_records.eval_record(
-            step,
-            scores,
-            num_questions=len(self._inputs.eval_rows),
-            losses=losses,
-            seconds=spent + time.monotonic() - began,
-            elapsed_seconds=self._elapsed(),
+                groups = await self._answers(step, executor, self._options.sampling)
+            rewards = [g.trajectories[-1].info.get("run_reward", g.trajectories[-1].reward)
+                       for g in groups]  # fmt: skip
+            found = [t for group in groups for t in group.trajectories]
+            record |= {
+                # Training goes on meanwhile: the version of the newest token.
+                "version_end": max((int(t.versions.max()) for t in found), default=step),
+                "greedy_acc": sum(reward > RIGHT for reward in rewards) / questions,
+                "mean_tokens": sum(t.num_trained for t in found) / max(1, len(groups)),
+                "failed": questions - len(groups),
+            }
+        seconds = spent + time.monotonic() - began
+        return {**record, "seconds": seconds, "elapsed_seconds": self._elapsed()}
+
+    async def _answers(self, step: int, executor: Executor, sampling: Sampling) -> list[Group]:
+        """Return the groups of the questions that did not fail, one answer each."""
+        runner = RowRunner(
+            executor.loop,
+            executor.fleet,
+            concurrency=CONCURRENCY,
+            patience=replace(self._options.patience, rate=1.0),
+            timeout=self._options.timeout,
         )
+        options = {"sampling": sampling, "n": 1, "priority": PRIORITY}
+        futures = [
+            runner.submit(executor.workflow, row, index, sampling.seed or 0, **options)
+            for index, row in enumerate(self._options.rows)
+        ]
+        groups = []
+        for future in futures:
+            try:
+                groups.append(await asyncio.wrap_future(future))
+            except Skipped as skipped:
+                self._on_skip({**skipped.record("eval"), "step": step})
+        return groups

@@ -1,4 +1,4 @@
-"""Decide what follows a failed attempt: another try, a skipped prompt, or the end of the run.
+"""The rules for failed attempts: a prompt is tried again, then skipped; too many end the run.
 
 Shared by training, held-out evaluations and `rlx.evaluate`. No clock is read here.
 """
@@ -20,27 +20,64 @@ class RolloutError(RuntimeError):
 
 
 class Skipped(RolloutError):
-    """One row failed in all its attempts; its cause is the last failure."""
+    """One row failed in all its attempts; its cause is the last failure.
+
+    Attributes:
+      group_id: of the prompt. index: of the row in its dataset, from 0.
+    """
+
+    def __init__(
+        self, group_id: int, index: int, row: Mapping[str, Any], attempts: int, error: Exception
+    ):
+        super().__init__(
+            f"{attempts} of rollout.max_attempts={attempts} failed; the last one, row {index}: "
+            f"{type(error).__name__}: {error}"
+        )
+        self.group_id, self.index, self._row, self._attempts = group_id, index, row, attempts
+        self.__cause__ = error
+
+    @property
+    def reason(self) -> BaseException:
+        """A user's mistake itself where it was one, else this error."""
+        return self.__cause__ if isinstance(self.__cause__, UserError) else self
+
+    def record(self, which: str) -> dict[str, Any]:
+        """Return the line of skipped.jsonl; `which` is train or eval."""
+        return {
+            "which": which,
+            "group_id": self.group_id,
+            "row": self.index,
+            "text": describe(self._row),
+            "attempts": self._attempts,
+            "error": type(self.__cause__).__name__,
+            "message": str(self.__cause__),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Rules for when a prompt is given up, and when the run is.
+    """When a prompt is given up, and when the run ends.
 
     Attributes:
       attempts: of one prompt, ≥ 1; after the last the prompt is skipped.
       rate: share of the last `window` attempts, of all prompts, that may fail; 1: all of them.
       window: attempts, ≥ 1. A run begins as if a fourth of them had succeeded.
       pause: seconds before the second attempt at a prompt.
+      mistakes: whether a UserError is tried again like any failure.
     """
 
     attempts: int = 3
     rate: float = 0.5
     window: int = 128
     pause: float = 1.0
+    mistakes: bool = True
+
+    def over(self, failed: int, error: BaseException) -> bool:
+        """Whether a prompt that has failed `failed` ≥ 1 times, last with `error`, is given up."""
+        return failed >= self.attempts or (isinstance(error, UserError) and not self.mistakes)
 
     def back_off(self, failed: int) -> float:
-        """Return the seconds to wait after a prompt has failed `failed` ≥ 1 times."""
+        """Return the seconds until a prompt that has failed `failed` ≥ 1 times is tried again."""
         return min(self.pause * 8 ** (failed - 1), _LONGEST)
 
 
@@ -60,7 +97,7 @@ class Window:
 
         Args:
           error: of the last failure. Where it is the user's to mend, so is the result.
-          what: had that failure, as `group 3`.
+          what: had that failure, as `row 3`.
         """
         p, failed = self._patience, sum(self._failed)
         if failed <= p.rate * max(len(self._failed), p.window // _FIRST):
@@ -81,28 +118,6 @@ class Window:
 def describe(row: Mapping[str, Any]) -> str:
     """Return a row as one short line, without its answer."""
     return str({key: value for key, value in row.items() if key != "answer"})[:_CHARACTERS]
-
-
-def skip_record(
-    which: str, group_id: int, index: int, row: Mapping[str, Any], attempts: int,
-    error: BaseException,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the record of a skipped row, a line of skipped.jsonl.
-
-    Args:
-      which: train or eval.
-      group_id: of the prompt; of an evaluation the row's index too.
-      index: of the row in its dataset, from 0.
-    """
-    return {
-        "which": which,
-        "group_id": group_id,
-        "row": index,
-        "text": describe(row),
-        "attempts": attempts,
-        "error": type(error).__name__,
-        "message": str(error),
-    }
 
 
 def sentence(record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Run workflows on a thread of its own that keeps the fleet busy and fills the buffer.
+"""The runner of workflows: a thread that keeps the fleet busy and fills the buffer.
 
     trainer thread                     executor thread (one asyncio loop)
 
@@ -12,6 +12,9 @@
 What may be admitted and what forms a batch is decided by `staleness.py` and `buffer.py`; this
 file only feeds them events, under one lock. Both threads read and change the state, never while
 waiting for anything else.
+
+Evaluations are executors too, with max_staleness = ∞, rows that end, and counters of their own;
+several executors share one loop (rlx/evaluation/runner.py).
 """
 
 import asyncio
@@ -23,15 +26,15 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from rlx.base import Group, Trajectory, Unavailable, UserError, malformed
-from rlx.fleet.requests import Sampling
 from rlx.rewards import reward_pool
-from rlx.rollout import attempts, evaluation, staleness
+from rlx.rollout import attempts, staleness
 from rlx.rollout import buffer as buffers
-from rlx.rollout.attempts import Patience
+from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.data import Cursor
+from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.workflows import Generator, Workflow
 
@@ -39,6 +42,7 @@ _ADMIT_AT_ONCE = 64  # tasks started before the loop serves the network again
 _POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor
 _COUNTED = ("admitted", "rejected", "failed", "skipped")  # since step 0, in checkpoints
 _REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
+_TIMER_SECONDS = 0.01  # a timer may fire a little before its time
 
 
 class TrajectoryError(RuntimeError):
@@ -47,6 +51,19 @@ class TrajectoryError(RuntimeError):
 
 class Exhausted(Exception):
     """All answers are as good as the best so far: no further batch will fill, and none need to."""
+
+
+class RowSource(Protocol):
+    """What an executor needs of its rows; `data.Cursor` is one, and can be saved too."""
+
+    def next(self) -> tuple[int, Mapping[str, Any]]:
+        """Return (group_id, row) of the next prompt; raise StopIteration where there is none."""
+
+    def row(self, position: int, /) -> Mapping[str, Any]:
+        """Return the row of a group_id that was dealt."""
+
+    def index(self, position: int, /) -> int:
+        """Return the row's place in its dataset, for messages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -64,26 +81,30 @@ class Executor:
     Admission begins with the first `set_version`, when the fleet has its first weights.
 
     Args:
-      workflow: makes groups of rows.
-      cursor: deals out the rows.
+      workflow: makes a group of a row.
+      rows: deals out the rows; a `data.Cursor` where `state` is asked for.
       limits: batch size, staleness bound, concurrency.
       fleet: passed to the workflow; used on the executor's loop only.
       seed: of the run; a group's seed is a function of it, the group's id and the attempt.
       force_staleness: hand out a batch only when all that may be admitted has finished, so that
         every batch lags by `limits.max_staleness` exactly. For experiments: it idles the fleet.
-      patience: rules for failed attempts.
-      max_tokens: longest trajectory that training has room for; 0: any length.
-      on_skip: called with the `attempts.skip_record` of a prompt that is given up, on the
-        executor's thread.
+      patience: with failed attempts.
+      max_tokens: of a trajectory, as training has room for; 0: any number.
+      on_skip: takes a prompt that is given up, on the loop's thread.
+      on_change: called on the loop's thread when a group is accepted or the executor has stopped.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
-      request_timeout: seconds until an attempt counts as failed.
+      request_timeout: seconds for one attempt, after which it has failed.
+      loop: that it runs on, started and ended by the caller; None: one of its own.
       clock: seconds, monotonic.
+
+    Attributes:
+      loop, fleet, workflow: as given.
     """
 
     def __init__(
         self,
         workflow: Workflow,
-        cursor: Cursor,
+        rows: RowSource,
         limits: Limits,
         fleet: Generator,
         *,
@@ -91,15 +112,18 @@ class Executor:
         force_staleness: bool = False,
         patience: Patience | None = None,
         max_tokens: int = 0,
-        on_skip: Callable[[dict[str, Any]], None] = lambda record: None,
+        on_skip: Callable[[Skipped], None] = lambda skipped: None,
+        on_change: Callable[[], None] = lambda: None,
         drop_equal_rewards: bool = False,
         request_timeout: float = 600.0,
+        loop: LoopThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._workflow, self._cursor, self._limits = workflow, cursor, limits
-        self._fleet, self._seed, self._clock = fleet, seed, clock
+        self.workflow, self.fleet, self._owns_loop = workflow, fleet, loop is None
+        self.loop = loop or LoopThread("executor")
+        self._rows, self._limits, self._seed, self._clock = rows, limits, seed, clock
         self._patience, self._request_timeout = patience or Patience(), request_timeout
-        self._max_tokens, self._on_skip = max_tokens, on_skip
+        self._max_tokens, self._on_skip, self._on_change = max_tokens, on_skip, on_change
         self._drop_equal_rewards = drop_equal_rewards
         self._force_staleness = force_staleness
 
@@ -108,7 +132,7 @@ class Executor:
         self._live: dict[int, Ticket] = {}
         self._retry: list[Ticket] = []  # a heap: prompts to start again, oldest first
         self._later: list[tuple[float, Ticket]] = []  # a heap: those whose time has not come
-        self._open = self._stopped = False
+        self._open = self._stopped = self._closing = False
         self._error: BaseException | None = None
         self._window = attempts.Window(self._patience)
         self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
@@ -116,56 +140,51 @@ class Executor:
         self._dropped = 0
         self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
         self._idle_since: float | None = None
-
-        self._thread = threading.Thread(target=self._run_loop, name="executor", daemon=True)
-        self._started = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: asyncio.Event | None = None
         self._tasks: set[asyncio.Task] = set()
 
     # Life.
 
     def start(self) -> None:
-        """Start the thread; coroutines may be submitted from now on."""
-        self._thread.start()
-        self._started.wait()
+        """Start the loop's thread; coroutines may be submitted from now on."""
+        if self._owns_loop:
+            self.loop.start()
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread; the caller closes the fleet."""
+        """Cancel what is under way and end the workflow. The fleet is the caller's to close."""
+        self.stop_admitting()
         with self._changed:
-            self._open, self._stopped = False, True
+            self._closing = True
             self._changed.notify_all()
-        if self._loop and self._end and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join()
+        if self.loop.alive:
+            self.loop.run(self._end_attempts())
+        if self._owns_loop:
+            self.loop.close()
 
     def submit(self, coroutine: Coroutine) -> Future:
-        """Run `coroutine` on the loop, concurrently with everything else."""
-        if self._loop is None:
-            raise RuntimeError("start the executor before submitting to it")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run `coroutine` on the loop, concurrently with everything else there."""
+        return self.loop.submit(coroutine)
 
     def run(self, coroutine: Coroutine) -> Any:
-        """Run `coroutine` on the loop and return its result; not callable from the loop itself."""
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise RuntimeError("run() would wait for itself on the executor's own thread; await it")
-        return self.submit(coroutine).result()
+        """Run `coroutine` on the loop and wait for its result; not from the loop itself."""
+        return self.loop.run(coroutine)
 
     # The trainer's side.
 
     def set_version(self, version: int) -> None:
-        """Record that every live server has acknowledged `version`; from any thread."""
+        """Note that every live server has acknowledged `version`. From any thread."""
         with self._changed:
             self._staleness = staleness.publish(self._staleness, version)
             if not self._stopped:
                 self._open = True
             self._changed.notify_all()
-        if self._loop and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._admit)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look for prompts to admit; `rows` may have new ones. From any thread."""
+        self.loop.call_soon(self._admit)
 
     def stop_admitting(self) -> None:
-        """Start no further prompt; those under way finish, and evaluation goes on."""
+        """Start no more prompts; those under way finish."""
         with self._changed:
             self._open, self._stopped = False, True
 
@@ -199,32 +218,6 @@ class Executor:
                 return batch
             finally:
                 self._wait_seconds += self._clock() - begun
-
-    def evaluate(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        sampling: Sampling,
-        *,
-        concurrency: int = 64,
-        priority: int = 1,
-    ) -> Future:
-        """Start a held-out evaluation during training; the future holds `evaluation.score`'s list.
-
-        Its requests go before training's, so that few of its answers come from newer weights than
-        it began with. It has its own concurrency and does not count as training.
-        """
-        return self.submit(
-            evaluation.score(
-                self._workflow,
-                self._fleet,
-                rows,
-                sampling,
-                concurrency=concurrency,
-                priority=priority,
-                patience=self._patience,
-                timeout=self._request_timeout,
-            )
-        )
 
     @property
     def version(self) -> int:
@@ -260,12 +253,12 @@ class Executor:
 
     def drain_spans(self) -> list[tuple[str, int, int]]:
         """Return (name, start_ns, end_ns) of rewards since the last call, CLOCK_MONOTONIC."""
-        return [("reward", s.start_ns, s.end_ns) for s in self._workflow.drain_spans()]
+        return [("reward", s.start_ns, s.end_ns) for s in self.workflow.drain_spans()]
 
     # Checkpoints.
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return a checkpoint for `restore`: JSON-able facts, and the groups not yet trained on.
+        """Return what `restore` needs: JSON-able facts, and the groups not yet trained on.
 
         Take it when the batch collected last has been trained on. Prompts under way are kept by
         their ids and start again, with the same seeds.
@@ -275,7 +268,7 @@ class Executor:
             pending = [(t.group_id, t.attempt) for t in waiting]
             host = {
                 "step": self._staleness.consumed,
-                "cursor": self._cursor.state_dict(),
+                "cursor": self._cursor().state_dict(),
                 "pending": [list(pair) for pair in sorted(pending)],
                 "admitted": self._staleness.admitted,
                 "rejected": self._staleness.rejected,
@@ -307,7 +300,7 @@ class Executor:
             if self._open or self._staleness.admitted:
                 raise RuntimeError("restore comes before the first set_version")
             step = int(host["step"])
-            changed = self._cursor.load_state_dict(host["cursor"], allow_change)
+            changed = self._cursor().load_state_dict(host["cursor"], allow_change)
             self._buffer, left_over = buffers.restore(groups, step, self._limits)
             self._staleness = dataclasses.replace(
                 staleness.resume(step, self._buffer.num_finished, self._limits),
@@ -323,33 +316,30 @@ class Executor:
 
     # The loop's side.
 
-    def _run_loop(self) -> None:
-        try:
-            asyncio.run(self._main())
-        except BaseException as error:
-            self._stop(error)
-        finally:
-            self._started.set()
-
-    async def _main(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        self._started.set()
-        await self._end.wait()
-        if aclose := getattr(self._workflow, "aclose", None):
-            under_way = list(self._tasks)
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+    async def _end_attempts(self) -> None:
+        under_way = list(self._tasks)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        if aclose := getattr(self.workflow, "aclose", None):
             await aclose()
-        # asyncio.run cancels whatever is left
+
+    def _cursor(self) -> Cursor:
+        """Return the rows, which can be saved."""
+        if not isinstance(self._rows, Cursor):
+            raise RuntimeError(f"{type(self._rows).__name__} deals out rows that cannot be saved")
+        return self._rows
 
     def _admit(self) -> None:
-        """Start as many prompts as the rules allow, serving the network in between."""
+        """Start as many prompts as the rules allow, with a look at the network in between."""
         with self._changed:
             for _ in range(_ADMIT_AT_ONCE):
                 if not self._may_admit():
                     return
-                ticket = self._next_ticket()
+                try:
+                    ticket = self._next_ticket()
+                except StopIteration:
+                    return
                 self._staleness = staleness.admit(self._staleness, self._limits)
                 self._buffer = buffers.admit(self._buffer, ticket.version)
                 self._live[ticket.group_id] = ticket
@@ -370,20 +360,20 @@ class Executor:
             heapq.heappush(self._retry, heapq.heappop(self._later)[1])
         if self._retry:
             return dataclasses.replace(heapq.heappop(self._retry), version=version)
-        return Ticket(self._cursor.next()[0], 0, version)
+        return Ticket(self._rows.next()[0], 0, version)
 
     async def _attempt(self, ticket: Ticket) -> None:
         seed = group_seed(self._seed, ticket.group_id, ticket.attempt)
-        row = self._cursor.row(ticket.group_id)
+        row = self._rows.row(ticket.group_id)
         limit = asyncio.timeout(self._request_timeout)
         try:
             async with limit:
-                group = await self._workflow.run(
-                    self._fleet, row, group_id=ticket.group_id, seed=seed
+                group = await self.workflow.run(
+                    self.fleet, row, group_id=ticket.group_id, seed=seed
                 )
                 self._check(group, row)
         except asyncio.CancelledError as error:
-            if self._end is None or self._end.is_set():
+            if self._closing or self.loop.ending:
                 raise
             self._fail(ticket, RuntimeError(f"the workflow was cancelled from within: {error}"))
         except Exception as error:
@@ -393,11 +383,11 @@ class Executor:
         self._admit()
 
     def _check(self, group: Group, row: Mapping[str, Any]) -> None:
-        """Raise TrajectoryError for a trajectory that training cannot use."""
+        """Raise TrajectoryError for a group that training cannot use, whatever workflow made it."""
         for trajectory in group.trajectories:
             if found := self._unfit(trajectory):
                 raise TrajectoryError(
-                    f"workflow {type(self._workflow).__name__} gave trajectory "
+                    f"workflow {type(self.workflow).__name__} gave trajectory "
                     f"{trajectory.trajectory_id} of row {attempts.describe(row)} {found}"
                 )
 
@@ -436,12 +426,13 @@ class Executor:
                 self._staleness = staleness.accept(self._staleness)
                 self._rejected.clear()
             self._changed.notify_all()
+        self._on_change()
 
     def _count_rejection(self, reward: float) -> None:
-        """End the run after too many rejections in a row: in success if its data is solved.
+        """End the run when rejections do not end: well if it has solved its data, else in error.
 
-        The data is solved when at least half of these groups are as good as the best answer so far,
-        and some batch was trained on before. The other half are rows that are never answered right.
+        It has solved them when at least half of these groups are right, that is as good as the best
+        answer so far, and it was not so from the beginning. The others are too hard for the model.
         """
         self._rejected.append(reward)
         if len(self._rejected) < _REJECTIONS * self._limits.batch_prompts:
@@ -466,7 +457,8 @@ class Executor:
         )
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
-        """Queue the prompt again, skip it, or end the run when too many fail."""
+        """Queue the prompt again, give it up, or end the run when too many fail."""
+        index = self._rows.index(ticket.group_id)
         with self._changed:
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)
@@ -475,21 +467,21 @@ class Executor:
             ended: BaseException | None = self._error
             if isinstance(error, Unavailable):
                 ended = ended or error
-            ended = ended or self._window.verdict(error, f"group {ticket.group_id}")
-            skipped = ended is None and held.attempt >= self._patience.attempts
+            ended = ended or self._window.verdict(error, f"row {index}")
+            skipped = ended is None and self._patience.over(held.attempt, error)
             event = staleness.skip if skipped else staleness.fail
             self._staleness = event(self._staleness)
             if ended is not None:
                 heapq.heappush(self._retry, Ticket(ticket.group_id, ticket.attempt))
                 self._stop(ended)
             elif not skipped:
-                due = self._clock() + self._patience.back_off(held.attempt)
-                heapq.heappush(self._later, (due, held))
+                pause = self._patience.back_off(held.attempt)
+                heapq.heappush(self._later, (self._clock() + pause, held))
+                loop = asyncio.get_running_loop()
+                loop.call_later(pause + _TIMER_SECONDS, self._admit)  # there may be no other rows
         if skipped:
-            place, row = self._cursor.index(held.group_id), self._cursor.row(held.group_id)
-            self._on_skip(
-                attempts.skip_record("train", held.group_id, place, row, held.attempt, error)
-            )
+            row = self._rows.row(held.group_id)
+            self._on_skip(Skipped(held.group_id, index, row, held.attempt, error))
 
     def _leave(self, ticket: Ticket) -> None:
         del self._live[ticket.group_id]
@@ -502,7 +494,7 @@ class Executor:
             self._idle_since = None
 
     def _ended(self, task: asyncio.Task) -> None:
-        """Forget a task; an exception that escaped from it is a bug and must reach the trainer."""
+        """Pass an exception that got out of an attempt, which is a bug, to the trainer."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception():
             self._stop(task.exception())
@@ -511,13 +503,14 @@ class Executor:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+        self._on_change()
 
     def _ready(self) -> bool:
-        """Return whether a batch can be taken; raise what ended the run."""
+        """Whether a batch can be taken; raise what ended the run."""
         solved = isinstance(self._error, Exhausted)
         if self._error is not None and not solved:
             raise self._error
-        if not self._thread.is_alive():
+        if not self.loop.alive:
             raise RuntimeError("the executor's thread is not running")
         ready = buffers.ready(self._buffer, self._staleness.consumed, self._limits)
         if self._force_staleness and not staleness.full(self._staleness, self._limits):

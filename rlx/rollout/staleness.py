@@ -18,13 +18,13 @@ class Limits:
 
     Attributes:
       batch_prompts: B ≥ 1, prompts a train batch.
-      max_staleness: η ≥ 0, versions; 0 is synchronous training.
+      max_staleness: η ≥ 0, versions; 0 is synchronous training, ∞ an evaluation.
       concurrency: C, live prompts at most; below 1 counts as 1.
       total_steps: T, batches of the whole run; None: as many as are taken.
     """
 
     batch_prompts: int
-    max_staleness: int
+    max_staleness: float  # a whole number or math.inf
     concurrency: int
     total_steps: int | None = None
 
@@ -71,7 +71,7 @@ def capacity(state: Staleness, limits: Limits) -> int:
     """
     concurrency = max(1, limits.concurrency) - state.running
     staleness = _wanted(state.version, limits) - (state.accepted + state.running)
-    return max(0, min(concurrency, staleness))
+    return int(max(0, min(concurrency, staleness)))
 
 
 def full(state: Staleness, limits: Limits) -> bool:
@@ -129,8 +129,8 @@ def consume(state: Staleness, limits: Limits) -> Staleness:
     return replace(state, consumed=state.consumed + 1)
 
 
-def _wanted(version: int, limits: Limits) -> int:
-    """Return how many groups since step 0 have a batch to go to, while `version` is published."""
+def _wanted(version: int, limits: Limits) -> float:
+    """How many groups since step 0 have a batch to go to, while `version` is published."""
     horizon = limits.max_staleness + version + 1
     if limits.total_steps is not None:
         horizon = min(horizon, limits.total_steps)

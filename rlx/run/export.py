@@ -1,6 +1,6 @@
 """Export the policy: weights for the fleet, HF and PEFT directories for everyone else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +123,34 @@ def _model_of(path: Path, run: Mapping[str, Any], model: str, first: bool) -> Pa
         return begun
     model = model or described.get("path", "")
     return hf.resolve(model, "--model") if model else None
+
+
+def directory_of(path: Path, out: Path) -> Path:
+    """Return the HF directory of a model: `path`, or `out`/hf for a checkpoint, written once."""
+    if not checkpoint.is_one(path):
+        return path
+    target = out / "hf"
+    if not target.exists():  # it appears whole
+        out.mkdir(parents=True, exist_ok=True)
+        checkpoint_to_hf(path, target, "")
+    return target
+
+
+def named_models(sources: Sequence[str]) -> dict[str, Path]:
+    """Return models by a short name: the last part of their path that tells them apart.
+
+    Args:
+      sources: HF directories, hub names, checkpoints, or runs, whose newest checkpoint is meant.
+
+    Raises:
+      UserError: a source that is no model, or one given twice.
+    """
+    paths = {text: checkpoint.find(text) or hf.resolve(text, "--models")
+             for text in (source.strip() for source in sources)}  # fmt: skip
+    if len(paths) < len(sources):
+        raise UserError(f"--models={','.join(sources)} names a model twice; name each once")
+    for depth in range(1, 64):
+        names = {"-".join(Path(s.replace(":", "/")).parts[-depth:]): p for s, p in paths.items()}
+        if len(names) == len(paths):
+            return {name.strip("-/") or "model": path for name, path in names.items()}
+    raise AssertionError("distinct paths have distinct names")

@@ -45,7 +45,7 @@ from rlx.rollout.workflows import Workflow
 from rlx.run import resume
 from rlx.run.export import Export
 from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
-from rlx.run.room_options import gate_of
+from rlx.run.room_options import gate_of, held_out_options
 from rlx.train import checkpoint
 from rlx.train.steps import TrainState
 from rlx.train.train_options import TrainOptions
@@ -173,9 +173,8 @@ def build(
     )
     note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
     evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
-    held_out = HeldOut(
-        config, inputs, evaluated, step, timeline, elapsed, note_skip, progress.message
-    )
+    questions = held_out_options(config, inputs)
+    held_out = HeldOut(questions, evaluated, step, timeline, elapsed, note_skip, progress.message)
     fleet: Fleet | NoFleet = NoFleet()
     limits = Timeouts.of(config.fleet, config.rollout.request_timeout_seconds)
     if servers:
@@ -311,7 +310,7 @@ def _executor(
         force_staleness=c.rollout.force_staleness,
         patience=patience(c),
         max_tokens=min(c.train.max_tokens_per_microbatch, max(c.train.row_buckets)),
-        on_skip=note_skip,
+        on_skip=lambda skipped: note_skip(skipped.record("train")),
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
         request_timeout=c.rollout.request_timeout_seconds,
     )

@@ -10,9 +10,16 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
+from rlx.evaluation.held_out import HeldOutOptions
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
-from rlx.run.inputs import Inputs, training_sampling
+from rlx.run.inputs import (
+    Inputs,
+    evaluation_sampling,
+    has_servers,
+    patience,
+    training_sampling,
+)
 
 
 def gate_of(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
@@ -47,4 +54,17 @@ def gate_of(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gat
         seed=config.seed,
         earlier={"the run's first weights": first, "the last checkpoint": saved},
         dtype=model.dtype,
+    )
+
+
+def held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:
+    """Return what a run evaluates, and when."""
+    return HeldOutOptions(
+        inputs.eval_rows,
+        inputs.held_out,
+        sampling=evaluation_sampling(config) if has_servers(config) else None,
+        every_steps=config.eval.every_steps,
+        total_steps=config.total_steps,
+        patience=patience(config),
+        timeout=config.rollout.request_timeout_seconds,
     )

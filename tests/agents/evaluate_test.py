@@ -8,7 +8,7 @@ import pytest
 from rlx.agents import from_command_line
 from rlx.agents.workflow import AgentWorkflow, with_messages
 from rlx.base import UserError
-from rlx.evaluation import evaluations
+from rlx.evaluation import sample_files
 from rlx.fleet.requests import Sampling
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import RLVR
@@ -43,7 +43,7 @@ def test_an_agent_is_evaluated_and_continued_like_any_workflow(tmp_path):
         assert record["turns"][-1]["completion"].startswith(record["completion"])
         if record["sample"] == -1:  # greedy voters agree
             assert len({turn["completion"] for turn in record["turns"]}) == 1
-    assert evaluations.pending(tmp_path / "arithmetic" / "arithmetic.jsonl", 3, 4) == []
+    assert sample_files.pending(tmp_path / "arithmetic" / "arithmetic.jsonl", 3, 4) == []
     other = evaluate(*flags, '--workflow_kwargs={"voters": 5}')
     assert other.returncode == 2
     assert "workflow_kwargs={'voters': 3}, this one has {'voters': 5}" in other.stderr

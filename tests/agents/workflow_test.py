@@ -11,7 +11,7 @@ from rlx.agents import from_command_line
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
-from rlx.evaluation.evaluator import Evaluator
+from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling
 from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.executor import Executor

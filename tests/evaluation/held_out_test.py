@@ -1,12 +1,12 @@
 """Held-out evaluations of a run: none ends it, none is lost where it stops."""
 
-from types import SimpleNamespace
+import asyncio
 
 import pytest
 
-from rlx.base import Unavailable
-from rlx.config import default
-from rlx.evaluation.held_out import HeldOut
+from rlx.base import Unavailable, UserError
+from rlx.evaluation.held_out import CONCURRENCY, PRIORITY, HeldOut, HeldOutOptions
+from rlx.fleet.requests import Sampling
 from rlx.observe.timeline import Timeline
 from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor
@@ -14,6 +14,8 @@ from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]
+LIMITS, ONCE = Limits(2, 0, 4), Patience(attempts=1)
+SECONDS = 30.0  # no wait in here takes so long unless something is broken
 
 
 @pytest.fixture
@@ -21,21 +23,21 @@ def make(fake_fleet, fake_workflow):
     """make(done, start, …) → (held_out, executor, what was said, what was skipped)."""
     executors = []
 
-    def build(done=(), start=0, misbehave=None, fleet=None):
-        config = default()
-        config.eval.every_steps, config.total_steps = 10, 100
-        config.rollout.max_attempts = 1
-        workflow = fake_workflow(misbehave=misbehave)
-        executor = Executor(
-            workflow, Cursor(ROWS), Limits(2, 0, 4), fleet or fake_fleet(),
-            patience=Patience(attempts=1),
-        )  # fmt: skip
+    def build(
+        done=(), start=0, misbehave=None, fleet=None, workflow=None, rows=ROWS,
+        limits=LIMITS, patience=ONCE,
+    ):  # fmt: skip
+        workflow = workflow or fake_workflow(misbehave=misbehave)
+        executor = Executor(workflow, Cursor(ROWS), limits, fleet or fake_fleet())
         executors.append(executor)
         executor.start()
         said, skipped = [], []
-        inputs = SimpleNamespace(eval_rows=ROWS, held_out=[])
+        options = HeldOutOptions(
+            rows, [], Sampling(temperature=0.0, max_new_tokens=7), every_steps=10,
+            total_steps=100, patience=patience, timeout=30.0,
+        )  # fmt: skip
         held_out = HeldOut(
-            config, inputs, done, start, Timeline(), lambda: 0.0, skipped.append, said.append
+            options, done, start, Timeline(), lambda: 0.0, skipped.append, said.append
         )
         return held_out, executor, said, skipped
 
@@ -82,6 +84,62 @@ def test_a_run_that_stops_waits_for_an_evaluation_but_not_for_ever(make, fake_fl
     fleet.hold = False
     (record,) = held_out.take(30.0)
     assert (record["step"], record["failed"]) == (0, 0)
+
+
+def test_an_evaluation_during_training_has_its_own_counters(make, fake_fleet):
+    fleet = fake_fleet(turns=20)
+    rows = [{"question": f"e{i}", "answer": str(i)} for i in range(40)]
+    held_out, executor, *_ = make(fleet=fleet, rows=rows, limits=Limits(4, 1, 8))
+    executor.set_version(0)
+    held_out.begin(0, executor)
+    for step in range(10):
+        assert executor.collect(timeout=SECONDS)
+        fleet.version = step + 1
+        executor.set_version(step + 1)
+    (record,) = held_out.take(SECONDS)
+    assert (record["num_questions"], record["failed"]) == (40, 0)
+    assert 0 <= record["version_end"] <= 10
+    assert record["greedy_acc"] in (0.0, 1.0)  # all are one draw
+    assert record["mean_tokens"] >= 1
+    calls = [call for call in fleet.calls if call[3] == PRIORITY]
+    assert len(calls) == 40
+    assert all(n == 1 and s.temperature == 0 for _, s, n, _ in calls)
+    counters = executor.counters()
+    assert counters["accepted"] == 40 + counters["buffered"]
+    assert counters["failed"] == 0
+    assert fleet.most_in_flight <= 8 + CONCURRENCY
+
+
+def test_evaluations_go_on_while_no_prompt_is_admitted_and_after(make):
+    held_out, executor, *_ = make()
+    for step in (0, 10):
+        held_out.begin(step, executor)
+        (record,) = held_out.take(SECONDS)
+        assert record["failed"] == 0
+        executor.stop_admitting()
+
+
+def test_a_question_that_fails_is_asked_again_and_then_scores_nothing(make, fake_workflow):
+    """No number of them ends an evaluation: training is not to die of what only measures it."""
+
+    def misbehave(group_id, attempt):
+        if (group_id == 1 and attempt < 2) or group_id in range(3, 12):
+            raise UserError(f"question {group_id}") if group_id == 3 else OSError("no judge")
+        if group_id == 12:
+            raise asyncio.CancelledError
+        return [1.0]
+
+    workflow, rows = fake_workflow(misbehave=misbehave), ROWS * 3 + ROWS[:2]
+    patience = Patience(window=4, pause=0.0)
+    held_out, executor, said, skipped = make(workflow=workflow, rows=rows, patience=patience)
+    held_out.begin(0, executor)
+    (record,) = held_out.take(SECONDS)
+    assert (record["failed"], record["greedy_acc"]) == (10, 7 / 17)
+    assert sorted(r["row"] for r in skipped) == list(range(3, 13))
+    assert {r["message"] for r in skipped if r["row"] == 3} == {"question 3"}
+    assert [workflow.attempts[i] + 1 for i in (0, 1, 3, 12)] == [1, 3, 3, 3]
+    assert executor.counters()["failed"] == 0
+    assert not said
 
 
 @pytest.mark.parametrize(

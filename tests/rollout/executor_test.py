@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from rlx.base import Unavailable, UserError
-from rlx.fleet.requests import Sampling
 from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted, group_seed
@@ -51,6 +50,11 @@ def collect(executor):
     return batch
 
 
+def into(records):
+    """An `on_skip` that keeps what skipped.jsonl would."""
+    return lambda skipped: records.append(skipped.record("train"))
+
+
 def publish(executor, fleet, version):
     """Servers have the version first; then it counts."""
     fleet.version = version
@@ -75,7 +79,7 @@ def test_batches_within_the_bound_each_prompt_once(make, fake_fleet, eta):
         assert [g.group_id for g in batch] == sorted(g.group_id for g in batch)
         for group in batch:
             assert step - group.oldest_version <= eta
-            assert group.row == executor._cursor.row(group.group_id)
+            assert group.row == executor._rows.row(group.group_id)
         seen += [g.group_id for g in batch]
         if eta == 0:
             assert seen == list(range(len(seen)))
@@ -164,7 +168,7 @@ def test_a_slow_prompt_is_waited_for_when_due_and_not_before(make, fake_fleet, f
     publish(executor, fleet, 1)
     wait_for(lambda: executor.counters()["buffered"] >= 3)
     assert executor.collect(timeout=0.05) is None
-    executor._loop.call_soon_threadsafe(gate.set)
+    executor.loop.call_soon(gate.set)
     assert 0 in [g.group_id for g in collect(executor)]
 
 
@@ -267,7 +271,7 @@ def test_a_prompt_that_cannot_work_is_skipped_and_named(error, make, fake_fleet,
     skipped, fleet, now = [], fake_fleet(turns=20), [0.0]
     executor = make(
         Limits(4, 1, 8), fleet=fleet, workflow=fake_workflow(misbehave=misbehave),
-        on_skip=skipped.append, clock=lambda: time.monotonic() + now[0],
+        on_skip=into(skipped), clock=lambda: time.monotonic() + now[0],
     )  # fmt: skip
     seen = []
     for step in range(30):
@@ -329,7 +333,7 @@ def test_what_has_failed_is_remembered_by_a_continuation(make, fake_fleet, fake_
 
     skipped, workflow = [], fake_workflow(misbehave=misbehave)
     second = make(
-        Limits(2, 0, 8), fleet=fleet, workflow=workflow, on_skip=skipped.append,
+        Limits(2, 0, 8), fleet=fleet, workflow=workflow, on_skip=into(skipped),
         patience=Patience(attempts=2),
     )  # fmt: skip
     second.restore(host, groups)
@@ -383,7 +387,7 @@ def test_a_trajectory_that_training_has_no_room_for_is_refused_when_it_finishes(
 
     skipped, fleet = [], fake_fleet()
     executor = make(
-        Limits(3, 0, 8), fleet=fleet, workflow=Long(), max_tokens=99, on_skip=skipped.append,
+        Limits(3, 0, 8), fleet=fleet, workflow=Long(), max_tokens=99, on_skip=into(skipped),
         patience=Patience(pause=0.0),
     )  # fmt: skip
     publish(executor, fleet, 0)
@@ -639,68 +643,6 @@ def test_stop_admitting_lets_what_runs_finish(make, fake_fleet):
     collect(executor)
 
 
-def test_evaluation_beside_training_has_its_own_counters(make, fake_fleet):
-    fleet = fake_fleet(turns=20)
-    executor = make(Limits(4, 1, 8), fleet=fleet)
-    publish(executor, fleet, 0)
-    questions = [{"question": f"e{i}", "answer": str(i)} for i in range(40)]
-    greedy = Sampling(temperature=0.0, max_new_tokens=7)
-    future = executor.evaluate(questions, greedy, concurrency=5, priority=2)
-    for step in range(10):
-        collect(executor)
-        publish(executor, fleet, step + 1)
-    scores = future.result(SECONDS)
-    assert [s["index"] for s in scores] == list(range(40))
-    assert [s["question"] for s in scores] == [q["question"] for q in questions]
-    assert all(s["reward"] in (0.0, 1.0) and s["tokens"] >= 1 for s in scores)
-    assert all(0 <= s["versions"][0] <= s["versions"][1] <= 10 for s in scores)
-    calls = [call for call in fleet.calls if call[3] == 2]
-    assert len(calls) == 40
-    assert all(n == 1 and s.temperature == 0 for _, s, n, _ in calls)
-    counters = executor.counters()
-    assert counters["accepted"] == 40 + counters["buffered"]
-    assert fleet.most_in_flight <= 8 + 5
-
-
-def test_evaluation_goes_on_while_no_prompt_is_admitted_and_after(make, fake_fleet):
-    executor = make(Limits(2, 0, 8))
-    greedy = Sampling(temperature=0.0)
-    assert len(executor.evaluate(ROWS, greedy).result(SECONDS)) == len(ROWS)
-    executor.stop_admitting()
-    assert len(executor.evaluate(ROWS, greedy).result(SECONDS)) == len(ROWS)
-    assert executor.evaluate([], greedy).result(SECONDS) == []
-
-
-def test_a_question_that_fails_is_asked_again_and_then_scores_nothing(make, fake_workflow):
-    """No number of them ends an evaluation: training is not to die of what only measures it."""
-
-    def misbehave(group_id, attempt):
-        if (group_id == 1 and attempt < 2) or group_id in range(3, 12):
-            raise UserError(f"question {group_id}") if group_id == 3 else OSError("no judge")
-        if group_id == 12:
-            raise asyncio.CancelledError
-
-    workflow = fake_workflow(misbehave=misbehave)
-    executor = make(Limits(2, 0, 8), workflow=workflow, patience=Patience(window=4, pause=0.0))
-    scores = executor.evaluate(ROWS, Sampling(temperature=0.0)).result(SECONDS)
-    assert [s["index"] for s in scores] == list(range(17))
-    failed = [s for s in scores if "error" in s]
-    assert [s["index"] for s in failed] == list(range(3, 13))
-    assert all(s["reward"] == 0.0 and s["answer"] == ROWS[s["index"]]["answer"] for s in failed)
-    assert str(failed[0]["error"]) == "question 3"
-    assert [workflow.attempts[i] + 1 for i in (0, 1, 3, 12)] == [1, 3, 3, 3]
-    assert executor.counters()["failed"] == 0
-
-
-def test_an_evaluation_that_no_server_answers_gives_no_score(make, fake_workflow):
-    def misbehave(group_id, attempt):
-        raise Unavailable("no rollout server alive")
-
-    executor = make(Limits(2, 0, 8), workflow=fake_workflow(misbehave=misbehave))
-    with pytest.raises(Unavailable):
-        executor.evaluate(ROWS, Sampling(temperature=0.0)).result(SECONDS)
-
-
 def test_coroutines_run_on_the_loop_and_never_wait_for_themselves(make):
     executor = make(Limits(2, 0, 8))
 
@@ -749,7 +691,7 @@ def test_close_cancels_what_is_under_way(make, fake_fleet):
     wait_for(lambda: fleet.in_flight == 32)
     executor.close()
     assert fleet.in_flight == 0
-    assert not executor._thread.is_alive()
+    assert not executor.loop.alive
 
 
 def test_ten_thousand_live_prompts(make, fake_fleet, fake_workflow):

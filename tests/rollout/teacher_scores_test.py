@@ -87,8 +87,10 @@ def test_evaluations_are_not_scored(fake_workflow, fake_fleet, fake_executor):
     teacher = Script()
     executor = fake_executor(TeacherScored(fake_workflow(), teacher, 1.0), fake_fleet())
     try:
-        scores = executor.evaluate([ROW] * 3, Sampling(temperature=0.0)).result(20)
-        assert len(scores) == 3
+        evaluation = executor.workflow.run(
+            executor.fleet, ROW, group_id=0, seed=0, sampling=Sampling(temperature=0.0)
+        )
+        assert executor.run(evaluation).trajectories
         assert not teacher.asked
         executor.set_version(0)
         (group,) = executor.collect(timeout=20)

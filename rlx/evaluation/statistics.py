@@ -1,4 +1,4 @@
-"""Numbers of an evaluation: pass@k, maj@k, bootstrap intervals, the rows of its table."""
+"""Statistics of an evaluation: pass@k, maj@k, bootstrap intervals, the rows of its table."""
 
 import math
 from collections import Counter
@@ -15,12 +15,15 @@ _RESAMPLES = 2000
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """The chance that k of n samples hold a right one, unbiased: 1 − C(n − c, k) / C(n, k).
+    """Return the chance that k of n samples hold a right one: 1 − C(n − c, k) / C(n, k).
 
-    (Chen et al., 2107.03374, eq. 1.)
+    Unbiased (Chen et al., arXiv:2107.03374, eq. 1).
 
     Args:
       n: samples drawn, ≥ k. right: c, how many of them are right. k: ≥ 1.
+
+    Raises:
+      ValueError: k is not in [1, n].
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples; want 1 ≤ k ≤ n")
@@ -28,12 +31,12 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """How often the commonest of k answers is right: the mean over blocks of k samples in order.
+    """Return how often the commonest of k answers is right: the mean over blocks of k samples.
 
     Args:
-      answers: what each sample answered; None gave none and has no vote.
+      answers: of the samples in order; None: no answer, which has no vote.
       right: whether each is right.
-      k: samples a vote, ≥ 1; what is left over of the samples does not vote.
+      k: samples a vote, ≥ 1; samples left over do not vote.
 
     Returns:
       In [0, 1]; a tie goes to the answer that came first, a block without any answer is wrong.
@@ -50,7 +53,7 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
 
 
 def ballot(completion: str) -> str | None:
-    """What a completion answers, as text to vote with; equal numbers are equal texts.
+    """Return a completion's answer as text to vote with; equal numbers are equal texts.
 
     Of several readings the first that is a number counts, else the first. None: no answer.
     """
@@ -64,7 +67,7 @@ def ballot(completion: str) -> str | None:
 def interval(
     values: Sequence[float], level: float = 0.95, seed: int = 0
 ) -> tuple[float, float] | None:
-    """The bootstrap interval of a mean over questions, by percentiles of resampled means.
+    """Return the bootstrap interval of a mean over questions: percentiles of resampled means.
 
     Args:
       values: one a question. level: in (0, 1).
@@ -87,7 +90,7 @@ def per_question(
     pass_at: Sequence[int],
     maj_at: Sequence[int],
 ) -> dict[str, float]:
-    """The table's quantities for one question.
+    """Return the table's quantities for one question.
 
     Args:
       greedy: its record at temperature 0, or None. samples: its sampled records in order; a record
@@ -112,7 +115,7 @@ def per_question(
 
 
 def columns(pass_at: Sequence[int], maj_at: Sequence[int]) -> tuple[str, ...]:
-    """The table's columns behind `dataset` and `num_questions`."""
+    """Return the table's columns after `dataset` and `num_questions`."""
     return (
         "greedy_length",
         "sample_length",
@@ -126,7 +129,7 @@ def columns(pass_at: Sequence[int], maj_at: Sequence[int]) -> tuple[str, ...]:
 def row(
     dataset: str, questions: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> dict[str, object]:
-    """One row of the table: means over questions, and the intervals beside them."""
+    """Return one row of the table: means over questions, with their bootstrap intervals."""
     found: dict[str, object] = {"dataset": dataset, "num_questions": len(questions)}
     intervals = {}
     for name in names:
@@ -137,9 +140,9 @@ def row(
 
 
 def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str:
-    """The rows as aligned plain text; lengths to a tenth of a token, shares to a thousandth.
+    """Return the rows as aligned text; lengths to a tenth of a token, shares to a thousandth.
 
-    Rows of several models have their `model` in front, those of a data set beneath one another.
+    Rows of several models have their `model` in front and are grouped by data set.
     """
     several = len({row.get("model") for row in rows}) > 1
     lead = ("model", "dataset") if several else ("dataset",)
@@ -162,7 +165,7 @@ def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> st
 
 
 def check_samples(n: int, pass_at: Sequence[int], maj_at: Sequence[int]) -> None:
-    """Raises UserError for a k that n samples cannot give."""
+    """Raise UserError for a k that n samples cannot give."""
     for name, ks in (("pass", pass_at), ("maj", maj_at)):
         for k in ks:
             if not 1 <= k <= n:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.base import UserError
-from rlx.evaluation import scores
+from rlx.evaluation import statistics
 
 
 @given(st.integers(1, 9), st.data())
@@ -17,63 +17,63 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, data):
     drawn = [i < right for i in range(n)]
     subsets = list(itertools.combinations(drawn, k))
     expected = sum(any(s) for s in subsets) / len(subsets)
-    assert scores.pass_at_k(n, right, k) == pytest.approx(expected, abs=1e-12)
+    assert statistics.pass_at_k(n, right, k) == pytest.approx(expected, abs=1e-12)
 
 
 def test_pass_at_1_is_the_share_of_right_samples():
-    assert scores.pass_at_k(32, 8, 1) == pytest.approx(0.25)
+    assert statistics.pass_at_k(32, 8, 1) == pytest.approx(0.25)
     with pytest.raises(ValueError, match="k ≤ n"):
-        scores.pass_at_k(4, 1, 5)
+        statistics.pass_at_k(4, 1, 5)
 
 
 def test_the_commonest_answer_wins_and_a_tie_goes_to_the_first():
     answers = ["5", "7", "7", None, "7", "5", "5", "7"]
     right = [a == "7" for a in answers]
-    assert scores.maj_at_k(answers, right, 4) == 1.0  # 7, then a tie that 7 began
-    assert scores.maj_at_k(answers, [a == "5" for a in answers], 4) == 0.0
-    assert scores.maj_at_k(["5", "7", "7", "5"], [True, False, False, True], 4) == 1.0
-    assert scores.maj_at_k([None, None], [True, True], 2) == 0.0
+    assert statistics.maj_at_k(answers, right, 4) == 1.0  # 7, then a tie that 7 began
+    assert statistics.maj_at_k(answers, [a == "5" for a in answers], 4) == 0.0
+    assert statistics.maj_at_k(["5", "7", "7", "5"], [True, False, False, True], 4) == 1.0
+    assert statistics.maj_at_k([None, None], [True, True], 2) == 0.0
 
 
 def test_an_interval_covers_the_mean_and_shrinks_with_questions():
     draws = np.random.default_rng(0)
     few, many = (draws.binomial(1, 0.4, n).astype(float) for n in (20, 2000))
     for values in (few, many):
-        low, high = scores.interval(values)
+        low, high = statistics.interval(values)
         assert low <= values.mean() <= high
-    assert np.diff(scores.interval(many)) < 0.2 * np.diff(scores.interval(few))
-    assert scores.interval([1.0]) is None
-    assert scores.interval(few) == scores.interval(few)
+    assert np.diff(statistics.interval(many)) < 0.2 * np.diff(statistics.interval(few))
+    assert statistics.interval([1.0]) is None
+    assert statistics.interval(few) == statistics.interval(few)
     # of a normal mean: ± 1.96 standard errors
-    assert np.diff(scores.interval(many)) == pytest.approx(
+    assert np.diff(statistics.interval(many)) == pytest.approx(
         2 * 1.96 * many.std() / np.sqrt(len(many)), rel=0.1
     )
 
 
 def test_a_row_has_the_tables_columns_in_their_order():
-    names = scores.columns((8, 16), (16,))
+    names = statistics.columns((8, 16), (16,))
     assert names == (
         "greedy_length", "sample_length", "greedy_acc", "sample_pass@1", "pass@8", "pass@16",
         "maj@16",
     )  # fmt: skip
     greedy = {"reward": 1.0, "tokens": 10, "answer": "3"}
     samples = [{"reward": float(i < 4), "tokens": i, "answer": str(i < 4)} for i in range(16)]
-    found = scores.per_question(greedy, samples, (8, 16), (16,))
+    found = statistics.per_question(greedy, samples, (8, 16), (16,))
     assert found["sample_pass@1"] == 0.25
     assert found["pass@16"] == 1.0
     assert found["maj@16"] == 0.0
-    row = scores.row("gsm8k", [found, {**found, "greedy_acc": 0.0}], names)
+    row = statistics.row("gsm8k", [found, {**found, "greedy_acc": 0.0}], names)
     assert (row["dataset"], row["num_questions"]) == ("gsm8k", 2)
     assert (row["greedy_acc"], row["sample_length"]) == (0.5, 7.5)
     assert set(row["intervals"]) == set(names)
-    text = scores.text_table([row], names)
+    text = statistics.text_table([row], names)
     assert text.splitlines()[0].split() == ["dataset", "num_questions", *names]
     assert text.splitlines()[1].split()[:5] == ["gsm8k", "2", "10.0", "7.5", "0.500"]
 
 
 def test_a_k_beyond_the_samples_is_explained():
     with pytest.raises(UserError, match=r"pass@16 needs 16 samples .* n_samples=8"):
-        scores.check_samples(8, (8, 16), ())
+        statistics.check_samples(8, (8, 16), ())
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,9 @@ def test_a_k_beyond_the_samples_is_explained():
     ],
 )
 def test_answers_that_say_the_same_vote_together(completions, vote):
-    assert [scores.ballot(completion) for completion in completions] == [vote] * len(completions)
+    assert [statistics.ballot(completion) for completion in completions] == [vote] * len(
+        completions
+    )
 
 
 def test_models_stand_beneath_one_another_by_data_set():
@@ -100,7 +102,7 @@ def test_models_stand_beneath_one_another_by_data_set():
         for model in ("a", "longer")
         for name in ("x", "y")
     ]
-    lines = scores.text_table(rows, ("greedy_acc",)).splitlines()
+    lines = statistics.text_table(rows, ("greedy_acc",)).splitlines()
     found = [line.split()[:2] for line in lines]
     assert found == [["model", "dataset"], ["a", "x"], ["longer", "x"], ["a", "y"], ["longer", "y"]]
-    assert scores.text_table(rows[:2], ("greedy_acc",)).startswith("dataset  num_questions")
+    assert statistics.text_table(rows[:2], ("greedy_acc",)).startswith("dataset  num_questions")

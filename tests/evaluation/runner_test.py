@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rlx.base import UserError
-from rlx.evaluation.evaluator import Evaluator
+from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling
 from rlx.rollout.attempts import Patience, RolloutError, Skipped
 

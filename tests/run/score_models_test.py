@@ -14,21 +14,28 @@ import pytest
 from configs import arithmetic
 from rlx import config as rlx_config
 from rlx.base import UserError
-from rlx.evaluation import benchmarks, evaluations
-from rlx.evaluation.evaluations import GREEDY, Job, Options
+from rlx.evaluation import question_sets, sample_files
+from rlx.evaluation.sample_files import GREEDY, Asked, SampleRange
 from rlx.launch.local import LocalServers
 from rlx.launch.workdir_lock import occupied
 from rlx.main import fresh_workdir
 from rlx.model import directory, hf
 from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.rollout import arithmetic as rollout_arithmetic
+from rlx.run.export import named_models
 from rlx.run.inputs import server_options
+from rlx.run.score_models import score_models
 
 ASK = [
     sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",
     "--datasets=arithmetic,{file}", "--limit=4", "--n_samples=10", "--pass_at=8", "--maj_at=5",
     "--max_gen_tokens=48", "--output={out}",
 ]  # fmt: skip
+
+
+def score(config, models, sets, out, **options):
+    """The table of a config's evaluation."""
+    return score_models(config, models, sets, Asked(**options), out, lambda *_: None)
 
 
 def ask(out, file):
@@ -38,12 +45,16 @@ def ask(out, file):
 
 def test_what_is_pending_is_what_the_file_does_not_have(tmp_path):
     path = tmp_path / "samples.jsonl"
-    assert evaluations.pending(path, 1, 10) == [Job(0, GREEDY, 1), Job(0, 0, 8), Job(0, 8, 2)]
+    assert sample_files.pending(path, 1, 10) == [
+        SampleRange(0, GREEDY, 1),
+        SampleRange(0, 0, 8),
+        SampleRange(0, 8, 2),
+    ]
     for sample in (GREEDY, 8, 9, 3):
         append_jsonl(path, {"index": 0, "sample": sample})
-    assert evaluations.pending(path, 1, 10) == [Job(0, 0, 8)]
-    assert evaluations.pending(path, 1, 0) == []
-    assert len(evaluations.pending(path, 2, 10)) == 4
+    assert sample_files.pending(path, 1, 10) == [SampleRange(0, 0, 8)]
+    assert sample_files.pending(path, 1, 0) == []
+    assert len(sample_files.pending(path, 2, 10)) == 4
 
 
 def test_a_sample_counts_once_and_only_those_asked_for(tmp_path):
@@ -51,8 +62,8 @@ def test_a_sample_counts_once_and_only_those_asked_for(tmp_path):
     for sample, reward in ((GREEDY, 1.0), (0, 1.0), (0, 0.0), (1, 0.0), (2, 1.0)):
         append_jsonl(path, {"index": 0, "sample": sample, "reward": reward, "tokens": 5,
                             "answer": str(reward)})  # fmt: skip
-    options = Options(n_samples=2, pass_at=(2,), maj_at=())
-    row = evaluations.summary("x", path, 1, options, options.columns)
+    asked = Asked(n_samples=2, pass_at=(2,), maj_at=())
+    row = sample_files.summary("x", path, 1, asked)
     assert (row["greedy_acc"], row["sample_pass@1"], row["pass@2"]) == (1.0, 0.5, 1.0)
 
 
@@ -97,39 +108,39 @@ def test_the_command_prints_the_table_and_goes_on_where_it_stopped(tmp_path):
 
 
 def test_a_question_that_failed_is_wrong_without_a_length_and_asked_again(tmp_path):
-    path, options = tmp_path / "set.jsonl", Options(n_samples=2, pass_at=())
+    path, asked = tmp_path / "set.jsonl", Asked(n_samples=2, pass_at=())
     good = {"question": "q", "answer": "1", "completion": "1", "reward": 1.0, "tokens": 4}
     bad = {**good, "answer": None, "completion": "", "reward": 0.0, "tokens": 0, "error": "E: no"}
     for index, kinds in enumerate([[good, good, good], [bad, bad, bad]]):
         for sample, record in zip((-1, 0, 1), kinds, strict=True):
             append_jsonl(path, {**record, "index": index, "sample": sample})
-    row = evaluations.summary("set", path, 2, options, options.columns)
+    row = sample_files.summary("set", path, 2, asked)
     assert (row["greedy_acc"], row["sample_pass@1"], row["greedy_length"]) == (0.5, 0.5, 4.0)
     assert row["failed"] == 1
-    assert [(j.index, j.first) for j in evaluations.pending(path, 2, 2)] == [(1, -1), (1, 0)]
+    assert [(j.index, j.first) for j in sample_files.pending(path, 2, 2)] == [(1, -1), (1, 0)]
     for sample in (-1, 0, 1):
         append_jsonl(path, {**good, "index": 1, "sample": sample})
-    row = evaluations.summary("set", path, 2, options, options.columns)
+    row = sample_files.summary("set", path, 2, asked)
     assert (row["greedy_acc"], row["failed"]) == (1.0, 0)
-    assert evaluations.pending(path, 2, 2) == []
+    assert sample_files.pending(path, 2, 2) == []
 
 
 def test_models_are_named_by_what_tells_them_apart(tmp_path):
     for path in ("a/hf", "b/hf"):
         (tmp_path / path).mkdir(parents=True)
-    names = evaluations.named([str(tmp_path / "a/hf"), str(tmp_path / "b/hf"), "rlx:arithmetic"])
+    names = named_models([str(tmp_path / "a/hf"), str(tmp_path / "b/hf"), "rlx:arithmetic"])
     assert list(names)[:2] == ["a-hf", "b-hf"]
-    assert evaluations.named(["rlx:arithmetic"]).keys() == {"arithmetic"}
+    assert named_models(["rlx:arithmetic"]).keys() == {"arithmetic"}
     with pytest.raises(UserError, match="twice"):
-        evaluations.named(["rlx:arithmetic", "rlx:arithmetic"])
+        named_models(["rlx:arithmetic", "rlx:arithmetic"])
 
 
 def test_too_long_an_answer_for_the_model_is_explained(tmp_path):
     config = rlx_config.default()
     config.sampling.max_new_tokens = 100_000
-    models = evaluations.named(["rlx:arithmetic"])
+    models = named_models(["rlx:arithmetic"])
     with pytest.raises(UserError, match="exceeds the context"):
-        evaluations.run(config, models, [], Options(), Path(tmp_path), lambda *_: None)
+        score(config, models, [], Path(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +195,11 @@ def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
     )  # fmt: skip
     config = arithmetic.get_config()
     config.sampling.max_new_tokens = 16
-    sets = [(benchmarks.BENCHMARKS["arithmetic"], rollout_arithmetic.problems(0, "held_out", 3))]
-    models, options = {"other": other, "base": base}, Options(n_samples=0, pass_at=())
+    sets = [(question_sets.BENCHMARKS["arithmetic"], rollout_arithmetic.problems(0, "held_out", 3))]
+    models = {"other": other, "base": base}
 
     def answers(out):
-        evaluations.run(config, models, sets, options, out, lambda *_: None)
+        score(config, models, sets, out, n_samples=0, pass_at=())
         return [
             {r["index"]: r["completion"] for r in read_jsonl(out / name / "arithmetic.jsonl")}
             for name in models
@@ -210,43 +221,42 @@ def test_a_reward_model_is_refused(tmp_path):
     described["architectures"] = ["Qwen2ForSequenceClassification"]
     (valued / "config.json").write_text(json.dumps(described | {"id2label": {"0": "reward"}}))
     with pytest.raises(UserError, match="values texts and writes none"):
-        evaluations.run(config, {"a": valued}, [], Options(), tmp_path / "out", lambda *_: None)
+        score(config, {"a": valued}, [], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_data_sets_by_name_path_or_both():
-    assert benchmarks.find("gsm8k", "x").reward == "gsm8k"
-    assert benchmarks.find("runs/my.jsonl", "math") == benchmarks.Benchmark(
+    assert question_sets.find("gsm8k", "x").reward == "gsm8k"
+    assert question_sets.find("runs/my.jsonl", "math") == question_sets.Benchmark(
         "my", "runs/my.jsonl", "math"
     )
-    assert benchmarks.find("gsm8k=some/where.jsonl", "x").reward == "gsm8k"
-    assert benchmarks.find("mine=rows.jsonl", "math", "problem") == benchmarks.Benchmark(
+    assert question_sets.find("gsm8k=some/where.jsonl", "x").reward == "gsm8k"
+    assert question_sets.find("mine=rows.jsonl", "math", "problem") == question_sets.Benchmark(
         "mine", "rows.jsonl", "math", "problem"
     )
-    assert benchmarks.find("runs/x=1/rows.jsonl", "math").name == "rows"
+    assert question_sets.find("runs/x=1/rows.jsonl", "math").name == "rows"
     with pytest.raises(UserError, match="did you mean 'gsm8k'"):
-        benchmarks.find("gsm8", "x")
+        question_sets.find("gsm8", "x")
     with pytest.raises(UserError, match="names gsm8k twice"):
-        evaluations.question_sets("gsm8k=a.jsonl,gsm8k=b.jsonl", "x", 0)
+        question_sets.load_sets("gsm8k=a.jsonl,gsm8k=b.jsonl", "x", 0)
 
 
 def test_the_questions_of_a_file_have_the_configs_key(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text('{"problem": "1+1=?", "answer": "2"}\n')
     for text in (str(file), f"mine={file}"):
-        [(_, rows)] = evaluations.question_sets(text, "math", 0, "problem")
+        [(_, rows)] = question_sets.load_sets(text, "math", 0, "problem")
         assert (rows[0]["question"], rows[0]["answer"]) == ("1+1=?", "2")
 
 
 def test_an_evaluation_that_wrote_no_sample_claims_no_directory(tmp_path):
-    config, sets = arithmetic.get_config(), []
-    before = Options(temperature=0.1)
-    settings = evaluations._settings(config, {"m": Path("m")}, sets, before, tmp_path)
+    before = Asked(temperature=0.1)
+    settings = sample_files.settings(before, {"m": "m"}, {}, {}, tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    assert evaluations._settings(config, {"m": Path("n")}, sets, Options(), tmp_path)
+    assert sample_files.settings(Asked(), {"m": "n"}, {}, {}, tmp_path)
     append_jsonl(tmp_path / "m" / "x.jsonl", {"index": 0, "sample": 0})
     with pytest.raises(UserError, match=r"holds an evaluation with temperature=0.1"):
-        evaluations._settings(config, {"m": Path("m")}, sets, Options(), tmp_path)
+        sample_files.settings(Asked(), {"m": "m"}, {}, {}, tmp_path)
 
 
 def test_a_sample_that_cannot_be_read_is_put_aside_and_asked_for_again(tmp_path):
@@ -255,14 +265,14 @@ def test_a_sample_that_cannot_be_read_is_put_aside_and_asked_for_again(tmp_path)
     spoilt = [{**sample, "index": 1, key: None} for key in ("index", "tokens", "reward")]
     for record in (sample, *spoilt, {**sample, "index": 1, "answer": 7}):
         append_jsonl(path, record)
-    assert set_aside(path, evaluations._is_sample) == 4
-    assert [job.index for job in evaluations.pending(path, 2, 0)] == [1]
+    assert set_aside(path, sample_files.is_sample) == 4
+    assert [job.index for job in sample_files.pending(path, 2, 0)] == [1]
     assert len(list(read_jsonl(path.with_name("set.jsonl.unreadable")))) == 4
 
 
 def test_an_evaluation_is_refused_where_another_goes_on(tmp_path):
     with occupied(tmp_path), pytest.raises(UserError, match=r"runs in .*give another --output"):
-        evaluations.run(rlx_config.default(), {}, [], Options(0, pass_at=()), tmp_path, print)
+        score(rlx_config.default(), {}, [], tmp_path, n_samples=0, pass_at=())
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Question sets of evaluations, by name: where the hub has them, and how they are graded."""
+"""Question sets of evaluations by name: their place on the hub, and how they are graded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from rlx.rollout import arithmetic, data
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One set.
+    """One question set.
 
     Attributes:
       name: its row in the table.
@@ -41,7 +41,7 @@ BENCHMARKS = {
 
 
 def find(text: str, reward: str, question_key: str = "question") -> Benchmark:
-    """The set that one entry of --datasets means: a name, a .jsonl path, or NAME=PATH.
+    """Return the set of one entry of --datasets: a name, a .jsonl path, or NAME=PATH.
 
     Args:
       reward: how a path is graded, unless it is given as NAME=PATH with a name of BENCHMARKS.
@@ -62,7 +62,7 @@ def find(text: str, reward: str, question_key: str = "question") -> Benchmark:
 
 
 def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
-    """Its rows with `question` and `answer`; the first `limit` unless that is 0.
+    """Return the set's rows with `question` and `answer`; the first `limit` unless that is 0.
 
     Raises:
       UserError: a missing file or an unreachable hub, a row without its keys.
@@ -82,3 +82,22 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
         for r in found
     ]
     return named[:limit] if limit else named
+
+
+def load_sets(
+    text: str, reward: str, limit: int, question_key: str = "question"
+) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
+    """Return the sets of `--datasets` with their rows; `question_key` is that of rows in a file.
+
+    Raises:
+      UserError: none, an unknown or unreachable one, or two of one name.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    found = [find(part, reward, question_key) for part in parts if part]
+    if not found:
+        raise UserError(f"--datasets={text!r} names none; give gsm8k,math_500 or a .jsonl path")
+    names = [benchmark.name for benchmark in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--datasets names {name} twice; rename one of the files")
+    return [(benchmark, rows(benchmark, limit)) for benchmark in found]

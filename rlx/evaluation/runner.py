@@ -1,0 +1,321 @@
+"""Run workflows over rows without training: submit rows, wait for groups, read statistics.
+
+    with Evaluator(connect, workflow) as evaluator:
+        for row in rows:
+            evaluator.submit(row, n=8)
+        groups = evaluator.wait(len(rows))
+        print(evaluator.export_stats())
+
+The runner is the executor of training with max_staleness = ∞ and rows that end: the same attempts,
+patience, workflows, fleet and rewards, but no staleness bound and no publishing.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlx.base import Group
+from rlx.fleet.requests import Sampling
+from rlx.rewards.reward_pool import RewardSpan
+from rlx.rollout.attempts import Patience, Skipped
+from rlx.rollout.executor import Executor, group_seed
+from rlx.rollout.loop_thread import LoopThread
+from rlx.rollout.staleness import Limits
+from rlx.rollout.workflows import Generator, Workflow
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A submitted row: `run(fleet, seed=…)` makes its group, `future` gets it."""
+
+    number: int
+    row: Mapping[str, Any]
+    seed: int
+    run: Callable[..., Awaitable[Group]]
+    future: "Future[Group]"
+    attempts: int = 0
+
+
+class RowRunner:
+    """An executor of rows that are submitted one by one, each with options of its own.
+
+    The executor takes this object for its rows and its workflow.
+
+    Args:
+      loop: its thread has started. fleet: connected on it.
+      concurrency: rows in work at one time.
+      patience: with failed attempts. A row's future fails after its last one, and those of all rows
+        once too many attempts do.
+      timeout: seconds for one attempt.
+    """
+
+    def __init__(
+        self, loop: LoopThread, fleet: Generator, *, concurrency: int, patience: Patience,
+        timeout: float,
+    ):  # fmt: skip
+        self._open: dict[int, _Row] = {}  # by the executor's group_id
+        self._ids, self._waiting = itertools.count(), deque[int]()
+        self._loop, self._workflows = loop, list[Workflow]()
+        limits = Limits(batch_prompts=1, max_staleness=math.inf, concurrency=concurrency)
+        self.executor = Executor(
+            self, self, limits, fleet, patience=patience, request_timeout=timeout, loop=loop,
+            on_skip=lambda skipped: self._fail(skipped.group_id, skipped), on_change=self._settle,
+        )  # fmt: skip
+        self.executor.set_version(0)  # admission begins; an evaluation does not count versions
+
+    def submit(
+        self, workflow: Workflow, row: Mapping[str, Any], number: int, seed: int, **options: Any
+    ) -> "Future[Group]":
+        """Start one row and return at once; from any thread.
+
+        Args:
+          number: the group_id that `workflow` is given. seed: of the first attempt.
+          options: of `workflow.run`.
+        """
+        run = partial(workflow.run, row=row, group_id=number, **options)
+        submitted = _Row(number, row, seed, run, Future())
+
+        def add() -> None:
+            submitted.future.set_running_or_notify_cancel()  # nobody else ends it now
+            if workflow not in self._workflows:
+                self._workflows.append(workflow)
+            group_id = next(self._ids)
+            self._open[group_id] = submitted
+            self._waiting.append(group_id)
+            self.executor.wake()
+            self._settle()  # fails at once where the executor has stopped
+
+        self._loop.call_soon(add)
+        return submitted.future
+
+    def cancel(self) -> None:
+        """End every attempt, fail the futures and close the workflows; not from the loop."""
+        self.executor.close()
+        for group_id in list(self._open):
+            self._fail(group_id, CancelledError())
+
+    def _settle(self) -> None:
+        """Give finished groups, or what stopped the executor, to the futures."""
+        try:
+            while batch := self.executor.collect(timeout=0):
+                done = self._open.pop(batch[0].group_id)
+                done.future.set_result(replace(batch[0], group_id=done.number))
+        except Exception as error:
+            for group_id in list(self._open):
+                self._fail(group_id, error)
+
+    def _fail(self, group_id: int, error: Exception) -> None:
+        self._open.pop(group_id).future.set_exception(error)
+
+    # Asked by the executor.
+
+    def next(self) -> tuple[int, Mapping[str, Any]]:
+        """Return the next row submitted; raise StopIteration where there is none."""
+        if not self._waiting:
+            raise StopIteration
+        group_id = self._waiting.popleft()
+        return group_id, self.row(group_id)
+
+    def row(self, group_id: int) -> Mapping[str, Any]:
+        """Return a row under way."""
+        return self._open[group_id].row
+
+    def index(self, group_id: int) -> int:
+        """Return the number of a row under way."""
+        found = self._open.get(group_id)  # None once something has stopped the executor
+        return found.number if found else group_id
+
+    async def run(
+        self, fleet: Generator, row: Mapping[str, Any], *, group_id: int, seed: int, **_: Any
+    ) -> Group:
+        """Run the row's own workflow, with another seed after each failure."""
+        own = self._open[group_id]
+        drawn = group_seed(own.seed, own.number, own.attempts) if own.attempts else own.seed
+        own.attempts += 1
+        return replace(await own.run(fleet, seed=drawn), group_id=group_id)
+
+    def drain_spans(self) -> list[RewardSpan]:
+        """Return none: the rows' workflows keep theirs."""
+        return []
+
+    async def aclose(self) -> None:
+        """Close the workflows that have processes or sockets."""
+        for workflow in self._workflows:
+            if aclose := getattr(workflow, "aclose", None):
+                await aclose()
+
+
+class Evaluator:
+    """Runs workflows over rows on a thread of its own.
+
+    Args:
+      connect: makes a fleet that is ready; called on the evaluator's loop. A fleet with `close` is
+        closed there too.
+      workflow: what `submit` runs unless it names another.
+      concurrency: rows in work at one time.
+      patience: with failed attempts. A user's mistake is not tried again.
+      timeout: seconds for one attempt.
+      seed: of the evaluation; a row's seed is a function of it and of the row's number.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Coroutine[Any, Any, Generator]],
+        workflow: Workflow,
+        *,
+        concurrency: int = 64,
+        patience: Patience | None = None,
+        timeout: float = 3600.0,
+        seed: int = 0,
+    ):
+        self._connect, self._workflow, self._seed = connect, workflow, seed
+        self._loop, self._concurrency, self._timeout = LoopThread("evaluator"), concurrency, timeout
+        self._patience = replace(patience or Patience(), mistakes=False)
+        self._runner: RowRunner | None = None
+        self._waiting: deque[Future[Group]] = deque()
+        self._count, self._finished = 0, list[Group]()
+
+    def start(self) -> "Evaluator":
+        """Start the thread and connect the fleet; raise what that raises."""
+        self._loop.start()
+        try:
+            self._fleet = self._loop.run(self._connect())
+        except BaseException:
+            self._loop.close()
+            raise
+        self._runner = RowRunner(
+            self._loop,
+            self._fleet,
+            concurrency=self._concurrency,
+            patience=self._patience,
+            timeout=self._timeout,
+        )
+        return self
+
+    def close(self) -> None:
+        """Cancel what is under way, close the fleet and end the thread."""
+        if self._runner and self._loop.alive:
+            self._runner.cancel()
+            if close := getattr(self._fleet, "close", None):
+                self._loop.run(close())
+        self._loop.close()
+
+    def __enter__(self) -> "Evaluator":
+        return self.start()
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def submit(
+        self,
+        row: Mapping[str, Any],
+        *,
+        n: int | None = None,
+        sampling: Sampling | None = None,
+        workflow: Workflow | None = None,
+        group_id: int | None = None,
+        seed: int | None = None,
+    ) -> "Future[Group]":
+        """Start one row and return at once.
+
+        Args:
+          row: of a dataset.
+          n, sampling: trajectories of its group and how they are drawn; the workflow's own by
+            default.
+          group_id, seed: how many were submitted before, and a function of that, by default.
+
+        Returns:
+          A future of its group; `wait` has it too. It fails with Skipped where the row's last
+          attempt has failed, and with what ended the evaluation where that ended.
+        """
+        if self._runner is None:
+            raise RuntimeError("start the evaluator before submitting to it")
+        number = self._count if group_id is None else group_id
+        self._count += 1
+        drawn = group_seed(self._seed, number, 0) if seed is None else seed
+        future = self._runner.submit(
+            workflow or self._workflow, row, number, drawn, sampling=sampling, n=n
+        )
+        future.add_done_callback(self._note)
+        self._waiting.append(future)
+        return future
+
+    def _note(self, future: "Future[Group]") -> None:
+        if not future.exception():
+            self._finished.append(future.result())
+
+    def wait(self, count: int | None = None, timeout: float | None = None) -> list[Group]:
+        """Return the groups of the oldest `count` rows not waited for yet; default: of all.
+
+        Raises:
+          TimeoutError: they are not all done in `timeout` seconds; they can be waited for again.
+          Skipped, UserError: a row failed for good.
+          RolloutError, Unavailable: nothing seems to work.
+        """
+        count = len(self._waiting) if count is None else count
+        if count > len(self._waiting):
+            raise ValueError(f"wait({count}) with {len(self._waiting)} rows submitted; submit more")
+        wanted = [self._waiting[i] for i in range(count)]
+        done, late = wait(wanted, timeout)
+        if late:
+            raise TimeoutError(f"{len(done)} of {count} rows are done after {timeout:g} s")
+        try:
+            groups = [future.result() for future in wanted]
+        except Skipped as skipped:
+            raise skipped.reason  # noqa: B904 - its own cause is the failure
+        for _ in wanted:
+            self._waiting.popleft()
+        return groups
+
+    def rollout_batch(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        n: int | None = None,
+        sampling: Sampling | None = None,
+        workflow: Workflow | None = None,
+        timeout: float | None = None,
+    ) -> list[Group]:
+        """Submit rows and wait for them; return their groups, in the rows' order."""
+        if self._waiting:
+            raise RuntimeError("rows submitted before are not waited for yet; call wait() first")
+        for row in rows:
+            self.submit(row, n=n, sampling=sampling, workflow=workflow)
+        return self.wait(len(rows), timeout)
+
+    def export_stats(self) -> dict[str, float]:
+        """Return means over all trajectories finished since the last call; counting begins again.
+
+        reward and its standard deviation, sampled tokens and prompt tokens of a trajectory, share
+        cut off by length, groups, trajectories, info/* of the workflow, and, of the whole
+        evaluation, failed attempts.
+        """
+        groups, self._finished = self._finished, []
+        found = [t for group in groups for t in group.trajectories]
+        failed = self._runner.executor.counters()["failed"] if self._runner else 0
+        stats = {
+            "num_groups": float(len(groups)),
+            "num_trajectories": float(len(found)),
+            "num_failures": float(failed),
+        }
+        if found:
+            trained = np.array([t.num_trained for t in found])
+            rewards = np.array([t.reward for t in found])
+            stats |= {
+                "reward": float(rewards.mean()),
+                "reward_std": float(rewards.std()),
+                "completion_tokens": float(trained.mean()),
+                "prompt_tokens": float(np.mean([len(t.tokens) for t in found]) - trained.mean()),
+                "no_eos_ratio": float(np.mean([t.truncated for t in found])),
+            }
+            for name in sorted({name for t in found for name in t.info}):
+                values = [t.info[name] for t in found if name in t.info]
+                stats[f"info/{name}"] = float(np.mean(values))
+        return stats

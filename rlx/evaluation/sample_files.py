@@ -1,0 +1,185 @@
+"""The directory of an evaluation: settings, every sample, and the table made of them.
+
+    OUT/settings.json              what was asked for; another evaluation does not continue it
+    OUT/MODEL/SET.jsonl            every finished sample, appended as it comes
+    OUT/MODEL/hf                   the HF directory that a checkpoint was converted to
+    OUT/results.json, table.txt    the table, with bootstrap intervals in the former
+
+A sample that a file has is never generated again; one that failed is.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlx.agents import from_command_line
+from rlx.base import Group, UserError
+from rlx.evaluation import statistics
+from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, write_atomically
+
+CHUNK = 8  # samples a request: what an interruption may cost of a question
+GREEDY = -1  # the sample number of the answer at temperature 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How questions are asked, and the columns of the table.
+
+    Attributes:
+      temperature, top_p: of the sampled answers.
+      workflow: class of a workflow or an agent, by name; empty: one turn, graded (RLVR).
+      workflow_kwargs: of its constructor.
+      n_samples: sampled answers a question; 0: the greedy one only.
+      pass_at, maj_at: the k of the columns.
+    """
+
+    temperature: float = 0.6
+    top_p: float = 0.95
+    workflow: str = ""
+    workflow_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    n_samples: int = 32
+    pass_at: tuple[int, ...] = (8, 16)
+    maj_at: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The table's columns after `dataset` and `num_questions`."""
+        return statistics.columns(self.pass_at, self.maj_at)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRange:
+    """Samples `first` … `first + count − 1` of a question, or its greedy answer: one request."""
+
+    index: int
+    first: int
+    count: int
+
+
+def is_sample(record: Mapping[str, Any]) -> bool:
+    """Whether a line of a samples file has all that the table is made of."""
+    whole = all(isinstance(record.get(key), int) for key in ("index", "sample", "tokens"))
+    answered = isinstance(record.get("answer", 0), str | None)
+    return whole and answered and isinstance(record.get("reward"), int | float)
+
+
+def pending(path: Path, questions: int, n_samples: int) -> list[SampleRange]:
+    """Return the requests for samples that a file does not have yet."""
+    done = {(r["index"], r["sample"]) for r in read_jsonl(path) if "error" not in r}
+    found = []
+    for index in range(questions):
+        if (index, GREEDY) not in done:
+            found.append(SampleRange(index, GREEDY, 1))
+        for first in range(0, n_samples, CHUNK):
+            count = min(CHUNK, n_samples - first)
+            if any((index, first + i) not in done for i in range(count)):
+                found.append(SampleRange(index, first, count))
+    return found
+
+
+def keep(
+    path: Path,
+    samples: SampleRange,
+    row: Mapping[str, Any],
+    group: Group | BaseException,
+    tokenizer: Any,
+) -> None:
+    """Append the samples of a group, or of the failure that stands in its place."""
+    if isinstance(group, Group):
+        parts = from_command_line.samples(group, samples.count)
+        found = [from_command_line.record(each, tokenizer) for each in parts]
+        answers = [statistics.ballot(each["completion"]) for each in found]
+    else:
+        error = f"{type(group).__name__}: {group}"
+        nothing = {"completion": "", "reward": 0.0, "tokens": 0, "error": error}
+        found, answers = [nothing] * samples.count, [None] * samples.count
+    for sample, record, answer in zip(range(samples.count), found, answers, strict=True):
+        head = {
+            "index": samples.index,
+            "sample": GREEDY if samples.first == GREEDY else samples.first + sample,
+            "question": row["question"],
+            "answer_key": row.get("answer"),
+            "answer": answer,
+        }
+        append_jsonl(path, {**head, **record})
+
+
+def summary(name: str, path: Path, questions: int, asked: Asked) -> dict[str, Any]:
+    """Return the table's row of one samples file, and how many questions have a failed sample.
+
+    Of two records of one sample the first counts; a record of a failure counts if there is no
+    other.
+    """
+    samples: dict[int, dict[int, dict]] = {}
+    for record in sorted(read_jsonl(path), key=lambda record: "error" in record):
+        if record["sample"] < asked.n_samples:
+            samples.setdefault(record["index"], {}).setdefault(record["sample"], record)
+    found, failed = [], 0
+    for index in range(questions):
+        own = samples.get(index, {})
+        failed += any("error" in record for record in own.values())
+        greedy, ordered = own.pop(GREEDY, None), [own[i] for i in sorted(own)]
+        found.append(statistics.per_question(greedy, ordered, asked.pass_at, asked.maj_at))
+    return {**statistics.row(name, found, asked.columns), "failed": failed}
+
+
+def write_table(out: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Write results.json and table.txt."""
+    write_atomically(out / "results.json", json.dumps(list(rows), indent=2).encode())
+    write_atomically(out / "table.txt", (statistics.text_table(rows, names) + "\n").encode())
+
+
+def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
+    """Return a line for each row of the table that has questions which failed."""
+    return [
+        f"{row['failed']} of {row['num_questions']} questions failed and count as wrong: see error "
+        f"in {out / row['model'] / row['dataset']}.jsonl; the same command asks them again"
+        for row in rows
+        if row["failed"]
+    ]
+
+
+def settings(
+    asked: Asked,
+    models: Mapping[str, str],
+    datasets: Mapping[str, list],
+    further: Mapping[str, Any],
+    out: Path,
+) -> dict[str, Any]:
+    """Return what settings.json shall say.
+
+    Args:
+      models: name → path. datasets: name → [source, number of rows].
+      further: whatever else changes the samples.
+
+    Raises:
+      UserError: OUT holds samples of an evaluation with other settings.
+    """
+    own = {
+        **further,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "workflow": asked.workflow or None,
+        "workflow_kwargs": dict(asked.workflow_kwargs) or None,
+    }
+    before, path = {}, out / "settings.json"
+    # An evaluation that failed before it wrote anything claims nothing.
+    if path.exists() and any((*out.glob("*/*.jsonl"), *out.glob("*/hf"))):
+        before = read_json(path)
+        for key, value in own.items():
+            if before.get(key) != value:
+                raise UserError(
+                    f"{out} holds an evaluation with {key}={before.get(key)!r}, this one has "
+                    f"{value!r}; give another --output"
+                )
+    for key, named in (("models", models), ("datasets", datasets)):
+        own[key] = before.get(key, {})
+        for name, value in named.items():
+            if own[key].setdefault(name, value) != value:
+                raise UserError(
+                    f"{out} holds {name} of {own[key][name]}, this one is {value}; give another "
+                    "--output"
+                )
+    return own

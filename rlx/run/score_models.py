@@ -1,0 +1,284 @@
+"""Score models × question sets without a trainer: `python -m rlx.evaluate`.
+
+The fleet is that of training: local servers, started for each model, or running ones, which are
+given each model in turn. Every sample is kept, and none is generated twice
+(rlx/evaluation/sample_files.py).
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rlx.agents import from_command_line, loading
+from rlx.base import UserError
+from rlx.cli import flags
+from rlx.evaluation import sample_files, statistics
+from rlx.evaluation.question_sets import Benchmark
+from rlx.evaluation.runner import Evaluator
+from rlx.evaluation.sample_files import GREEDY, Asked, SampleRange
+from rlx.fleet import wire
+from rlx.fleet.client import Fleet, Timeouts
+from rlx.fleet.requests import Sampling
+from rlx.fleet.tls import client_tls
+from rlx.launch.local import LocalServers, servers_plan
+from rlx.launch.servers import RunningServers, servers_of
+from rlx.launch.workdir_lock import make_directory, occupied
+from rlx.model.directory import load_config
+from rlx.observe.jsonl import set_aside, write_atomically
+from rlx.rewards.reward_pool import RewardPool
+from rlx.rewards.worker_process import WorkerLimits
+from rlx.rollout.attempts import Skipped
+from rlx.rollout.executor import group_seed
+from rlx.rollout.workflows import Workflow
+from rlx.run.export import directory_of
+from rlx.run.inputs import has_servers, load_tokenizer, patience, server_options
+
+Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
+
+
+def asked_by(config: ConfigDict, values: Any) -> Asked:
+    """Return how questions are asked, and put the budget of an answer into `config`.
+
+    Args:
+      values: flags of rlx.evaluate; empty ones have their defaults.
+    """
+
+    def number(name: str, kind: Callable[[str], Any], default: Any) -> Any:
+        return flags.number(values, name, kind, default)
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(",")))
+
+    budget = number("max_gen_tokens", int, config.sampling.max_new_tokens)
+    with config.unlocked():
+        config.sampling.max_new_tokens, config.eval.max_new_tokens = budget, 0
+    n_samples = number("n_samples", int, 32)
+    return Asked(
+        n_samples=n_samples,
+        temperature=number("temperature", float, 0.6),
+        top_p=number("top_p", float, 0.95),
+        pass_at=number("pass_at", numbers, (8, 16)) if n_samples else (),
+        maj_at=number("maj_at", numbers, ()) if n_samples else (),
+        workflow=values.workflow,
+        workflow_kwargs=loading.parse_kwargs(values.workflow_kwargs),
+    )
+
+
+def score_models(
+    config: ConfigDict,
+    models: Mapping[str, Path],
+    sets: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]],
+    asked: Asked,
+    out: Path,
+    show: Show,
+) -> list[dict[str, Any]]:
+    """Ask every model every question whose samples OUT does not have yet, and write the table.
+
+    Args:
+      config: of a run; `sampling.max_new_tokens` is the budget of an answer, `fleet`, `data` and
+        `reward` are as in training.
+      models: name → HF directory or checkpoint.
+      show: called as samples come.
+
+    Returns:
+      The rows of results.json: model, dataset, the columns of the table, failed.
+
+    Raises:
+      UserError: OUT holds another evaluation, or a server, prompt or grader cannot work.
+    """
+    statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
+    if not has_servers(config):
+        raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
+    token = wire.take_token(os.environ)
+    with _owned(out):
+        settings = sample_files.settings(
+            asked,
+            {name: str(path.absolute()) for name, path in models.items()},
+            {found.name: [found.source, len(rows)] for found, rows in sets},
+            {
+                "max_gen_tokens": config.sampling.max_new_tokens,
+                "system_prompt": config.data.system_prompt,
+                "seed": config.seed,
+            },
+            out,
+        )
+        directories = {name: directory_of(path, out / name) for name, path in models.items()}
+        for directory in directories.values():
+            _check_model(config, directory)
+        write_atomically(out / "settings.json", json.dumps(settings, indent=2).encode())
+        table = []
+        for model, directory in directories.items():
+            todo = []
+            for found, rows in sets:
+                path = out / model / f"{found.name}.jsonl"
+                set_aside(path, sample_files.is_sample)
+                if samples := sample_files.pending(path, len(rows), asked.n_samples):
+                    todo.append(_set_of(config, directory, found, rows, samples, path, asked))
+            if todo:
+                with _servers(config, directory, out / model, token) as servers:
+                    for one in todo:
+                        _ask(config, directory, servers, one, asked, f"{model} {one.name}", show)
+            for found, rows in sets:
+                path = out / model / f"{found.name}.jsonl"
+                row = sample_files.summary(found.name, path, len(rows), asked)
+                table.append({"model": model, **row})
+                sample_files.write_table(out, table, asked.columns)
+        return table
+
+
+@contextmanager
+def _owned(out: Path) -> Iterator[None]:
+    """Make OUT, for this process alone; remove it again if nothing was written."""
+    made = not out.exists()
+    make_directory(out, "--output")
+    try:
+        with occupied(out, "--output"):
+            yield
+    finally:
+        with suppress(OSError):
+            if made:
+                out.rmdir()
+
+
+def _check_model(config: ConfigDict, directory: Path) -> None:
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    model = load_config(directory)
+    if model.value_head:
+        raise UserError(f"{directory} values texts and writes none; give a language model")
+    if longest > model.max_position:
+        raise UserError(
+            f"data.max_prompt_tokens + --max_gen_tokens = {longest} exceeds the context of "
+            f"{directory}, {model.max_position} tokens; lower one of them"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Set:
+    """A question set, and what answers, grades and keeps the samples it still needs."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    samples: Sequence[SampleRange]
+    path: Path
+    tokenizer: Any
+    workflow: Workflow
+    pool: RewardPool | None  # not started; None: the workflow grades by itself
+
+
+def _set_of(
+    config: ConfigDict,
+    directory: Path,
+    found: Benchmark,
+    rows: Sequence[Mapping[str, Any]],
+    samples: Sequence[SampleRange],
+    path: Path,
+    asked: Asked,
+) -> _Set:
+    """Return a set with its workflow; raise UserError for a question that is too long."""
+    reward, tokenizer = config.reward, load_tokenizer(directory)
+    pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
+    workflow, graded = from_command_line.build(
+        asked.workflow,
+        asked.workflow_kwargs,
+        tokenizer=tokenizer,
+        sampling=Sampling(),
+        reward_pool=pool,
+        n=1,
+        system_prompt=config.data.system_prompt,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_model_len=load_config(directory).max_position,
+        workers=reward.workers,
+        limits=WorkerLimits.of(config.agents),
+        process_per_run=config.agents.process_per_run,
+    )
+    if check := getattr(workflow, "check", None):
+        check(rows, found.name)
+    return _Set(found.name, rows, samples, path, tokenizer, workflow, pool if graded else None)
+
+
+def _servers(
+    config: ConfigDict, directory: Path, workdir: Path, token: str | None
+) -> LocalServers | RunningServers:
+    fleet = config.fleet
+    return servers_of(
+        fleet.addresses,
+        directory,
+        token=token,
+        tls=client_tls(**fleet.tls),
+        workdir=workdir,
+        plan=servers_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads),
+        **server_options(config),
+    )
+
+
+def _ask(
+    config: ConfigDict,
+    directory: Path,
+    servers: LocalServers | RunningServers,
+    one: _Set,
+    asked: Asked,
+    what: str,
+    show: Show,
+) -> None:
+    """Get every sample of a set; a row that fails for good scores 0.
+
+    Raises the first failure that is not one row's, after the others' samples are written.
+    """
+    seconds = config.rollout.request_timeout_seconds
+    fleet = servers.fleet(limits=Timeouts.of(config.fleet, seconds))
+
+    async def connect() -> Fleet:
+        try:
+            await fleet.connect()
+            if isinstance(servers, RunningServers):  # whatever they serve
+                await fleet.publish(0, directory, "stream")
+        except BaseException:
+            await fleet.close()
+            raise
+        return fleet
+
+    def submit(each: SampleRange):
+        greedy = each.first == GREEDY
+        sampling = Sampling(
+            temperature=0.0 if greedy else asked.temperature,
+            top_p=1.0 if greedy else asked.top_p,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop=tuple(config.sampling.stop),
+        )
+        seed = group_seed(config.seed, each.index, each.first)
+        return evaluator.submit(
+            one.rows[each.index], n=each.count, sampling=sampling, group_id=each.index, seed=seed
+        )
+
+    concurrency = config.rollout.max_concurrent_rollouts
+    evaluator = Evaluator(
+        connect, one.workflow, concurrency=concurrency, patience=patience(config), timeout=seconds
+    )
+    done, wanted, ended = 0, sum(each.count for each in one.samples), None
+    if one.pool:
+        one.pool.start()  # its workers import their libraries while the first answers come
+    try:
+        with evaluator:
+            show(what, 0, wanted)
+            futures = {submit(each): each for each in one.samples}
+            for future in as_completed(futures):
+                each, error = futures[future], future.exception()
+                if error and not isinstance(error, Skipped):
+                    ended = ended or error
+                    continue
+                group = error.reason if isinstance(error, Skipped) else future.result()
+                sample_files.keep(one.path, each, one.rows[each.index], group, one.tokenizer)
+                done += each.count
+                show(what, done, wanted)
+            if ended:
+                raise ended
+    finally:
+        if one.pool:
+            one.pool.close()
