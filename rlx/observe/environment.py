@@ -1,4 +1,4 @@
-"""Where a run ran: machine, interpreter, package versions, commit. For reports and bug reports.
+"""A run's environment for (bug) reports: machine, interpreter, package versions, commit.
 
 Nothing private is recorded: no host name, no user, and only those environment variables that change
 speed or devices.

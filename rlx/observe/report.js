@@ -46,7 +46,7 @@
     const keys = figure.querySelectorAll(".legend i");
     const known = lines.some((line) => line.times.some((time) => time !== null));
     const by = root.dataset.axis === "times" && known && !stacked ? "times" : "steps";
-    const series = [{}], tables = [], shown = []; // shown: the series whose values the tooltip tells
+    const series = [{}], tables = [], shown = []; // shown: each line's series of exact values, for the tooltip
 
     const add = (i, values, options) => {
       const { [by]: places, color, dots } = lines[i];

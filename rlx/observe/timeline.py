@@ -1,4 +1,4 @@
-"""Who did what when: spans of trainer, servers, rewards and publishes on one clock.
+"""The timeline of a run: spans of trainer, servers, rewards and publishes on one clock.
 
 Saved as a Chrome trace, which https://ui.perfetto.dev opens. The clock is CLOCK_MONOTONIC in
 nanoseconds, which all processes of one machine share, so a server's spans need no

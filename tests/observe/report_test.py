@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 
@@ -177,6 +178,13 @@ def test_five_hundred_steps_stay_fast_and_small(make_run, tmp_path):
     text = page(load(run))
     assert time.monotonic() - start < 10, "1 s on a quiet core"
     assert len(text) < 1_500_000
+
+
+def test_the_vendored_library_is_the_version_it_names():
+    vendored = resources.files("rlx.observe") / "uplot"
+    named = re.search(r"uPlot ([\d.]+),", (vendored / "README.md").read_text()).group(1)
+    assert f"(v{named})" in (vendored / "uPlot.iife.min.js").read_text().splitlines()[0]
+    assert "MIT License" in (vendored / "LICENSE").read_text()
 
 
 def test_a_chart_cannot_leave_its_script(make_run, tmp_path):
