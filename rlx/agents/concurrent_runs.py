@@ -64,20 +64,21 @@ class Blocker:
 
     Attributes:
       stack: from that line down, of the latest look.
-      seconds: in all; `computed`: those of them in which the thread computed rather than waited.
-      longest, times: seconds of its longest callback, and in how many it was.
+      seconds: in all.
+      computing_seconds: those of them in which the thread computed rather than waited.
+      longest, stalls: seconds of its longest callback, and in how many callbacks it was.
     """
 
     stack: list[str]
     seconds: float = 0.0
-    computed: float = 0.0
+    computing_seconds: float = 0.0
     longest: float = 0.0
-    times: int = 0
+    stalls: int = 0
 
     @property
     def computes(self) -> bool:
         """Whether it computed; on a crowded machine that is a small part of its seconds."""
-        return self.computed > 0.2 * self.seconds
+        return self.computing_seconds > 0.2 * self.seconds
 
     @property
     def remedy(self) -> str:
@@ -199,11 +200,11 @@ class ConcurrentRuns(logging.Handler):
             blocker.stack = lines
             part = seconds / max(len(looks), 1)
             blocker.seconds += part
-            blocker.computed += part * min(computed / late, 1.0)
+            blocker.computing_seconds += part * min(computed / late, 1.0)
             share[lines[0]] = share.get(lines[0], 0.0) + part
         for line, part in share.items():
             blocker = self.observed.blockers[line]
-            blocker.longest, blocker.times = max(blocker.longest, part), blocker.times + 1
+            blocker.longest, blocker.stalls = max(blocker.longest, part), blocker.stalls + 1
 
     def _late(self, seconds: float, computed: float, stack: list[Place]) -> None:
         """Keep a look; report a blocked loop, and interrupt it where that is all that helps."""

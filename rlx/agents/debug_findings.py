@@ -136,7 +136,9 @@ class Evidence:
             "stalls": {
                 "count": len(self.seen.slow), "seconds": sum(self.seen.slow),
                 "longest": max(self.seen.slow, default=0.0),
-                "causes": [asdict(found) | {"remedy": found.remedy} for found in self.blockers],
+                "causes": [
+                    {"at": b.stack[0], **asdict(b), "remedy": b.remedy} for b in self.blockers
+                ],
             },
             "left": {kind: dict(names) for kind, names in self.seen.left.items()},
             "outcomes": [
@@ -284,7 +286,7 @@ def _loop(e: Evidence) -> Iterator[DebugFinding]:
     for blocker, level in list(zip(e.blockers, levels, strict=True))[:5]:
         name = "kept busy by" if blocker.computes else "blocked by"
         inside = f", in {blocker.stack[-1]}" if len(blocker.stack) > 1 else ""
-        once = f"{_times(blocker.times)}; {duration(blocker.longest)} at most in one go"
+        once = f"{_times(blocker.stalls)}; {duration(blocker.longest)} at most in one go"
         found = f"{duration(blocker.seconds)} at {blocker.stack[0]}{inside} ({once})"
         yield DebugFinding(name, level, found, blocker.remedy)
 

@@ -152,11 +152,11 @@ class Recorder:
         with contextlib.suppress(ValueError, OSError):  # three sockets for each call in flight
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve()), name="rlx-recorder", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="rlx-recorder", daemon=True)
         self._thread.start()
         self._ready.wait()
+        if not self._port:
+            raise UserError("the recording proxy did not start; its traceback is above")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,6 +174,12 @@ class Recorder:
     def connections(self) -> int:
         """Return how many connections agents have open."""
         return len(self._runner.server.connections) if self._runner.server else 0
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._ready.set()
 
     async def _serve(self) -> None:
         import aiohttp
