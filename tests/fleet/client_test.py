@@ -333,7 +333,7 @@ def test_no_server_alive(tools, tmp_path):
             start = time.monotonic()
             tasks = [fleet.generate(PROMPT, sampling(), 1) for _ in range(5)]
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert 0.4 < time.monotonic() - start < 5
+            assert time.monotonic() - start > 0.4
             for error in results:
                 assert isinstance(error, UserError)
                 assert "no rollout server alive for 0.5 s" in str(error)

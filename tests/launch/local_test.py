@@ -115,14 +115,15 @@ def test_start_wait_stop(tmp_path):
     local.stop()
 
 
-def test_stop_ends_a_stopped_server(tmp_path):
+def test_stop_ends_a_stopped_server(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlx.launch.local._STOP_SECONDS", 60.0)
     with start(tmp_path) as local:
         local.wait()
         (pid,) = local.pids
         os.kill(pid, signal.SIGSTOP)
         start_time = time.monotonic()
     assert ended(pid, 0.1)
-    assert time.monotonic() - start_time < 4, "it was killed for not listening, not ended"
+    assert time.monotonic() - start_time < 30, "it was killed for not listening, not ended"
 
 
 def test_stop_kills_a_server_that_does_not_listen(tmp_path, monkeypatch):

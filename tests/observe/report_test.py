@@ -174,9 +174,9 @@ def test_the_command_prints_the_path_or_one_error_line(run, tmp_path):
 
 def test_five_hundred_steps_stay_fast_and_small(make_run, tmp_path):
     run = make_run(tmp_path / "long", steps=500)
-    start = time.monotonic()
+    start = time.process_time()
     text = page(load(run))
-    assert time.monotonic() - start < 10, "1 s on a quiet core"
+    assert time.process_time() - start < 10, "1 s on a quiet core, of this process alone"
     assert len(text) < 1_500_000
 
 

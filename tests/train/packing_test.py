@@ -1,7 +1,6 @@
 """Packing: every token once, rows as first-fit decreasing says, few shapes."""
 
-import sys
-from collections import Counter
+import time
 
 import numpy as np
 import pytest
@@ -171,16 +170,11 @@ def test_a_large_batch_packs_without_a_loop_over_its_tokens():
         Group(g, tuple(trajectory(rng, 50, int(s) - 50) for s in sizes[g * 16 : g * 16 + 16]))
         for g in range(512)
     ]
-    calls = Counter()
-    sys.setprofile(lambda frame, event, _: calls.update([event]))
-    try:
-        flat = packing.flatten(groups)
-        planned = packing.plan(flat.sizes, 16384, BUCKETS, attention_cost=6e-5)
-        packing.microbatches(flat, np.arange(8192), planned)
-    finally:
-        sys.setprofile(None)
-    # 65 calls of Python and C a sequence; its tokens are 357, and rows to try for it hundreds.
-    assert calls["call"] + calls["c_call"] < 130 * 8192
+    start = time.thread_time()  # of this thread alone, whatever else the machine does
+    flat = packing.flatten(groups)
+    planned = packing.plan(flat.sizes, 16384, BUCKETS, attention_cost=6e-5)
+    packing.microbatches(flat, np.arange(8192), planned)
+    assert time.thread_time() - start < 10  # 0.3 s; a loop over tokens and rows takes minutes
 
 
 def test_minibatches_are_whole_groups():
