@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
-from rlx.fleet import tls as transport
 from rlx.fleet import wire
-from rlx.fleet.addresses import FILE, read_addresses
+from rlx.fleet.addresses import FILE, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
 from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused, Timeouts
 from rlx.fleet.publish import Weights, stage, sweep
@@ -124,7 +123,7 @@ class Fleet:
         Raises:
           UserError: no server answered in time, one refuses our token, or a host name is unknown.
         """
-        await asyncio.gather(*(transport.require_name(m.address) for m in self._members))
+        await asyncio.gather(*(require_name(m.address) for m in self._members))
         sweep(self._publish_dir)
         for member in self._members:
             self._begin(self._keep(member))
@@ -188,7 +187,7 @@ class Fleet:
         """Begin to connect to new `addresses`, and to let go of servers that are not in them."""
         have = {member.address for member in self._members}
         new = [self._member(address) for address in addresses if address not in have]
-        await asyncio.gather(*(transport.require_name(m.address) for m in new))
+        await asyncio.gather(*(require_name(m.address) for m in new))
         for member in [m for m in self._members if m.address not in addresses]:
             self._members.remove(member)
             self._say(f"rollout server {member.address} is taken out; it finishes what it has")

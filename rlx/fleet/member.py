@@ -341,7 +341,8 @@ class Member:
             if error.code() is _Code.UNAUTHENTICATED:
                 self.fatal = self._wrong_token()
             if error.code() is _Code.UNAVAILABLE:
-                self.fatal = await transport.why_refused(self.address, self._tls)
+                self.fatal = transport.refusal(self.address, error.details() or "")
+                self.reason += "" if was_live else transport.hint(self.reason)
         except (Lost, Refused) as error:
             self.reason = str(error)
         except asyncio.CancelledError:  # by `fail`, which set the reason, or by our caller
