@@ -15,9 +15,9 @@ from rlx.cli import command, flags
 from rlx.config import check
 from rlx.doctor import failures
 from rlx.doctor.findings import status
-from rlx.doctor.run_checks import findings
 from rlx.doctor.table import show
 from rlx.launch.host_memory import keep_freed_memory
+from rlx.run.run_checks import findings
 
 
 def fresh_workdir(config_file: str) -> Path:

@@ -10,8 +10,8 @@ from pathlib import Path
 from rlx.cli import command, flags
 from rlx.doctor import failures
 from rlx.doctor.findings import status
-from rlx.doctor.run_checks import findings
 from rlx.doctor.table import show
+from rlx.run.run_checks import findings
 
 
 def main() -> int:

@@ -1,18 +1,20 @@
-"""How much memory a run needs, piece by piece, from its config and the model's shape.
+"""How much memory and disk a run needs, piece by piece, from its settings and the model's shape.
 
 State (parameters, moments, critic, reference) is counted exactly. What a step needs beside it is an
-estimate fitted to the compiler's own account of small models' steps (tests/doctor/memory_test.py
-compares the two): within a sixth where activations count, and rather above than below.
+estimate, since a doctor on a laptop cannot compile for the GPUs of a run, and a remedy compares
+half a dozen settings. It is fitted to `compiled.memory_analysis()` of small models' steps, which
+tests/doctor/memory_test.py compares it with: within a sixth where activations count, and rather
+above than below.
 """
 
-import copy
+import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from rlx.base import DiskFull
 from rlx.cli.text import size
@@ -26,123 +28,155 @@ from rlx.train.train_options import TrainOptions
 
 Bytes = dict[str, int]
 
+_OPTIONS = {  # config key → field of TrainOptions, of settings that may save memory
+    "train.max_tokens_per_microbatch": "token_budget",
+    "train.minibatches": "minibatches",
+    "model.remat": "remat",
+    "model.logprob_chunk": "chunk",
+    "model.compute_dtype": "compute_dtype",
+}
 _UPDATE = 2.6  # float32 copies of the parameters at an optimizer update, beside the state
 _VLLM_CPU_KV = 4 << 30  # the most that rlx.engines.vllm.vllm_start asks for on a CPU
 
 
-def longest(config: ConfigDict) -> int:
-    """Tokens of the longest possible trajectory, which may be one of a pair."""
-    return int(config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+@dataclass(frozen=True)
+class RunSizes:
+    """What decides how much memory a run needs; fields are keys of its config unless said here.
 
-
-def minibatch_tokens(config: ConfigDict, tokens_each: float, group: int = 0) -> float:
-    """Tokens of the largest minibatch when every trajectory has `tokens_each`.
-
-    Args:
-      group: trajectories of a prompt; 0: sampling.n_samples.
+    Attributes:
+      train: the trainer's options.
+      eval_tokens: eval.max_new_tokens.
+      has_fleet: there are servers, started or running.
+      num_servers: that the run starts.
+      keep: checkpoints.
     """
-    prompts = math.ceil(config.rollout.batch_prompts / config.train.minibatches)
-    return float(prompts * (group or config.sampling.n_samples) * tokens_each)
+
+    model: ModelConfig
+    train: TrainOptions
+    max_prompt_tokens: int
+    max_new_tokens: int
+    eval_tokens: int
+    batch_prompts: int
+    n_samples: int
+    has_fleet: bool
+    engine: str
+    num_servers: int
+    slots: int
+    max_model_len: int
+    decode_steps: int
+    publish: str
+    publish_dir: str
+    publish_dtype: str
+    keep: int
+
+    @property
+    def steps(self) -> Steps:
+        """The trainer's device functions."""
+        return Steps(self.model, self.train)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest possible trajectory, which may be one of a pair."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def group(self) -> int:
+        """Trajectories of a prompt, for what the algorithm is trained on."""
+        data = self.train.algorithm.data
+        return {"pairs": 2, "demonstrations": 1}.get(data, self.n_samples)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the rows that the longest trajectory needs."""
+        budget = self.train.token_budget
+        fitting = [b for b in self.train.row_buckets if self.longest <= b <= budget]
+        return min(fitting, default=budget)
 
 
-def group_size(config: ConfigDict, data: str) -> int:
-    """Trajectories of a prompt, for what an algorithm is trained on (Algorithm.data)."""
-    return {"pairs": 2, "demonstrations": 1}.get(data, int(config.sampling.n_samples))
+def minibatch_tokens(sizes: RunSizes, tokens_each: float) -> float:
+    """Return the tokens of the largest minibatch when every trajectory has `tokens_each`."""
+    return float(
+        math.ceil(sizes.batch_prompts / sizes.train.minibatches) * sizes.group * tokens_each
+    )
 
 
-def row_length(config: ConfigDict) -> int:
-    """Tokens of the rows that the longest trajectory needs."""
-    budget = config.train.max_tokens_per_microbatch
-    fitting = [b for b in config.train.row_buckets if longest(config) <= b <= budget]
-    return min(fitting, default=budget)
+def state(sizes: RunSizes) -> Bytes:
+    """Return what the trainer holds between steps, on all devices together, name → bytes.
+
+    Checkpoints hold it too, but for what is frozen.
+    """
+    s = _abstract_state(sizes)
+    parts = {"parameters": s.params, "optimizer": s.opt_state, "critic": s.critic}
+    parts["reference"] = s.reference
+    return {name: _bytes(tree) for name, tree in parts.items() if tree is not None}
 
 
-def state(config: ConfigDict, model: ModelConfig) -> Bytes:
-    """What the trainer holds between steps, on all devices together; checkpoints hold it too, but
-    for what is frozen."""
-    steps = Steps(model, TrainOptions.of(config))
-    s = _abstract_state(config, model, steps)
-    out = {"parameters": _bytes(s.params), "optimizer": _bytes(s.opt_state)}
-    if s.critic is not None:
-        out["critic"] = _bytes(s.critic)
-    if s.reference is not None:
-        out["reference"] = _bytes(s.reference)
-    return out
-
-
-def _abstract_state(config: ConfigDict, model: ModelConfig, steps: Steps) -> Any:
-    dtype = jnp.dtype(config.model.dtype)
-    if steps.options.lora:
-        return jax.eval_shape(steps.init, lora.shapes(steps.model, steps.options.lora))
+def _abstract_state(sizes: RunSizes) -> Any:
+    steps, dtype = sizes.steps, jnp.dtype(sizes.train.dtype)
+    if sizes.train.lora:
+        return jax.eval_shape(steps.init, lora.shapes(steps.model, sizes.train.lora))
     critic = steps.critic_model and parameters.shapes(steps.critic_model, dtype)
     return jax.eval_shape(steps.init, parameters.shapes(steps.model, dtype), critic)
 
 
-def trainer(
-    config: ConfigDict, model: ModelConfig, platform: str = "cpu", devices: int = 1
-) -> Bytes:
-    """Peak memory of a train step on one device: the state, and what comes and goes beside it.
+def trainer(sizes: RunSizes, platform: str = "cpu", devices: int = 1) -> Bytes:
+    """Return the peak memory of a train step on one device: the state and what a step adds to it.
 
     Args:
       platform: cpu | gpu | tpu; a CPU computes half precision in float32.
-      devices: that the trainer has; `config.train.mesh` says how they are used.
+      devices: that the trainer has; `sizes.train.mesh` says how they are used.
 
     Returns:
       name → bytes, adding up to the peak.
     """
-    steps = Steps(model, TrainOptions.of(config))
-    mesh = sharding.parse_mesh(config.train.mesh) or {"data": devices}
+    train = sizes.train
+    mesh = sharding.parse_mesh(train.mesh) or {"data": devices}
     tensor = mesh.get("tensor", 1)
     places = tensor * mesh.get("data", 1)
-    held = state(config, model)
-    width = jnp.dtype(config.model.dtype).itemsize
-    if steps.options.lora:
-        held["frozen base"] = parameters.count(model) * width
-    elif steps.algorithm.needs_reference and not steps.follows:
-        held["reference"] = parameters.count(model) * width
-    s = _abstract_state(config, model, steps)
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(s.params))
+    held = state(sizes)
+    width = jnp.dtype(train.dtype).itemsize
+    if train.lora:
+        held["frozen base"] = parameters.count(sizes.model) * width
+    elif train.algorithm.needs_reference and not sizes.steps.follows:
+        held["reference"] = parameters.count(sizes.model) * width
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(_abstract_state(sizes).params))
     gradients = numbers * width
     # At their longest, trajectories fill the budget sooner than on average.
-    group = group_size(config, steps.algorithm.data)
-    whole = minibatch_tokens(config, longest(config), group)
-    tokens = min(config.train.max_tokens_per_microbatch, whole)
-    several = whole > config.train.max_tokens_per_microbatch
-    if several:
+    whole = minibatch_tokens(sizes, sizes.longest)
+    tokens = min(train.token_budget, whole)
+    if whole > train.token_budget:
         gradients += 4 * numbers  # the accumulator
     if platform == "cpu" and width < 4:
         gradients += 4 * numbers  # computed in float32
-    kept, layer = _activations(config, model, tokens, platform)
-    head = 0 if model.value_head else _logits(config, model, tokens)
-    update = _UPDATE * 4 * numbers
+    kept, layer = _activations(sizes, tokens, platform)
+    head = 0 if sizes.model.value_head else _logits(sizes, tokens)
     out: dict[str, float] = {name: part / places for name, part in held.items()}
     out["gradients"] = gradients / places
     out["activations"] = (kept + layer) / tensor
     out["logits"] = max(head - layer, 0) / tensor
     passing = out["activations"] + out["logits"] + numbers * width / places
-    out["optimizer update"] = max(update / places - passing, 0)
+    out["optimizer update"] = max(_UPDATE * 4 * numbers / places - passing, 0)
     return {name: int(part) for name, part in out.items() if part >= 1}
 
 
-def _activations(
-    config: ConfigDict, model: ModelConfig, tokens: float, platform: str
-) -> tuple[float, float]:
-    """(kept for the backward pass, of the layer that is computed), bytes.
+def _activations(sizes: RunSizes, tokens: float, platform: str) -> tuple[float, float]:
+    """Return bytes (kept for the backward pass, of the layer that is computed).
 
     Coefficients are floats a token: fitted to XLA's memory analysis on a CPU, see the tests.
     """
+    model = sizes.model
     wide, mlp, layers = model.model_dim, model.mlp_dim, model.num_layers
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    half = jnp.dtype(config.model.compute_dtype).itemsize == 2
+    half = jnp.dtype(sizes.train.compute_dtype).itemsize == 2
     width = 2.0 if half else 4.0
     if platform == "cpu":  # computes half precision in float32, with casts beside it
         width = 4.4 if half else 4
-    length = row_length(config)
+    length = sizes.row_length
     block = max(256, length // 16)
     scores = model.num_heads * block * (length / block + 1) * 2 / 3  # float32, see attention.py
     if platform == "gpu" and half:
         scores = length / 2  # cuDNN's kernel reads a mask alone
-    if config.model.remat == "none":
+    if sizes.train.remat == "none":
         kept = layers * (7.5 * wide + 4.5 * q + 2 * kv + 3 * mlp) * width
         working = (4 * wide + 5 * mlp) * width
     else:  # of `dots` too: a product inside a custom derivative is not seen by its policy
@@ -151,98 +185,85 @@ def _activations(
     return tokens * kept, tokens * working
 
 
-def _logits(config: ConfigDict, model: ModelConfig, tokens: float) -> float:
-    """Logits, weights and gradient of a chunk; all tokens' where they are one chunk."""
-    chunk = config.model.logprob_chunk
+def _logits(sizes: RunSizes, tokens: float) -> float:
+    """Return bytes of a chunk's logits, weights and gradient; of all tokens in a single chunk."""
+    chunk = sizes.train.chunk
     copies = 2 if chunk >= tokens else 3
-    return copies * 4 * min(chunk, tokens) * model.vocab_size
+    return copies * 4 * min(chunk, tokens) * sizes.model.vocab_size
 
 
-def server(config: ConfigDict, model: ModelConfig) -> Bytes:
-    """What one rollout server needs: two versions of the weights while it takes one, KV cache."""
-    width = jnp.dtype(config.model.publish_dtype).itemsize
-    weights = parameters.count(model) * width
-    budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
-    tokens = config.fleet.max_model_len or config.data.max_prompt_tokens + budget
+def server(sizes: RunSizes) -> Bytes:
+    """Return what one rollout server needs: two versions of the weights during a publish, KV."""
+    model, width = sizes.model, jnp.dtype(sizes.publish_dtype).itemsize
+    budget = max(sizes.max_new_tokens, sizes.eval_tokens)
+    tokens = sizes.max_model_len or sizes.max_prompt_tokens + budget
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
-    if config.fleet.engine == "vllm":
-        kv = min(token * config.fleet.slots * tokens, _VLLM_CPU_KV)
+    if sizes.engine == "vllm":
+        kv = min(token * sizes.slots * tokens, _VLLM_CPU_KV)
     else:
-        plan = make_plan(config.fleet.slots, tokens, config.fleet.decode_steps)
+        plan = make_plan(sizes.slots, tokens, sizes.decode_steps)
         kv = token * plan.slots * plan.length
+    weights = exported(sizes)
     return {"weights": weights, "new weights": weights, "KV cache": kv}
 
 
-def published(config: ConfigDict, model: ModelConfig) -> int:
-    """Bytes of a published file."""
-    steps = Steps(model, TrainOptions.of(config))
-    count = parameters.count(model)
-    if config.fleet.publish == "adapter" and steps.options.lora:
-        count = lora.count(model, steps.options.lora)
-    return count * jnp.dtype(config.model.publish_dtype).itemsize
+def published(sizes: RunSizes) -> int:
+    """Return the bytes of a published file."""
+    if sizes.publish == "adapter" and sizes.train.lora:
+        width = jnp.dtype(sizes.publish_dtype).itemsize
+        return lora.count(sizes.model, sizes.train.lora) * width
+    return exported(sizes)
 
 
-def changes(config: ConfigDict) -> dict[str, Any]:
-    """Settings that may save memory in the trainer.
+def exported(sizes: RunSizes) -> int:
+    """Return the bytes of the exported HF directory."""
+    return parameters.count(sizes.model) * jnp.dtype(sizes.publish_dtype).itemsize
 
-    What is learned stays the same, but for minibatches (two updates a batch) and bfloat16.
-    """
-    most, least = config.train.max_tokens_per_microbatch, longest(config)
-    out: dict[str, Any] = {"train.max_tokens_per_microbatch": max(most // 2, least)}
-    if config.train.minibatches == 1 and config.rollout.batch_prompts > 1:
-        out["train.minibatches"] = 2
-    out["model.remat"] = "full"
-    out["model.logprob_chunk"] = min(256, config.model.logprob_chunk)
-    out["model.compute_dtype"] = "bfloat16"
-    return out
+
+def with_value(sizes: RunSizes, key: str, value: Any) -> RunSizes:
+    """Return `sizes` with the trainer's option of a config key set to `value`."""
+    train = dataclasses.replace(sizes.train, **{_OPTIONS[key]: value})
+    return dataclasses.replace(sizes, train=train)
 
 
 def savings(
-    config: ConfigDict,
-    model: ModelConfig,
-    platform: str = "cpu",
-    devices: int = 1,
-    there: int = 0,
+    sizes: RunSizes, platform: str = "cpu", devices: int = 1, there: int = 0
 ) -> list[tuple[str, int]]:
-    """(setting as written on the command line, bytes it saves), most first; those that save 2 %."""
+    """Return (setting as written on the command line, bytes it saves), most first.
 
-    def need(changed: ConfigDict) -> int:
-        return sum(trainer(changed, model, platform, devices).values())
+    Settings that save less than 2 % are left out. What is learned stays the same, but for
+    minibatches (two updates a batch) and bfloat16.
 
-    now, found = need(config), []
-    for key, value in changes(config).items():
-        other = with_value(config, key, value)
-        if key == "train.max_tokens_per_microbatch":
-            while there and need(other) > there and value > longest(config):
-                value = max(value // 2, longest(config))
-                other = with_value(config, key, value)
-        if (saved := now - need(other)) >= 0.02 * now:
+    Args:
+      there: bytes that a step may take, where they are known: the token budget is halved until it
+        fits.
+    """
+
+    def need(changed: RunSizes) -> int:
+        return sum(trainer(changed, platform, devices).values())
+
+    budget, least = "train.max_tokens_per_microbatch", sizes.longest
+    changes: dict[str, Any] = {budget: max(sizes.train.token_budget // 2, least)}
+    if sizes.train.minibatches == 1 and sizes.batch_prompts > 1:
+        changes["train.minibatches"] = 2
+    changes["model.remat"] = "full"
+    changes["model.logprob_chunk"] = min(256, sizes.train.chunk)
+    changes["model.compute_dtype"] = "bfloat16"
+    now, found = need(sizes), []
+    for key, value in changes.items():
+        while key == budget and there and value > least:
+            if need(with_value(sizes, key, value)) <= there:
+                break
+            value = max(value // 2, least)
+        saved = now - need(with_value(sizes, key, value))
+        if saved >= 0.02 * now:
             found.append((f"{key}={value}", saved))
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def with_value(config: ConfigDict, key: str, value: Any) -> ConfigDict:
-    """A copy of `config` with `key`, dotted, set to `value`."""
-    other = copy.deepcopy(config)
-    with other.unlocked():
-        other.update_from_flattened_dict({key: value})
-    return other
-
-
-def remedy(
-    config: ConfigDict,
-    model: ModelConfig,
-    platform: str = "cpu",
-    devices: int = 1,
-    there: int = 0,
-) -> str:
-    """What to change so that the trainer needs less, with what each saves.
-
-    Args:
-      there: bytes that a step may take, where they are known: the token budget is then halved until
-        it fits.
-    """
-    found = savings(config, model, platform, devices, there)[:3]
+def remedy(sizes: RunSizes, platform: str = "cpu", devices: int = 1, there: int = 0) -> str:
+    """Return what to change so that the trainer needs less; arguments as of `savings`."""
+    found = savings(sizes, platform, devices, there)[:3]
     more = ", or give train.mesh more devices" if platform != "cpu" else ""
     if not found:
         return f"use a smaller model or lora.rank: nothing else in the config saves much{more}"
@@ -250,81 +271,70 @@ def remedy(
 
 
 def listed(pieces: Mapping[str, int]) -> str:
-    """`parameters 2.0 GB, optimizer 4.0 GB`, largest first, without what is next to nothing."""
+    """Return `parameters 2.0 GB, optimizer 4.0 GB`: largest first; below 1 % omitted."""
     total = sum(pieces.values())
     large = [(name, part) for name, part in pieces.items() if part >= 0.01 * total]
     return ", ".join(f"{name} {size(part)}" for name, part in sorted(large, key=lambda p: -p[1]))
 
 
-def advice(config: ConfigDict, model: ModelConfig, *, started: bool = True) -> str:
-    """The trainer's estimate and what would lower it, for a trainer that has run out of memory.
+def estimate(pieces: Mapping[str, int]) -> str:
+    """Return the sentence about a train step's pieces."""
+    return f"a step is estimated at {size(sum(pieces.values()))} ({listed(pieces)})"
+
+
+def advice(sizes: RunSizes, *, started: bool = True) -> str:
+    """Return the estimate and what would lower it, for a trainer that has run out of memory.
 
     Args:
-      started: a step was made; before that, it is others that may hold the device's memory.
+      started: a step was made; before that, other processes may hold the device's memory.
     """
     platform, devices = jax.default_backend(), jax.device_count()
-    pieces = trainer(config, model, platform, devices)
     first = ""
     if not started and platform == "gpu":
         first = "end what else uses the GPU (nvidia-smi lists it); "
-    total = size(sum(pieces.values()))
-    return (
-        f"{first}a step is estimated at {total} ({listed(pieces)}); "
-        f"{remedy(config, model, platform, devices)}"
-    )
+    what = estimate(trainer(sizes, platform, devices))
+    return f"{first}{what}; {remedy(sizes, platform, devices)}"
 
 
-def foresight(
-    config: ConfigDict, model: ModelConfig, there: Allowance, *, always: bool = False
-) -> str:
-    """What to say before a run that may find no memory on this machine; empty where it is enough.
+def low_memory_warning(sizes: RunSizes, there: Allowance, *, always: bool = False) -> str:
+    """Return the warning before a run that may be OOM-killed; "" where memory is enough.
 
-    On a CPU alone: a GPU's allocator fails with a message of its own, the kernel kills.
+    On a CPU alone: a GPU's allocator raises an error of its own, the kernel kills without one.
 
     Args:
       always: say how much is needed and free, also where it is enough.
     """
     if jax.default_backend() != "cpu":
         return ""
-    pieces = trainer(config, model)
-    total = sum(pieces.values())
-    estimate = f"a step is estimated at {size(total)} ({listed(pieces)}), {there}"
-    if total <= there.free:
-        return estimate if always else ""
-    return f"memory may not do: {estimate}; {remedy(config, model, there=there.free)}"
+    pieces = trainer(sizes)
+    what = f"{estimate(pieces)}, {there}"
+    if sum(pieces.values()) <= there.free:
+        return what if always else ""
+    return f"memory may not do: {what}; {remedy(sizes, there=there.free)}"
 
 
-def disk_foresight(config: ConfigDict, model: ModelConfig, free: int, there: int = 0) -> str:
-    """What to say before a run whose checkpoints may not fit on the disk; empty where they do.
+def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
+    """Return the warning before a run whose checkpoints may not fit on the disk; "" where they do.
 
     Args:
-      free: bytes. there: bytes of earlier checkpoints and exports, which these will replace.
+      free: bytes.
+      there: bytes of earlier checkpoints and exports, which these will replace.
 
     Raises:
       DiskFull: not even one fits.
     """
-    saved, out = sum(state(config, model).values()), exported(config, model)
-    what = checkpoints(saved, out, config.checkpoint.keep)
+    saved, out = sum(state(sizes).values()), exported(sizes)
+    needed, what = checkpoints(saved, out, sizes.keep)
+    what = f"{what}; {size(free)} free; free some"
     if saved + out > free:
-        raise DiskFull(
-            f"not one checkpoint will fit: {what[1]}; {size(free)} free; free some, or give "
-            "another --workdir"
-        )
-    if what[0] <= free + there:
+        raise DiskFull(f"not one checkpoint will fit: {what}, or give another --workdir")
+    if needed <= free + there:
         return ""
-    return (
-        f"the disk may not do: {what[1]}; {size(free)} free; free some, give another --workdir, or "
-        "lower checkpoint.keep"
-    )
-
-
-def exported(config: ConfigDict, model: ModelConfig) -> int:
-    """Bytes of the exported HF directory."""
-    return parameters.count(model) * jnp.dtype(config.model.publish_dtype).itemsize
+    return f"the disk may not do: {what}, give another --workdir, or lower checkpoint.keep"
 
 
 def checkpoints(state: int, exported: int, keep: int) -> tuple[int, str]:
-    """Bytes that a run keeps on the disk while it writes the next, and what they are in words."""
+    """Return the bytes on the disk while a run writes the next checkpoint, and a sentence."""
     needed = (keep + 1) * state + 2 * exported
     return needed, (
         f"{keep} + 1 checkpoints of {size(state)} and the HF directory need {size(needed)}"

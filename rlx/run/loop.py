@@ -34,6 +34,7 @@ from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records
 from rlx.run.inputs import as_json, has_servers, prepare
 from rlx.run.parts import Parts, build, disk_warning
+from rlx.run.room_options import sizes_of
 from rlx.train import checkpoint
 from rlx.train.steps import TrainState
 
@@ -59,7 +60,8 @@ def run(config: ConfigDict, workdir: Path) -> int:
     with failures.explained(), ExitStack() as stack:
         killed = stack.enter_context(occupied(workdir))
         said = resume.claim(config, workdir)
-        advice = partial(memory.advice, config, inputs.model_config, started=False)
+        sizes = sizes_of(config, inputs.model_config)
+        advice = partial(memory.advice, sizes, started=False)
         with failures.explained(advice, "before the first step"):
             loop = _Loop(*build(config, workdir, inputs, stack, killed, said))
         return loop.main()
@@ -291,7 +293,7 @@ class _Loop:
                 },
                 groups,
                 keep=self.config.checkpoint.keep,
-                beside=memory.exported(self.config, self.parts.inputs.model_config),
+                beside=memory.exported(sizes_of(self.config, self.parts.inputs.model_config)),
             )
             self.parts.export.save(self.parts.workdir, self.state.params)
         self.saved = self.step

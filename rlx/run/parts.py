@@ -45,7 +45,7 @@ from rlx.rollout.workflows import Workflow
 from rlx.run import resume
 from rlx.run.export import Export
 from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
-from rlx.run.room_options import gate_of, held_out_options
+from rlx.run.room_options import gate_of, held_out_options, sizes_of
 from rlx.train import checkpoint
 from rlx.train.steps import TrainState
 from rlx.train.train_options import TrainOptions
@@ -202,7 +202,7 @@ def build(
     gate = None
     if served and config.gate.enabled:
         gate = gate_of(config, inputs, model_dir, workdir / "hf")
-    advice = partial(memory.advice, config, inputs.model_config)
+    advice = partial(memory.advice, sizes_of(config, inputs.model_config))
     parts = Parts(
         config, workdir, inputs, stop, elapsed, progress, timeline, update, export, writer,
         held_out, executor, fleet, tutor, gate, advice,
@@ -214,9 +214,8 @@ def disk_warning(config: ConfigDict, workdir: Path, inputs: Inputs) -> str:
     """Return the warning about disk space for checkpoints; raise DiskFull where none fits."""
     there = [workdir / "checkpoints", workdir / "hf"]
     files = [path for place in there for path in place.rglob("*") if path.is_file()]
-    return memory.disk_foresight(
-        config,
-        inputs.model_config,
+    return memory.full_disk_warning(
+        sizes_of(config, inputs.model_config),
         shutil.disk_usage(workdir).free,
         sum(path.stat().st_size for path in files),
     )
@@ -234,10 +233,10 @@ def _warn_low_memory(
     SIGKILL leaves no traceback, so nothing can be said afterwards.
     """
     for_memory = bool(killed and killed.for_memory)
-    there = available_memory.memory()
+    there, sizes = available_memory.memory(), sizes_of(config, inputs.model_config)
     texts = (
         str(killed or ""),
-        memory.foresight(config, inputs.model_config, there, always=for_memory),
+        memory.low_memory_warning(sizes, there, always=for_memory),
         disk_warning(config, workdir, inputs),
     )
     for text in filter(None, texts):

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
+from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOutOptions
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
+from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import (
     Inputs,
     evaluation_sampling,
@@ -20,6 +22,7 @@ from rlx.run.inputs import (
     patience,
     training_sampling,
 )
+from rlx.train.train_options import TrainOptions
 
 
 def gate_of(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
@@ -67,4 +70,32 @@ def held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:
         total_steps=config.total_steps,
         patience=patience(config),
         timeout=config.rollout.request_timeout_seconds,
+    )
+
+
+def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
+    """Return what decides how much memory a run of `model` needs.
+
+    Raises:
+      UserError: an unknown algorithm, or one that does not fit the config.
+    """
+    c, fleet = config, config.fleet
+    return RunSizes(
+        model=model,
+        train=TrainOptions.of(config),
+        max_prompt_tokens=c.data.max_prompt_tokens,
+        max_new_tokens=c.sampling.max_new_tokens,
+        eval_tokens=c.eval.max_new_tokens,
+        batch_prompts=c.rollout.batch_prompts,
+        n_samples=c.sampling.n_samples,
+        has_fleet=has_servers(config),
+        engine=fleet.engine,
+        num_servers=0 if fleet.addresses else fleet.num_servers,
+        slots=fleet.slots,
+        max_model_len=fleet.max_model_len,
+        decode_steps=fleet.decode_steps,
+        publish=fleet.publish,
+        publish_dir=fleet.publish_dir,
+        publish_dtype=c.model.publish_dtype,
+        keep=c.checkpoint.keep,
     )

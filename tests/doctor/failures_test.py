@@ -28,6 +28,7 @@ from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.model import params
 from rlx.model.model_config import ModelConfig
+from rlx.run.room_options import sizes_of
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 
@@ -50,7 +51,7 @@ def main():
     jax.block_until_ready(state)
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30),) * 2)
-    with failures.explained(partial(memory.advice, config, model), "train step 1"):
+    with failures.explained(partial(memory.advice, sizes_of(config, model)), "train step 1"):
         jax.block_until_ready(update.update(state, groups)[0])
 
 command.run(main, explain=failures.explain)
@@ -166,7 +167,8 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "prepare", lambda config: Inputs)
     monkeypatch.setattr(loop.resume, "claim", lambda config, workdir: [])
     monkeypatch.setattr(loop, "build", fails)
-    monkeypatch.setattr(memory, "advice", lambda config, model, started: "lower this")
+    monkeypatch.setattr(loop, "sizes_of", lambda config, model: None)
+    monkeypatch.setattr(memory, "advice", lambda sizes, started: "lower this")
     monkeypatch.setattr(loop, "occupied", lambda workdir: nullcontext())
     with pytest.raises(UserError, match=r"first step\): 5\.00 GB more wanted; lower this"):
         loop.run(None, tmp_path)

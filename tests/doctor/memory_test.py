@@ -15,6 +15,7 @@ from rlx.engines.jax import decode
 from rlx.launch.available_memory import Allowance
 from rlx.model import lora, params
 from rlx.model.model_config import ModelConfig
+from rlx.run.room_options import sizes_of
 from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
 
@@ -70,47 +71,45 @@ def test_the_estimate_is_what_the_compiler_plans(tokens, values):
     config.rollout.batch_prompts, config.sampling.n_samples = 1, tokens // ROW
     config.algorithm.reward_mean = "batch"  # which a single sample can have
     planned = compiled_peak(config, tokens)
-    estimate = sum(memory.trainer(config, MODEL).values())
+    estimate = sum(memory.trainer(sizes_of(config, MODEL)).values())
     assert 0.85 * planned < estimate < 1.35 * planned, f"{estimate / planned:.2f}"
 
 
 def test_the_state_is_counted_exactly():
     config = config_of(algorithm__preset="ppo")
-    steps, valued = (
-        Steps(MODEL, TrainOptions.of(config)),
-        dataclasses.replace(MODEL, value_head=True),
-    )
+    valued = dataclasses.replace(MODEL, value_head=True)
+    steps = Steps(MODEL, TrainOptions.of(config))
     critic = params.init(valued, jax.random.key(1))
     state = steps.init(params.init(MODEL, jax.random.key(0)), critic)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    pieces = memory.state(config, MODEL)
+    pieces = memory.state(sizes_of(config, MODEL))
     assert pieces.keys() == {"parameters", "optimizer", "critic"}
     assert 0 <= held - sum(pieces.values()) <= 16, "two counters and a coefficient"
 
 
 def test_adapters_make_the_state_small_and_keep_the_base_beside_it():
     config = config_of(lora__rank=4)
-    whole, count = memory.state(config_of(), MODEL), params.count(MODEL)
+    whole, count = memory.state(sizes_of(config_of(), MODEL)), params.count(MODEL)
     adapters = lora.count(MODEL, TrainOptions.of(config).lora)
-    pieces = memory.trainer(config, MODEL)
+    pieces = memory.trainer(sizes_of(config, MODEL))
     assert pieces["parameters"] == 4 * adapters < whole["parameters"] / 3
     assert pieces["frozen base"] == 4 * count
-    assert memory.published(config, MODEL) == 4 * count
+    assert memory.published(sizes_of(config, MODEL)) == 4 * count
     config.fleet.publish = "adapter"
-    assert memory.published(config, MODEL) == 4 * adapters
+    assert memory.published(sizes_of(config, MODEL)) == 4 * adapters
 
 
 def test_the_kv_cache_is_the_engines_own():
     config = config_of(fleet__slots=6, model__publish_dtype="bfloat16")
     cache = jax.eval_shape(lambda: decode.init_cache(MODEL, 6, ROW, jnp.bfloat16))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    assert memory.server(config, MODEL)["KV cache"] == held
+    assert memory.server(sizes_of(config, MODEL))["KV cache"] == held
 
 
 def test_a_mesh_divides_the_state_and_a_reference_is_counted():
     alone = config_of(algorithm__kl_placement="loss", algorithm__kl_coefficient=0.1)
-    pieces = memory.trainer(alone, MODEL, "gpu", 1)
-    four = memory.trainer(alone, MODEL, "gpu", 4)
+    pieces = memory.trainer(sizes_of(alone, MODEL), "gpu", 1)
+    four = memory.trainer(sizes_of(alone, MODEL), "gpu", 4)
     assert pieces["reference"] == pieces["parameters"]
     assert four["optimizer"] == pieces["optimizer"] // 4
     assert four["activations"] == pieces["activations"], "the budget is each device's"
@@ -118,55 +117,58 @@ def test_a_mesh_divides_the_state_and_a_reference_is_counted():
 
 def test_every_saving_is_a_setting_that_saves_as_much():
     config = config_of(train__max_tokens_per_microbatch=8192)
-    now = sum(memory.trainer(config, MODEL).values())
-    found = memory.savings(config, MODEL)
+    now = sum(memory.trainer(sizes_of(config, MODEL)).values())
+    sizes = sizes_of(config, MODEL)
+    found = memory.savings(sizes)
     assert {setting.split("=")[0] for setting, _ in found} >= {
         "train.max_tokens_per_microbatch", "model.remat",
     }  # fmt: skip
     for setting, saved in found:
         key, value = setting.split("=")
-        other = memory.with_value(config, key, int(value) if value.isdigit() else value)
-        assert now - sum(memory.trainer(other, MODEL).values()) == saved > 0
+        other = memory.with_value(sizes, key, int(value) if value.isdigit() else value)
+        assert now - sum(memory.trainer(other).values()) == saved > 0
     assert [saved for _, saved in found] == sorted((s for _, s in found), reverse=True)
 
 
 def test_the_token_budget_is_lowered_until_a_step_fits():
     config = config_of(train__max_tokens_per_microbatch=65536, rollout__batch_prompts=64)
-    there = sum(memory.trainer(config, MODEL).values()) // 6
-    settings = dict(s.split("=") for s, _ in memory.savings(config, MODEL, there=there))
+    there = sum(memory.trainer(sizes_of(config, MODEL)).values()) // 6
+    settings = dict(s.split("=") for s, _ in memory.savings(sizes_of(config, MODEL), there=there))
     budget = int(settings["train.max_tokens_per_microbatch"])
     assert budget == 8192
-    other = memory.with_value(config, "train.max_tokens_per_microbatch", budget)
-    assert sum(memory.trainer(other, MODEL).values()) <= there
+    other = memory.with_value(sizes_of(config, MODEL), "train.max_tokens_per_microbatch", budget)
+    assert sum(memory.trainer(other).values()) <= there
 
 
 def test_sizes_are_read_at_a_glance():
     sizes = {0: "0 B", 512: "512 B", 999_700: "1.0 MB", 1_640_000_000: "1.6 GB", 24e9: "24 GB"}
     assert {number: memory.size(number) for number in sizes} == sizes
     assert memory.listed({"a": 10**9, "b": 3 * 10**9, "c": 5}) == "b 3.0 GB, a 1.0 GB"
-    assert math.isclose(memory.minibatch_tokens(config_of(), 10.0), 8 * 8 * 10)
+    assert math.isclose(memory.minibatch_tokens(sizes_of(config_of(), MODEL), 10.0), 8 * 8 * 10)
 
 
 def test_a_run_that_may_be_killed_is_told_before():
     config = config_of()
-    need = sum(memory.trainer(config, MODEL).values())
+    sizes = sizes_of(config, MODEL)
+    need = sum(memory.trainer(sizes).values())
     much = Allowance(4 * need, 2 * need, "on this machine")
-    assert memory.foresight(config, MODEL, much) == ""
-    assert "a step is estimated at " in memory.foresight(config, MODEL, much, always=True)
-    text = memory.foresight(config, MODEL, much._replace(free=need // 2))
+    assert memory.low_memory_warning(sizes, much) == ""
+    assert "a step is estimated at " in memory.low_memory_warning(sizes, much, always=True)
+    text = memory.low_memory_warning(sizes, much._replace(free=need // 2))
     assert text.startswith("memory may not do: ")
     assert "; set " in text
 
 
 def test_a_disk_that_will_fill_is_told_before():
     config = config_of()
-    saved = sum(memory.state(config, MODEL).values())
-    out = memory.exported(config, MODEL)
+    sizes = sizes_of(config, MODEL)
+    saved = sum(memory.state(sizes).values())
+    out = memory.exported(sizes)
     needed = (config.checkpoint.keep + 1) * saved + 2 * out
-    assert memory.disk_foresight(config, MODEL, free=needed) == ""
-    assert memory.disk_foresight(config, MODEL, free=saved + out, there=needed) == ""
-    text = memory.disk_foresight(config, MODEL, free=needed - 1)
+    assert memory.full_disk_warning(sizes, free=needed) == ""
+    assert memory.full_disk_warning(sizes, free=saved + out, there=needed) == ""
+    text = memory.full_disk_warning(sizes, free=needed - 1)
     assert text.startswith("the disk may not do: 2 + 1 checkpoints of ")
     assert "lower checkpoint.keep" in text
     with pytest.raises(DiskFull, match="not one checkpoint will fit"):
-        memory.disk_foresight(config, MODEL, free=saved + out - 1, there=needed)
+        memory.full_disk_warning(sizes, free=saved + out - 1, there=needed)

@@ -1,4 +1,7 @@
-"""Everything that is looked at, in order: packages, machine, and a run's config if there is one."""
+"""Check everything a run needs, in order: packages, machine, and its config if there is one.
+
+JAX is imported only after it has answered in another process: a broken driver can hang it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from rlx.fleet.addresses import read_addresses
 def findings(
     config: ConfigDict | None, workdir: Path, every_extra: bool = True
 ) -> Iterator[Finding]:
-    """The rows, as they are found.
+    """Yield the rows as they are found.
 
     Args:
       workdir: that the run has or would have.
@@ -34,16 +37,16 @@ def findings(
             yield row
         for address in found or ():
             yield machine.judge_address(address, machine.reach(address), name)
-    if isinstance(devices, str):  # without JAX there is nothing more to be found out
+    if isinstance(devices, str):  # without JAX nothing more can be found out
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone: the devices stay free
-    from rlx.doctor import run_config
+    from rlx.run import config_checks
 
-    yield from run_config.check(config, workdir, devices)
+    yield from config_checks.check(config, workdir, devices)
 
 
 def _needed(config: ConfigDict) -> tuple[str, ...]:
-    """Modules of extras that the run cannot do without."""
+    """Return the modules of extras that the run cannot do without."""
     engines = []
     if config.fleet.num_servers and not config.fleet.addresses:
         engines.append(config.fleet.engine)

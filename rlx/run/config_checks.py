@@ -1,11 +1,13 @@
-"""A run's config against what it names: model, data, and the arithmetic between the numbers.
+"""Check a run's config against what it names: model, data, and the arithmetic between numbers.
 
-Everything is looked at, and nothing written or started; only a hub name is downloaded, as the run
-would.
+Nothing is written or started; only a hub name is downloaded, as the run would.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from ml_collections import ConfigDict
 from rlx import config as configs
 from rlx.algorithms import presets
 from rlx.algorithms.algorithm import Algorithm
+from rlx.base import UserError
 from rlx.cli.text import number
 from rlx.doctor import capacity, machine
 from rlx.doctor.findings import Finding, attempt, problems
-from rlx.doctor.memory import group_size, longest
+from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
 from rlx.launch import teacher
+from rlx.launch.teacher import TeacherOptions
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
@@ -28,8 +32,9 @@ from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards
 from rlx.rollout.workflows import encode, render
-from rlx.run import inputs as job_inputs
+from rlx.run import inputs as run_inputs
 from rlx.run.inputs import Inputs
+from rlx.run.room_options import sizes_of
 from rlx.train import packing
 from rlx.train.update import attention_cost
 
@@ -37,14 +42,14 @@ SAMPLED_ROWS = 256  # whose prompts are counted in tokens
 
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
-    """The rows of a config, section by section; what follows from something broken is left out."""
+    """Yield the rows of a config by section; what follows from something broken is left out."""
     row, _ = attempt("config", "values", lambda: configs.check(config), lambda _: "they fit")
     if row.level == "problem":
         yield row
     algorithm = _algorithm(config)
     found, model = _model(config, algorithm)
     yield from found
-    whole, inputs = attempt("data", "rows", lambda: job_inputs.prepare(config), _rows)
+    whole, inputs = attempt("data", "rows", lambda: run_inputs.prepare(config), _rows)
     if not inputs:
         yield from _blame(config, model, algorithm, whole, [row, *found])
     elif inputs.train_rows:
@@ -54,11 +59,30 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
         if row.level == "ok":
             yield from arithmetic(config, inputs, prompts, workdir, devices)
     if model and row.level == "ok":
-        yield from capacity.check(config, model, workdir, devices)
+        with suppress(UserError):  # rows above have complained about it
+            sizes = sizes_of(config, model)
+            yield from capacity.check(sizes, _teacher_sizes(config), workdir, devices)
+
+
+def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
+    """Return the sizes of the teacher's servers that the run starts; None without any."""
+    options = TeacherOptions.of(config)
+    if not options.num_local:
+        return None
+    try:
+        model = hf.load_config(hf.resolve(options.path))
+    except UserError:  # the row of the teacher has said it
+        return None
+    return dataclasses.replace(
+        sizes_of(config, model),
+        engine=options.engine,
+        num_servers=options.num_local,
+        slots=options.slots,
+    )
 
 
 def _algorithm(config: ConfigDict) -> Algorithm | None:
-    """The algorithm, where its name and values are good; `prepare` complains where they are not."""
+    """Return the algorithm, or None where its name or values are wrong: `prepare` says so."""
     return attempt("config", "algorithm", lambda: _resolve(config), str)[1]
 
 
@@ -70,8 +94,7 @@ def _resolve(config: ConfigDict) -> Algorithm:
 def _model(
     config: ConfigDict, algorithm: Algorithm | None
 ) -> tuple[list[Finding], ModelConfig | None]:
-    """The rows of the model's directory and of the teacher's, and the model's config where that
-    can be read."""
+    """Return the rows of the model's and the teacher's directory, and the config that was read."""
     area = "model"
     row, place = attempt(area, "directory", lambda: hf.resolve(config.model.path), str)
     rows = [row]
@@ -80,21 +103,16 @@ def _model(
     row, model = attempt(area, "config.json", lambda: hf.load_config(place), _shape)
     rows.append(row)
     if model and not config.model.random_init:
-        read: Callable[[], ModelConfig] = lambda: hf.check(place)  # noqa: E731
-        rows.append(attempt(area, "tensors", read, lambda _: _tensors(place))[0])
-    rows += _tokenizer(config, place, model)
-    if algorithm and teacher.TeacherOptions.of(config):
-        row, _ = attempt(
-            area,
-            "teacher",
-            lambda: teacher.check(teacher.TeacherOptions.of(config), algorithm, place),
-            lambda _: (
-                "its vocabulary is the student's"
-                if config.teacher.path
-                else f"at {', '.join(config.teacher.addresses)}"
-            ),
+        rows.append(
+            attempt(area, "tensors", partial(hf.check, place), lambda _: _tensors(place))[0]
         )
-        rows.append(row)
+    rows += _tokenizer(config, place, model)
+    options = TeacherOptions.of(config)
+    if algorithm and options:
+        known = "its vocabulary is the student's"
+        words = known if options.path else f"at {', '.join(options.addresses)}"
+        compare = partial(teacher.check, options, algorithm, place)
+        rows.append(attempt(area, "teacher", compare, lambda _: words)[0])
     return rows, model
 
 
@@ -112,9 +130,9 @@ def _shape(model: ModelConfig) -> str:
 
 
 def _tokenizer(config: ConfigDict, place: Path, model: ModelConfig | None) -> Iterator[Finding]:
-    """The rows of tokenizer and chat template."""
+    """Yield the rows of tokenizer and chat template."""
     prompt = config.data.system_prompt
-    read: Callable[[], Any] = lambda: job_inputs.load_tokenizer(place, prompt)  # noqa: E731
+    read = partial(run_inputs.load_tokenizer, place, prompt)
     row, tokenizer = attempt("model", "tokenizer", read, lambda found: f"{len(found)} tokens")
     if not tokenizer:
         yield row
@@ -138,22 +156,24 @@ def _blame(
     whole: Finding,
     earlier: list[Finding],
 ) -> Iterator[Finding]:
-    """The rows of a run whose inputs cannot be prepared: each part by itself, so that one mistake
-    does not hide another. `whole` is what all of them together said."""
+    """Yield the rows of a run whose inputs cannot be prepared, checking each part by itself.
+
+    So one mistake does not hide another. `whole` is what all of them together said.
+    """
     pieces: list[tuple[str, str, Callable[[], Any]]] = [
-        ("config", "engine", lambda: job_inputs.check_engine(config)),
+        ("config", "engine", lambda: run_inputs.check_engine(config)),
         ("config", "reward", lambda: rewards.resolve(config.reward.name)),
     ]
     if model:
-        pieces.append(("config", "context", lambda: job_inputs.check_context(config, model)))
+        pieces.append(("config", "context", lambda: run_inputs.check_context(config, model)))
     if not algorithm:
         pieces.append(("config", "algorithm", lambda: _resolve(config)))
     if model and algorithm:
         pieces.append(
-            ("config", "algorithm", lambda: job_inputs.check_kind(config, model, algorithm))
+            ("config", "algorithm", lambda: run_inputs.check_kind(config, model, algorithm))
         )
     if algorithm:
-        pieces.append(("data", "rows", lambda: job_inputs.rows(config, algorithm)))
+        pieces.append(("data", "rows", lambda: run_inputs.rows(config, algorithm)))
     rows = [attempt(area, name, look, lambda _: "read")[0] for area, name, look in pieces]
     bad = list(problems(rows))
     said = {(row.found, row.remedy) for row in [*earlier, *bad]}
@@ -170,14 +190,14 @@ def _rows(inputs: Inputs) -> str:
 
 
 def _prompt_tokens(inputs: Inputs) -> np.ndarray:
-    """[N] prompt lengths of rows spread over the dataset, tokens."""
+    """Return [N] prompt lengths, tokens, of rows spread over the dataset."""
     rows = inputs.train_rows
     every = np.unique(np.linspace(0, len(rows) - 1, SAMPLED_ROWS).astype(int))
     return np.array([len(inputs.workflow.prompt_ids(rows[i])) for i in every])
 
 
 def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:
-    """The row of prompt lengths against `data.max_prompt_tokens`."""
+    """Return the row of prompt lengths against `data.max_prompt_tokens`."""
     most = int(tokens.max())
     what = f"{tokens.mean():.0f} tokens on average, {most} at most of {len(tokens)} looked at"
     enough = math.ceil(1.5 * most / 64) * 64
@@ -195,9 +215,9 @@ def arithmetic(
     workdir: Path,
     devices: machine.Devices,
 ) -> Iterator[Finding]:
-    """The rows of batch, minibatches, microbatches and staleness."""
+    """Yield the rows of batch, minibatches, microbatches and staleness."""
     kind = inputs.algorithm.data
-    group = group_size(config, kind)
+    group = sizes_of(config, inputs.model_config).group
     yield judge_batch(config, group, len(inputs.train_rows))
     expected = expected_tokens(config, prompts, workdir)
     shards = (parse_mesh(config.train.mesh) or {"data": devices.count}).get("data", 1)
@@ -211,7 +231,7 @@ def arithmetic(
 
 
 def judge_batch(config: ConfigDict, group: int, rows: int) -> Finding:
-    """The row of batch = prompts × group, and its minibatches."""
+    """Return the row of batch = prompts × group, and its minibatches."""
     batch, parts = config.rollout.batch_prompts, config.train.minibatches
     steps = config.total_steps
     what = (
@@ -230,8 +250,10 @@ def judge_batch(config: ConfigDict, group: int, rows: int) -> Finding:
 
 
 def expected_tokens(config: ConfigDict, prompts: np.ndarray, workdir: Path) -> float:
-    """Tokens of a usual trajectory: what the run in `workdir` last had, else the mean prompt and
-    half of the completion's budget."""
+    """Return the tokens of a usual trajectory.
+
+    The run in `workdir` knows it; else it is the mean prompt and half of the completion's budget.
+    """
     lengths = [r.get("avg_seq_len") for r in read_jsonl(workdir / "metrics.jsonl")]
     known = [length for length in lengths if length]
     return float(known[-1] if known else prompts.mean() + config.sampling.max_new_tokens / 2)
@@ -240,8 +262,9 @@ def expected_tokens(config: ConfigDict, prompts: np.ndarray, workdir: Path) -> f
 def judge_microbatches(
     config: ConfigDict, group: int, expected: float, cost: float = 0.0, shards: int = 1
 ) -> Finding:
-    """The row of microbatches: of a minibatch whose lengths spread evenly around `expected`."""
-    budget, most = config.train.max_tokens_per_microbatch, longest(config)
+    """Return the row of microbatches, for lengths that spread evenly around `expected` tokens."""
+    budget = config.train.max_tokens_per_microbatch
+    most = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     count = math.ceil(config.rollout.batch_prompts / config.train.minibatches) * group
     spread = np.linspace(0.5, 1.5, count) * expected
     sizes = np.clip(spread, 1, min(most, budget)).astype(np.int64)
@@ -262,7 +285,7 @@ def judge_microbatches(
 
 
 def judge_staleness(config: ConfigDict, group: int) -> Finding:
-    """The row of what staleness and concurrency allow, beside the servers' slots."""
+    """Return the row of what staleness and concurrency allow, against the servers' slots."""
     eta, batch = config.rollout.max_staleness, config.rollout.batch_prompts
     ahead, most = (eta + 1) * batch, config.rollout.max_concurrent_rollouts
     live = min(ahead, most)

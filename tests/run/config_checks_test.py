@@ -13,11 +13,13 @@ import pytest
 from configs import arithmetic, arithmetic_sft
 from rlx import main
 from rlx.base import UserError
-from rlx.doctor import capacity, machine, memory, packages, run_config
+from rlx.doctor import capacity, machine, memory, packages
 from rlx.doctor.machine import Devices
 from rlx.launch.available_memory import Allowance
 from rlx.model import hf
+from rlx.run import config_checks
 from rlx.run.inputs import load_tokenizer
+from rlx.run.room_options import sizes_of
 
 GB = 10**9
 
@@ -28,7 +30,7 @@ def config():
 
 
 def rows_of(config, tmp_path, devices=Devices()):  # noqa: B008 - frozen
-    return {row.name: row for row in run_config.check(config, tmp_path / "run", devices)}
+    return {row.name: row for row in config_checks.check(config, tmp_path / "run", devices)}
 
 
 def test_a_good_config_has_no_problem_and_writes_nothing(config, tmp_path):
@@ -134,33 +136,33 @@ def test_the_first_bad_row_is_named(config, tmp_path):
 
 def test_uneven_minibatches_and_empty_slots_are_warned_of(config):
     config.rollout.batch_prompts, config.train.minibatches = 15, 4
-    row = run_config.judge_batch(config, 8, 1000)
+    row = config_checks.judge_batch(config, 8, 1000)
     assert row.level == "warning"
     assert "not equally large" in row.found
-    assert run_config.judge_batch(config, 8, 10).level == "warning"
+    assert config_checks.judge_batch(config, 8, 10).level == "warning"
     config.rollout.batch_prompts, config.fleet.slots = 16, 4096
-    assert "half of them stay empty" in run_config.judge_staleness(config, 8).found
+    assert "half of them stay empty" in config_checks.judge_staleness(config, 8).found
     config.rollout.max_concurrent_rollouts = 8
-    assert "not even one batch" in run_config.judge_staleness(config, 8).found
+    assert "not even one batch" in config_checks.judge_staleness(config, 8).found
 
 
 def test_long_rows_for_short_trajectories_are_mostly_padding(config):
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (1024,), 65536
     config.rollout.batch_prompts = config.sampling.n_samples = 2
-    row = run_config.judge_microbatches(config, 2, expected=60.0)
+    row = config_checks.judge_microbatches(config, 2, expected=60.0)
     assert row.level == "warning"
     assert "padding" in row.found
-    prompts = run_config.judge_prompts(np.array([10, 12]), 1024)
+    prompts = config_checks.judge_prompts(np.array([10, 12]), 1024)
     assert prompts.remedy == "set data.max_prompt_tokens=64"
-    assert run_config.judge_prompts(np.array([10, 12]), 64).level == "ok", (
+    assert config_checks.judge_prompts(np.array([10, 12]), 64).level == "ok", (
         "64 is what would be advised"
     )
 
 
 def test_an_earlier_part_of_the_run_says_what_to_expect(config, tmp_path):
-    assert run_config.expected_tokens(config, np.array([20, 40]), tmp_path) == 30 + 64
+    assert config_checks.expected_tokens(config, np.array([20, 40]), tmp_path) == 30 + 64
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "avg_seq_len": 77.0}\n{"step": 2}\n')
-    assert run_config.expected_tokens(config, np.array([20, 40]), tmp_path) == 77
+    assert config_checks.expected_tokens(config, np.array([20, 40]), tmp_path) == 77
 
 
 def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
@@ -183,7 +185,7 @@ def test_disk_and_memory_are_weighed():
 
 def test_a_teacher_is_looked_at_and_counted(config, tmp_path):
     config.algorithm.preset, config.teacher.path = "distill", "rlx:arithmetic"
-    found = {(row.area, row.name): row for row in run_config.check(config, tmp_path, Devices())}
+    found = {(row.area, row.name): row for row in config_checks.check(config, tmp_path, Devices())}
     assert found["model", "teacher"].level == "ok"
     assert "× 1: program" in found["memory", "teacher"].found
 
@@ -192,9 +194,9 @@ def test_rows_that_are_trained_on_are_counted_as_such():
     config = arithmetic_sft.get_config()
     config.rollout.batch_prompts, config.train.max_tokens_per_microbatch = 2, 4096
     model = hf.load_config(hf.resolve("rlx:arithmetic"))
-    answers = memory.trainer(config, model)["activations"]
+    answers = memory.trainer(sizes_of(config, model))["activations"]
     config.sampling.n_samples = 99
-    assert memory.trainer(config, model)["activations"] == answers, "a row has one answer"
+    assert memory.trainer(sizes_of(config, model))["activations"] == answers, "a row has one answer"
 
 
 def run(*arguments):
