@@ -1,6 +1,6 @@
-"""`python -m rlx.doctor [--config=FILE --config.x=y]`: what would keep rlx, or a run, from working.
+"""`python -m rlx.doctor [--config=FILE --config.x=y]`: check what rlx, or a run, needs to work.
 
-Looks at packages and machine, and with a config at its model, data and arithmetic. Exit status 0
+Checks packages and machine, and with a config its model, data and arithmetic. Exit status 0
 without a problem, 1 with one.
 """
 
@@ -15,7 +15,7 @@ from rlx.run.run_checks import findings
 
 
 def main() -> int:
-    """Prints the table; returns the exit status."""
+    """Print the table; return the exit status."""
     config, values = flags.parse(
         sys.argv, config_needed=False, workdir="directory the run would have; default: runs/"
     )

@@ -1,7 +1,7 @@
-"""What to do about failures that are nobody's bug: memory, disks, ports, files. No JAX.
+"""Explain failures that are no bug: memory, disks, ports, open files. No JAX.
 
-An exception goes in, and the one line that a user needs comes out: what was short, by how much,
-what to change. Everything else keeps its traceback.
+An exception becomes one line: what was short, by how much, what to change. Any other exception
+keeps its traceback.
 """
 
 import errno
@@ -22,7 +22,7 @@ _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORE
 
 @contextmanager
 def explained(advice: Callable[[], str] = lambda: "", doing: str = "") -> Iterator[None]:
-    """Turns a failure that is known here into a UserError; others pass.
+    """Turn a failure that `explain` knows into a UserError; let others pass.
 
     Args:
       advice: called when memory ran out; says how much was needed, and what lowers it.
@@ -42,7 +42,7 @@ def explained(advice: Callable[[], str] = lambda: "", doing: str = "") -> Iterat
 def explain(
     error: BaseException, advice: Callable[[], str] = lambda: "", doing: str = ""
 ) -> UserError | None:
-    """The UserError for a failure, or for what caused it; None when it is none of these."""
+    """Return the UserError for a failure or for its cause; None where it is none of these."""
     when = f" ({doing})" if doing else ""
     for each in _causes(error):
         if device_is_full(each):
@@ -67,7 +67,7 @@ def explain(
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exception, its causes, and those of a group."""
+    """Yield the exception, its causes, and those of a group."""
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:
@@ -86,7 +86,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 def _size(text: str) -> str:
-    """What an allocator's message says was asked for; empty where it does not."""
+    """Return the size that an allocator's message says was asked for; empty where it does not."""
     found = _SIZE.search(text)
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""What a check found: one row of the doctor's table."""
+"""Rows of the doctor's table: what a check found, and what to change."""
 
 import traceback
 from collections.abc import Callable, Iterable
@@ -39,10 +39,10 @@ class Finding:
 def attempt(
     area: str, name: str, function: Callable[[], _T], found: Callable[[Any], str]
 ) -> tuple[Finding, _T | None]:
-    """The row of something that works or raises, and its value where it works.
+    """Call `function`; return the row of its outcome, and its value or None where it raises.
 
-    What raises UserError says what to change; anything else is nobody's expectation, and is shown
-    with the line that raised it rather than taking the other rows along.
+    A UserError says what to change. Any other exception is unexpected: its row has the line that
+    raised it, so that the other rows are shown all the same.
     """
     try:
         value = function()
@@ -59,17 +59,17 @@ def attempt(
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:
-    """Those of which a run cannot work."""
+    """Return the findings with which a run cannot work."""
     return [finding for finding in findings if finding.level == "problem"]
 
 
 def status(findings: Iterable[Finding]) -> int:
-    """The exit status: 0 without a problem, 1 with one."""
+    """Return the exit status: 0 without a problem, 1 with one."""
     return int(bool(problems(findings)))
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """`1 problem, 2 warnings, 14 ok`."""
+    """Return `1 problem, 2 warnings, 14 ok`."""
     levels = [finding.level for finding in findings]
     counts = {level: levels.count(level) for level in ("problem", "warning")}
     parts = [f"{n} {level}{'s' * (n > 1)}" if n else f"no {level}" for level, n in counts.items()]

@@ -1,7 +1,8 @@
-"""The machine: devices, cores, memory, ports, disks, clocks. JAX is asked in another process, for
-with a broken driver it can hang."""
+"""Check the machine: devices, cores, memory, ports, disks, clock.
 
-import itertools
+JAX is asked in another process, because a broken driver can hang it.
+"""
+
 import json
 import os
 import shutil
@@ -42,7 +43,7 @@ class Devices:
 
 
 def devices(seconds: float = DEVICE_SECONDS) -> Devices | str:
-    """What JAX finds, or in words why it does not answer."""
+    """Return what JAX finds, or a sentence why it does not answer."""
     command = [sys.executable, "-c", _DEVICES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -57,13 +58,13 @@ def devices(seconds: float = DEVICE_SECONDS) -> Devices | str:
 
 
 def nvidia_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """GPUs that NVIDIA's kernel driver has, whatever JAX makes of them."""
+    """Return how many GPUs NVIDIA's kernel driver lists, whether or not JAX can use them."""
     found = len(list(root.iterdir())) if root.is_dir() else 0
     return found or len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str]) -> Finding:
-    """The row of the devices."""
+    """Return the row of the devices; `gpus` is what the driver lists."""
     if isinstance(found, str):
         return Finding("machine", "devices", "problem", f"JAX finds none: {found}",
                        "mend the driver, or set JAX_PLATFORMS=cpu")  # fmt: skip
@@ -79,7 +80,7 @@ def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str
 
 
 def gpus_in_use(seconds: float = 20.0) -> list[tuple[int, int]]:
-    """(MiB in use, MiB in all) of each NVIDIA GPU; empty where nvidia-smi says nothing."""
+    """Return (MiB in use, MiB in all) of each NVIDIA GPU; empty where nvidia-smi fails."""
     query = "--query-gpu=memory.used,memory.total"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
@@ -91,7 +92,7 @@ def gpus_in_use(seconds: float = 20.0) -> list[tuple[int, int]]:
 
 
 def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
-    """The row of GPUs whose memory others hold, before the run has begun; None without a GPU."""
+    """Return the row of GPU memory that other programs hold; None without a GPU."""
     if not use:
         return None
     what = ", ".join(
@@ -107,7 +108,7 @@ def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
 
 
 def judge_cores(usable: int, present: int, load: float) -> Finding:
-    """The row of the cores."""
+    """Return the row of the cores; `load` is the 1-minute average."""
     what = f"{usable} of {present} usable, load {load:.1f}"
     if usable < 2:
         return Finding("machine", "cores", "warning", f"{what}; trainer and server take turns",
@@ -119,7 +120,7 @@ def judge_cores(usable: int, present: int, load: float) -> Finding:
 
 
 def check_loopback() -> Finding:
-    """Whether a port on loopback can be bound and reached."""
+    """Return the row of loopback: a port is bound and reached."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -131,7 +132,7 @@ def check_loopback() -> Finding:
 
 
 def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Finding:
-    """The row of a running server that the config names; `error` is empty where it answers."""
+    """Return the row of a running server; `error` is empty where it answers."""
     if not error:
         return Finding("machine", key, "ok", f"{address} accepts connections")
     return Finding("machine", key, "problem", f"{address}: {error}",
@@ -139,7 +140,7 @@ def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Fin
 
 
 def reach(address: str, seconds: float = 3.0) -> str:
-    """Why nobody listens at host:port; empty where somebody does."""
+    """Return why a connection to host:port fails; empty where it works."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
@@ -149,7 +150,7 @@ def reach(address: str, seconds: float = 3.0) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The nearest directory above `path` that exists."""
+    """Return `path`, or the nearest directory above it that exists."""
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -157,7 +158,7 @@ def existing(path: Path) -> Path:
 
 
 def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
-    """The row of the disk that the run writes to."""
+    """Return the row of the disk that the run writes to; `free` is in bytes."""
     what = f"{directory}: {free / 1e9:.1f} GB free"
     if not writable:
         return Finding("machine", "workdir", "problem", f"{directory} cannot be written to",
@@ -169,7 +170,7 @@ def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
 
 
 def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/dev/shm") -> Finding:
-    """The row of where weights are published; `needed` is 0 without a config."""
+    """Return the row of where weights are published, bytes; `needed` is 0 without a config."""
     area, name = ("memory", "publishing") if needed else ("machine", "shared memory")
     what = f"{place}: {size(free)} of {size(total)} free"
     grow = "docker run --shm-size=8g, or set fleet.publish_dir to a disk"
@@ -182,28 +183,17 @@ def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/d
     return Finding(area, name, "ok", what)
 
 
-def judge_clock(resolution: float, steps: Sequence[float], wall: float) -> Finding:
-    """The row of the clocks.
-
-    Args:
-      resolution: of the monotonic clock, seconds, as it says.
-      steps: seconds between consecutive readings.
-      wall: seconds since 1970.
-    """
-    smallest = min((step for step in steps if step > 0), default=0.0)
-    date = time.strftime("%Y-%m-%d %H:%M", time.gmtime(wall))
-    what = f"monotonic steps of {smallest * 1e9:.0f} ns, {date} UTC"
-    if min(steps, default=0) < 0 or not smallest or max(resolution, smallest) > 1e-3:
-        return Finding("machine", "clock", "problem", f"{what}: too coarse, or it runs backwards",
-                       "use another clock source of the kernel")  # fmt: skip
-    if wall < _NOT_BEFORE:
-        return Finding("machine", "clock", "warning", f"{what} is in the past; certificates and "
-                       "run names are wrong", "set the date")  # fmt: skip
-    return Finding("machine", "clock", "ok", what)
+def judge_clock(wall: float) -> Finding:
+    """Return the row of the clock; `wall` is in seconds since 1970."""
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(wall))
+    if wall >= _NOT_BEFORE:
+        return Finding("machine", "clock", "ok", date)
+    return Finding("machine", "clock", "warning", f"{date} is in the past; certificates and run "
+                   "names are wrong", "set the date")  # fmt: skip
 
 
 def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
-    """The rows that need no config."""
+    """Yield the rows that need no config."""
     yield judge_devices(found, nvidia_gpus(), os.environ)
     if row := judge_gpus_in_use(gpus_in_use()):
         yield row
@@ -213,13 +203,11 @@ def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
     yield check_loopback()
     place = existing(workdir)
     yield judge_workdir(place, shutil.disk_usage(place).free, os.access(place, os.W_OK))
-    readings = [time.monotonic() for _ in range(1000)]
-    steps = [b - a for a, b in itertools.pairwise(readings)]
-    yield judge_clock(time.get_clock_info("monotonic").resolution, steps, time.time())
+    yield judge_clock(time.time())
 
 
 def check_shared_memory(needed: int = 0, place: str = "/dev/shm") -> Finding:
-    """The row of shared memory, or of `fleet.publish_dir` where that is elsewhere."""
+    """Return the row of shared memory, or of `fleet.publish_dir` where that is elsewhere."""
     try:
         usage: Any = shutil.disk_usage(place)
     except OSError as error:

@@ -1,14 +1,14 @@
-"""Declared dependencies against what is installed: versions, and whether an import works.
+"""Compare declared dependencies with what is installed: versions, and whether an import works.
 
 Imports run in processes of their own with a time limit, so that a broken package can neither end
-nor hang the one who asks.
+nor hang the doctor.
 """
 
 import importlib.util
-import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from threading import Timer
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -29,17 +28,15 @@ from rlx.rewards.worker_process import SupervisedProcess
 IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
 
 _CHILD = """
-import importlib, json, sys
-def say(**record):
-    print("\\n" + json.dumps(record), flush=True)
-for name in sys.argv[1:]:
-    say(begun=name)
+import importlib, sys
+said, *modules = sys.argv[1:]
+for name in modules:
     try:
         importlib.import_module(name)
     except BaseException as error:
-        say(failed=name, why=f"{type(error).__name__}: {error}")
-    else:
-        say(done=name)
+        with open(int(said), "w") as file:
+            file.write(f"{type(error).__name__}: {error}")
+        break
 """
 
 
@@ -62,13 +59,13 @@ class Package:
 
 
 def declared(distribution: str = "rlx") -> dict[str, list[Requirement]]:
-    """Extra → its requirements that hold on this machine; "" has those that are always needed.
+    """Return extra → its requirements on this machine; "" has those that are always needed.
 
-    Where the distribution is run from its source, pyproject.toml says it: what was installed may be
-    older.
+    They are read from pyproject.toml where the distribution runs from its source: the metadata of
+    an editable install may be older.
 
     Raises:
-      metadata.PackageNotFoundError: the distribution is neither.
+      metadata.PackageNotFoundError: it is neither installed nor run from its source.
     """
     project = _project(distribution)
     if project:
@@ -85,7 +82,7 @@ def declared(distribution: str = "rlx") -> dict[str, list[Requirement]]:
 
 
 def _project(distribution: str) -> dict[str, Any]:
-    """The table `project` of the pyproject.toml beside the package; empty where there is none."""
+    """Return the table `project` of the pyproject.toml above the package; {} without one."""
     found = importlib.util.find_spec(distribution)
     if not found or not found.origin:
         return {}
@@ -98,12 +95,12 @@ def _project(distribution: str) -> dict[str, Any]:
 
 
 def _applying(requirements: Iterable[Requirement], extra: str = "") -> list[Requirement]:
-    """Those whose marker holds on this machine, with `extra` asked for."""
+    """Return the requirements whose marker holds on this machine, with `extra` asked for."""
     return [r for r in requirements if not r.marker or r.marker.evaluate({"extra": extra})]
 
 
 def inspect(requirement: Requirement) -> list[Package]:
-    """The package of a requirement, and those that its own extras (`jax[cuda12]`) add."""
+    """Return the package of a requirement, and those that its own extras (`jax[cuda12]`) add."""
     try:
         found = metadata.distribution(requirement.name)
     except metadata.PackageNotFoundError:
@@ -118,103 +115,61 @@ def inspect(requirement: Requirement) -> list[Package]:
 
 
 def module_of(found: metadata.Distribution) -> str:
-    """What to import of a distribution: its topmost package, by its own name where it has several;
-    empty for one without modules (of data, or plugins alone)."""
+    """Return what to import of a distribution: its topmost package, of several its namesake.
+
+    Empty for one without modules (of data, or plugins alone).
+    """
     wanted = canonicalize_name(found.name).replace("-", "_")
-    best: tuple[int, int, str] | None = None
+    names = []
     for file in found.files or ():
         path = PurePosixPath(str(file))
-        if path.name == "__init__.py":
-            parts = path.parts[:-1]
-        elif len(path.parts) == 1 and path.suffix == ".py":
-            parts = (path.stem,)
-        else:
+        parts = path.parts[:-1] if path.name == "__init__.py" else (path.stem,)
+        if path.suffix != ".py" or (path.name != "__init__.py" and len(path.parts) > 1):
             continue
-        name = ".".join(parts)
-        if not parts or not all(p.isidentifier() for p in parts) or parts[0].startswith("_"):
-            continue
-        rank = (len(parts), name.lower().replace(".", "_") != wanted, name)
-        best = rank if best is None or rank < best else best
-    return best[2] if best else _editable_module(found, wanted)
-
-
-def _editable_module(found: metadata.Distribution, wanted: str) -> str:
-    return wanted if not found.files or "direct_url.json" in {f.name for f in found.files} else ""
+        if parts and all(p.isidentifier() for p in parts) and not parts[0].startswith("_"):
+            names.append(".".join(parts))
+    if names:
+        return min(names, key=lambda n: (n.count("."), n.lower().replace(".", "_") != wanted, n))
+    editable = not found.files or "direct_url.json" in {file.name for file in found.files}
+    return wanted if editable else ""
 
 
 def imports(
     modules: Sequence[str], seconds: float = IMPORT_SECONDS, python: str = sys.executable
 ) -> dict[str, str]:
-    """Imports modules one after the other in another process.
+    """Return module → "" where its import works in another process, else why not.
 
-    Returns:
-      module → "" where it works, else why not. One that ends or hangs the process costs the
-      others nothing: they go on in a new one.
+    All are tried in one process, which is fast; where that fails, each in its own.
     """
-    out: dict[str, str] = {}
-    waiting = list(dict.fromkeys(modules))
-    while waiting:
-        for name, why in _import_some(waiting, seconds, python):
-            out[name] = why
-        waiting = [name for name in waiting if name not in out]
-    return out
+    names = list(dict.fromkeys(modules))
+    if not _import_error(names, seconds, python):
+        return dict.fromkeys(names, "")
+    return {name: _import_error([name], seconds, python) for name in names}
 
 
-def _import_some(modules: list[str], seconds: float, python: str) -> Iterator[tuple[str, str]]:
-    """(module, why it fails or "") until the process ends; the one it ended in comes last."""
-    process = SupervisedProcess(  # some imports start processes
-        [python, "-c", _CHILD, *modules], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True,
-    )  # fmt: skip
-    current, hung, timer = modules[0], False, Timer(0, lambda: None)
-
-    def stop() -> None:
-        nonlocal hung
-        hung = True
-        process.stop()
-
-    def watch() -> Timer:
-        timer = Timer(seconds, stop)
-        timer.daemon = True
-        timer.start()
-        return timer
-
-    assert process.stdout
-    done: set[str] = set()
-    timer = watch()
-    try:
-        for text in process.stdout:
-            record = _record(text)
-            if (name := record.get("begun")) in modules:
-                timer.cancel()
-                current, timer = name, watch()
-            elif (name := record.get("done") or record.get("failed")) in modules:
-                done.add(name)
-                yield name, " ".join(str(record.get("why", "")).split())[:200]
-        code = process.end(seconds)
-    finally:
-        timer.cancel()
-        process.end()
-        process.stdout.close()
-    if current not in done:
-        yield current, f"no end after {seconds:g} s" if hung else f"ends Python with {code}"
-
-
-def _record(text: str) -> dict:
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+def _import_error(modules: Sequence[str], seconds: float, python: str) -> str:
+    """Return why a process that imports `modules` fails; empty where it does not."""
+    begun = time.monotonic()
+    with tempfile.TemporaryFile("w+") as said:
+        process = SupervisedProcess(  # some imports start processes
+            [python, "-c", _CHILD, str(said.fileno()), *modules],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(said.fileno(),),
+        )  # fmt: skip
+        code, waited = process.end(seconds), time.monotonic() - begun
+        said.seek(0)
+        words = " ".join(said.read().split())[:200]
+    if code and waited >= seconds:
+        return f"no end after {seconds:g} s"
+    return words or (f"ends Python with {code}" if code else "")
 
 
 def check(
     distribution: str = "rlx", needed: Sequence[str] = (), everything: bool = True
 ) -> Iterator[Finding]:
-    """A row for the dependencies, one for every one that does not work, one for each extra.
+    """Yield a row for each dependency that does not work, one for all others, one an extra.
 
     Args:
-      needed: modules of extras, without which there is a problem where else there would be none.
+      needed: modules of extras that the run needs: a failure is a problem, not a warning.
       everything: whether extras that have none of `needed` are looked at too.
     """
     try:
@@ -280,7 +235,7 @@ def _extra(
 def _complaints(
     packages: Iterable[Package], works: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """(name, what is wrong, what to do) of each package that does not work."""
+    """Yield (name, what is wrong, what to do) of each package that does not work."""
     for p in packages:
         if not p.version:
             yield p.name, "not installed", f"pip install '{p.requirement}'"

@@ -1,4 +1,4 @@
-"""Findings in the terminal: a table, or one plain line each where there is no terminal."""
+"""Show findings: tables in a terminal, one plain line each elsewhere."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ _WIDEST = 120
 
 
 def show(findings: Iterable[Finding], console: "Console | None" = None) -> list[Finding]:
-    """Prints findings as they come, a section at a time, and what they add up to; returns them."""
+    """Print findings as they come, a section at a time, and their summary; return them."""
     from rich.console import Console
 
     console = console or Console(highlight=False)
@@ -32,7 +32,7 @@ def show(findings: Iterable[Finding], console: "Console | None" = None) -> list[
 
 
 def section(area: str, findings: Iterable[Finding], console: "Console") -> None:
-    """Prints one section: a table once it is whole, or a line as soon as it is found."""
+    """Print one section: a table once it is complete, or each line as soon as it is found."""
     findings = (Finding(*map(plain, dataclasses.astuple(finding))) for finding in findings)
     if _plain(console):
         for finding in findings:
@@ -52,7 +52,7 @@ def _plain(console: "Console") -> bool:
 
 
 def line(finding: Finding) -> str:
-    """One greppable line: level, area and name, what was found, what to change."""
+    """Return one greppable line: level, area and name, what was found, what to change."""
     remedy = f" → {finding.remedy}" if finding.remedy else ""
     return f"{finding.level:8}{finding.area}: {finding.name}: {finding.found}{remedy}"
 

@@ -30,10 +30,8 @@ GB = 10**9
         (machine.judge_shared_memory(8 * GB, 8 * GB), "ok", "8.0 GB"),
         (machine.judge_shared_memory(64 << 20, 64 << 20, 10**6), "ok", "need 1.0 MB"),
         (machine.judge_shared_memory(8 * GB, GB, 2 * GB), "problem", "fleet.publish_dir"),
-        (machine.judge_clock(1e-9, [4e-8, 0.0], 1.9e9), "ok", "40 ns"),
-        (machine.judge_clock(1e-9, [4e-8, -1e-9], 1.9e9), "problem", "backwards"),
-        (machine.judge_clock(0.016, [0.016], 1.9e9), "problem", "coarse"),
-        (machine.judge_clock(1e-9, [4e-8], 0.0), "warning", "set the date"),
+        (machine.judge_clock(1.9e9), "ok", "2030"),
+        (machine.judge_clock(0.0), "warning", "set the date"),
     ],
 )
 def test_a_row_says_what_is_wrong_and_what_to_do(finding, level, word):
