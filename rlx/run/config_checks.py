@@ -111,7 +111,7 @@ def _model(
     if algorithm and options:
         known = "its vocabulary is the student's"
         words = known if options.path else f"at {', '.join(options.addresses)}"
-        compare = partial(teacher.check, options, algorithm, place)
+        compare = partial(teacher.check, options, algorithm, place, hf.check)
         rows.append(attempt(area, "teacher", compare, lambda _: words)[0])
     return rows, model
 

@@ -64,7 +64,7 @@ def prepare(config: ConfigDict) -> Inputs:
     check_context(config, model_config)
     algorithm = TrainOptions.of(config).algorithm
     check_kind(config, model_config, algorithm)
-    teacher.check(TeacherOptions.of(config), algorithm, model_dir)
+    teacher.check(TeacherOptions.of(config), algorithm, model_dir, hf.check)
     train_rows, eval_rows = rows(config, algorithm)
     reward = config.reward
     pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
