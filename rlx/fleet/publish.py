@@ -7,7 +7,6 @@ killed processes, and only those.
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -22,6 +21,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import delta
+from rlx.model.atomic_directory import try_lock
 
 _DTYPES = {
     "float64": "F64",
@@ -153,7 +153,7 @@ class WeightFile:
             path = Path(directory) / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
             try:
                 self._lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                ours = locked(self._lock) and path.exists()  # a sweep may have come between
+                ours = try_lock(self._lock) and path.exists()  # a sweep may have come between
             except OSError as error:
                 raise _no_room(error, directory, 0) from error
             if ours:
@@ -169,19 +169,6 @@ class WeightFile:
             self.path = ""
 
 
-def locked(descriptor: int) -> bool:
-    """Lock a file through `descriptor`; return whether that worked.
-
-    Raises:
-      OSError: the file system has no locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def sweep(directory: str | os.PathLike) -> int:
     """Remove weight files whose process is gone; return how many."""
     removed = 0
@@ -191,7 +178,7 @@ def sweep(directory: str | os.PathLike) -> int:
         except OSError:  # gone already, or another user's
             continue
         with open(descriptor, "rb"), contextlib.suppress(OSError):
-            if locked(descriptor):
+            if try_lock(descriptor):
                 path.unlink(missing_ok=True)
                 removed += 1
     return removed

@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 from rlx.base import UserError
-from rlx.fleet.publish import locked, sweep
+from rlx.fleet.publish import sweep
+from rlx.model.atomic_directory import try_lock
 
 _PREFIX, _LOCK = "rlx-run-", "lock"
 _REMOVE_SECONDS = 5.0
@@ -83,7 +84,7 @@ def _make(parent: str | os.PathLike) -> tuple[str, int]:
     while True:
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         lock = os.open(Path(path, _LOCK), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if locked(lock) and Path(path, _LOCK).exists():  # else another run has just swept it
+        if try_lock(lock) and Path(path, _LOCK).exists():  # else another run has just swept it
             return path, lock
         os.close(lock)
 
@@ -95,5 +96,5 @@ def _sweep_dead(parent: str | os.PathLike) -> None:
             if path.lstat().st_uid != os.geteuid():
                 continue
             with open(path / _LOCK, "r+") as lock:
-                if locked(lock.fileno()):
+                if try_lock(lock.fileno()):
                     shutil.rmtree(path, ignore_errors=True)

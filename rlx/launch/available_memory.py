@@ -1,6 +1,6 @@
-"""How much memory a process of ours may still take: the machine's, its container's, its own limit.
+"""Available memory of this process: of the machine, its container (cgroup) and `ulimit -v`.
 
-What is short is what counts: in a container the machine's free memory says nothing.
+The tightest limit counts: in a container the machine's free memory says nothing.
 """
 
 import os
@@ -21,7 +21,7 @@ _REMEDIES = {
 
 
 class Allowance(NamedTuple):
-    """Bytes in all and still free, and whose limit it is, in words."""
+    """A limit of memory: bytes in all and still free, and where it holds."""
 
     total: int
     free: int
@@ -29,7 +29,7 @@ class Allowance(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What gives a process more."""
+        """Return what gives a process more."""
         return _REMEDIES[self.where]
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Allowance(NamedTuple):
 
 
 def memory(root: Path = Path("/")) -> Allowance:
-    """The tightest of the limits that hold for this process.
+    """Return the tightest of the limits that hold for this process.
 
     Args:
       root: where /proc and /sys are.
@@ -55,7 +55,7 @@ def _machine(root: Path) -> Allowance:
 
 
 def _containers(root: Path) -> Iterator[Allowance]:
-    """Of the process's cgroup and of those around it; in a container the outermost is its own."""
+    """Yield the limits of this process's cgroup and its ancestors, innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -84,14 +84,14 @@ def _cgroup(place: Path, kind: str) -> Allowance | None:
         return None
     if limit >= 1 << 60:  # how cgroups 1 say that there is none
         return None
-    # Of what is used, files that the kernel keeps in memory go first, and nobody misses them.
+    # The kernel drops cached files first, so they count as free.
     found = dict(zip(stat[::2], stat[1::2], strict=True))
     files = int(found.get("total_inactive_file", found.get("inactive_file", 0)))
     return Allowance(limit, max(limit - used + files, 0), _CONTAINER)
 
 
 def _own() -> Iterator[Allowance]:
-    """Of `ulimit -v`, which counts addresses rather than memory."""
+    """Yield the limit of `ulimit -v`, which counts addresses rather than memory."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -1,5 +1,7 @@
-"""How a process ended, in words. A SIGKILL that nobody sent on purpose is often the kernel's, when
-memory has run out: its own count of such kills says so."""
+"""Say how a process ended, and whether the kernel killed it because memory ran out.
+
+An OOM kill is a SIGKILL like any other; the kernel's own count of them tells it apart.
+"""
 
 import re
 import signal
@@ -20,7 +22,7 @@ _MEMORY = re.compile(  # how an engine's last lines say it
 
 
 def oom_kills(vmstat: Path = _VMSTAT) -> int:
-    """Processes that the kernel has killed for want of memory since it started; 0 if unknown."""
+    """Return how many processes the kernel has OOM-killed since boot; 0 if unknown."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -29,10 +31,10 @@ def oom_kills(vmstat: Path = _VMSTAT) -> int:
 
 
 class OomKills:
-    """Whether the kernel has killed for want of memory lately.
+    """Watches the kernel's count of OOM kills, to tell whether one was recent.
 
-    A process goes on for a moment after the kernel has counted its kill, so counts of some seconds
-    ago are what its end is compared with.
+    A process lives for a moment after the kernel has counted its kill, so its end is compared with
+    counts of some seconds ago.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class OomKills:
         self._seen = [(clock(), count())]
 
     def look(self) -> None:
-        """Takes note of the count; to be called now and then."""
+        """Record the count; call it about every second."""
         now = self._clock()
         if now - self._seen[-1][0] < 1:
             return
@@ -51,14 +53,14 @@ class OomKills:
             self._seen.pop(0)
 
     def lately(self) -> bool:
-        """Whether there was one since the oldest count kept."""
+        """Return whether there was an OOM kill since the oldest count kept."""
         return self._count() > self._seen[0][1]
 
 
 def peak_memory(pid: int) -> int:
-    """Bytes of the most resident memory that a running process has had; 0 if unknown.
+    """Return the peak resident memory of a running process, bytes; 0 if unknown.
 
-    Not what `wait4` says: that begins with the memory of whoever forked it.
+    `wait4` does not do: its peak includes the memory of the process that forked it.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -68,12 +70,12 @@ def peak_memory(pid: int) -> int:
 
 
 def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str:
-    """`with status 2`, `by SIGTERM`, and of a SIGKILL the most memory that the process had.
+    """Return `with status 2`, `by SIGTERM`, and for a SIGKILL the process's peak memory.
 
     Args:
-      code: as subprocess has it: negative is a signal.
+      code: of subprocess: negative is a signal.
       peak_bytes: its peak resident memory; 0 if unknown.
-      killed_for_memory: the kernel ended a process for want of memory while this one ended.
+      killed_for_memory: the kernel OOM-killed a process while this one ended.
     """
     if code >= 0:
         return f"with status {code}"
@@ -91,10 +93,10 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """What an engine wrote last, and what to change where its lines speak of memory.
+    """Return what an engine wrote last, and what to change where its lines mention memory.
 
     Args:
-      lines: of its log; empty ones and the line that said it was ready are passed over.
+      lines: of its log; empty ones and the ready line are skipped.
     """
     said = [x.strip() for x in lines if x.strip() and not x.startswith('{"port"')]
     if not said:

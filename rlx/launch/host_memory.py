@@ -1,4 +1,4 @@
-"""Memory that a process frees stays with it.
+"""Keep freed memory in the process.
 
 A train step allocates one arena of temporaries, hundreds of megabytes, and frees it at the end.
 By default glibc hands it back to the kernel, which zeroes and maps every page again in the next
@@ -12,7 +12,7 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory for the next allocation; call before threads start.
+    """Tell glibc to keep freed memory for the next allocation; call before threads start.
 
     Returns:
       False where the C library is not glibc; nothing is changed then.

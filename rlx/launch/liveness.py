@@ -1,4 +1,4 @@
-"""Whether a server on this machine still answers: it is asked for its status every second."""
+"""Liveness of a server on this machine: its status is asked for every second."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 
 _EVERY_SECONDS = 1.0
-_DEADLINE_SECONDS = 10.0  # then it is asked anew, on a connection that is perhaps better
+_DEADLINE_SECONDS = 10.0  # then it is asked again, maybe on a better connection
 _TICK_SECONDS = 0.5
 _NO_ANSWER = (
     grpc.StatusCode.UNAVAILABLE,
@@ -26,17 +26,17 @@ _OPTIONS = (
 
 
 class Pulse:
-    """One server process, asked for its status; never waits.
+    """Probe of one server process; never blocks.
 
     Args:
       port: on loopback.
-      token: bearer token. Without the right one it answers too: that it does not know us.
+      token: bearer token. A refusal for want of the right one is an answer, too.
       answered: it has said that it is ready.
       clock: seconds.
 
     Attributes:
-      silent: seconds since its last answer, or since the start. Time in which nobody called `feel`
-        does not count: then it was we who were stopped.
+      silent: seconds since its last answer, or since the start. Time in which `feel` was not called
+        does not count: then this process was stopped.
       answered: it was ready once.
     """
 
@@ -57,7 +57,7 @@ class Pulse:
         self._call: grpc.Future | None = None
 
     def feel(self) -> None:
-        """Takes note of an answer and asks again; to be called several times a second."""
+        """Record an answer and ask again; call it several times a second."""
         now = self._clock()
         self.silent += min(now - self._felt, _TICK_SECONDS)
         self._felt = now
@@ -72,5 +72,5 @@ class Pulse:
             )
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._channel.close()

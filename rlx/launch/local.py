@@ -46,7 +46,7 @@ class CpuPlan:
 
 
 def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
-    """Divides `cores` between the trainer and its servers.
+    """Divide `cores` between the trainer and its servers.
 
     Everyone gets cores of its own while they last; the trainer, which is one, takes the
     remainder. When they do not last, the trainer keeps the first core and the servers share the
@@ -69,14 +69,14 @@ def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPla
 
 
 def servers_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
-    """Divides `cores` between servers beside which nobody trains; arguments as of `cpu_plan`."""
+    """Divide `cores` between servers where no trainer runs; arguments as of `cpu_plan`."""
     cores = tuple(cores)
     each = min(threads or max(1, len(cores) // max(1, num_servers)), len(cores))
     return CpuPlan(cores, _shared(cores, num_servers, each))
 
 
 def _shared(pool: tuple[int, ...], num_servers: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """`each` cores of `pool` for every server, in turn, as often as they must be used again."""
+    """Return `each` cores of `pool` for every server, in turn; reused when they run out."""
     return tuple(
         tuple(sorted(pool[(i * each + k) % len(pool)] for k in range(each)))
         for i in range(num_servers)
@@ -92,14 +92,14 @@ class LocalServers:
     Args:
       model: HF directory.
       workdir: logs go to `workdir`/logs/`name`-i.log.
-      name: of these servers among others of the run.
+      name: prefix of the servers' logs.
       plan: cores of each server; default: `cpu_plan` of the cores of this process, so make it
         before the trainer pins itself.
       options: flags of rlx.serve by name: slots, max_model_len, decode_steps, dtype, seed (server
         i gets seed + i), kv_on_update, engine.
       publish_dir: where the private directory of these servers is made.
       weight_roots: further directories that published files may be in.
-      token: bearer token they ask for; default: a fresh one.
+      token: bearer token that they require; default: a fresh one.
       platform: of JAX in the servers.
       ready_timeout: seconds until every server must have said it is ready.
       answer_timeout: seconds after which a server that does not answer is killed, to be restarted.
@@ -108,7 +108,7 @@ class LocalServers:
       command: what starts a server.
 
     Attributes:
-      directory: theirs and their client's alone; removed after the last of them, whatever ends us.
+      directory: private to the servers and their client; removed after the last of them has ended.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class LocalServers:
         self._thread = threading.Thread(target=self._keep, name="local-servers", daemon=True)
 
     def start(self) -> "LocalServers":
-        """Begins to start them, and returns."""
+        """Begin to start the servers, and return."""
         self._thread.start()
         return self
 
     def wait(self) -> tuple[str, ...]:
-        """Returns host:port of each server once all answer.
+        """Return host:port of each server once all answer.
 
         Raises:
           UserError: one ended or took too long; has the last line of its log. All are stopped.
@@ -172,7 +172,7 @@ class LocalServers:
         return self._ready.result()
 
     def fleet(self, **options: Any) -> Fleet:
-        """The fleet of these servers, not connected yet; raises as `wait`.
+        """Return the fleet of these servers, not connected yet; raise as `wait`.
 
         Args:
           options: of Fleet.
@@ -181,11 +181,11 @@ class LocalServers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes as of now."""
+        """Ids of the processes that run now."""
         return tuple(server.pid for server in self._servers if server.pid)
 
     def stop(self) -> None:
-        """Ends every server: SIGTERM, and SIGKILL for one that does not listen."""
+        """End every server: SIGTERM, then SIGKILL for one that does not end in time."""
         self._stopping.set()
         if self._thread.ident:
             self._thread.join()
@@ -198,7 +198,7 @@ class LocalServers:
         self.stop()
 
     def _keep(self) -> None:
-        """The thread that owns the processes."""
+        """Start, watch, restart and end the processes; runs in the thread that owns them."""
         try:
             for server in self._servers:
                 server.spawn()
@@ -232,7 +232,7 @@ class LocalServers:
         return tuple(f"127.0.0.1:{server.port}" for server in self._servers)
 
     def _end_if_hung(self, server: "_Server") -> None:
-        """Kills `server` if it runs and has not answered for too long."""
+        """Kill `server` if it runs and has not answered for too long."""
         pulse = server.pulse
         if pulse is None or not server.pid:
             return
@@ -247,7 +247,7 @@ class LocalServers:
             server.signal(signal.SIGKILL)
 
     def _revive(self, server: "_Server") -> None:
-        """Restarts `server` if it ended and its back-off is over."""
+        """Restart `server` if it ended and its back-off is over."""
         status = server.poll()
         if status is None or server.restarts > self._max_restarts:
             return
@@ -269,7 +269,7 @@ class LocalServers:
 
 
 class _Server:
-    """One server's place: its port, log and cores stay, its process may change."""
+    """One server: its port, log and cores stay, its process may change."""
 
     def __init__(
         self,
@@ -297,11 +297,11 @@ class _Server:
 
     @property
     def pid(self) -> int:
-        """0 when there is no process."""
+        """Id of the process; 0 when there is none."""
         return self._process.pid if self._process and self._process.returncode is None else 0
 
     def spawn(self) -> None:
-        """Starts the process on its cores, in a session of its own: Ctrl-C is the trainer's."""
+        """Start the process on its cores, in its own session so that Ctrl-C spares it."""
         ours = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cpus)  # of this thread; the child inherits it
         try:
@@ -323,7 +323,7 @@ class _Server:
         self._take_pulse(ready=False)
 
     def poll(self) -> str | None:
-        """How the process ended, in words; None while it runs. Nothing it started outlives it."""
+        """Return how the process ended, None while it runs; kill what it started once it ended."""
         process = self._process
         if process is None:
             return None
@@ -338,7 +338,7 @@ class _Server:
         return self._ending
 
     def read_port(self) -> int:
-        """The port it announced; 0 before."""
+        """Return the port that the process announced; 0 before."""
         if not self.port:
             for line in self._lines():
                 if line.startswith('{"port"') and line.endswith("}"):
@@ -347,7 +347,7 @@ class _Server:
         return self.port
 
     def drop_pulse(self) -> None:
-        """Asks the process nothing more."""
+        """Stop probing the process."""
         if self.pulse:
             self.pulse.close()
             self.pulse = None
@@ -358,11 +358,11 @@ class _Server:
             self.pulse = Pulse(self.port, self._token, answered=ready)
 
     def last_words(self) -> str:
-        """What the process wrote last, and what to change where it speaks of memory; or nothing."""
+        """Return what the process wrote last, with a remedy where it mentions memory; or ""."""
         return exit_reason.last_words(self._lines())
 
     def signal(self, number: int) -> None:
-        """Sends `number` to the process and whatever it started."""
+        """Send the signal `number` to the process group."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -387,7 +387,7 @@ def _end(servers: Sequence[_Server]) -> None:
 
 
 def _environment(threads: int, platform: str, token: str) -> dict[str, str]:
-    """The servers' environment: ours, with rlx to be found, the right thread pools and a token."""
+    """Return the servers' environment: ours with rlx on the path, thread pools and a token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     home = str(Path(next(iter(rlx.__path__))).parent)
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))

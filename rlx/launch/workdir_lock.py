@@ -1,14 +1,13 @@
-"""Who runs in a directory: one process at a time, on whatever host, and how the last one ended.
+"""Lock a working directory for one process on any host, and say how the last one ended.
 
-WORKDIR/running.json names the process and is locked while it lives: the kernel lets go of the lock
+WORKDIR/running.json names the process and is locked while it lives: the kernel releases the lock
 whatever ends the process, so that on one host nothing has to be guessed. Hosts that share a file
 system may not share its locks: for them the process gives a sign of life, the file's time, every
 BEAT_SECONDS. After SILENT_SECONDS without one it counts as dead. One that was only stopped finds
-the other's name in the file when it goes on, and ends.
+another process in the file when it continues, and ends.
 """
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -23,6 +22,7 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.launch.exit_reason import oom_kills
+from rlx.model.atomic_directory import try_lock
 from rlx.observe.jsonl import read_json
 
 BEAT_SECONDS = 10.0
@@ -33,8 +33,11 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """How the process that was here before ended; `for_memory`: the kernel has killed since then,
-    for want of memory."""
+    """The process that was killed in this directory before.
+
+    Attributes:
+      for_memory: the kernel has killed a process for want of memory since it began.
+    """
 
     pid: int
     for_memory: bool
@@ -49,7 +52,7 @@ class Killed:
 
 
 def make_directory(path: Path, option: str = "--workdir") -> None:
-    """Make a directory where there is none; raises UserError where that cannot be done."""
+    """Make a directory where there is none; raise UserError where that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -60,11 +63,11 @@ def make_directory(path: Path, option: str = "--workdir") -> None:
 def occupied(
     directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
 ) -> Iterator[Killed | None]:
-    """This process runs in `directory`, which exists, until the block ends, however it does.
+    """Hold `directory`, which exists, for this process until the block ends.
 
     Args:
-      option: that another directory is given by, for the error.
-      beat: seconds between two signs of life.
+      option: by which a user gives another directory, for the error.
+      beat: seconds between two updates of the file's time.
 
     Yields:
       How the last process in `directory` ended, where it was killed.
@@ -96,18 +99,19 @@ def occupied(
 
 
 def _locked(path: Path, option: str) -> int:
-    """A descriptor of the file that no other process has locked; made where there is none."""
+    """Return a locked descriptor of the file, which is made where there is none."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise _taken(path, f"process {read_json(path).get('pid', '?')}", option) from None
+            free = try_lock(handle)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            free = error.errno in _NO_LOCKS
+            if not free:
                 os.close(handle)
                 raise
+        if not free:
+            os.close(handle)
+            raise _taken(path, f"process {read_json(path).get('pid', '?')}", option)
         with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(handle).st_ino:
                 return handle
@@ -115,7 +119,7 @@ def _locked(path: Path, option: str) -> int:
 
 
 def _last(path: Path, handle: int, option: str) -> Killed | None:
-    """How the process named in the file ended; raises UserError where it may live elsewhere."""
+    """Return how the process named in the file ended; raise UserError where it may live."""
     record = read_json(path)
     try:
         pid, begun, machine = int(record["pid"]), str(record["begun"]), str(record["machine"])
@@ -134,7 +138,7 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
 
 
 def _silence(path: Path, handle: int) -> float:
-    """Seconds since the file was written, by the clock of its file system."""
+    """Return the seconds since the file was written, by the clock of its file system."""
     probe = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         probe.write_bytes(b"")
@@ -150,7 +154,7 @@ def _taken(path: Path, who: str, option: str, more: str = "") -> UserError:
 
 
 def _live(path: Path, handle: int, record: bytes, ended: threading.Event, beat: float) -> None:
-    """Gives signs of life; ends the process where another has taken the directory over."""
+    """Update the file's time; end the process where another has taken the directory over."""
     last = time.monotonic()
     while not ended.wait(beat):
         try:
@@ -179,7 +183,7 @@ def _who(record: bytes | None) -> str:
 
 
 def _machine() -> str:
-    """This host, since it was last started."""
+    """Return the host's name and the id of its boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -188,13 +192,15 @@ def _machine() -> str:
 
 
 def _boot(machine: str) -> str:
-    """What tells kernels apart: hosts and containers may share a name, or change it."""
+    """Return the boot id alone: hosts and containers may share a name, or change it."""
     return machine.rpartition(" ")[2] or machine
 
 
 def _begun(pid: int) -> str:
-    """When a process began, in the kernel's ticks: with its id, what it is known by; empty where
-    there is none or it has ended."""
+    """Return when a process began, in the kernel's ticks; empty where it has ended.
+
+    A process id may be used again; with this it is unique.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

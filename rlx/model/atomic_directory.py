@@ -76,13 +76,25 @@ def sweep(path: Path) -> None:
         os.close(lock)
 
 
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or directory until it is closed; return False where another holds it.
+
+    Raises:
+      OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _locked(directory: Path) -> int:
     """Return a descriptor that locks a directory until it is closed; −1 if it is locked."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except OSError:
-            os.close(handle)
+        with suppress(OSError):
+            if try_lock(handle):
+                return handle
+        os.close(handle)
     return -1
