@@ -1,4 +1,4 @@
-"""Command lines of the commands that take a config: `--config=FILE[:ARG] --config.key=value`."""
+"""Parse command lines with a config: `--config=FILE[:ARG] --config.key=value`."""
 
 import ast
 import difflib
@@ -23,12 +23,12 @@ def parse(
     switches: Mapping[str, str] | None = None,
     **strings: str,
 ) -> tuple[Any, flags.FlagValues]:
-    """Reads `argv` (program name first) into a config and the values of extra string flags.
+    """Read `argv` (program name first) into a config and the values of extra string flags.
 
     Args:
       argv: as sys.argv.
       config_needed: whether it is a mistake to give no config.
-      switches: name → help of flags that are given or not, `--dry_run`.
+      switches: name → help of flags without a value, as `--dry_run`.
       strings: name → help of further flags; each defaults to "".
 
     Returns:
@@ -76,10 +76,10 @@ def parse(
 
 
 def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> Any:
-    """The value of a string flag as `kind` reads it; `default` where it is empty.
+    """Return the value of a string flag as `kind` reads it; `default` where it is empty.
 
     Raises:
-      UserError: `kind` does not take it.
+      UserError: it is no such number.
     """
     text = getattr(values, name)
     try:
@@ -89,7 +89,7 @@ def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> 
 
 
 def _joined(argv: list[str]) -> list[str]:
-    """`argv` with `--config FILE` as `--config=FILE`."""
+    """Return `argv` with `--config FILE` written as `--config=FILE`."""
     joined: list[str] = []
     for argument in argv:
         if joined and joined[-1] == "--config" and not argument.startswith("-"):
@@ -100,7 +100,7 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def _as_tuple(override: str) -> str:
-    """`--config.lora.targets=q,k` as `--config.lora.targets=('q', 'k')`."""
+    """Return `--config.lora.targets=q,k` as `--config.lora.targets=('q', 'k')`."""
     key, _, text = override.partition("=")
     if not re.fullmatch(r"[\w.:/-]+(?:,[\w.:/-]+)+", text):
         return override
@@ -145,7 +145,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 
 
 def _place(error: BaseException, argv: list[str]) -> str:
-    """`FILE:LINE` of the config that an exception came through; empty where it did not."""
+    """Return `FILE:LINE` of the config that an exception came through; empty where it did not."""
     file = _config_file(argv)
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
@@ -161,7 +161,7 @@ def _config_file(argv: list[str]) -> Path:
 
 @contextmanager
 def _neighbours(argv: list[str]) -> Iterator[None]:
-    """Lets DIR/configs/x.py say `from configs import y`, wherever the command is run."""
+    """Let DIR/configs/x.py import `configs.y`, wherever the command is run."""
     root = str(_config_file(argv).absolute().parent.parent)
     sys.path.insert(0, root)
     try:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end well, the second ends it."""
+"""Handle Ctrl-C and SIGTERM: the first asks a run to finish its step, the second ends it."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts(stop: Callable[[], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls `stop`, the second ends the run where it stands."""
+    """Call `stop` at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the second."""
 
     def handle(number, frame):
         for each in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Numbers and series as short text, for terminal and report alike; and any text made harmless."""
+"""Format numbers and series as short text, and make any text safe for a terminal."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def duration(seconds: float | None) -> str:
-    """`0.42 s`, `12 s`, `3:07`, `2:03:07`; `–` when unknown."""
+    """Return `0.42 s`, `12 s`, `3:07`, `2:03:07`; `–` when unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 9.995:
@@ -29,7 +29,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three or four significant digits: `0.0412`, `3.14`, `51.9`, `12,345`, `3.2M`; `–` if none."""
+    """Return three or four significant digits: `0.0412`, `51.9`, `12,345`, `3.2M`; `–` if none."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -47,7 +47,7 @@ def number(value: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """`512 kB`, `34 MB`, `1.6 GB`, `24 GB`: decimal units."""
+    """Return `512 kB`, `34 MB`, `1.6 GB`, `24 GB`: decimal units."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= 0.9995 * unit:
             value = num_bytes / unit
@@ -56,7 +56,7 @@ def size(num_bytes: float) -> str:
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """At most `count` values: means of equal consecutive parts of `values`."""
+    """Return at most `count` values: means of equal consecutive parts of `values`."""
     if count <= 0 or len(values) <= count:
         return list(values)[: max(count, 0)]
     edges = [round(i * len(values) / count) for i in range(count + 1)]
@@ -65,7 +65,7 @@ def resample(values: Sequence[float], count: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The finite values as a line of at most `width` bars, lowest to highest."""
+    """Return the finite values as a line of at most `width` bars, lowest to highest."""
     finite = [v for v in values if v is not None and math.isfinite(v)]
     points = resample(finite, width)
     if not points:
@@ -77,7 +77,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def shares(parts: Sequence[float], width: int) -> list[int]:
-    """`width` cells divided in proportion to `parts` (largest remainders), summing to `width`."""
+    """Return `width` cells divided in proportion to `parts`, by largest remainders."""
     total = sum(parts)
     if total <= 0:
         return [0] * len(parts)
@@ -99,7 +99,7 @@ def plain(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with control, zero-width and direction characters written as ⟨U+202E⟩."""
+    """Return `text` with control, zero-width and direction characters written as ⟨U+202E⟩."""
     return _HIDDEN.sub(lambda m: f"⟨{_named(m.group())}⟩", text.replace("\r\n", "\n"))
 
 

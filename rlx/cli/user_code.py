@@ -1,9 +1,9 @@
-"""Modules that a command line or a config names: agents, workflows, reward functions.
+"""Import modules that a command line or a config names: agents, workflows, reward functions.
 
     package.module        as Python imports it
     path/to/file.py       a file that is in no package
 
-What goes wrong in here is the user's: a UserError of one line.
+What fails in them is the user's: a UserError of one line.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from rlx.base import UserError
 
 
 def load(place: str) -> ModuleType:
-    """Return the module that `place` names, as every process of this directory does.
+    """Return the module that `place` names; the same one in every process of this directory.
 
     Raises:
       UserError: no such file or module, or it cannot be imported.
@@ -28,7 +28,7 @@ def load(place: str) -> ModuleType:
 
 
 def where(error: BaseException) -> str:
-    """An exception in one line, with the line of the source that it is from."""
+    """Return an exception in one line, with the line of the source that raised it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -60,7 +60,7 @@ def _near_module(name: str) -> str:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """The module of a file; its directory is importable afterwards, behind everything else."""
+    """Return the module of a file; its directory becomes the last one that is importable."""
     if not path.is_file():
         others = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), others, n=1)
