@@ -10,7 +10,7 @@ from rlx.doctor.findings import Finding
 from rlx.doctor.memory import RunSizes, listed
 from rlx.engines.vllm.vllm_start import on_cpu
 from rlx.launch import available_memory
-from rlx.launch.available_memory import Allowance
+from rlx.launch.available_memory import MemoryLimit
 
 _TIGHT = 0.9  # of the memory there is
 _PROGRAM = {"trainer": 600 << 20, "jax": 400 << 20, "vllm": 1100 << 20}  # bytes beside its arrays
@@ -79,7 +79,7 @@ def judge_trainer(
     return Finding("memory", "trainer", "problem" if total > there else "warning", what, remedy)
 
 
-def judge_host(needed: int, there: Allowance, with_trainer: bool) -> Finding:
+def judge_host(needed: int, there: MemoryLimit, with_trainer: bool) -> Finding:
     """Return the row of this machine's memory: servers, published files and a CPU's trainer."""
     whose = "trainer, servers and publishing" if with_trainer else "servers and publishing"
     what = f"{whose} need about {size(needed)}; {there}"

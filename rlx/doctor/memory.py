@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from rlx.base import DiskFull
 from rlx.cli.text import size
 from rlx.engines.jax.programs import make_plan
-from rlx.launch.available_memory import Allowance
+from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora, sharding
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
@@ -296,7 +296,7 @@ def advice(sizes: RunSizes, *, started: bool = True) -> str:
     return f"{first}{what}; {remedy(sizes, platform, devices)}"
 
 
-def low_memory_warning(sizes: RunSizes, there: Allowance, *, always: bool = False) -> str:
+def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = False) -> str:
     """Return the warning before a run that may be OOM-killed; "" where memory is enough.
 
     On a CPU alone: a GPU's allocator raises an error of its own, the kernel kills without one.

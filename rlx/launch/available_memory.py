@@ -20,7 +20,7 @@ _REMEDIES = {
 }
 
 
-class Allowance(NamedTuple):
+class MemoryLimit(NamedTuple):
     """A limit of memory: bytes in all and still free, and where it holds."""
 
     total: int
@@ -36,7 +36,7 @@ class Allowance(NamedTuple):
         return f"{self.free / 1e9:.1f} of {self.total / 1e9:.1f} GB free {self.where}"
 
 
-def memory(root: Path = Path("/")) -> Allowance:
+def memory(root: Path = Path("/")) -> MemoryLimit:
     """Return the tightest of the limits that hold for this process.
 
     Args:
@@ -45,16 +45,16 @@ def memory(root: Path = Path("/")) -> Allowance:
     return min((_machine(root), *_containers(root), *_own()), key=lambda each: each.free)
 
 
-def _machine(root: Path) -> Allowance:
+def _machine(root: Path) -> MemoryLimit:
     found = {}
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, value = line.split()[:2]
         found[name] = int(value) * 1024
     free = found.get("MemAvailable:", found.get("MemFree:", 0))
-    return Allowance(found["MemTotal:"], free, _MACHINE)
+    return MemoryLimit(found["MemTotal:"], free, _MACHINE)
 
 
-def _containers(root: Path) -> Iterator[Allowance]:
+def _containers(root: Path) -> Iterator[MemoryLimit]:
     """Yield the limits of this process's cgroup and its ancestors, innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -75,7 +75,7 @@ def _containers(root: Path) -> Iterator[Allowance]:
             place = place.parent
 
 
-def _cgroup(place: Path, kind: str) -> Allowance | None:
+def _cgroup(place: Path, kind: str) -> MemoryLimit | None:
     try:
         limit = int((place / _LIMIT[kind]).read_text())
         used = int((place / _USED[kind]).read_text())
@@ -87,13 +87,13 @@ def _cgroup(place: Path, kind: str) -> Allowance | None:
     # The kernel drops cached files first, so they count as free.
     found = dict(zip(stat[::2], stat[1::2], strict=True))
     files = int(found.get("total_inactive_file", found.get("inactive_file", 0)))
-    return Allowance(limit, max(limit - used + files, 0), _CONTAINER)
+    return MemoryLimit(limit, max(limit - used + files, 0), _CONTAINER)
 
 
-def _own() -> Iterator[Allowance]:
+def _own() -> Iterator[MemoryLimit]:
     """Yield the limit of `ulimit -v`, which counts addresses rather than memory."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         used = pages * os.sysconf("SC_PAGE_SIZE")
-        yield Allowance(limit, max(limit - used, 0), _SHELL)
+        yield MemoryLimit(limit, max(limit - used, 0), _SHELL)

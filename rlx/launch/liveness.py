@@ -25,7 +25,7 @@ _OPTIONS = (
 )
 
 
-class Pulse:
+class LivenessProbe:
     """Probe of one server process; never blocks.
 
     Args:
@@ -35,7 +35,7 @@ class Pulse:
       clock: seconds.
 
     Attributes:
-      silent: seconds since its last answer, or since the start. Time in which `feel` was not called
+      silent: seconds since its last answer, or since the start. Time in which `poll` was not called
         does not count: then this process was stopped.
       answered: it was ready once.
     """
@@ -50,17 +50,17 @@ class Pulse:
     ):
         self.silent, self.answered = 0.0, answered
         self._clock = clock
-        self._felt = self._ask_at = clock()
+        self._polled = self._ask_at = clock()
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=_OPTIONS)
         self._status = rpc.RolloutStub(self._channel).Status
         self._call: grpc.Future | None = None
 
-    def feel(self) -> None:
+    def poll(self) -> None:
         """Record an answer and ask again; call it several times a second."""
         now = self._clock()
-        self.silent += min(now - self._felt, _TICK_SECONDS)
-        self._felt = now
+        self.silent += min(now - self._polled, _TICK_SECONDS)
+        self._polled = now
         if self._call and self._call.done():
             if self._call.code() not in _NO_ANSWER:
                 self.silent, self.answered = 0.0, True

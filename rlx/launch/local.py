@@ -30,7 +30,7 @@ from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.scratch import Scratch
 from rlx.launch import exit_reason
-from rlx.launch.liveness import Pulse
+from rlx.launch.liveness import LivenessProbe
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -233,17 +233,17 @@ class LocalServers:
 
     def _end_if_hung(self, server: "_Server") -> None:
         """Kill `server` if it runs and has not answered for too long."""
-        pulse = server.pulse
-        if pulse is None or not server.pid:
+        probe = server.probe
+        if probe is None or not server.pid:
             return
-        pulse.feel()
-        limit = self._answer_timeout if pulse.answered else self._ready_timeout
-        if pulse.silent > limit:
+        probe.poll()
+        limit = self._answer_timeout if probe.answered else self._ready_timeout
+        if probe.silent > limit:
             self._say(
                 f"rollout server {server.log.stem} (port {server.port}) has not answered for "
                 f"{limit:g} s; killing it"
             )
-            server.drop_pulse()
+            server.drop_probe()
             server.signal(signal.SIGKILL)
 
     def _revive(self, server: "_Server") -> None:
@@ -283,7 +283,7 @@ class _Server:
     ):
         self.log = log
         self.port = 0
-        self.pulse: Pulse | None = None  # of this process, once its port is known
+        self.probe: LivenessProbe | None = None  # of this process, once its port is known
         self.restarts = 0
         self.retry_at = 0.0  # 0: its end has not been seen yet
         self.started = 0.0
@@ -320,7 +320,7 @@ class _Server:
             os.sched_setaffinity(0, ours)
         self.started, self.retry_at = time.monotonic(), 0.0
         self._oom_kills, self._peak = exit_reason.OomKills(), 0
-        self._take_pulse(ready=False)
+        self._start_probe(ready=False)
 
     def poll(self) -> str | None:
         """Return how the process ended, None while it runs; kill what it started once it ended."""
@@ -343,19 +343,19 @@ class _Server:
             for line in self._lines():
                 if line.startswith('{"port"') and line.endswith("}"):
                     self.port = json.loads(line)["port"]
-                    self._take_pulse(ready=True)
+                    self._start_probe(ready=True)
         return self.port
 
-    def drop_pulse(self) -> None:
+    def drop_probe(self) -> None:
         """Stop probing the process."""
-        if self.pulse:
-            self.pulse.close()
-            self.pulse = None
+        if self.probe:
+            self.probe.close()
+            self.probe = None
 
-    def _take_pulse(self, *, ready: bool) -> None:
-        self.drop_pulse()
+    def _start_probe(self, *, ready: bool) -> None:
+        self.drop_probe()
         if self.port:
-            self.pulse = Pulse(self.port, self._token, answered=ready)
+            self.probe = LivenessProbe(self.port, self._token, answered=ready)
 
     def last_words(self) -> str:
         """Return what the process wrote last, with a remedy where it mentions memory; or ""."""
@@ -375,7 +375,7 @@ class _Server:
 
 def _end(servers: Sequence[_Server]) -> None:
     for server in servers:
-        server.drop_pulse()
+        server.drop_probe()
         server.signal(signal.SIGTERM)
         server.signal(signal.SIGCONT)  # a stopped one would not hear it
     deadline = time.monotonic() + _STOP_SECONDS

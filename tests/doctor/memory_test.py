@@ -12,7 +12,7 @@ from rlx.base import DiskFull
 from rlx.config import default
 from rlx.doctor import memory
 from rlx.engines.jax import decode
-from rlx.launch.available_memory import Allowance
+from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora, params
 from rlx.model.model_config import ModelConfig
 from rlx.run.room_options import sizes_of
@@ -151,7 +151,7 @@ def test_a_run_that_may_be_killed_is_told_before():
     config = config_of()
     sizes = sizes_of(config, MODEL)
     need = sum(memory.trainer(sizes).values())
-    much = Allowance(4 * need, 2 * need, "on this machine")
+    much = MemoryLimit(4 * need, 2 * need, "on this machine")
     assert memory.low_memory_warning(sizes, much) == ""
     assert "a step is estimated at " in memory.low_memory_warning(sizes, much, always=True)
     text = memory.low_memory_warning(sizes, much._replace(free=need // 2))

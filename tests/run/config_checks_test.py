@@ -15,7 +15,7 @@ from rlx import main
 from rlx.base import UserError
 from rlx.doctor import capacity, machine, memory, packages
 from rlx.doctor.machine import Devices
-from rlx.launch.available_memory import Allowance
+from rlx.launch.available_memory import MemoryLimit
 from rlx.model import hf
 from rlx.run import config_checks
 from rlx.run.inputs import load_tokenizer
@@ -178,7 +178,7 @@ def test_disk_and_memory_are_weighed():
     short = capacity.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
     assert short.level == "problem"
     assert "2 + 1 checkpoints of 4.0 GB" in short.found
-    there = Allowance(20 * GB, 10 * GB, "on this machine")
+    there = MemoryLimit(20 * GB, 10 * GB, "on this machine")
     levels = [capacity.judge_host(need * GB, there, True).level for need in (1, 9.5, 11)]
     assert levels == ["ok", "warning", "problem"]
 
