@@ -46,8 +46,10 @@ def equal(gold: str, got: str) -> bool:
     verdict = _decide(gold, got)
     if verdict is not None:
         return verdict
-    gold, got = (_UNIT_BEHIND.sub("", text).lstrip("$£€¥ ") for text in (gold, got))
-    return symbolic.equal(gold, got)
+    (kind, items), (other, others) = _items(gold), _items(got)
+    if items and others and {kind, other} == {"", "()"}:  # else a list is a set to math-verify
+        gold, got = gold if kind else f"({gold})", got if other else f"({got})"
+    return symbolic.equal(_plain(gold), _plain(got))
 
 
 def _decide(gold: str, got: str, depth: int = 0) -> bool | None:
@@ -64,11 +66,20 @@ def _decide(gold: str, got: str, depth: int = 0) -> bool | None:
     words, other = _words(gold), _words(got)
     if words:
         return words == other or (words in _SHORT_WORDS and other.split(" ")[0] == words)
-    gold, got = (_TEXT.sub(r"\1", t).strip() if _TEXT.fullmatch(t) else t for t in (gold, got))
+    gold, got = _unwrapped(gold), _unwrapped(got)
     wanted, found = numbers.read(gold), numbers.read(got)
     if wanted and found:
         return numbers.same(wanted, found)
     return _decide_lists(gold, got, depth)
+
+
+def _unwrapped(text: str) -> str:
+    return _TEXT.sub(r"\1", text).strip() if _TEXT.fullmatch(text) else text
+
+
+def _plain(text: str) -> str:
+    """Return the text without a unit or a sign of currency, of which math-verify makes factors."""
+    return _UNIT_BEHIND.sub("", _unwrapped(text)).lstrip("$£€¥ ")
 
 
 def _choice(text: str) -> str:
