@@ -52,7 +52,8 @@ _DIGITS: _Rules = (
     (re.compile("(?<=[0-9])\\s?(?=[¼-¾⅐-⅞])"), " "),
     (re.compile("[⁰¹²³⁴-⁹⁻⁺]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
 )  # fmt: skip
-_FRACTIONS: _Rules = (
+_SPELLINGS: _Rules = (
+    (re.compile(r"(?:\\?sqrt\s?(?:\[[^]\n]{0,9}\])?|√)[\s{(]{0,9}[-+]?"), "√_"),  # holds no number
     (re.compile(r"(?<=[0-9])\s?\\[dt]?frac"), r" \\frac"),
     (re.compile(r"\\[dt]?frac\s?([0-9])\s?([0-9])(?![0-9])"), r"\1/\2"),
     (re.compile(r"\\[dt]?frac\s?\{\s?([^{}]{1,60})\}\s?\{\s?([^{}]{1,60})\}"), r"\1/\2"),
@@ -61,9 +62,6 @@ _FRACTIONS: _Rules = (
     (re.compile(r"(?<![0-9])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar)\s?\{([0-9]{1,50})\}"),
      lambda match: str(_repeating(*match.groups()))),
 )  # fmt: skip
-_ROOTS: _Rules = (  # hold no number
-    (re.compile(r"(?:\\?sqrt\s?(?:\[[^]\n]{0,9}\])?|√)[\s{(]{0,9}[-+]?"), "√_"),
-)
 _MARKUP: _Rules = (
     (re.compile(r"\\(?:left|right|text|mathrm|mathbf|textbf|boxed|fbox)(?![A-Za-z])"), " "),
     (re.compile(r"\\\$"), "$"),
@@ -131,7 +129,7 @@ def value(match: re.Match[str]) -> Fraction | None:
 
 def plain(text: str) -> str:
     """Return free text without the LaTeX that would hide its numbers."""
-    return _rewrite(tidy(_rewrite(text, _ROOTS)), _FRACTIONS, _MARKUP)
+    return _rewrite(tidy(text), _SPELLINGS, _MARKUP)
 
 
 def tidy(text: str) -> str:
@@ -142,7 +140,7 @@ def tidy(text: str) -> str:
 
 def read(text: str) -> Quantity | None:
     """Return the quantity that is the whole of a text as `answers.tidy` leaves it, else None."""
-    text = _rewrite(tidy(text.strip()), _FRACTIONS) if len(text) <= MAX_LENGTH else ""
+    text = _rewrite(tidy(text.strip()), _SPELLINGS) if len(text) <= MAX_LENGTH else ""
     match = NUMBER.match(text)
     found = value(match) if match else None
     if not match or found is None:

@@ -37,12 +37,12 @@ class _Expired(BaseException):
     """The processor time is used up. Not an Exception: sympy catches those."""
 
 
-def equal(gold: str, got: str, seconds: float = CPU_SECONDS) -> bool:
+def equal(gold: str, got: str) -> bool:
     """Return whether math-verify finds `got` equal to `gold`; False if refused or not in time."""
     if not (acceptable(gold) and acceptable(got)):
         return False
     warm()
-    return limited(_verify, gold, got, seconds=seconds)
+    return limited(_verify, gold, got)
 
 
 def acceptable(text: str) -> bool:
