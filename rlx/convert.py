@@ -16,26 +16,6 @@ from rlx.cli import command
 from rlx.doctor import failures
 
 
-def to_hf(path: Path, target: Path, model: str, dtype: str, adapter: Path | None = None) -> str:
-    """Write the HF directory of a checkpoint's parameters; return a line that says so."""
-    from rlx.run.export import checkpoint_to_hf
-
-    return checkpoint_to_hf(path, target, model, dtype, adapter)
-
-
-def from_hf(source: Path, target: Path, dtype: str) -> str:
-    """Write a checkpoint with an HF directory's parameters; return a line that says so."""
-    from rlx.model import hf
-    from rlx.model.atomic_directory import atomic_directory
-    from rlx.train import checkpoint
-
-    config, loaded = hf.load(source, dtype or None)
-    host = {"model": config.to_hf(), "config": {"model": {"path": str(source.absolute())}}}
-    with atomic_directory(target) as fresh:
-        saved = checkpoint.save(fresh, 0, {"params": loaded}, host)
-    return f"{source} -> {target / saved.name} (orbax)"
-
-
 def main() -> None:
     """Convert SOURCE to TARGET and print both."""
     parser = argparse.ArgumentParser("rlx.convert", description=__doc__, allow_abbrev=False)
@@ -50,10 +30,11 @@ def main() -> None:
             name = "TARGET" if made is a.target else "--adapter"
             raise UserError(f"{made} exists; remove it or give another {name}")
     from rlx.model import hf
+    from rlx.run import export
     from rlx.train import checkpoint
 
     if path := checkpoint.find(a.source):
-        command.say(to_hf(path, a.target, a.model, a.dtype, a.adapter))
+        command.say(export.checkpoint_to_hf(path, a.target, a.model, a.dtype, a.adapter))
         return
     if Path(a.source).is_dir() and not (Path(a.source) / "config.json").exists():
         raise UserError(
@@ -61,7 +42,7 @@ def main() -> None:
         )
     if a.adapter:
         raise UserError(f"{a.source} is no checkpoint of a LoRA run; drop --adapter")
-    command.say(from_hf(hf.resolve(a.source, "SOURCE"), a.target, a.dtype))
+    command.say(export.hf_to_checkpoint(hf.resolve(a.source, "SOURCE"), a.target, a.dtype))
 
 
 if __name__ == "__main__":

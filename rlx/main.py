@@ -4,7 +4,6 @@ With --dry_run it is only checked, as by rlx.doctor: exit status 0 when nothing 
 """
 
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,21 +16,8 @@ from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.launch.host_memory import keep_freed_memory
+from rlx.launch.workdir_lock import fresh_workdir
 from rlx.run.run_checks import findings
-
-
-def fresh_workdir(config_file: str) -> Path:
-    """Make and return `runs/<config>-<date>-<time>`, with a number appended when that exists.
-
-    It is made at once, so that no other run that starts at the same moment gets it.
-    """
-    stem = Path(config_file.split(":", 1)[0]).stem
-    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for path in (base, *(Path(f"{base}-{n}") for n in range(1, 1000))):
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
-    raise UserError(f"{base} and a thousand behind it exist; give a --workdir")
 
 
 def main() -> int:

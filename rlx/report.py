@@ -13,7 +13,7 @@ def main() -> None:
     parser.add_argument("workdir", nargs="+", type=Path, help="the --workdir of a run")
     arguments = parser.parse_args()
 
-    from rlx.observe.report import write_report
+    from rlx.observe.run_report import write_report
 
     for workdir in arguments.workdir:
         command.say(write_report(workdir))

@@ -59,6 +59,20 @@ def make_directory(path: Path, option: str = "--workdir") -> None:
         raise UserError(f"cannot make {path}: {error.strerror}; choose another {option}") from error
 
 
+def fresh_workdir(config_file: str) -> Path:
+    """Make and return `runs/<config>-<date>-<time>`, with a number appended when that exists.
+
+    It is made at once, so that no other run that starts at the same moment gets it.
+    """
+    stem = Path(config_file.split(":", 1)[0]).stem
+    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for path in (base, *(Path(f"{base}-{n}") for n in range(1, 1000))):
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise UserError(f"{base} and a thousand behind it exist; give a --workdir")
+
+
 @contextmanager
 def occupied(
     directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS

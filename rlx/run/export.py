@@ -12,6 +12,7 @@ from rlx.fleet.publish import Adapter
 from rlx.model import hf, peft
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
+from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.run.inputs import INITIAL
@@ -113,6 +114,15 @@ def checkpoint_to_hf(
         return f"{path} -> {target} (HF)"
     peft.save(peft_target, config, lora, adapters, str(directory))
     return f"{path} -> {target} (HF), {peft_target} (PEFT)"
+
+
+def hf_to_checkpoint(source: Path, target: Path, dtype: str) -> str:
+    """Write a checkpoint with an HF directory's parameters; return a line for the terminal."""
+    config, loaded = hf.load(source, dtype or None)
+    host = {"model": config.to_hf(), "config": {"model": {"path": str(source.absolute())}}}
+    with atomic_directory(target) as fresh:
+        saved = checkpoint.save(fresh, 0, {"params": loaded}, host)
+    return f"{source} -> {target / saved.name} (orbax)"
 
 
 def _model_of(path: Path, run: Mapping[str, Any], model: str, first: bool) -> Path | None:

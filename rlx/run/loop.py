@@ -29,7 +29,7 @@ from rlx.fleet.no_fleet import NoFleet
 from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.mismatch.gate import sentence
 from rlx.model import compile_cache
-from rlx.observe.report import write_report
+from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records
 from rlx.run.inputs import as_json, has_servers, prepare

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx import convert
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.model import decoder, hf
-from rlx.run import inputs, loop
+from rlx.run import export, inputs, loop
 from rlx.train import checkpoint
 
 ROWS = [
@@ -146,7 +145,7 @@ def test_a_reward_model_is_what_transformers_calls_a_sequence_classifier(reward_
     assert np.ptp(margins) > 0
     assert np.mean(margins) == pytest.approx(scores[-1]["held_out_pair_margin"], abs=1e-5)
 
-    convert.to_hf(checkpoint.find(str(reward_model)), tmp_path / "converted", "", "")
+    export.checkpoint_to_hf(checkpoint.find(str(reward_model)), tmp_path / "converted", "", "")
     for name in (hf.WEIGHTS, "config.json"):
         converted, exported = (d / name for d in (tmp_path / "converted", reward_model / "hf"))
         assert converted.read_bytes() == exported.read_bytes(), name

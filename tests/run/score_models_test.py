@@ -17,8 +17,7 @@ from rlx.base import UserError
 from rlx.evaluation import question_sets, sample_files
 from rlx.evaluation.sample_files import GREEDY, Asked, SampleRange
 from rlx.launch.local import LocalServers
-from rlx.launch.workdir_lock import occupied
-from rlx.main import fresh_workdir
+from rlx.launch.workdir_lock import fresh_workdir, occupied
 from rlx.model import directory, hf
 from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.rollout import arithmetic as rollout_arithmetic

@@ -17,6 +17,7 @@ from rlx.config import default
 from rlx.fleet.adapter import digest
 from rlx.model import hf, lora, peft
 from rlx.model import params as parameters
+from rlx.run import export
 from rlx.train import checkpoint
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
@@ -52,8 +53,8 @@ def test_train_state_to_hf_to_orbax_to_hf(workdir, tiny_model_dir, tmp_path):
         np.testing.assert_array_equal(exported[name], tensor * np.float32(1.5), err_msg=name)
     assert (tmp_path / "hf" / "tokenizer.json").exists()
 
-    convert.from_hf(tmp_path / "hf", tmp_path / "orbax", "")
-    convert.to_hf(checkpoint.find(tmp_path / "orbax"), tmp_path / "again", "", "")
+    export.hf_to_checkpoint(tmp_path / "hf", tmp_path / "orbax", "")
+    export.checkpoint_to_hf(checkpoint.find(tmp_path / "orbax"), tmp_path / "again", "", "")
     again = (tmp_path / "again" / hf.WEIGHTS).read_bytes()
     assert again == (tmp_path / "hf" / hf.WEIGHTS).read_bytes()
     assert hf.load_config(tmp_path / "again") == hf.load_config(tmp_path / "hf")
@@ -118,7 +119,7 @@ def test_adapters_are_merged_into_their_own_base_alone(
 
 
 def test_dtype_is_converted(workdir, tmp_path):
-    convert.to_hf(checkpoint.find(workdir), tmp_path / "hf", "", "bfloat16")
+    export.checkpoint_to_hf(checkpoint.find(workdir), tmp_path / "hf", "", "bfloat16")
     _, params = hf.load(tmp_path / "hf", None)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
 

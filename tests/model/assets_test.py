@@ -14,7 +14,7 @@ from rlx.base import UserError
 from rlx.model import hf
 from rlx.rollout import arithmetic
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "experiments" / "2026-11-arithmetic"
 
 

@@ -14,9 +14,9 @@ import pytest
 from rlx.base import UserError
 from rlx.cli.text import visible
 from rlx.observe.metrics import MetricsWriter
-from rlx.observe.report import page, write_report
 from rlx.observe.report_samples import card, choose, shaded
 from rlx.observe.report_timeline import color_of, covered, overview
+from rlx.observe.run_report import page, write_report
 from rlx.observe.rundir import TraceSpan, load
 from rlx.observe.timeline import Timeline
 
