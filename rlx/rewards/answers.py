@@ -1,4 +1,4 @@
-r"""The final answer of a free text, and one way to write what can be written in many.
+r"""Find the final answer in a free text, and write it in one of its many spellings.
 
     completion ─ final_answers ─▶ `\dfrac12\text{ cm}.` ─ tidy ─▶ `\frac12\text{ cm}`
 

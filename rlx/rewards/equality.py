@@ -1,4 +1,4 @@
-r"""Whether two final answers are the same, however they are written.
+r"""Decide whether two final answers are the same, however they are written.
 
 Cheap and exact ways come first; each decides or passes on:
 

@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them, read as exact fractions.
+r"""Read numbers as people and models write them, as exact fractions.
 
 `find` reads the numbers of free text, `read` a text that is one number with its unit: `-1,000.50`,
 `3/4`, `1½`, `\frac{3}{4}`, `2.5 \times 10^{-4}`, `0.1\overline{6}`, `$5`, `50%`, `5 \text{ cm}^2`.

@@ -1,4 +1,4 @@
-r"""math-verify's verdict on two short LaTeX expressions, within bounds of its work.
+r"""Ask math-verify whether two short LaTeX expressions are equal, within bounds of its work.
 
 math-verify's own limit is an alarm: seconds of the wall's clock, on the main thread only, and where
 sympy computes `9^{9^9}` in C no alarm ends it. So a text is measured before sympy sees it, and what

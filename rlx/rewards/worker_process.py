@@ -83,7 +83,7 @@ class SupervisedProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the command has not ended."""
+        """Return whether the command has not ended."""
         return self._process.poll() is None
 
     def stop(self) -> None:

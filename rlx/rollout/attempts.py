@@ -38,7 +38,7 @@ class Skipped(RolloutError):
 
     @property
     def reason(self) -> BaseException:
-        """A user's mistake itself where it was one, else this error."""
+        """Return the user's mistake that caused this error, if one did, else this error."""
         return self.__cause__ if isinstance(self.__cause__, UserError) else self
 
     def record(self, which: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Patience:
     mistakes: bool = True
 
     def over(self, failed: int, error: BaseException) -> bool:
-        """Whether a prompt that has failed `failed` ≥ 1 times, last with `error`, is given up."""
+        """Return whether to give up a prompt after `failed` ≥ 1 failures, the last with `error`."""
         return failed >= self.attempts or (isinstance(error, UserError) and not self.mistakes)
 
     def back_off(self, failed: int) -> float:

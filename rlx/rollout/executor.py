@@ -54,7 +54,7 @@ class Exhausted(Exception):
 
 
 class RowSource(Protocol):
-    """What an executor needs of its rows; `data.Cursor` is one, and can be saved too."""
+    """Rows as far as an executor uses them; `data.Cursor` is one, and can be saved too."""
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
         """Return (group_id, row) of the next prompt; raise StopIteration where there is none."""
@@ -506,7 +506,7 @@ class Executor:
         self._on_change()
 
     def _ready(self) -> bool:
-        """Whether a batch can be taken; raise what ended the run."""
+        """Return whether a batch can be taken; raise what ended the run."""
         solved = isinstance(self._error, Exhausted)
         if self._error is not None and not solved:
             raise self._error

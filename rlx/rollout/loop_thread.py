@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own, beside a main thread that waits and computes."""
+"""Run an asyncio loop on a thread of its own, while the main thread waits and computes."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LoopThread:
-    """Runs coroutines for other threads.
+    """A thread that runs coroutines for other threads.
 
     Attributes:
       ending: True once `close` has begun, so that cancelled work does not begin anew.
@@ -24,7 +24,7 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:

@@ -130,7 +130,7 @@ def consume(state: Staleness, limits: Limits) -> Staleness:
 
 
 def _wanted(version: int, limits: Limits) -> float:
-    """How many groups since step 0 have a batch to go to, while `version` is published."""
+    """Return how many groups since step 0 have a batch to go to, with `version` published."""
     horizon = limits.max_staleness + version + 1
     if limits.total_steps is not None:
         horizon = min(horizon, limits.total_steps)
