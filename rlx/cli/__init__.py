@@ -1,1 +1,1 @@
-"""The edge that every command shares: flags, one-line errors, signals, a user's own code."""
+"""Shared by every command: flags, one-line errors, signals, a user's own code."""

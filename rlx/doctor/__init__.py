@@ -1,1 +1,1 @@
-"""Checks before a run: packages, machine, memory, config; and failures in words."""
+"""Check packages, machine and memory before a run, and explain failures that are no bug."""

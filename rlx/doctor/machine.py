@@ -34,7 +34,7 @@ print(json.dumps({"platform": jax.default_backend(), "kind": devices[0].device_k
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What JAX finds: cpu | gpu | tpu, the device's name, how many, bytes of each (0: unknown)."""
+    """Devices of JAX: cpu | gpu | tpu, their name, how many, bytes of each (0: unknown)."""
 
     platform: str = "cpu"
     kind: str = ""

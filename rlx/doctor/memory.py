@@ -1,4 +1,4 @@
-"""How much memory and disk a run needs, piece by piece, from its settings and the model's shape.
+"""Estimate the memory and disk of a run, piece by piece, from its settings and the model's shape.
 
 State (parameters, moments, critic, reference) is counted exactly. What a step needs beside it is an
 estimate, since a doctor on a laptop cannot compile for the GPUs of a run, and a remedy compares
@@ -41,7 +41,7 @@ _VLLM_CPU_KV = 4 << 30  # the most that rlx.engines.vllm.vllm_start asks for on 
 
 @dataclass(frozen=True)
 class RunSizes:
-    """What decides how much memory a run needs; fields are keys of its config unless said here.
+    """Settings that decide how much memory a run needs; unless said here, keys of its config.
 
     Attributes:
       train: the trainer's options.

@@ -1,4 +1,4 @@
-"""Who may talk to whom: loopback is free, everything else needs a token and TLS.
+"""Require a token and TLS for every connection beyond loopback.
 
     server   cert + key: what it shows; ca: callers must show a certificate signed by it
     client   ca: who signs the servers' certificates; cert + key: what it shows when asked
