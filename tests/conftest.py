@@ -88,6 +88,7 @@ def pytest_cmdline_main(config):
     if whole and chosen is None and not (hasattr(config, "workerinput") or config.option.usepdb):
         config.option.numprocesses, config.option.dist = 2, "loadfile"
         config.option.loadscopereorder = False
+        config.option.maxworkerrestart = "0"  # a crash ends the session; restarted, it may hang
 
 
 def pytest_collection_modifyitems(items):
