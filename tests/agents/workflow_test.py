@@ -150,16 +150,15 @@ def test_a_run_that_fails_names_agent_row_and_reason(shared, how, said):
     shared.run._waiting.clear()
 
 
-def test_a_run_that_is_given_up_is_ended_down_to_the_engine(shared, monkeypatch):
-    monkeypatch.setattr(shared.engine, "reply", lambda *_: "x" * 190)
-    monkeypatch.setattr(shared.engine, "step_seconds", 0.2)
-    aborted = shared.engine.aborted
-    future = shared.run.submit(rows_of("Repeat")[0], n=2)
-    wait_until(lambda: shared.engine.running == 2)
-    future.cancel()
-    wait_until(lambda: shared.engine.running == 0)
-    assert shared.engine.aborted == aborted + 2
-    shared.run._waiting.clear()
+def test_a_run_that_is_given_up_is_ended_down_to_the_engine(agents):
+    engine = agents.engine(lambda *_: "x" * 190)
+    engine.step_seconds = 0.2
+    workflow = AgentWorkflow(f"{agents.classes}:Repeat", agents.tokenizer(), agents.sampling, 2)
+    with Evaluator(Fleet(agents, engine).connect, workflow) as run:
+        run.submit(ROWS[0])
+        wait_until(lambda: engine.running == 2)
+    wait_until(lambda: engine.running == 0)
+    assert engine.aborted == 2
 
 
 def test_training_is_strict_about_temperature_and_evaluation_is_not(shared):
@@ -173,8 +172,7 @@ def test_training_is_strict_about_temperature_and_evaluation_is_not(shared):
 
 def test_what_cannot_be_given_to_an_agent_is_the_users_mistake(shared, agents):
     with pytest.raises(UserError, match="rows are JSON"):
-        shared.run.submit({"question": object()}).result(60)
-    shared.run._waiting.clear()
+        shared.run.rollout_batch([{"question": object()}], timeout=60)
     with pytest.raises(UserError, match="is a workflow of rlx, not an agent"):
         AgentWorkflow("rlx.rollout.workflows.RLVR", agents.tokenizer(), Sampling(), 1)
 
