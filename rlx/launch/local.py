@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -268,74 +268,68 @@ class LocalServers:
             server.spawn()
 
 
+@dataclass(eq=False)
 class _Server:
     """One server: its port, log and cores stay, its process may change."""
 
-    def __init__(
-        self,
-        *,
-        command: Sequence[str],
-        log: Path,
-        cpus: tuple[int, ...],
-        env: dict,
-        token: str,
-        lock: int,
-    ):
-        self.log = log
-        self.port = 0
-        self.probe: LivenessProbe | None = None  # of this process, once its port is known
-        self.restarts = 0
-        self.retry_at = 0.0  # 0: its end has not been seen yet
-        self.started = 0.0
-        self._command, self._cpus, self._env = command, cpus, env
-        self._token, self._lock = token, lock
-        self._process: subprocess.Popen | None = None
-        self._oom_kills = exit_reason.OomKills()
-        self._peak = 0  # bytes, when the process was last seen running
-        self._ending = ""
-        self._log_start = 0
+    command: Sequence[str]
+    log: Path
+    cpus: tuple[int, ...]
+    env: dict[str, str]
+    token: str
+    lock: int  # descriptor of a file that the process inherits
+    port: int = 0
+    probe: LivenessProbe | None = None  # of this process, once its port is known
+    restarts: int = 0
+    retry_at: float = 0.0  # 0: its end has not been seen yet
+    started: float = 0.0
+    process: subprocess.Popen | None = None
+    oom_kills: exit_reason.OomKills = field(default_factory=exit_reason.OomKills)
+    peak: int = 0  # bytes, when the process was last seen running
+    ending: str = ""
+    log_start: int = 0
 
     @property
     def pid(self) -> int:
         """Id of the process; 0 when there is none."""
-        return self._process.pid if self._process and self._process.returncode is None else 0
+        return self.process.pid if self.process and self.process.returncode is None else 0
 
     def spawn(self) -> None:
         """Start the process on its cores, in its own session so that Ctrl-C spares it."""
         ours = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self._cpus)  # of this thread; the child inherits it
+        os.sched_setaffinity(0, self.cpus)  # of this thread; the child inherits it
         try:
             with open(self.log, "ab") as log:
-                self._log_start = log.seek(0, os.SEEK_END)
-                self._process = subprocess.Popen(
-                    (*self._command, f"--port={self.port}"),
+                self.log_start = log.seek(0, os.SEEK_END)
+                self.process = subprocess.Popen(
+                    (*self.command, f"--port={self.port}"),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self._env,
-                    pass_fds=(self._lock,),
+                    env=self.env,
+                    pass_fds=(self.lock,),
                     start_new_session=True,
                 )
         finally:
             os.sched_setaffinity(0, ours)
         self.started, self.retry_at = time.monotonic(), 0.0
-        self._oom_kills, self._peak = exit_reason.OomKills(), 0
+        self.oom_kills, self.peak = exit_reason.OomKills(), 0
         self._start_probe(ready=False)
 
     def poll(self) -> str | None:
         """Return how the process ended, None while it runs; kill what it started once it ended."""
-        process = self._process
+        process = self.process
         if process is None:
             return None
         if process.returncode is None:
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                self._oom_kills.look()
-                self._peak = exit_reason.peak_memory(process.pid) or self._peak
+                self.oom_kills.look()
+                self.peak = exit_reason.peak_memory(process.pid) or self.peak
                 return None
             self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
-            short = self._oom_kills.lately()
-            self._ending = exit_reason.words(process.wait(), self._peak, killed_for_memory=short)
-        return self._ending
+            short = self.oom_kills.lately()
+            self.ending = exit_reason.words(process.wait(), self.peak, killed_for_memory=short)
+        return self.ending
 
     def read_port(self) -> int:
         """Return the port that the process announced; 0 before."""
@@ -355,7 +349,7 @@ class _Server:
     def _start_probe(self, *, ready: bool) -> None:
         self.drop_probe()
         if self.port:
-            self.probe = LivenessProbe(self.port, self._token, answered=ready)
+            self.probe = LivenessProbe(self.port, self.token, answered=ready)
 
     def last_words(self) -> str:
         """Return what the process wrote last, with a remedy where it mentions memory; or ""."""
@@ -369,7 +363,7 @@ class _Server:
 
     def _lines(self) -> list[str]:
         with open(self.log, "rb") as log:
-            log.seek(self._log_start)
+            log.seek(self.log_start)
             return log.read().decode(errors="replace").splitlines()
 
 
