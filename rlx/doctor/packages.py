@@ -101,12 +101,13 @@ def _applying(requirements: Iterable[Requirement], extra: str = "") -> list[Requ
 
 def inspect(requirement: Requirement) -> list[Package]:
     """Return the package of a requirement, and those that its own extras (`jax[cuda12]`) add."""
+    name, text = requirement.name, str(requirement).partition(";")[0].strip()
     try:
-        found = metadata.distribution(requirement.name)
+        found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        return [Package(_text(requirement), requirement.name, "", False, "")]
+        return [Package(text, name, "", False, "")]
     fits = requirement.specifier.contains(found.version, prereleases=True)
-    out = [Package(_text(requirement), requirement.name, found.version, fits, module_of(found))]
+    out = [Package(text, name, found.version, fits, module_of(found))]
     every = [Requirement(text) for text in found.requires or ()]
     plain = _applying(every)
     for extra in sorted(requirement.extras):
@@ -182,71 +183,72 @@ def check(
     if not everything:
         wanted = {e for e, packages in found.items() if any(p.module in needed for p in packages)}
         found = {extra: found[extra] for extra in ("", *sorted(wanted))}
-    begun = time.monotonic()
-    with ThreadPoolExecutor(max(1, len(found))) as pool:
-        jobs = {
-            extra: pool.submit(imports, [p.module for p in packages if p.module])
-            for extra, packages in found.items()
-            if not extra or all(p.version for p in packages)
-        }
-        works = {extra: job.result() for extra, job in jobs.items()}
-    yield from _dependencies(found[""], works[""], time.monotonic() - begun)
+    whole = {
+        extra: [p.module for p in packages if p.module]
+        for extra, packages in found.items()
+        if not extra or all(p.version for p in packages)
+    }
+    begun, works = time.monotonic(), dict[str, str]()
+    with ThreadPoolExecutor(len(found)) as pool:
+        for each in pool.map(imports, whole.values()):
+            works |= each
+    seconds = time.monotonic() - begun
     for extra, packages in found.items():
         if extra:
-            yield _extra(extra, packages, works.get(extra, {}), needed)
+            yield _extra(extra, packages, works, needed)
+        else:
+            yield from _dependencies(packages, works, seconds)
 
 
 def _dependencies(
     packages: Sequence[Package], works: Mapping[str, str], seconds: float
 ) -> Iterator[Finding]:
-    bad = list(_complaints(packages, works))
-    for name, found, remedy in bad:
+    bad = _complaints(packages, works)
+    for name, (found, remedy) in bad.items():
         yield Finding("packages", name, "problem", found, remedy)
-    good = len(packages) - len(bad)
-    wrong = {name for name, _, _ in bad}
-    versions = ", ".join(f"{p.name} {p.version}" for p in packages if p.name not in wrong)
-    found = f"{good} of {len(packages)} installed, in bounds and importable ({seconds:.0f} s)"
+    good = [p for p in packages if p.name not in bad]
+    found = (
+        f"{len(good)} of {len(packages)} installed, in bounds and importable ({seconds:.0f} s): "
+        f"Python {platform.python_version()}, {_versions(good)}"
+    )
     level, remedy = ("warning", "see above") if bad else ("ok", "")
-    what = f"{found}: Python {platform.python_version()}, {versions}"
-    yield Finding("packages", "dependencies", level, what, remedy)
+    yield Finding("packages", "dependencies", level, found, remedy)
 
 
 def _extra(
     extra: str, packages: Sequence[Package], works: Mapping[str, str], needed: Sequence[str]
 ) -> Finding:
-    missing = [p.name for p in packages if not p.version]
+    name, bad = f"[{extra}]", _complaints(packages, works)
     if not packages:
-        return Finding("packages", f"[{extra}]", "absent", "nothing of it is for this system")
-    if missing:
-        others = ", ".join(f"{p.name} {p.version}" for p in packages if p.version)
+        return Finding("packages", name, "absent", "nothing of it is for this system")
+    if missing := [p.name for p in packages if not p.version]:
+        others = _versions(p for p in packages if p.version)
         found = f"without {', '.join(missing)}" + (f"; {others} installed" if others else "")
-        return Finding("packages", f"[{extra}]", "absent", f"{found}; to have it: {install(extra)}")
-    bad = list(_complaints(packages, works))
+        return Finding("packages", name, "absent", f"{found}; to have it: {install(extra)}")
     if bad:
-        found = "; ".join(f"{name}: {what}" for name, what, _ in bad)
-        wrong = {name for name, _, _ in bad}
-        asked = any(p.module in needed for p in packages if p.name in wrong)
-        level = "problem" if asked else "warning"
-        return Finding("packages", f"[{extra}]", level, found, bad[0][2])
-    versions = ", ".join(f"{p.name} {p.version}" for p in packages)
-    return Finding("packages", f"[{extra}]", "ok", versions)
+        found = "; ".join(f"{each}: {what}" for each, (what, _) in bad.items())
+        asked = any(p.module in needed for p in packages if p.name in bad)
+        remedy = next(iter(bad.values()))[1]
+        return Finding("packages", name, "problem" if asked else "warning", found, remedy)
+    return Finding("packages", name, "ok", _versions(packages))
+
+
+def _versions(packages: Iterable[Package]) -> str:
+    return ", ".join(f"{p.name} {p.version}" for p in packages)
 
 
 def _complaints(
     packages: Iterable[Package], works: Mapping[str, str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, what is wrong, what to do) of each package that does not work."""
+) -> dict[str, tuple[str, str]]:
+    """Return name → (what is wrong, what to do) of each package that does not work."""
+    out = {}
     for p in packages:
         if not p.version:
-            yield p.name, "not installed", f"pip install '{p.requirement}'"
+            out[p.name] = "not installed", f"pip install '{p.requirement}'"
         elif not p.fits:
             found = f"{p.version} is installed, wanted {p.requirement}"
-            yield p.name, found, f"pip install '{p.requirement}'"
+            out[p.name] = found, f"pip install '{p.requirement}'"
         elif why := works.get(p.module, ""):
             again = f"pip install --force-reinstall '{p.requirement}'"
-            yield p.name, f"{p.version} cannot be imported: {why}", again
-
-
-def _text(requirement: Requirement) -> str:
-    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-    return f"{requirement.name}{extras}{requirement.specifier}"
+            out[p.name] = f"{p.version} cannot be imported: {why}", again
+    return out
