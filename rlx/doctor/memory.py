@@ -45,9 +45,9 @@ class RunSizes:
 
     Attributes:
       train: the trainer's options.
-      eval_tokens: eval.max_new_tokens.
       has_fleet: there are servers, started or running.
       num_servers: that the run starts.
+      max_model_len: of each server.
       keep: checkpoints.
     """
 
@@ -55,7 +55,6 @@ class RunSizes:
     train: TrainOptions
     max_prompt_tokens: int
     max_new_tokens: int
-    eval_tokens: int
     batch_prompts: int
     n_samples: int
     has_fleet: bool
@@ -92,12 +91,10 @@ class RunSizes:
         fitting = [b for b in self.train.row_buckets if self.longest <= b <= budget]
         return min(fitting, default=budget)
 
-
-def minibatch_tokens(sizes: RunSizes, tokens_each: float) -> float:
-    """Return the tokens of the largest minibatch when every trajectory has `tokens_each`."""
-    return float(
-        math.ceil(sizes.batch_prompts / sizes.train.minibatches) * sizes.group * tokens_each
-    )
+    @property
+    def minibatch(self) -> int:
+        """Trajectories of the largest minibatch."""
+        return math.ceil(self.batch_prompts / self.train.minibatches) * self.group
 
 
 def state(sizes: RunSizes) -> Bytes:
@@ -108,7 +105,8 @@ def state(sizes: RunSizes) -> Bytes:
     s = _abstract_state(sizes)
     parts = {"parameters": s.params, "optimizer": s.opt_state, "critic": s.critic}
     parts["reference"] = s.reference
-    return {name: _bytes(tree) for name, tree in parts.items() if tree is not None}
+    leaves = {name: jax.tree.leaves(tree) for name, tree in parts.items() if tree is not None}
+    return {name: sum(x.size * x.dtype.itemsize for x in each) for name, each in leaves.items()}
 
 
 def _abstract_state(sizes: RunSizes) -> Any:
@@ -142,7 +140,7 @@ def trainer(sizes: RunSizes, platform: str = "cpu", devices: int = 1) -> Bytes:
     numbers = sum(leaf.size for leaf in jax.tree.leaves(_abstract_state(sizes).params))
     gradients = numbers * width
     # At their longest, trajectories fill the budget sooner than on average.
-    whole = minibatch_tokens(sizes, sizes.longest)
+    whole = sizes.minibatch * sizes.longest
     tokens = min(train.token_budget, whole)
     if whole > train.token_budget:
         gradients += 4 * numbers  # the accumulator
@@ -195,8 +193,7 @@ def _logits(sizes: RunSizes, tokens: float) -> float:
 def server(sizes: RunSizes) -> Bytes:
     """Return what one rollout server needs: two versions of the weights during a publish, KV."""
     model, width = sizes.model, jnp.dtype(sizes.publish_dtype).itemsize
-    budget = max(sizes.max_new_tokens, sizes.eval_tokens)
-    tokens = sizes.max_model_len or sizes.max_prompt_tokens + budget
+    tokens = sizes.max_model_len
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
     if sizes.engine == "vllm":
         kv = min(token * sizes.slots * tokens, _VLLM_CPU_KV)
@@ -339,7 +336,3 @@ def checkpoints(state: int, exported: int, keep: int) -> tuple[int, str]:
     return needed, (
         f"{keep} + 1 checkpoints of {size(state)} and the HF directory need {size(needed)}"
     )
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

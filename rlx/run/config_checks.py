@@ -43,15 +43,15 @@ SAMPLED_ROWS = 256  # whose prompts are counted in tokens
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
     """Yield the rows of a config by section; what follows from something broken is left out."""
-    row, _ = attempt("config", "values", lambda: configs.check(config), lambda _: "they fit")
-    if row.level == "problem":
-        yield row
-    algorithm = _algorithm(config)
+    row, _ = attempt("config", "values", partial(configs.check, config), lambda _: "they fit")
+    yield from problems([row])
+    named, algorithm = attempt("config", "algorithm", partial(_algorithm, config), str)
     found, model = _model(config, algorithm)
     yield from found
-    whole, inputs = attempt("data", "rows", lambda: run_inputs.prepare(config), _rows)
+    whole, inputs = attempt("data", "rows", partial(run_inputs.prepare, config), _rows)
     if not inputs:
-        yield from _blame(config, model, algorithm, whole, [row, *found])
+        yield from problems([named])
+        yield from _blame(config, model, algorithm, whole, [row, named, *found])
     elif inputs.train_rows:
         yield whole
         prompts = _prompt_tokens(inputs)
@@ -81,12 +81,7 @@ def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
     )
 
 
-def _algorithm(config: ConfigDict) -> Algorithm | None:
-    """Return the algorithm, or None where its name or values are wrong: `prepare` says so."""
-    return attempt("config", "algorithm", lambda: _resolve(config), str)[1]
-
-
-def _resolve(config: ConfigDict) -> Algorithm:
+def _algorithm(config: ConfigDict) -> Algorithm:
     sampling = config.sampling
     return presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples)
 
@@ -103,9 +98,9 @@ def _model(
     row, model = attempt(area, "config.json", lambda: hf.load_config(place), _shape)
     rows.append(row)
     if model and not config.model.random_init:
-        rows.append(
-            attempt(area, "tensors", partial(hf.check, place), lambda _: _tensors(place))[0]
-        )
+        count = len(list(place.glob("*.safetensors")))
+        words = f"names and shapes fit, by the headers of {count} file{'s' * (count > 1)}"
+        rows.append(attempt(area, "tensors", partial(hf.check, place), lambda _: words)[0])
     rows += _tokenizer(config, place, model)
     options = TeacherOptions.of(config)
     if algorithm and options:
@@ -114,11 +109,6 @@ def _model(
         compare = partial(teacher.check, options, algorithm, place, hf.check)
         rows.append(attempt(area, "teacher", compare, lambda _: words)[0])
     return rows, model
-
-
-def _tensors(place: Path) -> str:
-    files = [file.stat().st_size for file in place.glob("*.safetensors")]
-    return f"names and shapes fit, by the headers of {len(files)} file{'s' * (len(files) > 1)}"
 
 
 def _shape(model: ModelConfig) -> str:
@@ -160,28 +150,24 @@ def _blame(
 
     So one mistake does not hide another. `whole` is what all of them together said.
     """
-    pieces: list[tuple[str, str, Callable[[], Any]]] = [
-        ("config", "engine", lambda: run_inputs.check_engine(config)),
-        ("config", "reward", lambda: rewards.resolve(config.reward.name)),
-    ]
+    looks: dict[str, Callable[[], Any]] = {
+        "engine": partial(run_inputs.check_engine, config),
+        "reward": partial(rewards.resolve, config.reward.name),
+    }
     if model:
-        pieces.append(("config", "context", lambda: run_inputs.check_context(config, model)))
-    if not algorithm:
-        pieces.append(("config", "algorithm", lambda: _resolve(config)))
+        looks["context"] = partial(run_inputs.check_context, config, model)
     if model and algorithm:
-        pieces.append(
-            ("config", "algorithm", lambda: run_inputs.check_kind(config, model, algorithm))
-        )
+        looks["algorithm"] = partial(run_inputs.check_kind, config, model, algorithm)
+    rows = [attempt("config", name, look, str)[0] for name, look in looks.items()]
     if algorithm:
-        pieces.append(("data", "rows", lambda: run_inputs.rows(config, algorithm)))
-    rows = [attempt(area, name, look, lambda _: "read")[0] for area, name, look in pieces]
-    bad = list(problems(rows))
-    said = {(row.found, row.remedy) for row in [*earlier, *bad]}
-    if (whole.found, whole.remedy) not in said:
+        read = partial(run_inputs.rows, config, algorithm)
+        words = "read; prompts need the model's tokenizer"
+        rows.append(attempt("data", "rows", read, lambda _: words)[0])
+    bad = problems(rows)
+    if (whole.found, whole.remedy) not in {(row.found, row.remedy) for row in [*earlier, *bad]}:
         bad.append(Finding("data", "prompts", "problem", whole.found, whole.remedy))
-    read = rows[-1].name == "rows" and rows[-1].level == "ok"
-    if read and not any(row.area == "data" for row in bad):
-        yield Finding("data", "rows", "ok", "read; prompts need the model's tokenizer")
+    elif algorithm and rows[-1].level == "ok":
+        yield rows[-1]
     yield from bad
 
 
@@ -216,24 +202,23 @@ def arithmetic(
     devices: machine.Devices,
 ) -> Iterator[Finding]:
     """Yield the rows of batch, minibatches, microbatches and staleness."""
-    kind = inputs.algorithm.data
-    group = sizes_of(config, inputs.model_config).group
-    yield judge_batch(config, group, len(inputs.train_rows))
+    sizes = sizes_of(config, inputs.model_config)
+    yield judge_batch(sizes, len(inputs.train_rows))
     expected = expected_tokens(config, prompts, workdir)
     shards = (parse_mesh(config.train.mesh) or {"data": devices.count}).get("data", 1)
     cost = attention_cost(inputs.model_config, devices.platform)
-    yield judge_microbatches(config, group, expected, cost, shards)
-    if kind == "rollouts":
-        yield judge_staleness(config, group)
+    yield judge_microbatches(sizes, expected, cost, shards)
+    if inputs.algorithm.data == "rollouts":
+        yield judge_staleness(config, sizes.group)
     if inputs.algorithm.needs_proximal_pass(config.train.minibatches):
         yield Finding("config", "proximal", "ok",
                       "one more forward pass a batch (algorithm.proximal=recompute)")  # fmt: skip
 
 
-def judge_batch(config: ConfigDict, group: int, rows: int) -> Finding:
+def judge_batch(sizes: RunSizes, rows: int) -> Finding:
     """Return the row of batch = prompts × group, and its minibatches."""
-    batch, parts = config.rollout.batch_prompts, config.train.minibatches
-    steps = config.total_steps
+    batch, group = sizes.batch_prompts, sizes.group
+    parts, steps = sizes.train.minibatches, sizes.train.total_steps
     what = (
         f"{batch} prompts × {group} = {batch * group} trajectories; {parts} minibatch"
         f"{'es' * (parts > 1)} of {batch / parts:g} prompts; {steps} steps see "
@@ -260,17 +245,16 @@ def expected_tokens(config: ConfigDict, prompts: np.ndarray, workdir: Path) -> f
 
 
 def judge_microbatches(
-    config: ConfigDict, group: int, expected: float, cost: float = 0.0, shards: int = 1
+    sizes: RunSizes, expected: float, cost: float = 0.0, shards: int = 1
 ) -> Finding:
     """Return the row of microbatches, for lengths that spread evenly around `expected` tokens."""
-    budget = config.train.max_tokens_per_microbatch
-    most = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    count = math.ceil(config.rollout.batch_prompts / config.train.minibatches) * group
+    budget, most, count = sizes.train.token_budget, sizes.longest, sizes.minibatch
     spread = np.linspace(0.5, 1.5, count) * expected
-    sizes = np.clip(spread, 1, min(most, budget)).astype(np.int64)
-    sizes[-1] = min(most, budget)  # one of the longest decides the rows
-    plan = packing.plan(sizes, budget, config.train.row_buckets, attention_cost=cost, shards=shards)
-    full = sizes.sum() / plan.padded_tokens
+    lengths = np.clip(spread, 1, min(most, budget)).astype(np.int64)
+    lengths[-1] = min(most, budget)  # one of the longest decides the rows
+    buckets = sizes.train.row_buckets
+    plan = packing.plan(lengths, budget, buckets, attention_cost=cost, shards=shards)
+    full = lengths.sum() / plan.padded_tokens
     parts = len(plan.microbatch_rows)
     what = (
         f"{budget} tokens: {number(budget / most)} of the longest trajectories ({most} tokens), "

@@ -20,6 +20,7 @@ from rlx.run.inputs import (
     evaluation_sampling,
     has_servers,
     patience,
+    server_options,
     training_sampling,
 )
 from rlx.train.train_options import TrainOptions
@@ -85,14 +86,13 @@ def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
         train=TrainOptions.of(config),
         max_prompt_tokens=c.data.max_prompt_tokens,
         max_new_tokens=c.sampling.max_new_tokens,
-        eval_tokens=c.eval.max_new_tokens,
         batch_prompts=c.rollout.batch_prompts,
         n_samples=c.sampling.n_samples,
         has_fleet=has_servers(config),
         engine=fleet.engine,
         num_servers=0 if fleet.addresses else fleet.num_servers,
         slots=fleet.slots,
-        max_model_len=fleet.max_model_len,
+        max_model_len=server_options(c)["max_model_len"],
         decode_steps=fleet.decode_steps,
         publish=fleet.publish,
         publish_dir=fleet.publish_dir,

@@ -29,6 +29,11 @@ def config():
     return arithmetic.get_config()
 
 
+@pytest.fixture
+def model():
+    return hf.load_config(hf.resolve("rlx:arithmetic"))
+
+
 def rows_of(config, tmp_path, devices=Devices()):  # noqa: B008 - frozen
     return {row.name: row for row in config_checks.check(config, tmp_path / "run", devices)}
 
@@ -134,22 +139,22 @@ def test_the_first_bad_row_is_named(config, tmp_path):
     assert found["trainer"].level == "ok", "it does not depend on rows"
 
 
-def test_uneven_minibatches_and_empty_slots_are_warned_of(config):
+def test_uneven_minibatches_and_empty_slots_are_warned_of(config, model):
     config.rollout.batch_prompts, config.train.minibatches = 15, 4
-    row = config_checks.judge_batch(config, 8, 1000)
+    row = config_checks.judge_batch(sizes_of(config, model), 1000)
     assert row.level == "warning"
     assert "not equally large" in row.found
-    assert config_checks.judge_batch(config, 8, 10).level == "warning"
+    assert config_checks.judge_batch(sizes_of(config, model), 10).level == "warning"
     config.rollout.batch_prompts, config.fleet.slots = 16, 4096
     assert "half of them stay empty" in config_checks.judge_staleness(config, 8).found
     config.rollout.max_concurrent_rollouts = 8
     assert "not even one batch" in config_checks.judge_staleness(config, 8).found
 
 
-def test_long_rows_for_short_trajectories_are_mostly_padding(config):
+def test_long_rows_for_short_trajectories_are_mostly_padding(config, model):
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (1024,), 65536
     config.rollout.batch_prompts = config.sampling.n_samples = 2
-    row = config_checks.judge_microbatches(config, 2, expected=60.0)
+    row = config_checks.judge_microbatches(sizes_of(config, model), expected=60.0)
     assert row.level == "warning"
     assert "padding" in row.found
     prompts = config_checks.judge_prompts(np.array([10, 12]), 1024)
@@ -190,10 +195,9 @@ def test_a_teacher_is_looked_at_and_counted(config, tmp_path):
     assert "× 1: program" in found["memory", "teacher"].found
 
 
-def test_rows_that_are_trained_on_are_counted_as_such():
+def test_rows_that_are_trained_on_are_counted_as_such(model):
     config = arithmetic_sft.get_config()
     config.rollout.batch_prompts, config.train.max_tokens_per_microbatch = 2, 4096
-    model = hf.load_config(hf.resolve("rlx:arithmetic"))
     answers = memory.trainer(sizes_of(config, model))["activations"]
     config.sampling.n_samples = 99
     assert memory.trainer(sizes_of(config, model))["activations"] == answers, "a row has one answer"
