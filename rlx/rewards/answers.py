@@ -53,7 +53,8 @@ _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"(?:(?<![\\A-Za-z])sqrt|√)\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))", r"\\sqrt{\1\2}"),
+        (r"(?:\\?(?<![A-Za-z])sqrt|√)\s*\(([^()]*)\)"
+         r"|(?:(?<![\\A-Za-z])sqrt|√)\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1\2}"),
         (r"√", r"\\sqrt "),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm)(?![A-Za-z])", ""),
         (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)|\\(?:boxed|fbox)\s*(?=\{)", ""),
@@ -63,9 +64,15 @@ _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
         (r"(?<!\\)\\[,!;: ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\([$%#&_])", r"\1"),
         (r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|log|ln|exp|infty)(?![A-Za-z])", r"\\\1"),
+        (r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset"),
+        (r"\\begin\s*\{array\}\s*(?:\{[lcr| ]*\})?", r"\\begin{matrix}"),
+        (r"\\end\s*\{array\}", r"\\end{matrix}"),
     )
 )  # fmt: skip
-_PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("{", "}"))
+_PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def final_answers(text: str) -> tuple[str, ...]:
@@ -181,9 +188,21 @@ def _bare(text: str) -> str:
             if text.startswith(opening) and text.endswith(closing) and opening not in inner:
                 text = inner
                 break
+        if text.startswith("{") and _is_group(text):
+            text = text[1:-1]
         if text == before:
             break
     return text
+
+
+def _is_group(text: str) -> bool:
+    """Return whether the brace that opens `text` closes at its end."""
+    depth = 0
+    for match in _BRACES.finditer(text):
+        depth += 1 if match["box"] or match[0] == "{" else -(match[0] == "}")
+        if depth == 0:
+            return match.end() == len(text)
+    return False
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:

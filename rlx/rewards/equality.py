@@ -4,6 +4,9 @@ Cheap and exact ways come first; each decides or passes on:
 
     same text ─▶ choice (A) ─▶ words ─▶ numbers with units ─▶ lists of such ─▶ math-verify
 
+Lists are compared item by item first without, then with math-verify: it reads a list as a set, and
+neither `and` nor `or`, nor the two values of `\frac{1 \pm \sqrt{5}}{2}`.
+
 math-verify alone reads `5t` as 5, 1e-7 as 2e-7, 5 cents as 5 dollars and `\{1, 1, 2\}` as
 `\{1, 2, 2\}`; of choices and words it makes products of letters, and a tuple takes it 100 times as
 long. Nothing here raises; math-verify is stopped after `symbolic.CPU_SECONDS` of processor time,
@@ -11,6 +14,7 @@ and the rest takes less, whatever the text.
 """
 
 import re
+from collections.abc import Callable
 
 from rlx.rewards import numbers, symbolic
 from rlx.rewards.answers import MAX_LENGTH, compact, tidy
@@ -32,6 +36,7 @@ _SHORT_WORDS = {"yes", "no", "true", "false", "even", "odd", "none", "both"}
 _AND = re.compile(
     r"(?<![A-Za-z\\])(?:,\s*)?(?:and|or)(?![A-Za-z])|(?:,\s*)?\\text\s*\{\s*,?\s*(?:and|or)\s*\}"
 )
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _MARK = re.compile(r"\\[{}]|[][(){},;]")
 _BRACKETS = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
 _UNIT_BEHIND = re.compile(
@@ -47,14 +52,18 @@ def equal(gold: str, got: str) -> bool:
     verdict = _decide(gold, got)
     if verdict is not None:
         return verdict
-    (kind, items), (other, others) = _items(gold), _items(got)
-    if items and others and {kind, other} == {"", "()"}:  # else a list is a set to math-verify
-        gold, got = gold if kind else f"({gold})", got if other else f"({got})"
-    return symbolic.equal(_plain(gold), _plain(got))
+    symbolic.warm()
+    return symbolic.limited(lambda: bool(_decide(gold, got, symbolic.equal)))
 
 
-def _decide(gold: str, got: str, depth: int = 0) -> bool | None:
-    """Return whether two tidy answers are the same, None if it takes math-verify to know."""
+def _decide(
+    gold: str, got: str, verify: Callable[[str, str], bool] | None = None, depth: int = 0
+) -> bool | None:
+    """Return whether two tidy answers are the same.
+
+    Args:
+      verify: decides what nothing else does; None: that is answered with None.
+    """
     if not gold or not got:
         return False
     if compact(gold) == compact(got):
@@ -71,7 +80,10 @@ def _decide(gold: str, got: str, depth: int = 0) -> bool | None:
     wanted, found = numbers.read(gold), numbers.read(got)
     if wanted and found:
         return numbers.same(wanted, found)
-    return _decide_lists(gold, got, depth)
+    verdict = None if depth == _MAX_DEPTH else _decide_lists(gold, got, verify, depth + 1)
+    if verdict is None and verify:
+        return verify(_plain(gold), _plain(got))
+    return verdict
 
 
 def _unwrapped(text: str) -> str:
@@ -80,7 +92,7 @@ def _unwrapped(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Return the text without a unit or a sign of currency, of which math-verify makes factors."""
-    return _UNIT_BEHIND.sub("", _unwrapped(text)).lstrip("$£€¥ ")
+    return _UNIT_BEHIND.sub("", _unwrapped(text)).lstrip("$£€¥ ").replace(";", ",")
 
 
 def _choice(text: str) -> str:
@@ -112,35 +124,60 @@ def _words(text: str) -> str:
     return " ".join(word for word in words if word not in ("the", "a", "an"))
 
 
-def _decide_lists(gold: str, got: str, depth: int) -> bool | None:
+def _decide_lists(
+    gold: str, got: str, verify: Callable[[str, str], bool] | None, depth: int
+) -> bool | None:
     """Return whether two tuples, sets or lists agree, item by item; None as `_decide`."""
     (kind, wanted), (other, found) = _items(gold), _items(got)
-    if not wanted or not found or depth == _MAX_DEPTH or "\\pm" in gold + got:
+    if len(wanted) == 1 and (kind == "()" or not found):
+        return _decide(wanted[0], got, verify, depth)
+    if len(found) == 1 and (other == "()" or not wanted):
+        return _decide(gold, found[0], verify, depth)
+    if not wanted or not found:
         return None
     kinds = {kind, other}
     unordered = kinds <= {"", r"\{\}"}
     if len(wanted) != len(found) or not (unordered or len(kinds) == 1 or kinds == {"", "()"}):
         return False
     for item in wanted:
-        rivals = found if unordered else found[:1]
-        verdicts = [_decide(item, rival, depth + 1) for rival in rivals]
-        if True not in verdicts:
-            return None if None in verdicts else False
-        del found[verdicts.index(True)]
+        verdict: bool | None = False
+        for place, rival in enumerate(found if unordered else found[:1]):
+            same = _decide(item, rival, verify, depth)
+            if same:
+                del found[place]
+                break
+            verdict = None if same is None else verdict
+        else:
+            return verdict
     return True
 
 
 def _items(text: str) -> tuple[str, list[str]]:
-    """Return the brackets and the items of a tuple, set or list; no items for anything else."""
+    r"""Return the brackets and the items of a tuple, set or list; no items for anything else.
+
+    A single item needs round or curly brackets. In sets and lists `1 \pm 2` counts as two.
+    """
     match = _BRACKETS.fullmatch(text)
-    inner = _split(match[2]) if match else []
-    if match and inner:
-        return match[1] + match[3], inner
-    return "", _split(_AND.sub(",", text))
+    kind, inner = (match[1] + match[3], match[2]) if match else ("", "")
+    items = _split(inner)
+    if kind == r"\{\}" and items:
+        return kind, _both_signs(items)
+    if len(items) > (0 if kind == "()" else 1):
+        return kind, items
+    items = _both_signs(_split(_AND.sub(",", text)))
+    return "", items if len(items) > 1 else []
+
+
+def _both_signs(items: list[str]) -> list[str]:
+    found = []
+    for item in items:
+        both = len(_PLUS_MINUS.findall(item)) == 1
+        found += [_PLUS_MINUS.sub(sign, item) for sign in "+-"] if both else [item]
+    return found
 
 
 def _split(text: str) -> list[str]:
-    """Return the tidy items between the commas outside brackets; [] if fewer than two."""
+    """Return the tidy items between the commas outside brackets; [] where brackets do not match."""
     items, depth, start = [], 0, 0
     for match in _MARK.finditer(f"{text},"):
         mark = match[0][-1]
@@ -150,4 +187,4 @@ def _split(text: str) -> list[str]:
         if depth == 0 and mark in ",;":
             items.append(tidy(text[start : match.start()]))
             start = match.end()
-    return items if 1 < len(items) <= _MAX_ITEMS and all(items) else []
+    return items if len(items) <= _MAX_ITEMS and all(items) else []

@@ -38,11 +38,11 @@ class _Expired(BaseException):
 
 
 def equal(gold: str, got: str) -> bool:
-    """Return whether math-verify finds `got` equal to `gold`; False if refused or not in time."""
-    if not (acceptable(gold) and acceptable(got)):
-        return False
-    warm()
-    return limited(_verify, gold, got)
+    """Return whether math-verify finds `got` equal to `gold`; False where either is refused.
+
+    Call it by `limited`, after `warm`.
+    """
+    return acceptable(gold) and acceptable(got) and _verify(gold, got)
 
 
 def acceptable(text: str) -> bool:
