@@ -78,6 +78,7 @@ def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
         engine=options.engine,
         num_servers=options.num_local,
         slots=options.slots,
+        max_model_len=options.longest,
     )
 
 
