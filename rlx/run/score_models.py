@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ def asked_by(config: ConfigDict, values: Any) -> Asked:
     Args:
       values: flags of rlx.evaluate; empty ones have their defaults.
     """
-
-    def number(name: str, kind: Callable[[str], Any], default: Any) -> Any:
-        return flags.number(values, name, kind, default)
+    number = partial(flags.number, values)
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(",")))
