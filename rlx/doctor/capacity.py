@@ -24,7 +24,7 @@ def check(
     Args:
       teacher: of the teacher's servers that the run starts, with its model.
     """
-    pieces = memory.trainer(sizes, devices.platform, devices.count)
+    pieces = memory.trainer(sizes, devices)
     there = available_memory.memory()
     on_host = devices.platform == "cpu"
     yield judge_trainer(sizes, pieces, devices, there.free)
@@ -44,10 +44,8 @@ def check(
         yield machine.check_shared_memory(in_shm, sizes.publish_dir)
         host += copies + in_shm
     yield judge_host(host, there, on_host)
-    state, free = (
-        sum(memory.state(sizes).values()),
-        shutil.disk_usage(machine.existing(workdir)).free,
-    )
+    state = sum(memory.state(sizes).values())
+    free = shutil.disk_usage(machine.existing(workdir)).free
     yield judge_disk(state, memory.exported(sizes), sizes.keep, free)
 
 
@@ -75,7 +73,7 @@ def judge_trainer(
     what += f"; {size(there)} free" if there else ""
     if not there or total <= _TIGHT * there:
         return Finding("memory", "trainer", "ok", what)
-    remedy = memory.remedy(sizes, devices.platform, devices.count, int(_TIGHT * there))
+    remedy = memory.remedy(sizes, devices, int(_TIGHT * there))
     return Finding("memory", "trainer", "problem" if total > there else "warning", what, remedy)
 
 

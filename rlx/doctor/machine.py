@@ -57,10 +57,10 @@ def devices(seconds: float = DEVICE_SECONDS) -> Devices | str:
         return said[:300]
 
 
-def nvidia_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+def nvidia_gpus() -> int:
     """Return how many GPUs NVIDIA's kernel driver lists, whether or not JAX can use them."""
-    found = len(list(root.iterdir())) if root.is_dir() else 0
-    return found or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    listed = list(Path("/proc/driver/nvidia/gpus").glob("*"))
+    return len(listed or list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str]) -> Finding:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from rlx.base import DiskFull
 from rlx.cli.text import size
+from rlx.doctor.machine import Devices
 from rlx.engines.jax.programs import make_plan
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora, sharding
@@ -27,6 +28,7 @@ from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
 
 Bytes = dict[str, int]
+ONE_CPU = Devices()
 
 _OPTIONS = {  # config key → field of TrainOptions, of settings that may save memory
     "train.max_tokens_per_microbatch": "token_budget",
@@ -117,18 +119,18 @@ def _abstract_state(sizes: RunSizes) -> Any:
     return jax.eval_shape(steps.init, parameters.shapes(steps.model, dtype), critic)
 
 
-def trainer(sizes: RunSizes, platform: str = "cpu", devices: int = 1) -> Bytes:
+def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     """Return the peak memory of a train step on one device: the state and what a step adds to it.
 
     Args:
-      platform: cpu | gpu | tpu; a CPU computes half precision in float32.
-      devices: that the trainer has; `sizes.train.mesh` says how they are used.
+      devices: that the trainer has; `sizes.train.mesh` says how they are used. A CPU computes half
+        precision in float32.
 
     Returns:
       name → bytes, adding up to the peak.
     """
     train = sizes.train
-    mesh = sharding.parse_mesh(train.mesh) or {"data": devices}
+    mesh = sharding.parse_mesh(train.mesh) or {"data": devices.count}
     tensor = mesh.get("tensor", 1)
     places = tensor * mesh.get("data", 1)
     held = state(sizes)
@@ -144,9 +146,9 @@ def trainer(sizes: RunSizes, platform: str = "cpu", devices: int = 1) -> Bytes:
     tokens = min(train.token_budget, whole)
     if whole > train.token_budget:
         gradients += 4 * numbers  # the accumulator
-    if platform == "cpu" and width < 4:
+    if devices.platform == "cpu" and width < 4:
         gradients += 4 * numbers  # computed in float32
-    kept, layer = _activations(sizes, tokens, platform)
+    kept, layer = _activations(sizes, tokens, devices.platform)
     head = 0 if sizes.model.value_head else _logits(sizes, tokens)
     out: dict[str, float] = {name: part / places for name, part in held.items()}
     out["gradients"] = gradients / places
@@ -223,9 +225,7 @@ def with_value(sizes: RunSizes, key: str, value: Any) -> RunSizes:
     return dataclasses.replace(sizes, train=train)
 
 
-def savings(
-    sizes: RunSizes, platform: str = "cpu", devices: int = 1, there: int = 0
-) -> list[tuple[str, int]]:
+def savings(sizes: RunSizes, devices: Devices = ONE_CPU, there: int = 0) -> list[tuple[str, int]]:
     """Return (setting as written on the command line, bytes it saves), most first.
 
     Settings that save less than 2 % are left out. What is learned stays the same, but for
@@ -237,7 +237,7 @@ def savings(
     """
 
     def need(changed: RunSizes) -> int:
-        return sum(trainer(changed, platform, devices).values())
+        return sum(trainer(changed, devices).values())
 
     budget, least = "train.max_tokens_per_microbatch", sizes.longest
     changes: dict[str, Any] = {budget: max(sizes.train.token_budget // 2, least)}
@@ -258,10 +258,10 @@ def savings(
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def remedy(sizes: RunSizes, platform: str = "cpu", devices: int = 1, there: int = 0) -> str:
+def remedy(sizes: RunSizes, devices: Devices = ONE_CPU, there: int = 0) -> str:
     """Return what to change so that the trainer needs less; arguments as of `savings`."""
-    found = savings(sizes, platform, devices, there)[:3]
-    more = ", or give train.mesh more devices" if platform != "cpu" else ""
+    found = savings(sizes, devices, there)[:3]
+    more = ", or give train.mesh more devices" if devices.platform != "cpu" else ""
     if not found:
         return f"use a smaller model or lora.rank: nothing else in the config saves much{more}"
     return "set " + " or ".join(f"{setting} (−{size(saved)})" for setting, saved in found) + more
@@ -285,12 +285,11 @@ def advice(sizes: RunSizes, *, started: bool = True) -> str:
     Args:
       started: a step was made; before that, other processes may hold the device's memory.
     """
-    platform, devices = jax.default_backend(), jax.device_count()
+    devices = Devices(jax.default_backend(), count=jax.device_count())
     first = ""
-    if not started and platform == "gpu":
+    if not started and devices.platform == "gpu":
         first = "end what else uses the GPU (nvidia-smi lists it); "
-    what = estimate(trainer(sizes, platform, devices))
-    return f"{first}{what}; {remedy(sizes, platform, devices)}"
+    return f"{first}{estimate(trainer(sizes, devices))}; {remedy(sizes, devices)}"
 
 
 def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = False) -> str:

@@ -135,25 +135,23 @@ def module_of(found: metadata.Distribution) -> str:
     return wanted if editable else ""
 
 
-def imports(
-    modules: Sequence[str], seconds: float = IMPORT_SECONDS, python: str = sys.executable
-) -> dict[str, str]:
+def imports(modules: Sequence[str], seconds: float = IMPORT_SECONDS) -> dict[str, str]:
     """Return module → "" where its import works in another process, else why not.
 
     All are tried in one process, which is fast; where that fails, each in its own.
     """
     names = list(dict.fromkeys(modules))
-    if not _import_error(names, seconds, python):
+    if not _import_error(names, seconds):
         return dict.fromkeys(names, "")
-    return {name: _import_error([name], seconds, python) for name in names}
+    return {name: _import_error([name], seconds) for name in names}
 
 
-def _import_error(modules: Sequence[str], seconds: float, python: str) -> str:
+def _import_error(modules: Sequence[str], seconds: float) -> str:
     """Return why a process that imports `modules` fails; empty where it does not."""
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
         process = SupervisedProcess(  # some imports start processes
-            [python, "-c", _CHILD, str(said.fileno()), *modules],
+            [sys.executable, "-c", _CHILD, str(said.fileno()), *modules],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(said.fileno(),),
         )  # fmt: skip
         code, waited = process.end(seconds), time.monotonic() - begun

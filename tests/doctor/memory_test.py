@@ -10,6 +10,7 @@ import pytest
 from rlx.base import DiskFull
 from rlx.config import default
 from rlx.doctor import memory
+from rlx.doctor.machine import Devices
 from rlx.engines.jax import decode
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora, params
@@ -107,8 +108,8 @@ def test_the_kv_cache_is_the_engines_own():
 
 def test_a_mesh_divides_the_state_and_a_reference_is_counted():
     alone = config_of(algorithm__kl_placement="loss", algorithm__kl_coefficient=0.1)
-    pieces = memory.trainer(sizes_of(alone, MODEL), "gpu", 1)
-    four = memory.trainer(sizes_of(alone, MODEL), "gpu", 4)
+    pieces = memory.trainer(sizes_of(alone, MODEL), Devices("gpu"))
+    four = memory.trainer(sizes_of(alone, MODEL), Devices("gpu", count=4))
     assert pieces["reference"] == pieces["parameters"]
     assert four["optimizer"] == pieces["optimizer"] // 4
     assert four["activations"] == pieces["activations"], "the budget is each device's"
