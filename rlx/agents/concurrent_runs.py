@@ -164,6 +164,7 @@ class ConcurrentRuns(logging.Handler):
             if self._looks and seen.end - self._looks[-1][0] < 1.0:
                 self._slow("", self._looks[-1][1])
         finally:
+            self._watch.stop()
             logger.removeHandler(self)
             logger.propagate = propagate
         for run in seen.runs:
@@ -275,7 +276,7 @@ class ConcurrentRuns(logging.Handler):
             if inspect.iscoroutine(run.value):
                 run.value.close()
             run.end = "returned"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, GeneratorExit):  # the second: a lost run is collected
             raise
         except BaseException as error:  # SystemExit too ends this run alone
             run.end = "raised"

@@ -226,8 +226,15 @@ class Gateway:
         """
         work = partial(self._read_body, session, body, id_begin, convert)
         if len(body) <= _SMALL:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            read = work()
+        else:
+            read = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        # Here and not in a thread: two of them could count the same prompt as one.
+        seed = read.chat.sampling.seed
+        drawn = session.seed(read.tokens) if seed is None else seed % 2**31
+        return replace(
+            read, chat=replace(read.chat, sampling=replace(read.chat.sampling, seed=drawn))
+        )
 
     def _read_body(
         self, session: Session, body: bytes, id_begin: str, convert: _Convert
@@ -245,9 +252,6 @@ class Gateway:
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
             raise ApiError(400, message, "messages")
-        seed = asked.sampling.seed
-        drawn = session.seed(tokens) if seed is None else seed % 2**31
-        asked = replace(asked, sampling=replace(asked.sampling, seed=drawn))
         return Prepared(session, asked, text, tokens, parent, _new_id(id_begin), int(time.time()))
 
     def _tokens(self, session: Session, asked: ChatRequest) -> tuple[str, np.ndarray, int | None]:

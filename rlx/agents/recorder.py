@@ -146,9 +146,7 @@ class Recorder:
             import aiohttp  # noqa: F401
         except ImportError as error:
             raise UserError(f"debugging needs the extra: {install('agents')} ({error})") from None
-        # Clients that follow HTTP_PROXY must not ask it for the way to this machine.
-        for name in ("NO_PROXY", "no_proxy"):
-            os.environ[name] = ",".join(filter(None, (os.environ.get(name, ""), _HOST)))
+        _spare_loopback()
         with contextlib.suppress(ValueError, OSError):  # three sockets for each call in flight
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -270,6 +268,15 @@ class Recorder:
             if isinstance(found, dict) and "model" in found:
                 return json.dumps({**found, "model": self._model}).encode()
         return body
+
+
+def _spare_loopback() -> None:
+    """Keep clients that follow HTTP_PROXY from asking it for the way to this machine."""
+    if any(os.environ.get(name) for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")):
+        for name in ("NO_PROXY", "no_proxy"):
+            known = os.environ.get(name, "")
+            if _HOST not in known.split(","):
+                os.environ[name] = ",".join(filter(None, (known, _HOST)))
 
 
 def refusal(body: bytes) -> str:

@@ -1,5 +1,6 @@
 """rlx.debug_workflow against real HTTP servers: every mistake of an agent is named."""
 
+import asyncio
 import json
 import os
 import re
@@ -7,11 +8,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlx import debug_workflow
 from rlx.agents import debugger, loading, preflight
+from rlx.agents.concurrent_runs import AgentRun, ConcurrentRuns
+from rlx.agents.recorder import Recorder
 from rlx.base import UserError
 from rlx.launch.local import LocalServers
 from rlx.model.directory import resolve
@@ -212,6 +216,35 @@ def test_a_loop_that_is_blocked_for_good_still_gives_a_report(debug_agent):
     assert "Deadlocks.run: _turn.acquire()" in named(report, "blocked by")[0][1]
     assert report["many"]["runs"]["lost"] >= 1
     assert "the event loop was blocked for" in named(report, "runs")[0][1]
+
+
+def test_a_lost_run_stays_lost_when_it_is_collected():
+    class Waits:
+        async def run(self, data, **kwargs):
+            await asyncio.sleep(60)
+
+    run = AgentRun(1, 0, {})
+    recorder = SimpleNamespace(base_url=str, api_key="")
+    runs = ConcurrentRuns(Waits, [run], recorder, 0.0)
+    runs._clients = SimpleNamespace(new=lambda: None)
+
+    async def begin():
+        call = runs._call(run)
+        call.send(None)
+        call.close()
+
+    asyncio.run(begin())
+    assert run.end == "lost"
+
+
+@pytest.mark.parametrize("proxy", ["", "http://proxy.invalid:1"])
+def test_the_environment_is_changed_where_a_proxy_is_set(server, monkeypatch, proxy):
+    for name in ("http_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, proxy if name == "HTTP_PROXY" else "")
+    for _ in range(2):
+        with Recorder(server, KEY):
+            assert os.environ["NO_PROXY"] == os.environ["no_proxy"]
+    assert os.environ["NO_PROXY"] == ("127.0.0.1" if proxy else "")
 
 
 def test_what_is_no_reward_is_named(take):

@@ -3,11 +3,15 @@
 import asyncio
 import io
 import json
+import threading
 import time
 
 import aiohttp
 import openai
 import pytest
+
+from rlx.agents import gateway
+from rlx.agents.sessions import Session
 
 HELLO = [{"role": "user", "content": "hello there"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -157,6 +161,25 @@ def test_sixty_four_sessions_at_once_never_mix(agents):
             await asyncio.gather(*(one(g, http, k) for k in range(64)))
 
     agents.run(main())
+
+
+def test_seeds_are_drawn_on_the_loop_though_bodies_are_read_in_threads(agents, monkeypatch):
+    drawn, plain = [], Session.seed
+
+    def seed(session, tokens):
+        drawn.append((threading.current_thread(), plain(session, tokens)))
+        return drawn[-1][1]
+
+    monkeypatch.setattr(Session, "seed", seed)
+    monkeypatch.setattr(gateway, "_SMALL", 0)
+
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            await asyncio.gather(*(ask(client, "the same") for _ in range(8)))
+
+    agents.run(main())
+    assert {thread for thread, _ in drawn} == {threading.current_thread()}
+    assert len({number for _, number in drawn}) == 8
 
 
 @pytest.mark.parametrize("stream", [False, True])
