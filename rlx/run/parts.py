@@ -232,14 +232,13 @@ def _warn_low_memory(
 
     SIGKILL leaves no traceback, so nothing can be said afterwards.
     """
+    if killed:
+        say(str(killed))
     for_memory = bool(killed and killed.for_memory)
     there, sizes = available_memory.memory(), sizes_of(config, inputs.model_config)
-    texts = (
-        str(killed or ""),
-        memory.low_memory_warning(sizes, there, always=for_memory),
-        disk_warning(config, workdir, inputs),
-    )
-    for text in filter(None, texts):
+    if text := memory.low_memory_warning(sizes, there, always=for_memory):
+        say(text)
+    if text := disk_warning(config, workdir, inputs):  # last: a full disk raises
         say(text)
 
 
