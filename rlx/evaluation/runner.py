@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -97,9 +98,11 @@ class RowRunner:
 
     def cancel(self) -> None:
         """End every attempt, fail the futures and close the workflows; not from the loop."""
-        self.executor.close()
-        for group_id in list(self._open):
-            self._fail(group_id, CancelledError())
+        try:
+            self.executor.close()
+        finally:
+            for group_id in list(self._open):
+                self._fail(group_id, CancelledError())
 
     def _settle(self) -> None:
         """Give finished groups, or what stopped the executor, to the futures."""
@@ -191,21 +194,19 @@ class Evaluator:
             self._loop.close()
             raise
         self._runner = RowRunner(
-            self._loop,
-            self._fleet,
-            concurrency=self._concurrency,
-            patience=self._patience,
+            self._loop, self._fleet, concurrency=self._concurrency, patience=self._patience,
             timeout=self._timeout,
-        )
+        )  # fmt: skip
         return self
 
     def close(self) -> None:
         """Cancel what is under way, close the fleet and end the thread."""
-        if self._runner and self._loop.alive:
-            self._runner.cancel()
-            if close := getattr(self._fleet, "close", None):
-                self._loop.run(close())
-        self._loop.close()
+        with ExitStack() as ends:  # in reverse order, each even if the one before it raises
+            ends.callback(self._loop.close)
+            if self._runner and self._loop.alive:
+                if close := getattr(self._fleet, "close", None):
+                    ends.callback(lambda: self._loop.run(close()))
+                ends.callback(self._runner.cancel)
 
     def __enter__(self) -> "Evaluator":
         return self.start()

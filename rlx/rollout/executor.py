@@ -155,10 +155,12 @@ class Executor:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self.loop.alive:
-            self.loop.run(self._end_attempts())
-        if self._owns_loop:
-            self.loop.close()
+        try:
+            if self.loop.alive:
+                self.loop.run(self._end_attempts())
+        finally:
+            if self._owns_loop:
+                self.loop.close()
 
     def submit(self, coroutine: Coroutine) -> Future:
         """Run `coroutine` on the loop, concurrently with everything else there."""

@@ -1,6 +1,7 @@
 """submit, wait, export_stats and rollout_batch over an in-process fleet."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -139,3 +140,25 @@ def test_a_fleet_that_cannot_be_reached_is_an_error_of_start(fake_workflow):
     evaluator = Evaluator(connect, fake_workflow())
     with pytest.raises(UserError, match="no server answers"):
         evaluator.start()
+
+
+def test_a_workflow_that_cannot_be_closed_leaves_no_thread_and_no_fleet(fake_fleet, fake_workflow):
+    closed = []
+
+    class Fleet(fake_fleet):
+        async def close(self):
+            closed.append(self)
+
+    class Workflow(fake_workflow):
+        async def aclose(self):
+            raise OSError("its processes do not end")
+
+    async def connect():
+        return Fleet()
+
+    evaluator = Evaluator(connect, Workflow()).start()
+    assert evaluator.rollout_batch(ROWS[:1], timeout=30)
+    with pytest.raises(OSError, match="do not end"):
+        evaluator.close()
+    assert len(closed) == 1
+    assert "evaluator" not in {thread.name for thread in threading.enumerate()}
