@@ -164,7 +164,7 @@ class Evidence:
 
 def findings(evidence: Evidence) -> list[DebugFinding]:
     """Return every finding, in the order of a run's life."""
-    parts = (_runs, _failures, _addresses, _calls, _concurrency, _loop, _left)
+    parts = (_runs, _rewards, _failures, _addresses, _calls, _concurrency, _loop, _left)
     return [finding for part in parts for finding in part(evidence)]
 
 
@@ -183,6 +183,22 @@ def _runs(e: Evidence) -> Iterator[DebugFinding]:
     for words, count in e.seen.background.most_common(3):
         found = f"{count} × a task in the background failed: {words}"
         yield DebugFinding("tasks", "warning", found, "await the tasks that run starts")
+
+
+def _rewards(e: Evidence) -> Iterator[DebugFinding]:
+    of_row = defaultdict(list)
+    for run in e.good:
+        reward = returns.plain(run.value)
+        many = list(reward.values()) if isinstance(reward, dict) else [reward]
+        of_row[run.index].append(float(np.mean(many)))
+    if not of_row:
+        return
+    every = [reward for rewards in of_row.values() for reward in rewards]
+    found = f"mean {np.mean(every):.3g}, from {min(every):.3g} to {max(every):.3g}"
+    several = [rewards for rewards in of_row.values() if len(rewards) > 1]
+    if equal := sum(len(set(rewards)) == 1 for rewards in several):
+        found += f"; all runs of a row are equal in {equal} of {len(several)} rows: no signal there"
+    yield DebugFinding("rewards", "ok", found)
 
 
 def _failures(e: Evidence) -> Iterator[DebugFinding]:

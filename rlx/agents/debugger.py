@@ -24,7 +24,7 @@ SAMPLE = {"question": _SAMPLE_TEXT, "answer": "42"}
 _TEXT = 400  # characters of a message that are shown
 _GENERATED = 4096  # rows of a config whose data is generated
 # What one run cannot show: others beside it, and a loop that its first imports hold up.
-_OF_MANY = ("concurrency", "event loop", "blocked by", "kept busy by")
+_OF_MANY = ("rewards", "concurrency", "event loop", "blocked by", "kept busy by")
 
 
 @dataclass(frozen=True, slots=True)

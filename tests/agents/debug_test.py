@@ -260,6 +260,7 @@ def test_what_is_no_reward_is_named(take):
     for index, (value, words) in enumerate(values.items()):
         assert words in mistakes[index], value
     assert report["many"]["runs"]["ok"] == 2
+    assert re.match(r"mean .*, from .* to ", named(report, "rewards")[0][1])
     assert len(named(report, "returned")) == len(values)
 
 
