@@ -79,7 +79,7 @@ class Trajectory:
 
     @property
     def num_trained(self) -> int:
-        """How many tokens the loss sees."""
+        """Return the number of tokens that the loss sees."""
         return int(self.loss_mask.sum())
 
     @property

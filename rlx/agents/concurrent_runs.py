@@ -82,7 +82,7 @@ class Blocker:
 
     @property
     def remedy(self) -> str:
-        """What to write instead."""
+        """Return what to write in place of the blocking call."""
         if self.stack[0].startswith("<"):  # asyncio's name of a callback that was never looked at
             return "look at it with py-spy"
         return loop_watch.remedy("\n".join(self.stack), self.computes)

@@ -83,7 +83,7 @@ class Evidence:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as many runs a second as one after another; None where unknown."""
+        """Return runs a second over those one after another; None where unknown."""
         if self.alone is None or not self.good or self.seen.gave_up:
             return None
         return len(self.good) * self.alone[0] / self.seconds

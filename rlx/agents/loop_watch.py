@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """Who wrote the code, by where the file lies: user | framework | python | rlx."""
+        """Return who wrote the code, by its file: user | framework | python | rlx."""
         if self.file.startswith(_RLX):
             return "rlx"
         if "site-packages" in self.file or "dist-packages" in self.file:

@@ -184,12 +184,12 @@ class Algorithm:
 
     @property
     def kind(self) -> LossKind:
-        """What the code around the loss must know of it."""
+        """Return what the code around the loss must know of it."""
         return choose("loss", self.loss, LOSS_KINDS)
 
     @property
     def data(self) -> str:
-        """What it is trained on: rollouts | demonstrations | pairs."""
+        """Return what it is trained on: rollouts | demonstrations | pairs."""
         return self.kind.data
 
     @property

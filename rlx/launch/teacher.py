@@ -61,7 +61,7 @@ class TeacherOptions:
 
     @property
     def num_local(self) -> int:
-        """How many servers the run starts."""
+        """Return the number of servers that the run starts."""
         return self.num_servers if self.path and not self.addresses else 0
 
 
