@@ -1,9 +1,10 @@
-"""Import modules that a command line or a config names: agents, workflows, reward functions.
+"""Load what a config or a command line names: losses, rewards, workflows, data, agents, writers.
 
-    package.module        as Python imports it
-    path/to/file.py       a file that is in no package
+    name                     of rlx's own, from a table
+    package.module:name      as Python imports the module
+    path/to/file.py:name     of a file that is in no package
 
-What fails in them is the user's: a UserError of one line.
+What fails in a user's module is the user's: a UserError of one line, with file and line.
 """
 
 import difflib
@@ -12,10 +13,57 @@ import importlib.util
 import pkgutil
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, unknown
+
+_NONE: Mapping[str, Any] = {}
+_STANDARD, _RLX = (str(Path(file).parent) for file in (traceback.__file__, Path(__file__).parent))
+_LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
+
+
+def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
+    """Return the object that `name` names: an entry of `table`, `module:name` or `FILE.py:name`.
+
+    Args:
+      key: of the config, or the flag, that has the name; errors begin with it.
+
+    Raises:
+      UserError: there is no such entry, file, module or name (the nearest is suggested), or the
+        module cannot be imported.
+    """
+    place, separator, attribute = name.rpartition(":")
+    if not separator and name in table:
+        return table[name]
+    if not separator and table and not name.endswith(".py"):
+        raise unknown(key, name, table)
+    if not place or not attribute.isidentifier():
+        raise UserError(f"{key}={name!r} names nothing; write path/to/file.py:name or module:name")
+    try:
+        module = load(place)
+    except UserError as error:
+        raise UserError(f"{key}={name!r}: {error}") from error
+    if not hasattr(module, attribute):
+        there = names(module)
+        near = difflib.get_close_matches(attribute, there, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(there) or 'none'}"
+        raise UserError(f"{key}={name!r}: {place} has no {attribute!r}; {hint}")
+    return getattr(module, attribute)
+
+
+def is_own(name: str) -> bool:
+    """Return whether `name` is spelled as a user's own code, not as an entry of a table."""
+    return ":" in name
+
+
+def names(module: ModuleType) -> list[str]:
+    """Return the public names of callables that a module defines, or all it has if it has none."""
+    every = {k: v for k, v in vars(module).items() if k[0] != "_" and callable(v)}
+    own = [k for k, v in every.items() if getattr(v, "__module__", "") == module.__name__]
+    return own or list(every)
 
 
 def load(place: str) -> ModuleType:
@@ -28,11 +76,14 @@ def load(place: str) -> ModuleType:
 
 
 def where(error: BaseException) -> str:
-    """Return an exception in one line, with the line of the source that raised it."""
+    """Return an exception in one line, with the last line of the user's source that it came by.
+
+    Where it came by no such line, the last line of any source.
+    """
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith("<frozen")]
+    own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)] or frames
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     return f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text
 
@@ -45,7 +96,7 @@ def _by_name(name: str) -> ModuleType:
             raise UserError(f"cannot import {name}: {where(error)}") from error
         raise UserError(
             f"there is no module {error.name!r}{_near_module(error.name)}; is its directory on "
-            "PYTHONPATH? A file is named as path/to/file.py:Class"
+            "PYTHONPATH? A file is named as path/to/file.py:name"
         ) from None
     except Exception as error:
         raise UserError(f"cannot import {name}: {where(error)}") from error

@@ -10,7 +10,7 @@ gets 0, and no worker is killed.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlx.base import UserError, unknown
+from rlx.base import UserError
 from rlx.cli import user_code
 from rlx.rewards import answers, equality
 
@@ -89,18 +89,10 @@ def resolve(name: str) -> RewardFunction:
     Raises:
       UserError: no such name, module or function.
     """
-    if ":" not in name:
-        if name not in REWARDS:
-            raise unknown("reward.name", name, REWARDS)
-        return REWARDS[name]
-    module_name, _, function_name = name.rpartition(":")
-    try:
-        module = user_code.load(module_name)
-    except UserError as error:
-        raise UserError(f"reward.name={name!r}: cannot import {module_name!r}: {error}") from error
-    function = getattr(module, function_name, None)
+    function = user_code.find("reward.name", name, REWARDS)
     if not callable(function):
-        raise UserError(f"reward.name={name!r}: {module_name} has no function {function_name!r}")
+        kind = type(function).__name__
+        raise UserError(f"reward.name={name!r} is a {kind}, not a function; name a function")
     return function
 
 

@@ -172,10 +172,10 @@ def test_a_reward_in_a_file_is_found_here_and_by_the_workers(tmp_path, monkeypat
     ("name", "message"),
     [
         ("nowhere/mine.py:score", "there is no file nowhere/mine.py"),
-        ("configs/gsm8k.py:score", "no function 'score'"),
+        ("configs/gsm8k.py:score", "has no 'score'; it has get_config"),
         ("gsm8", "did you mean 'gsm8k'"),
-        ("no_such_module_here:f", "cannot import 'no_such_module_here'"),
-        ("json:no_function", "no function 'no_function'"),
+        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
+        ("json:no_function", "json has no 'no_function'"),
     ],
 )
 def test_resolve_names_what_is_wrong(name, message):

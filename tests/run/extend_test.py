@@ -1,0 +1,61 @@
+"""docs/extend.md does what it says: the files of each section are written and its commands run."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.observe.jsonl import read_jsonl
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extend.md").read_text()
+SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+# What each run of a section leaves in every step's record.
+RECORDED: dict[str, list[str]] = {}
+SHORT = [
+    "--config.total_steps=2", "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
+    "--config.sampling.max_new_tokens=48", "--config.eval.num_questions=4",
+    "--config.fleet.slots=8", "--config.gate.prompts=1",
+]  # fmt: skip
+
+
+def blocks(section, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def commands(section):
+    """The lines of a section's shell blocks, continued lines joined."""
+    text = "".join(blocks(section, "sh")).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if commands(text)])
+def test_a_section_s_commands_run_with_its_files(title, tmp_path):
+    section = SECTIONS[title]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for language in ("python", "json", "text"):
+        for block in blocks(section, language):
+            name = re.match(r"# ([\w./]+)\n", block)
+            assert name, f"a block of {title} does not begin with the name of its file"
+            (tmp_path / name[1]).write_text(block if language == "python" else block[name.end() :])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for number, (program, *arguments) in enumerate(commands(section)):
+        assert program == "python"
+        run = tmp_path / f"run{number}"
+        if arguments[:2] == ["-m", "rlx.main"]:
+            arguments += [*SHORT, f"--workdir={run}"]
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True,
+            text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        if arguments[:2] == ["-m", "rlx.main"]:
+            steps = list(read_jsonl(run / "metrics.jsonl"))
+            assert [step["step"] for step in steps] == [1, 2]
+            for name in RECORDED.get(title, []):
+                assert all(name in step for step in steps), (name, sorted(steps[0]))
