@@ -29,7 +29,8 @@ def importable_by_workers():
 
 def alive(pid):
     """True while the process exists and is not a zombie."""
-    with contextlib.suppress(FileNotFoundError):
+    # It may end between the opening of its file and the reading.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
