@@ -67,10 +67,9 @@ class Mixed:
     def __getattr__(self, name):
         return getattr(self.plain, name)
 
-    async def run(self, fleet, row, *, group_id, **rest):
-        """Return the group of `row`."""
-        workflow = (self.plain, self.agent)[group_id % 2]
-        return await workflow.run(fleet, row, group_id=group_id, **rest)
+    async def run(self, fleet, task):
+        """Return the group of the task's row."""
+        return await (self.plain, self.agent)[task.group_id % 2].run(fleet, task)
 
     async def aclose(self):
         """End the agent's processes and gateway."""

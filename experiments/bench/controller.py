@@ -109,21 +109,15 @@ class Workflow:
     def __init__(self, sampling):
         self.sampling = sampling
 
-    async def run(self, fleet, row, *, group_id, seed, sampling=None, n=None, priority=0) -> Group:
+    async def run(self, fleet, task) -> Group:
         from rlx.rollout.workflows import trajectory
 
         prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
         done = await fleet.generate(prompt, self.sampling, SAMPLES)
-        return Group(
-            group_id,
-            tuple(
-                trajectory(prompt, c, float(i % 2), f"{group_id}.{i}") for i, c in enumerate(done)
-            ),
-            row,
+        trajectories = (
+            trajectory(prompt, c, float(i % 2), f"{task.group_id}.{i}") for i, c in enumerate(done)
         )
-
-    def drain_spans(self) -> list:
-        return []
+        return Group(task.group_id, tuple(trajectories), task.row)
 
 
 @dataclass

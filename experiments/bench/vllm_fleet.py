@@ -33,7 +33,7 @@ from rlx.fleet.sample import GenerateCall, PartialSample
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.rollout import arithmetic
-from rlx.rollout.workflows import RLVR
+from rlx.rollout.workflows import RLVR, Task
 from rlx.run.inputs import load_tokenizer
 
 TARGET = 0.95
@@ -83,10 +83,10 @@ async def through_fleet(fleet: Fleet, workflow: RLVR, work: Work, samples: int) 
 
     async def group(k: int) -> int:
         n = work.lengths[k]
+        exactly = Sampling(max_new_tokens=n, min_new_tokens=n)
         done = await workflow.run(
-            fleet, work.rows[k], group_id=k, seed=work.seeds[k], n=samples,
-            sampling=Sampling(max_new_tokens=n, min_new_tokens=n),
-        )  # fmt: skip
+            fleet, Task(work.rows[k], k, work.seeds[k], sampling=exactly, n=samples)
+        )
         return sum(int(t.loss_mask.sum()) for t in done.trajectories)
 
     tokens = sum(await asyncio.gather(*(group(k) for k in range(len(work.rows)))))

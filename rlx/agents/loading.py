@@ -4,14 +4,14 @@
     path/to/file.py:Class       a file that is in no package
     package.module:Class        as rewards are named
 
-An agent has `async run(self, data, **extra_kwargs)`; a workflow is a
-`rlx.rollout.workflows.Workflow`. Mistakes in here are the user's: a UserError of one line.
+An agent has `async run(self, data, **extra_kwargs)`; a workflow has `async run(self, fleet, task)`,
+see `rlx.rollout.workflows.Workflow`. Mistakes in here are the user's: a UserError of one line.
 """
 
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal
@@ -19,8 +19,11 @@ from typing import Any, Literal
 from rlx.base import UserError, unknown
 from rlx.cli import user_code
 
+_FORMS = (
+    "an agent has `async def run(self, data, **extra_kwargs)`, a workflow of rlx "
+    "`async def run(self, fleet, task)`"
+)
 GIVEN = ("base_url", "api_key", "http_client")  # what `run` of an agent gets by name
-_WORKFLOW_NEEDS = ("group_id", "seed", "sampling", "n", "priority")
 
 
 def load_class(text: str) -> type:
@@ -58,20 +61,15 @@ def kind(cls: type) -> Literal["agent", "workflow"]:
     if run is _missing:
         near = difflib.get_close_matches("run", [n for n in dir(cls) if n[0] != "_"], n=1)
         hint = f"; did you mean it by {near[0]!r}?" if near else ""
-        raise UserError(
-            f"class {cls.__name__} has no `run`{hint}; an agent has "
-            "`async def run(self, data, **extra_kwargs)`"
-        )
+        raise UserError(f"class {cls.__name__} has no `run`{hint}; {_FORMS}")
     if not inspect.iscoroutinefunction(run):
-        raise UserError(
-            f"{cls.__name__}.run is not async; write `async def run(self, data, **extra_kwargs)`"
-        )
-    takes = inspect.signature(run).parameters
-    if hasattr(cls, "drain_spans") and {"group_id", "seed"} <= set(takes):
-        _check(cls, run, ("fleet", "row"), _WORKFLOW_NEEDS)
+        raise UserError(f"{cls.__name__}.run is not async; {_FORMS}")
+    if _callable(run, "data", **dict.fromkeys(GIVEN)):
+        return "agent"
+    if _callable(run, "fleet", "task"):
         return "workflow"
-    _check(cls, run, ("data",), GIVEN)
-    return "agent"
+    takes = inspect.signature(run)
+    raise UserError(f"{cls.__name__}.run{takes} cannot be called as either; {_FORMS}")
 
 
 def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -135,17 +133,13 @@ def _missing() -> None:
     """Stand for a `run` that a class does not have."""
 
 
-def _check(cls: type, run: Any, positional: Iterable[str], named: Iterable[str]) -> None:
-    """Raise UserError where `run` could not be called as it will be."""
-    given = dict.fromkeys(named)
+def _callable(run: Any, *positional: Any, **named: Any) -> bool:
+    """Return whether `run` of an instance could be called so."""
     try:
-        inspect.signature(run).bind(None, *positional, **given)
-    except TypeError as error:
-        takes = ", ".join(("self", *positional))
-        raise UserError(
-            f"{cls.__name__}.run cannot be called with {', '.join(named)}: {error}; write "
-            f"`async def run({takes}, **extra_kwargs)`"
-        ) from None
+        inspect.signature(run).bind(None, *positional, **named)
+    except TypeError:
+        return False
+    return True
 
 
 def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:

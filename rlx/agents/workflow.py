@@ -22,9 +22,8 @@ from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install
 from rlx.fleet.requests import Sampling
-from rlx.rewards.reward_pool import RewardSpan
 from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
-from rlx.rollout.workflows import Generator
+from rlx.rollout.workflows import Generator, Task
 
 if TYPE_CHECKING:
     from rlx.agents.gateway import Gateway
@@ -105,46 +104,30 @@ class AgentWorkflow:
         self._front: _Front | None = None
         self._starting = asyncio.Lock()
 
-    async def run(
-        self,
-        fleet: Generator,
-        row: Mapping[str, Any],
-        *,
-        group_id: int,
-        seed: int,
-        sampling: Sampling | None = None,
-        n: int | None = None,
-        priority: int = 0,
-    ) -> Group:
-        """Return the group of `row`: the trajectories of all runs, in order.
+    async def run(self, fleet: Generator, task: Task) -> Group:
+        """Return the group of the task's row: the trajectories of all runs, in order.
 
         Raises:
           AgentError: a run failed; it names agent and row, and has the agent's traceback.
         """
         front = await self._at(fleet)
-        data, defaults = (
-            with_messages(row, self._question_key, self._system_prompt),
-            sampling or self._sampling,
-        )
+        data = with_messages(task.row, self._question_key, self._system_prompt)
+        defaults = task.sampling or self._sampling
         runs = []
         try:
             async with asyncio.TaskGroup() as together:
-                for i in range(n or self._n):
+                for i in range(task.n or self._n):
                     session = partial(
                         front.gateway.sessions.open,
-                        replace(defaults, seed=_seed(seed, i)),
-                        temperature_fixed=sampling is None,
-                        priority=priority,
+                        replace(defaults, seed=_seed(task.seed, i)),
+                        temperature_fixed=task.sampling is None,
+                        priority=task.priority,
                     )
-                    run = self._run_once(front, data, f"{group_id}.{i}", session)
+                    run = self._run_once(front, data, f"{task.group_id}.{i}", session)
                     runs.append(together.create_task(run))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return Group(group_id, tuple(t for run in runs for t in run.result()), row)
-
-    def drain_spans(self) -> list[RewardSpan]:
-        """Return no spans: agents compute their rewards themselves, between their calls."""
-        return []
+        return Group(task.group_id, tuple(t for run in runs for t in run.result()), task.row)
 
     async def aclose(self) -> None:
         """End the processes and the gateway; called on the loop that `run` was on."""

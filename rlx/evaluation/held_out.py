@@ -23,6 +23,7 @@ from rlx.fleet.requests import Sampling
 from rlx.observe.timeline import Timeline
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.executor import Executor
+from rlx.rollout.workflows import Task
 
 CONCURRENCY = 64  # questions at one time, besides training's prompts
 PRIORITY = 1  # before training's, so that few answers come from newer weights than it began with
@@ -159,9 +160,9 @@ class HeldOut:
             patience=replace(self._options.patience, rate=1.0),
             timeout=self._options.timeout,
         )
-        options = {"sampling": sampling, "n": 1, "priority": PRIORITY}
+        seed = sampling.seed or 0
         futures = [
-            runner.submit(executor.workflow, row, index, sampling.seed or 0, **options)
+            runner.submit(executor.workflow, Task(row, index, seed, sampling, 1, PRIORITY))
             for index, row in enumerate(self._options.rows)
         ]
         groups = []

@@ -13,33 +13,30 @@ patience, workflows, fleet and rewards, but no staleness bound and no publishing
 import itertools
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rlx.base import Group
 from rlx.fleet.requests import Sampling
-from rlx.rewards.reward_pool import RewardSpan
+from rlx.rollout import workflows
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.staleness import Limits
-from rlx.rollout.workflows import Generator, Workflow
+from rlx.rollout.workflows import Generator, Task, Workflow
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """A submitted row: `run(fleet, seed=…)` makes its group, `future` gets it."""
+    """A submitted row: `workflow` makes its group, `future` gets it."""
 
-    number: int
-    row: Mapping[str, Any]
-    seed: int
-    run: Callable[..., Awaitable[Group]]
+    workflow: Workflow
+    task: Task
     future: "Future[Group]"
     attempts: int = 0
 
@@ -71,17 +68,13 @@ class RowRunner:
         )  # fmt: skip
         self.executor.set_version(0)  # admission begins; an evaluation does not count versions
 
-    def submit(
-        self, workflow: Workflow, row: Mapping[str, Any], number: int, seed: int, **options: Any
-    ) -> "Future[Group]":
+    def submit(self, workflow: Workflow, task: Task) -> "Future[Group]":
         """Start one row and return at once; from any thread.
 
         Args:
-          number: the group_id that `workflow` is given. seed: of the first attempt.
-          options: of `workflow.run`.
+          task: as `workflow` gets it; an attempt after the first has another seed.
         """
-        run = partial(workflow.run, row=row, group_id=number, **options)
-        submitted = _Row(number, row, seed, run, Future())
+        submitted = _Row(workflow, task, Future())
 
         def add() -> None:
             submitted.future.set_running_or_notify_cancel()  # nobody else ends it now
@@ -109,7 +102,7 @@ class RowRunner:
         try:
             while batch := self.executor.collect(timeout=0):
                 done = self._open.pop(batch[0].group_id)
-                done.future.set_result(replace(batch[0], group_id=done.number))
+                done.future.set_result(replace(batch[0], group_id=done.task.group_id))
         except Exception as error:
             for group_id in list(self._open):
                 self._fail(group_id, error)
@@ -128,31 +121,26 @@ class RowRunner:
 
     def row(self, group_id: int) -> Mapping[str, Any]:
         """Return a row under way."""
-        return self._open[group_id].row
+        return self._open[group_id].task.row
 
     def index(self, group_id: int) -> int:
         """Return the number of a row under way."""
         found = self._open.get(group_id)  # None once something has stopped the executor
-        return found.number if found else group_id
+        return found.task.group_id if found else group_id
 
-    async def run(
-        self, fleet: Generator, row: Mapping[str, Any], *, group_id: int, seed: int, **_: Any
-    ) -> Group:
+    async def run(self, fleet: Generator, task: Task) -> Group:
         """Run the row's own workflow, with another seed after each failure."""
-        own = self._open[group_id]
-        drawn = group_seed(own.seed, own.number, own.attempts) if own.attempts else own.seed
-        own.attempts += 1
-        return replace(await own.run(fleet, seed=drawn), group_id=group_id)
-
-    def drain_spans(self) -> list[RewardSpan]:
-        """Return none: the rows' workflows keep theirs."""
-        return []
+        row = self._open[task.group_id]
+        own, attempt = row.task, row.attempts
+        row.attempts += 1
+        if attempt:
+            own = replace(own, seed=group_seed(own.seed, own.group_id, attempt))
+        return replace(await row.workflow.run(fleet, own), group_id=task.group_id)
 
     async def aclose(self) -> None:
         """Close the workflows that have processes or sockets."""
         for workflow in self._workflows:
-            if aclose := getattr(workflow, "aclose", None):
-                await aclose()
+            await workflows.close(workflow)
 
 
 class Evaluator:
@@ -241,9 +229,8 @@ class Evaluator:
         number = self._count if group_id is None else group_id
         self._count += 1
         drawn = group_seed(self._seed, number, 0) if seed is None else seed
-        future = self._runner.submit(
-            workflow or self._workflow, row, number, drawn, sampling=sampling, n=n
-        )
+        task = Task(row, number, drawn, sampling, n)
+        future = self._runner.submit(workflow or self._workflow, task)
         future.add_done_callback(self._note)
         self._waiting.append(future)
         return future

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
-from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardSpan
-from rlx.rollout.workflows import RLVR, Generator, encode, trajectory
+from rlx.rollout.workflows import RLVR, Generator, Task, encode, trajectory
 
 _CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair
 
@@ -86,23 +85,11 @@ class AnswerWorkflow:
             if long or 0 < self._max_tokens < sum(sizes) + len(sizes) * prompt:
                 self.group(row, index, f"row {index + 1} of {name}")
 
-    async def run(
-        self,
-        fleet: Generator,
-        row: Mapping[str, Any],
-        *,
-        group_id: int,
-        seed: int,
-        sampling: Sampling | None = None,
-        n: int | None = None,
-        priority: int = 0,
-    ) -> Group:
-        """Return the group of `row`; with `sampling`, a group of completions from the fleet."""
-        if sampling is None:
-            return self.group(row, group_id)
-        return await self._rlvr.run(
-            fleet, row, group_id=group_id, seed=seed, sampling=sampling, n=n, priority=priority
-        )
+    async def run(self, fleet: Generator, task: Task) -> Group:
+        """Return the group of the task's row; of completions where the task brings sampling."""
+        if task.sampling is None:
+            return self.group(task.row, task.group_id)
+        return await self._rlvr.run(fleet, task)
 
     def drain_spans(self) -> list[RewardSpan]:
         """Return when and where rewards of evaluations were computed since the last call."""

@@ -30,13 +30,13 @@ from typing import Any, Protocol
 
 from rlx.base import Group, Trajectory, Unavailable, UserError, malformed
 from rlx.rewards import reward_pool
-from rlx.rollout import attempts, staleness
+from rlx.rollout import attempts, staleness, workflows
 from rlx.rollout import buffer as buffers
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.data import Cursor
 from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.staleness import Limits, Staleness
-from rlx.rollout.workflows import Generator, Workflow
+from rlx.rollout.workflows import Generator, Task, Workflow
 
 _ADMIT_AT_ONCE = 64  # tasks started before the loop serves the network again
 _POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor
@@ -255,7 +255,7 @@ class Executor:
 
     def drain_spans(self) -> list[tuple[str, int, int]]:
         """Return (name, start_ns, end_ns) of rewards since the last call, CLOCK_MONOTONIC."""
-        return [("reward", s.start_ns, s.end_ns) for s in self.workflow.drain_spans()]
+        return [("reward", s.start_ns, s.end_ns) for s in workflows.drain_spans(self.workflow)]
 
     # Checkpoints.
 
@@ -323,8 +323,7 @@ class Executor:
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        if aclose := getattr(self.workflow, "aclose", None):
-            await aclose()
+        await workflows.close(self.workflow)
 
     def _cursor(self) -> Cursor:
         """Return the rows, which can be saved."""
@@ -370,9 +369,7 @@ class Executor:
         limit = asyncio.timeout(self._request_timeout)
         try:
             async with limit:
-                group = await self.workflow.run(
-                    self.fleet, row, group_id=ticket.group_id, seed=seed
-                )
+                group = await self.workflow.run(self.fleet, Task(row, ticket.group_id, seed))
                 self._check(group, row)
         except asyncio.CancelledError as error:
             if self._closing or self.loop.ending:

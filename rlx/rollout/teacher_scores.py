@@ -7,15 +7,14 @@ Evaluations, which bring their own sampling, are not trained on and so not score
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
-from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardSpan
-from rlx.rollout.workflows import Generator, Workflow
+from rlx.rollout import workflows
+from rlx.rollout.workflows import Generator, Task, Workflow
 
 
 class Scorer(Protocol):
@@ -36,33 +35,25 @@ class TeacherScored:
     def __init__(self, workflow: Workflow, teacher: Scorer, temperature: float):
         self._workflow, self._teacher, self._temperature = workflow, teacher, temperature
 
-    async def run(
-        self,
-        fleet: Generator,
-        row: Mapping[str, Any],
-        *,
-        group_id: int,
-        seed: int,
-        sampling: Sampling | None = None,
-        n: int | None = None,
-        priority: int = 0,
-    ) -> Group:
-        """Return the workflow's group, with `reference_logprobs` unless `sampling` is given.
+    async def run(self, fleet: Generator, task: Task) -> Group:
+        """Return the workflow's group, with `reference_logprobs` unless the task brings sampling.
 
         Raises:
           UserError: no teacher is alive, it refuses a trajectory, or its numbers are not finite.
         """
-        group = await self._workflow.run(
-            fleet, row, group_id=group_id, seed=seed, sampling=sampling, n=n, priority=priority
-        )
-        if sampling is not None:
+        group = await self._workflow.run(fleet, task)
+        if task.sampling is not None:
             return group
         scored = await asyncio.gather(*(self._scored(t) for t in group.trajectories))
         return dataclasses.replace(group, trajectories=tuple(scored))
 
     def drain_spans(self) -> list[RewardSpan]:
         """Return the spans of the workflow."""
-        return self._workflow.drain_spans()
+        return workflows.drain_spans(self._workflow)
+
+    async def aclose(self) -> None:
+        """End what the workflow holds."""
+        await workflows.close(self._workflow)
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
         trained = np.flatnonzero(trajectory.loss_mask[1:]) + 1  # nothing comes before token 0

@@ -1,7 +1,7 @@
 """Turn one dataset row into one group of trajectories.
 
-A workflow has `async run(fleet, row, *, group_id, seed, …) -> Group`; it runs on the executor's
-event loop, so everything here is short or awaited.
+A workflow has `async run(fleet, task) -> Group`; it runs on the executor's event loop, so
+everything here is short or awaited.
 """
 
 import dataclasses
@@ -27,26 +27,48 @@ class Generator(Protocol):
     ) -> list[Completion]: ...
 
 
-class Workflow(Protocol):
-    """A workflow, as far as the executor uses it.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """What a workflow is asked for: the group of one row.
 
-    A workflow that holds processes or sockets has `async aclose()` too, which is called at the end
-    on the loop that `run` was on.
+    Attributes:
+      row: of the dataset.
+      group_id: of the group.
+      seed: of its samples, in [0, 2³¹); a function of the run's seed, the group and the attempt.
+      sampling: how an evaluation samples, whatever its seed; None: as training does.
+      n: trajectories of the group; None: as many as training wants.
+      priority: of the requests; the highest are served first.
     """
 
-    async def run(
-        self,
-        fleet: Generator,
-        row: Mapping[str, Any],
-        *,
-        group_id: int,
-        seed: int,
-        sampling: Sampling | None = None,
-        n: int | None = None,
-        priority: int = 0,
-    ) -> Group: ...
+    row: Mapping[str, Any]
+    group_id: int
+    seed: int
+    sampling: Sampling | None = None
+    n: int | None = None
+    priority: int = 0
 
-    def drain_spans(self) -> list[RewardSpan]: ...
+
+class Workflow(Protocol):
+    """A workflow, as far as every one has it.
+
+    One that holds processes or sockets has `async aclose()` too, which is called at the end on the
+    loop that `run` was on; one that knows when rewards were computed, for the timeline, has
+    `drain_spans() -> list[RewardSpan]`.
+    """
+
+    async def run(self, fleet: Generator, task: Task) -> Group: ...
+
+
+async def close(workflow: Workflow) -> None:
+    """End what `workflow` holds, if it holds anything; on the loop that `run` was on."""
+    if aclose := getattr(workflow, "aclose", None):
+        await aclose()
+
+
+def drain_spans(workflow: Workflow) -> list[RewardSpan]:
+    """Return when and where rewards were computed since the last call, if `workflow` knows."""
+    drain = getattr(workflow, "drain_spans", None)
+    return drain() if drain else []
 
 
 def render(tokenizer: Any, question: str, system_prompt: str = "") -> str:
@@ -133,22 +155,14 @@ class RLVR:
             if limit and len(text.encode()) + 8 > limit:  # 8: what a tokenizer may put in front
                 self._encode(text, row, f"row {index + 1} of {name}")
 
-    async def run(
-        self,
-        fleet: Generator,
-        row: Mapping[str, Any],
-        *,
-        group_id: int,
-        seed: int,
-        sampling: Sampling | None = None,
-        n: int | None = None,
-        priority: int = 0,
-    ) -> Group:
-        """Return the group of `row`; an evaluation gives `sampling` and `n` of its own."""
+    async def run(self, fleet: Generator, task: Task) -> Group:
+        """Return the group of the task's row."""
+        row, group_id = task.row, task.group_id
         text = self.render(row)
         prompt = self._encode(text, row, f"group {group_id}")
-        drawn = dataclasses.replace(sampling or self._sampling, seed=seed)
-        completions = await fleet.generate(prompt, drawn, n or self._n, priority=priority)
+        drawn = dataclasses.replace(task.sampling or self._sampling, seed=task.seed)
+        n = task.n or self._n
+        completions = await fleet.generate(prompt, drawn, n, priority=task.priority)
         ids = [completion.tokens.tolist() for completion in completions]
         texts = self._tokenizer.batch_decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

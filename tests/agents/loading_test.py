@@ -84,7 +84,7 @@ def test_files_beside_the_file_can_be_imported(tmp_path):
     ("name", "said"),
     [
         ("NotAsync", "run is not async"),
-        ("NoNames", "cannot be called with base_url, api_key, http_client"),
+        ("NoNames", "NoNames.run(self, data) cannot be called as either"),
         ("NoRun", "did you mean it by 'rum'"),
     ],
 )
@@ -92,6 +92,7 @@ def test_a_class_that_is_neither_is_explained(classes, name, said):
     text = refused(loading.kind, loading.load_class(f"{classes}:{name}"))
     assert said in text
     assert "async def run(self, data, **extra_kwargs)" in text
+    assert "async def run(self, fleet, task)" in text
 
 
 def test_a_class_is_made_with_the_arguments_that_it_takes(classes):

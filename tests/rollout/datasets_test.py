@@ -14,7 +14,7 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.datasets import Demonstrations, Preferences, end_token
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
-from rlx.rollout.workflows import RLVR
+from rlx.rollout.workflows import RLVR, Task
 
 ROW = {"question": "20 + 52?", "completion": "so 72", "good": "72", "bad": "I guess 70", "id": 9}
 
@@ -29,8 +29,8 @@ def end(tokenizer):
     return tokenizer.eos_token_id
 
 
-def run(workflow, row=ROW, **kw):
-    return asyncio.run(workflow.run(NoFleet(), row, group_id=5, seed=77, **kw))
+def run(workflow, row=ROW):
+    return asyncio.run(workflow.run(NoFleet(), Task(row, 5, 77)))
 
 
 def assert_trained(trajectory, prompt, text, tokenizer):
@@ -81,9 +81,7 @@ def test_asked_for_completions_it_generates_as_rlvr_does(tokenizer, end, fake_fl
     rlvr = RLVR(tokenizer, Sampling(), pool, 4)
     workflow, greedy = Demonstrations(rlvr, tokenizer, end=end), Sampling(temperature=0.0)
     try:
-        asking = workflow.run(
-            fleet, row, group_id=0, seed=3, sampling=greedy, n=1, priority=1
-        )  # fmt: skip
+        asking = workflow.run(fleet, Task(row, 0, 3, greedy, n=1, priority=1))
         group = asyncio.run(asking)
         assert len(group.trajectories) == 1
         assert fleet.calls == [(rlvr.prompt_ids(row), Sampling(temperature=0.0, seed=3), 1, 1)]

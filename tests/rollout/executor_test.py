@@ -155,9 +155,9 @@ def test_a_slow_prompt_is_waited_for_when_due_and_not_before(make, fake_fleet, f
     gate = asyncio.Event()
 
     class Slow(fake_workflow):
-        async def run(self, fleet, row, *, group_id, **kw):
-            group = await super().run(fleet, row, group_id=group_id, **kw)
-            if group_id == 0:
+        async def run(self, fleet, task):
+            group = await super().run(fleet, task)
+            if task.group_id == 0:
                 await gate.wait()
             return group
 
@@ -372,9 +372,9 @@ def test_a_trajectory_that_training_has_no_room_for_is_refused_when_it_finishes(
     make, fake_fleet, fake_workflow
 ):
     class Long(fake_workflow):
-        async def run(self, fleet, row, *, group_id, **kw):
-            group = await super().run(fleet, row, group_id=group_id, **kw)
-            if group_id != 1:
+        async def run(self, fleet, task):
+            group = await super().run(fleet, task)
+            if task.group_id != 1:
                 return group
             one = group.trajectories[0]
             longer = {
@@ -401,8 +401,8 @@ def test_a_trajectory_that_training_has_no_room_for_is_refused_when_it_finishes(
 
 def test_arrays_of_different_lengths_are_refused_when_they_finish(make, fake_workflow):
     class Uneven(fake_workflow):
-        async def run(self, *args, **kw):
-            group = await super().run(*args, **kw)
+        async def run(self, fleet, task):
+            group = await super().run(fleet, task)
             one = dataclasses.replace(group.trajectories[0], loss_mask=np.ones(1, bool))
             return dataclasses.replace(group, trajectories=(one,))
 

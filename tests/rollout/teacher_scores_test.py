@@ -10,6 +10,7 @@ from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
+from rlx.rollout.workflows import Task
 
 ROW = {"question": "2 + 2?"}
 
@@ -32,7 +33,7 @@ class Script:
 
 
 def run(workflow, fleet, **options):
-    return asyncio.run(workflow.run(fleet, ROW, group_id=4, seed=7, **options))
+    return asyncio.run(workflow.run(fleet, Task(ROW, 4, 7, **options)))
 
 
 def test_every_sampled_token_has_the_teachers_logprob_and_no_other_one(fake_workflow, fake_fleet):
@@ -55,8 +56,8 @@ class Turns:
     def __init__(self, fake):
         self.fake = fake
 
-    async def run(self, fleet, row, **options):
-        group = await self.fake.run(fleet, row, **options)
+    async def run(self, fleet, task):
+        group = await self.fake.run(fleet, task)
         one = group.trajectories[0]
         mask = np.array([0, 0, 1, 0, 0, 1, 1, 0], bool)
         gaps = dataclasses.replace(
@@ -87,9 +88,8 @@ def test_evaluations_are_not_scored(fake_workflow, fake_fleet, fake_executor):
     teacher = Script()
     executor = fake_executor(TeacherScored(fake_workflow(), teacher, 1.0), fake_fleet())
     try:
-        evaluation = executor.workflow.run(
-            executor.fleet, ROW, group_id=0, seed=0, sampling=Sampling(temperature=0.0)
-        )
+        greedy = Task(ROW, 0, 0, Sampling(temperature=0.0))
+        evaluation = executor.workflow.run(executor.fleet, greedy)
         assert executor.run(evaluation).trajectories
         assert not teacher.asked
         executor.set_version(0)

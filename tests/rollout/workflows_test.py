@@ -9,7 +9,7 @@ from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardError, RewardPool
-from rlx.rollout.workflows import RLVR
+from rlx.rollout.workflows import RLVR, Task
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}
 
@@ -43,8 +43,8 @@ class Script:
         )
 
 
-def run(workflow, fleet, row=ROW, **kw):
-    return asyncio.run(workflow.run(fleet, row, group_id=5, seed=77, **kw))
+def run(workflow, fleet, row=ROW, **options):
+    return asyncio.run(workflow.run(fleet, Task(row, 5, 77, **options)))
 
 
 def test_prompt_is_the_rendered_template(tokenizer):

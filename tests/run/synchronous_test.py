@@ -21,7 +21,7 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
-from rlx.rollout.workflows import RLVR
+from rlx.rollout.workflows import RLVR, Task
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 
@@ -86,7 +86,7 @@ def plain_loop(servers, trainer, workflow):
             groups = []
             for group_id, row in [cursor.next() for _ in range(PROMPTS)]:
                 seed = group_seed(SEED, group_id, 0)
-                groups.append(await workflow.run(fleet, row, group_id=group_id, seed=seed))
+                groups.append(await workflow.run(fleet, Task(row, group_id, seed)))
             rewards.append([t.reward for g in groups for t in g.trajectories])
             state, _ = update.update(state, groups)
             await fleet.publish(step + 1, hf.to_hf(state.params, model_config, "float32"))
