@@ -33,7 +33,7 @@ from rlx.fleet.sample import GenerateCall, PartialSample
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.rollout import arithmetic
-from rlx.rollout.workflows import RLVR, Task
+from rlx.rollout.workflows import RLVR, Prompts, Task
 from rlx.run.inputs import load_tokenizer
 
 TARGET = 0.95
@@ -95,11 +95,11 @@ async def through_fleet(fleet: Fleet, workflow: RLVR, work: Work, samples: int) 
 
 
 def offline(
-    rival: vllm_workers.Rival, workflow: RLVR, work: Work, samples: int, seeded: bool
+    rival: vllm_workers.Rival, prompts: Prompts, work: Work, samples: int, seeded: bool
 ) -> float:
     """Tokens/s of the same requests, one by one in one call."""
     requests = [
-        [workflow.prompt_ids(row), n, seed + k if seeded else None]
+        [prompts.ids(row), n, seed + k if seeded else None]
         for row, n, seed in zip(work.rows, work.lengths, work.seeds, strict=True)
         for k in range(samples)
     ]
@@ -114,7 +114,8 @@ async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: P
     plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2]),))
     config = load_config(model)
     log = scratch / "rival.log"
-    workflow = RLVR(load_tokenizer(model), Sampling(), NoReward(), args.samples)  # type: ignore[arg-type]
+    prompts = Prompts(load_tokenizer(model))
+    workflow = RLVR(prompts, Sampling(), NoReward(), args.samples)  # type: ignore[arg-type]
     stop = list(config.eos_token_ids)
     with (
         LocalServers(model, workdir=scratch, plan=plan, engine="vllm", **options) as local,
@@ -136,7 +137,7 @@ async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: P
                     rate = await through_fleet(fleet, workflow, work, args.samples)
                 else:
                     rate = await asyncio.to_thread(
-                        offline, rival, workflow, work, args.samples, seeded
+                        offline, rival, prompts, work, args.samples, seeded
                     )
                 tokens = args.samples * sum(work.lengths)
                 pair[side] = rate, 1e6 * (cpu_seconds(pids[side]) - before) / tokens

@@ -17,9 +17,9 @@ def build(name: str, kwargs: Mapping[str, Any], **shared: Any) -> tuple[Workflow
     Args:
       name: of either, as `loading.load_class` takes it; empty: RLVR.
       kwargs: of its constructor, from the user.
-      shared: what a workflow may take besides, by name: tokenizer, sampling, n, reward_pool,
-        system_prompt, question_key, max_prompt_tokens, max_model_len, workers, limits,
-        process_per_run. One of rlx gets those that its constructor names.
+      shared: what a workflow may take besides, by name: prompts, tokenizer, sampling, n,
+        reward_pool, system_prompt, question_key, workers, limits, process_per_run. One of rlx gets
+        those that its constructor names.
 
     Returns:
       (the workflow, whether it uses the reward pool).

@@ -5,7 +5,7 @@ chosen answer and then the rejected one. The answer's tokens and its end token a
 policy sampled them, so they have version −1 and no logprobs. The executor, the buffer and
 checkpoints take these groups as they take rollouts.
 
-A held-out evaluation, which brings its own sampling, gets completions as RLVR generates them.
+A held-out evaluation, which brings its own sampling, gets completions from another workflow.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,8 @@ import numpy as np
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardSpan
-from rlx.rollout.workflows import RLVR, Generator, Task, encode, trajectory
+from rlx.rollout import workflows
+from rlx.rollout.workflows import Generator, Prompts, Task, Workflow, encode, trajectory
 
 _CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair
 
@@ -25,8 +26,8 @@ class AnswerWorkflow:
     """A workflow whose groups are the answers that rows give.
 
     Args:
-      rlvr: renders the prompts, and generates for evaluations.
-      tokenizer: of `rlvr`.
+      prompts: of the rows.
+      answering: the workflow that evaluations run.
       keys: of the row, in the order of the group's trajectories → their rewards.
       end: the token that ends an answer; `end_token` finds it.
       max_new_tokens: limit of an answer, its end token included; 0: none.
@@ -35,20 +36,16 @@ class AnswerWorkflow:
 
     def __init__(
         self,
-        rlvr: RLVR,
-        tokenizer: Any,
+        prompts: Prompts,
+        answering: Workflow,
         keys: Mapping[str, float],
         *,
         end: int,
         max_new_tokens: int = 0,
         max_tokens: int = 0,
     ):
-        self._rlvr, self._tokenizer, self._keys, self._end = rlvr, tokenizer, dict(keys), end
+        self._prompts, self._answering, self._keys, self._end = prompts, answering, dict(keys), end
         self._max_new_tokens, self._max_tokens = max_new_tokens, max_tokens
-
-    def prompt_ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
-        """Return the prompt's tokens; UserError as RLVR.prompt_ids."""
-        return self._rlvr.prompt_ids(row, name)
 
     def group(self, row: Mapping[str, Any], group_id: int, name: str = "") -> Group:
         """Return the group of `row`.
@@ -57,7 +54,7 @@ class AnswerWorkflow:
           UserError: it exceeds a limit; the message names `name`, or else the group.
         """
         name = name or f"group {group_id}"
-        text, prompt = self._rlvr.render(row), self._rlvr.prompt_ids(row, name)
+        text, prompt = self._prompts.text(row), self._prompts.ids(row, name)
         head = np.array(prompt, np.int32)
         trajectories = tuple(
             self._trajectory(head, str(row[key]), key, reward, f"{group_id}.{i}", text, name)
@@ -73,14 +70,13 @@ class AnswerWorkflow:
         return Group(group_id, trajectories, row)
 
     def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
-        """Raise UserError for the first row that has too many tokens.
+        """Raise UserError for the first row whose answers have too many tokens.
 
         Every token stands for a byte or more, so only long texts are tokenised.
         """
-        self._rlvr.check(rows, name)
         for index, row in enumerate(rows):
             sizes = [len(str(row[key]).encode()) + 1 for key in self._keys]
-            prompt = len(self._rlvr.render(row).encode()) + 8  # as RLVR.check
+            prompt = len(self._prompts.text(row).encode()) + 8  # as Prompts.check
             long = 0 < self._max_new_tokens < max(sizes)
             if long or 0 < self._max_tokens < sum(sizes) + len(sizes) * prompt:
                 self.group(row, index, f"row {index + 1} of {name}")
@@ -89,17 +85,21 @@ class AnswerWorkflow:
         """Return the group of the task's row; of completions where the task brings sampling."""
         if task.sampling is None:
             return self.group(task.row, task.group_id)
-        return await self._rlvr.run(fleet, task)
+        return await self._answering.run(fleet, task)
 
     def drain_spans(self) -> list[RewardSpan]:
         """Return when and where rewards of evaluations were computed since the last call."""
-        return self._rlvr.drain_spans()
+        return workflows.drain_spans(self._answering)
+
+    async def aclose(self) -> None:
+        """End what the workflow of evaluations holds."""
+        await workflows.close(self._answering)
 
     def _trajectory(
         self, prompt: np.ndarray, answer: str, key: str, reward: float, trajectory_id: str,
         prompt_text: str, name: str,
     ) -> Trajectory:  # fmt: skip
-        tokens = np.array([*encode(self._tokenizer, answer), self._end], np.int32)
+        tokens = np.array([*encode(self._prompts.tokenizer, answer), self._end], np.int32)
         if 0 < self._max_new_tokens < len(tokens):
             raise UserError(
                 f"the {key} of {name} has {len(tokens)} tokens with its end token, "
@@ -118,8 +118,10 @@ class AnswerWorkflow:
 class Demonstrations(AnswerWorkflow):
     """A workflow for SFT: question + completion → one trajectory."""
 
-    def __init__(self, rlvr: RLVR, tokenizer: Any, key: str = "completion", **limits: int):
-        super().__init__(rlvr, tokenizer, {key: _CHOSEN}, **limits)
+    def __init__(
+        self, prompts: Prompts, answering: Workflow, key: str = "completion", **limits: int
+    ):
+        super().__init__(prompts, answering, {key: _CHOSEN}, **limits)
 
 
 class Preferences(AnswerWorkflow):
@@ -127,8 +129,8 @@ class Preferences(AnswerWorkflow):
 
     def __init__(
         self,
-        rlvr: RLVR,
-        tokenizer: Any,
+        prompts: Prompts,
+        answering: Workflow,
         chosen_key: str = "chosen",
         rejected_key: str = "rejected",
         **limits: int,
@@ -139,7 +141,7 @@ class Preferences(AnswerWorkflow):
                 f"data.chosen_key and data.rejected_key are both {chosen_key!r}; a pair has two "
                 "answers, name two keys"
             )
-        super().__init__(rlvr, tokenizer, keys, **limits)
+        super().__init__(prompts, answering, keys, **limits)
 
 
 def end_token(tokenizer: Any, stops: Sequence[int]) -> int:

@@ -95,54 +95,45 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-class RLVR:
-    """One turn with a verifiable reward: row → chat template → n samples → a reward each."""
+class Prompts:
+    """The prompts of dataset rows, whichever workflow answers them."""
 
     def __init__(
         self,
         tokenizer: Any,
-        sampling: Sampling,
-        reward_pool: RewardPool,
-        n: int,
         *,
         system_prompt: str = "",
         question_key: str = "question",
         max_prompt_tokens: int = 0,
         max_model_len: int = 0,
     ):
-        """Make a workflow; its arguments are shared by all groups.
+        """Make a renderer of rows.
 
         Args:
           tokenizer: a transformers tokenizer with a chat template.
-          sampling: of training; each group's seed replaces its own.
-          n: trajectories a group.
           system_prompt: a first message with this text; none when empty.
           max_prompt_tokens: limit of the rendered prompt; 0: none.
           max_model_len: the servers' context, which must also leave room for one token; 0: unknown.
         """
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._rewards = reward_pool
-        self._n = n
+        self.tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._question_key = question_key
         self._limits = {
             "data.max_prompt_tokens": max_prompt_tokens,
             "the model's context, less a token to generate": max(0, max_model_len - 1),
         }
-        self._spans: deque[RewardSpan] = deque(maxlen=_MAX_SPANS)
 
-    def render(self, row: Mapping[str, Any]) -> str:
+    def text(self, row: Mapping[str, Any]) -> str:
         """Return the prompt's text."""
-        return render(self._tokenizer, str(row[self._question_key]), self._system_prompt)
+        return render(self.tokenizer, str(row[self._question_key]), self._system_prompt)
 
-    def prompt_ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
+    def ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
         """Return the prompt's tokens.
 
         Raises:
           UserError: they exceed a limit; the message names `name`.
         """
-        return self._encode(self.render(row), row, name)
+        return self._encode(self.text(row), row, name)
 
     def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
         """Raise UserError for the first row whose prompt is too long.
@@ -151,20 +142,44 @@ class RLVR:
         """
         limit = min((limit for limit in self._limits.values() if limit), default=0)
         for index, row in enumerate(rows):
-            text = self.render(row)
+            text = self.text(row)
             if limit and len(text.encode()) + 8 > limit:  # 8: what a tokenizer may put in front
                 self._encode(text, row, f"row {index + 1} of {name}")
+
+    def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
+        ids = encode(self.tokenizer, text)
+        for what, limit in self._limits.items():
+            if limit and len(ids) > limit:
+                raise UserError(
+                    f"the prompt of {name} has {len(ids)} tokens, {what} is {limit}; shorten or "
+                    f"remove it, or raise the limit: {str(row[self._question_key])[:60]!r}"
+                )
+        return ids
+
+
+class RLVR:
+    """One turn with a verifiable reward: row → chat template → n samples → a reward each.
+
+    Args:
+      prompts: of the rows.
+      sampling: of training; each group's seed replaces its own.
+      reward_pool: computes the rewards.
+      n: trajectories a group.
+    """
+
+    def __init__(self, prompts: Prompts, sampling: Sampling, reward_pool: RewardPool, n: int):
+        self._prompts, self._sampling, self._rewards, self._n = prompts, sampling, reward_pool, n
+        self._spans: deque[RewardSpan] = deque(maxlen=_MAX_SPANS)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the task's row."""
         row, group_id = task.row, task.group_id
-        text = self.render(row)
-        prompt = self._encode(text, row, f"group {group_id}")
+        text, prompt = self._prompts.text(row), self._prompts.ids(row, f"group {group_id}")
         drawn = dataclasses.replace(task.sampling or self._sampling, seed=task.seed)
         n = task.n or self._n
         completions = await fleet.generate(prompt, drawn, n, priority=task.priority)
         ids = [completion.tokens.tolist() for completion in completions]
-        texts = self._tokenizer.batch_decode(
+        texts = self._prompts.tokenizer.batch_decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         calls = [RewardCall(text, t, prompt, i, row) for t, i in zip(texts, ids, strict=True)]
@@ -183,16 +198,6 @@ class RLVR:
         while self._spans:
             spans.append(self._spans.popleft())
         return spans
-
-    def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
-        ids = encode(self._tokenizer, text)
-        for what, limit in self._limits.items():
-            if limit and len(ids) > limit:
-                raise UserError(
-                    f"the prompt of {name} has {len(ids)} tokens, {what} is {limit}; shorten or "
-                    f"remove it, or raise the limit: {str(row[self._question_key])[:60]!r}"
-                )
-        return ids
 
 
 def trajectory(

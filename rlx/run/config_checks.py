@@ -180,7 +180,7 @@ def _prompt_tokens(inputs: Inputs) -> np.ndarray:
     """Return [N] prompt lengths, tokens, of rows spread over the dataset."""
     rows = inputs.train_rows
     every = np.unique(np.linspace(0, len(rows) - 1, SAMPLED_ROWS).astype(int))
-    return np.array([len(inputs.workflow.prompt_ids(rows[i])) for i in every])
+    return np.array([len(inputs.prompts.ids(rows[i])) for i in every])
 
 
 def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:

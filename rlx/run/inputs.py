@@ -24,7 +24,7 @@ from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
-from rlx.rollout.workflows import RLVR, encode, render
+from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode, render
 from rlx.train.train_options import TrainOptions
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
@@ -37,6 +37,7 @@ class Inputs:
     """Model, algorithm, dataset rows and workflow of a run; reward workers are not started yet.
 
     Attributes:
+      prompts: of the rows, whichever workflow answers them.
       held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
         rollouts, whose held-out rows have to be answered.
     """
@@ -47,7 +48,8 @@ class Inputs:
     train_rows: list[dict]
     eval_rows: list[dict]
     reward_pool: RewardPool
-    workflow: RLVR | AnswerWorkflow
+    prompts: Prompts
+    workflow: Workflow
     held_out: list[Group]
 
 
@@ -68,14 +70,22 @@ def prepare(config: ConfigDict) -> Inputs:
     train_rows, eval_rows = rows(config, algorithm)
     reward = config.reward
     pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
-    workflow = _workflow(config, algorithm, model_dir, model_config, pool)
-    workflow.check(train_rows, "data.train")
-    workflow.check(eval_rows, "data.eval")
+    prompts = Prompts(
+        load_tokenizer(model_dir, config.data.system_prompt),
+        system_prompt=config.data.system_prompt,
+        question_key=config.data.question_key,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_model_len=model_config.max_position,
+    )
+    workflow = _workflow(config, algorithm, model_config, prompts, pool)
     held_out = []
-    if isinstance(workflow, AnswerWorkflow):
-        held_out = [workflow.group(row, index) for index, row in enumerate(eval_rows)]
+    for name, given in (("data.train", train_rows), ("data.eval", eval_rows)):
+        prompts.check(given, name)
+        if isinstance(workflow, AnswerWorkflow):
+            workflow.check(given, name)
+            held_out = [workflow.group(row, index) for index, row in enumerate(eval_rows)]
     return Inputs(
-        model_dir, model_config, algorithm, train_rows, eval_rows, pool, workflow, held_out
+        model_dir, model_config, algorithm, train_rows, eval_rows, pool, prompts, workflow, held_out
     )
 
 
@@ -134,33 +144,23 @@ def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> 
 def _workflow(
     config: ConfigDict,
     algorithm: Algorithm,
-    model_dir: Path,
     model_config: ModelConfig,
+    prompts: Prompts,
     pool: RewardPool,
-) -> RLVR | AnswerWorkflow:
+) -> Workflow:
     """Return the workflow that makes the algorithm's kind of group of a row."""
-    tokenizer = load_tokenizer(model_dir, config.data.system_prompt)
-    rlvr = RLVR(
-        tokenizer,
-        training_sampling(config),
-        pool,
-        config.sampling.n_samples,
-        system_prompt=config.data.system_prompt,
-        question_key=config.data.question_key,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_model_len=model_config.max_position,
-    )
+    answering = RLVR(prompts, training_sampling(config), pool, config.sampling.n_samples)
     if algorithm.data == "rollouts":
-        return rlvr
+        return answering
     limits = {
-        "end": end_token(tokenizer, model_config.eos_token_ids),
+        "end": end_token(prompts.tokenizer, model_config.eos_token_ids),
         "max_new_tokens": config.sampling.max_new_tokens,
         "max_tokens": config.train.max_tokens_per_microbatch,
     }
     keys = config.data
     if algorithm.data == "pairs":
-        return Preferences(rlvr, tokenizer, keys.chosen_key, keys.rejected_key, **limits)
-    return Demonstrations(rlvr, tokenizer, keys.completion_key, **limits)
+        return Preferences(prompts, answering, keys.chosen_key, keys.rejected_key, **limits)
+    return Demonstrations(prompts, answering, keys.completion_key, **limits)
 
 
 def rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:

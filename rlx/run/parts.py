@@ -41,7 +41,6 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
-from rlx.rollout.workflows import Workflow
 from rlx.run import resume
 from rlx.run.export import Export
 from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
@@ -291,7 +290,7 @@ def _executor(
 ) -> Executor:
     """Return the executor of the run's workflow, not started yet."""
     c = config
-    workflow: Workflow = inputs.workflow
+    workflow = inputs.workflow
     if tutor:
         workflow = TeacherScored(workflow, tutor, c.sampling.temperature)
     return Executor(

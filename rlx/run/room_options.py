@@ -35,7 +35,7 @@ def gate_of(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gat
     """
     rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
-    prompts = [np.array(inputs.workflow.prompt_ids(row), np.int32) for row in chosen]
+    prompts = [np.array(inputs.prompts.ids(row), np.int32) for row in chosen]
     training, model = training_sampling(config), config.model
     budget = min(config.gate.max_new_tokens, training.max_new_tokens)
     exact = model.compute_dtype == model.publish_dtype == "float32"

@@ -37,7 +37,7 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
-from rlx.rollout.workflows import Workflow
+from rlx.rollout.workflows import Prompts, Workflow
 from rlx.run.export import directory_of
 from rlx.run.inputs import has_servers, load_tokenizer, patience, server_options
 
@@ -182,23 +182,27 @@ def _set_of(
 ) -> _Set:
     """Return a set with its workflow; raise UserError for a question that is too long."""
     reward, tokenizer = config.reward, load_tokenizer(directory)
+    prompts = Prompts(
+        tokenizer,
+        system_prompt=config.data.system_prompt,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_model_len=load_config(directory).max_position,
+    )
+    prompts.check(rows, found.name)
     pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
     workflow, graded = from_command_line.build(
         asked.workflow,
         asked.workflow_kwargs,
+        prompts=prompts,
         tokenizer=tokenizer,
         sampling=Sampling(),
         reward_pool=pool,
         n=1,
         system_prompt=config.data.system_prompt,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_model_len=load_config(directory).max_position,
         workers=reward.workers,
         limits=WorkerLimits.of(config.agents),
         process_per_run=config.agents.process_per_run,
     )
-    if check := getattr(workflow, "check", None):
-        check(rows, found.name)
     return _Set(found.name, rows, samples, path, tokenizer, workflow, pool if graded else None)
 
 

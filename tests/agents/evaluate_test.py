@@ -58,19 +58,18 @@ def test_a_mistake_is_one_line(tmp_path):
 
 def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents):
     shared = {
-        "tokenizer": agents.tokenizer(), "sampling": Sampling(), "n": 1, "reward_pool": None,
-        "max_prompt_tokens": 5, "workers": 2,
+        "prompts": None, "tokenizer": agents.tokenizer(), "sampling": Sampling(), "n": 1,
+        "reward_pool": None, "workers": 2,
     }  # fmt: skip
     for name in ("", "rlx.rollout.workflows.RLVR"):
-        workflow, graded = from_command_line.build(name, {"question_key": "q"}, **shared)
+        workflow, graded = from_command_line.build(name, {}, **shared)
         assert isinstance(workflow, RLVR)
         assert graded
-        assert workflow.render({"q": "x"}) == "<|user|>x<|end|><|assistant|>"
     agent, graded = from_command_line.build(f"{agents.classes}:Repeat", {"turns": 2}, **shared)
     assert isinstance(agent, AgentWorkflow)
     assert not graded
-    with pytest.raises(UserError, match="did you mean 'question_key'"):
-        from_command_line.build("", {"question_kay": "q"}, **shared)
+    with pytest.raises(UserError, match="did you mean 'sampling'"):
+        from_command_line.build("", {"samplign": 1}, **shared)
 
 
 def test_what_an_agent_is_given_has_messages():

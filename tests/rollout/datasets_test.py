@@ -14,14 +14,14 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.datasets import Demonstrations, Preferences, end_token
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
-from rlx.rollout.workflows import RLVR, Task
+from rlx.rollout.workflows import RLVR, Prompts, Task
 
 ROW = {"question": "20 + 52?", "completion": "so 72", "good": "72", "bad": "I guess 70", "id": 9}
 
 
 @pytest.fixture
-def rlvr(tokenizer):
-    return RLVR(tokenizer, Sampling(), None, 1, max_prompt_tokens=100)
+def prompts(tokenizer):
+    return Prompts(tokenizer, max_prompt_tokens=100)
 
 
 @pytest.fixture
@@ -45,72 +45,66 @@ def assert_trained(trajectory, prompt, text, tokenizer):
     assert (trajectory.stop_reason, trajectory.completion) == ("stop", text)
 
 
-def test_a_demonstration_is_one_trajectory_and_its_answer_is_trained(rlvr, tokenizer, end):
-    workflow = Demonstrations(rlvr, tokenizer, end=end)
+def test_a_demonstration_is_one_trajectory_and_its_answer_is_trained(prompts, tokenizer, end):
+    workflow = Demonstrations(prompts, None, end=end)
     group = run(workflow)
     (only,) = group.trajectories
-    assert_trained(only, rlvr.prompt_ids(ROW), "so 72", tokenizer)
+    assert_trained(only, prompts.ids(ROW), "so 72", tokenizer)
     assert only.prompt == "<|user|>20 + 52?<|end|><|assistant|>"
     assert (group.group_id, group.row, group.oldest_version) == (5, ROW, -1)
     assert only.trajectory_id == "5.0"
-    assert workflow.prompt_ids(ROW) == rlvr.prompt_ids(ROW)
 
 
-def test_a_pair_is_the_chosen_and_then_the_rejected_answer(rlvr, tokenizer, end):
-    first, second = run(Preferences(rlvr, tokenizer, "good", "bad", end=end)).trajectories
-    assert_trained(first, rlvr.prompt_ids(ROW), "72", tokenizer)
-    assert_trained(second, rlvr.prompt_ids(ROW), "I guess 70", tokenizer)
+def test_a_pair_is_the_chosen_and_then_the_rejected_answer(prompts, tokenizer, end):
+    first, second = run(Preferences(prompts, None, "good", "bad", end=end)).trajectories
+    assert_trained(first, prompts.ids(ROW), "72", tokenizer)
+    assert_trained(second, prompts.ids(ROW), "I guess 70", tokenizer)
     assert (first.reward, second.reward) == (1.0, 0.0)
     assert (first.trajectory_id, second.trajectory_id) == ("5.0", "5.1")
 
 
-def test_an_empty_answer_teaches_to_end(rlvr, tokenizer, end):
-    workflow = Demonstrations(rlvr, tokenizer, end=end)
+def test_an_empty_answer_teaches_to_end(prompts, end):
+    workflow = Demonstrations(prompts, None, end=end)
     (only,) = run(workflow, {**ROW, "completion": ""}).trajectories
     assert (only.num_trained, only.tokens[-1]) == (1, end)
 
 
-def test_one_key_is_no_pair(rlvr, tokenizer, end):
+def test_one_key_is_no_pair(prompts, end):
     with pytest.raises(UserError, match="both 'good'"):
-        Preferences(rlvr, tokenizer, "good", "good", end=end)
+        Preferences(prompts, None, "good", "good", end=end)
 
 
-def test_asked_for_completions_it_generates_as_rlvr_does(tokenizer, end, fake_fleet):
+def test_asked_for_completions_it_generates_as_rlvr_does(prompts, end, fake_fleet):
     pool = RewardPool("gsm8k", timeout=20.0)
     fleet, row = fake_fleet(turns=0), {**ROW, "answer": "72"}
-    rlvr = RLVR(tokenizer, Sampling(), pool, 4)
-    workflow, greedy = Demonstrations(rlvr, tokenizer, end=end), Sampling(temperature=0.0)
+    workflow = Demonstrations(prompts, RLVR(prompts, Sampling(), pool, 4), end=end)
+    greedy = Sampling(temperature=0.0)
     try:
         asking = workflow.run(fleet, Task(row, 0, 3, greedy, n=1, priority=1))
         group = asyncio.run(asking)
         assert len(group.trajectories) == 1
-        assert fleet.calls == [(rlvr.prompt_ids(row), Sampling(temperature=0.0, seed=3), 1, 1)]
+        assert fleet.calls == [(prompts.ids(row), Sampling(temperature=0.0, seed=3), 1, 1)]
         assert group.oldest_version == 0
         assert len(workflow.drain_spans()) == 1
     finally:
         pool.close()
 
 
-def test_too_long_answers_name_the_row_and_both_numbers(rlvr, tokenizer, end):
+def test_too_long_answers_name_the_row_and_both_numbers(prompts, end):
     rows = [ROW, {**ROW, "completion": "x" * 20, "bad": "y" * 30}]
     with pytest.raises(
         UserError, match=r"completion of row 2 of data.train has 21 tokens.*max_new_tokens is 20"
     ):
-        Demonstrations(rlvr, tokenizer, end=end, max_new_tokens=20).check(rows)
-    Demonstrations(rlvr, tokenizer, end=end, max_new_tokens=21).check(rows)
-    prompt = len(rlvr.prompt_ids(ROW))
+        Demonstrations(prompts, None, end=end, max_new_tokens=20).check(rows)
+    Demonstrations(prompts, None, end=end, max_new_tokens=21).check(rows)
+    prompt = len(prompts.ids(ROW))
     both = 2 * prompt + 3 + 31
-    pairs = Preferences(rlvr, tokenizer, "good", "bad", end=end, max_tokens=both - 1)
+    pairs = Preferences(prompts, None, "good", "bad", end=end, max_tokens=both - 1)
     with pytest.raises(UserError, match=rf"good and bad of row 2 of data.eval have {both} tokens"):
         pairs.check(rows, "data.eval")
     with pytest.raises(UserError, match=r"bad of group 5 has 31 tokens"):
-        run(Preferences(rlvr, tokenizer, "good", "bad", end=end, max_new_tokens=30), rows[1])
-    Preferences(rlvr, tokenizer, "good", "bad", end=end, max_tokens=both).check(rows)
-
-
-def test_too_long_prompts_are_refused_as_rlvr_refuses_them(rlvr, tokenizer, end):
-    with pytest.raises(UserError, match=r"prompt of row 1 of data.train has 153 tokens"):
-        Demonstrations(rlvr, tokenizer, end=end).check([{**ROW, "question": "word " * 30}])
+        run(Preferences(prompts, None, "good", "bad", end=end, max_new_tokens=30), rows[1])
+    Preferences(prompts, None, "good", "bad", end=end, max_tokens=both).check(rows)
 
 
 def test_an_answer_ends_as_the_template_ends_it_if_engines_stop_there(tokenizer):
@@ -135,10 +129,10 @@ def make_executor(workflow, rows, limits):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_batches_are_the_rows_in_order_epoch_after_epoch_also_after_a_restart(
-    rlvr, tokenizer, end, staleness
+    prompts, end, staleness
 ):
     rows = [{"question": f"{i}?", "completion": str(i)} for i in range(6)]
-    workflow, limits = Demonstrations(rlvr, tokenizer, end=end), Limits(4, staleness, 64)
+    workflow, limits = Demonstrations(prompts, None, end=end), Limits(4, staleness, 64)
     expected = [str(Cursor(rows, seed=1).row(i)["completion"]) for i in range(20)]
     executor, found = make_executor(workflow, rows, limits), []
     try:

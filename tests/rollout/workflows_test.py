@@ -9,7 +9,7 @@ from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardError, RewardPool
-from rlx.rollout.workflows import RLVR, Task
+from rlx.rollout.workflows import RLVR, Prompts, Task
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}
 
@@ -48,12 +48,11 @@ def run(workflow, fleet, row=ROW, **options):
 
 
 def test_prompt_is_the_rendered_template(tokenizer):
-    plain = RLVR(tokenizer, Sampling(), None, 1)
-    assert plain.render(ROW) == "<|user|>20 + 52?<|end|><|assistant|>"
-    system = RLVR(tokenizer, Sampling(), None, 1, system_prompt="Be brief.")
+    assert Prompts(tokenizer).text(ROW) == "<|user|>20 + 52?<|end|><|assistant|>"
+    system = Prompts(tokenizer, system_prompt="Be brief.")
     text = "<|system|>Be brief.<|end|><|user|>20 + 52?<|end|><|assistant|>"
-    assert system.render(ROW) == text
-    ids = system.prompt_ids(ROW)
+    assert system.text(ROW) == text
+    ids = system.ids(ROW)
     assert tokenizer.decode(ids) == text
     assert len(ids) == 5 + len("Be brief.") + len("20 + 52?")
 
@@ -61,10 +60,10 @@ def test_prompt_is_the_rendered_template(tokenizer):
 def test_group(tokenizer, pool):
     texts = ("so 72<|end|>", "so 71<|end|>", "\\boxed{72.00} €<|end|>")
     fleet = Script(tokenizer, *texts)
-    workflow = RLVR(tokenizer, Sampling(temperature=0.7, max_new_tokens=9), pool, 3)
+    workflow = RLVR(Prompts(tokenizer), Sampling(temperature=0.7, max_new_tokens=9), pool, 3)
     group = run(workflow, fleet)
 
-    prompt = workflow.prompt_ids(ROW)
+    prompt = Prompts(tokenizer).ids(ROW)
     assert fleet.asked == (prompt, Sampling(temperature=0.7, max_new_tokens=9, seed=77), 3, 0)
     assert (group.group_id, group.row) == (5, ROW)
     assert [t.reward for t in group.trajectories] == [1.0, 0.0, 1.0]
@@ -79,7 +78,7 @@ def test_group(tokenizer, pool):
         assert t.behaviour_logprobs.tolist() == [0.0] * p + [-float(i + 1) for i in range(n)]
         dtypes = (t.tokens.dtype, t.loss_mask.dtype, t.behaviour_logprobs.dtype, t.versions.dtype)
         assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
-        assert t.prompt == workflow.render(ROW)
+        assert t.prompt == Prompts(tokenizer).text(ROW)
         assert (t.stop_reason, t.truncated, t.num_trained) == ("stop", False, n)
 
     (span,) = workflow.drain_spans()
@@ -89,7 +88,7 @@ def test_group(tokenizer, pool):
 
 def test_evaluation_overrides_sampling_number_and_priority(tokenizer, pool):
     fleet = Script(tokenizer, "72", "72", stop_reason="length")
-    workflow = RLVR(tokenizer, Sampling(), pool, 2)
+    workflow = RLVR(Prompts(tokenizer), Sampling(), pool, 2)
     group = run(workflow, fleet, sampling=Sampling(temperature=0.0), n=1, priority=-1)
     assert fleet.asked[1:] == (Sampling(temperature=0.0, seed=77), 1, -1)
     assert len(group.trajectories) == 1
@@ -97,34 +96,36 @@ def test_evaluation_overrides_sampling_number_and_priority(tokenizer, pool):
 
 
 def test_an_empty_completion(tokenizer, pool):
-    (found,) = run(RLVR(tokenizer, Sampling(), pool, 1), Script(tokenizer, "")).trajectories
+    (found,) = run(
+        RLVR(Prompts(tokenizer), Sampling(), pool, 1), Script(tokenizer, "")
+    ).trajectories
     assert (found.num_trained, found.reward, found.oldest_version) == (0, 0.0, -1)
 
 
 def test_a_reward_that_raises_names_the_row(tokenizer, pool):
     row = {"question": "20 + 52?", "level": 1}  # gsm8k needs an answer
     with pytest.raises(RewardError, match=r"(?s)'gsm8k' failed on completion 0.*20 \+ 52.*answer"):
-        run(RLVR(tokenizer, Sampling(), pool, 1), Script(tokenizer, "72"), row)
+        run(RLVR(Prompts(tokenizer), Sampling(), pool, 1), Script(tokenizer, "72"), row)
 
 
 def test_prompts_over_a_limit_name_the_row_and_both_numbers(tokenizer):
     rows = [ROW, {"question": "word " * 30, "answer": "1"}]
-    limited = RLVR(tokenizer, Sampling(), None, 1, max_prompt_tokens=100)
+    limited = Prompts(tokenizer, max_prompt_tokens=100)
     with pytest.raises(
         UserError,
         match=r"prompt of row 2 of data.train has 153 tokens, data.max_prompt_tokens is 100",
     ):
         limited.check(rows)
     with pytest.raises(UserError, match=r"prompt of group 5 has 153 tokens"):
-        run(limited, Script(tokenizer, "72"), rows[1])
-    context = RLVR(tokenizer, Sampling(), None, 1, max_prompt_tokens=1000, max_model_len=153)
+        run(RLVR(limited, Sampling(), None, 1), Script(tokenizer, "72"), rows[1])
+    context = Prompts(tokenizer, max_prompt_tokens=1000, max_model_len=153)
     with pytest.raises(UserError, match=r"row 2 of data.eval has 153 tokens, the model's context"):
         context.check(rows, "data.eval")
-    RLVR(tokenizer, Sampling(), None, 1, max_prompt_tokens=153, max_model_len=154).check(rows)
+    Prompts(tokenizer, max_prompt_tokens=153, max_model_len=154).check(rows)
 
 
 def test_multi_byte_text_is_not_mistaken_for_short(tokenizer):
     """A character may be four tokens of a byte-level tokenizer."""
-    limited = RLVR(tokenizer, Sampling(), None, 1, max_prompt_tokens=70)
+    limited = Prompts(tokenizer, max_prompt_tokens=70)
     with pytest.raises(UserError, match="has 83 tokens"):
         limited.check([{"question": "\U0001d7db" * 20, "answer": "1"}])

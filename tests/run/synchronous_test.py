@@ -21,7 +21,7 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
-from rlx.rollout.workflows import RLVR, Task
+from rlx.rollout.workflows import RLVR, Prompts, Task
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import Update
 
@@ -67,7 +67,7 @@ def workflow(tiny_model_dir, config):
     pool = RewardPool("reward_functions:digits", timeout=60.0)
     pool.start()
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    yield RLVR(tokenizer, Sampling(max_new_tokens=12), pool, SAMPLES)
+    yield RLVR(Prompts(tokenizer), Sampling(max_new_tokens=12), pool, SAMPLES)
     pool.close()
     sys.path.remove(folder)
 
