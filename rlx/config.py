@@ -34,10 +34,11 @@ def default() -> ConfigDict:
 
     c.data = ConfigDict()
     c.data.kind = "jsonl"  # jsonl | arithmetic (generated)
-    c.data.train = ""  # path to .jsonl, or hub name with an optional :split
+    c.data.train = ""  # .jsonl, .json, .csv or .parquet file, or hub name with an optional :split
     c.data.eval = ""
     c.data.system_prompt = ""
-    c.data.question_key = "question"
+    c.data.question_key = "question"  # of text, or of a list of chat messages
+    c.data.answer_key = "answer"  # of what rewards get as `answer`
     c.data.completion_key = "completion"  # of demonstrations (SFT)
     c.data.chosen_key = "chosen"  # of pairs (reward model, DPO, IPO)
     c.data.rejected_key = "rejected"

@@ -11,8 +11,8 @@ from rlx.config import check
 from rlx.doctor import failures
 
 FLAGS = {
-    "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic), .jsonl "
-    "paths, or NAME=PATH, with commas between",
+    "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic), "
+    "paths (.jsonl, .json, .csv, .parquet), or NAME=PATH, with commas between",
     "models": "HF directories, hub names or checkpoints, with commas between; default: model.path",
     "max_gen_tokens": "tokens of an answer; default: sampling.max_new_tokens",
     "n_samples": "sampled answers a question, besides the greedy one; default 32, 0: none",
@@ -42,8 +42,8 @@ def main() -> int:
     asked = score_models.asked_by(config, values)
     check(config, trains=False)
     limit = flags.number(values, "limit", int, 0)
-    reward, key = config.reward.name, config.data.question_key
-    sets = question_sets.load_sets(values.datasets or "gsm8k", reward, limit, key)
+    reward, keys = config.reward.name, (config.data.question_key, config.data.answer_key)
+    sets = question_sets.load_sets(values.datasets or "gsm8k", reward, limit, *keys)
     models = export.named_models((values.models or config.model.path).split(","))
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with ProgressBar() as bar:

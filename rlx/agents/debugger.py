@@ -165,13 +165,14 @@ def load_rows(path: str, config: Any = None) -> list[Mapping[str, Any]]:
     Raises:
       UserError: as rlx.rollout.data.
     """
-    key, system = "question", ""
+    key, system, answer = "question", "", "answer"
     if config is not None:
         key, system = config.data.question_key, config.data.system_prompt
+        answer = config.data.answer_key
         path = path or config.data.train
     rows: Sequence[Mapping[str, Any]] = [SAMPLE]
     if path:
-        rows = data.load(path, "", "")
+        rows = data.load(path, "", "" if answer == "answer" else answer)
     elif config is not None:
         if config.data.kind != "arithmetic":
             raise UserError("data.train of the config is empty; give --data=FILE.jsonl")

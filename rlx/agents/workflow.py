@@ -23,7 +23,7 @@ from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install
 from rlx.fleet.requests import Sampling
 from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
-from rlx.rollout.workflows import Generator, Task
+from rlx.rollout.workflows import Generator, Task, conversation
 
 if TYPE_CHECKING:
     from rlx.agents.gateway import Gateway
@@ -192,13 +192,12 @@ def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, An
     """Return what an agent gets of a row: the row, with `messages` where it only has a question.
 
     Args:
-      key: of the question in the row.
+      key: of the question in the row, text or messages.
       system: a system prompt to put before it; "": none.
     """
-    if "messages" in row or key not in row:
+    if key not in row or ("messages" in row and key != "messages"):
         return dict(row)
-    prompt = [{"role": "system", "content": system}] if system else []
-    return {**row, "messages": [*prompt, {"role": "user", "content": str(row[key])}]}
+    return {**row, "messages": conversation(row[key], system)}
 
 
 def name_of(cls: type) -> str:

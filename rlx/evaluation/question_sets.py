@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
+from rlx.rewards import rewards
 from rlx.rollout import arithmetic, data
 
 
@@ -40,25 +41,28 @@ BENCHMARKS = {
 }
 
 
-def find(text: str, reward: str, question_key: str = "question") -> Benchmark:
-    """Return the set of one entry of --datasets: a name, a .jsonl path, or NAME=PATH.
+def find(
+    text: str, reward: str, question_key: str = "question", answer_key: str = "answer"
+) -> Benchmark:
+    """Return the set of one entry of --datasets: a name, a path, or NAME=PATH.
 
     Args:
       reward: how a path is graded, unless it is given as NAME=PATH with a name of BENCHMARKS.
-      question_key: of the rows of a path.
+      question_key, answer_key: of the rows of a path.
 
     Raises:
       UserError: neither a name nor a file.
     """
     name, _, path = text.rpartition("=")
-    if name and "/" not in name:  # a/b=c.jsonl is a path
-        graded = BENCHMARKS[name].reward if name in BENCHMARKS else reward
-        return Benchmark(name, path, graded, question_key)
     if text in BENCHMARKS:
         return BENCHMARKS[text]
-    if text.endswith((".jsonl", ".json")):
-        return Benchmark(Path(text).stem, text, reward, question_key)
-    raise unknown("dataset", text, BENCHMARKS)
+    if name and "/" not in name:  # a/b=c.jsonl is a path
+        reward = BENCHMARKS[name].reward if name in BENCHMARKS else reward
+    elif text.endswith(data.FORMATS):
+        name, path = Path(text).stem, text
+    else:
+        raise unknown("dataset", text, BENCHMARKS)
+    return Benchmark(name, path, reward, question_key, answer_key)
 
 
 def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
@@ -70,30 +74,24 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
     if not benchmark.source:
         found = arithmetic.problems(0, "held_out", limit or 200)
     else:
-        found = data.load(
-            benchmark.source, benchmark.question_key, benchmark.answer_key, split="test"
-        )
+        answer_key = rewards.answer_key(benchmark.reward, benchmark.answer_key)
+        found = data.load(benchmark.source, benchmark.question_key, answer_key, split="test")
     if limit < 0:
         raise UserError(f"--limit={limit} is negative; give 0 for all questions")
-    named = [
-        {**r, "question": r.get(benchmark.question_key), "answer": r.get(benchmark.answer_key)}
-        if benchmark.source
-        else r
-        for r in found
-    ]
+    named = [{**r, "question": r[benchmark.question_key]} if benchmark.source else r for r in found]
     return named[:limit] if limit else named
 
 
 def load_sets(
-    text: str, reward: str, limit: int, question_key: str = "question"
+    text: str, reward: str, limit: int, question_key: str = "question", answer_key: str = "answer"
 ) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
-    """Return the sets of `--datasets` with their rows; `question_key` is that of rows in a file.
+    """Return the sets of `--datasets` with their rows; the keys are those of rows in a file.
 
     Raises:
       UserError: none, an unknown or unreachable one, or two of one name.
     """
     parts = [part.strip() for part in text.split(",")]
-    found = [find(part, reward, question_key) for part in parts if part]
+    found = [find(part, reward, question_key, answer_key) for part in parts if part]
     if not found:
         raise UserError(f"--datasets={text!r} names none; give gsm8k,math_500 or a .jsonl path")
     names = [benchmark.name for benchmark in found]

@@ -7,6 +7,7 @@ return 0.0 or 1.0 on any text and bound their own work: an answer that takes too
 gets 0, and no worker is killed.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,25 @@ def resolve(name: str) -> RewardFunction:
         kind = type(function).__name__
         raise UserError(f"reward.name={name!r} is a {kind}, not a function; name a function")
     return function
+
+
+def columns(name: str) -> list[str]:
+    """Return the keys that rows need for reward `name`: its parameters without a default.
+
+    The first four, which are given by position, are no keys of the row.
+    """
+    parameters = inspect.signature(resolve(name)).parameters.values()
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
+    return [p.name for p in (*placed[4:], *named) if p.default is p.empty]
+
+
+def answer_key(name: str, key: str = "answer") -> str:
+    """Return `key`, of the rows' answers, if rows must have it; else "".
+
+    They must if reward `name` takes an answer, or if the key is not the usual one: it was chosen.
+    """
+    return key if key != "answer" or "answer" in columns(name) else ""
 
 
 def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:

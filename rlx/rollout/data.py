@@ -1,14 +1,17 @@
 """Read dataset rows from a file or the hub, and deal them out.
 
-A row is a dict with a question and an answer; whatever else it holds reaches the reward
-function too. Every mistake in a file is an error that names file and line.
+A row is a dict of JSON values with a question (text, or chat messages) and mostly an answer;
+whatever else it holds reaches the reward function too. Every mistake in a file is an error that
+names file and line, or row.
 """
 
+import csv
 import difflib
 import hashlib
+import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from rlx.base import UserError, install
 Row = dict[str, Any]
 
 _NONE: Mapping[str, str] = {}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
 
 
@@ -28,42 +32,126 @@ def load(
     answer_key: str = "answer",
     *,
     texts: Mapping[str, str] = _NONE,
+    needed: Iterable[str] = (),
     split: str = "train",
 ) -> list[Row]:
-    """Return the rows of a .jsonl file, or of a hub data set.
+    """Return the rows of a file or of a hub data set; `answer` is what `answer_key` names.
 
     Args:
-      source: a path, or `owner/name`, `owner/name:split`, `owner/name:config:split`.
+      source: a path, or `owner/name`, `owner/name:split`, `owner/name:config:split`. A file is read
+        by its suffix: .jsonl, .json (an array too), .csv, .parquet; others as .jsonl.
+      question_key: key of each row's text or chat messages; not looked at if empty.
       answer_key: key of the answer that rewards compare with; every row has it, unless empty.
       texts: keys of further texts that every row has → the option that names each.
+      needed: keys of whatever else every row has.
       split: of a hub data set whose name gives none.
 
     Raises:
-      UserError: a missing file, a bad line, an unreachable or unknown data set.
+      UserError: a missing file, a bad row, an unreachable or unknown data set.
     """
-    hub = _HUB_NAME.fullmatch(source)
-    local = Path(source).exists() or source.endswith((".jsonl", ".json"))
-    from_hub = hub and not local and not Path(source).parent.is_dir()
+    options = {question_key: "data.question_key", answer_key: "data.answer_key", **texts}
+    wanted = dict.fromkeys([*filter(None, options), *needed])
     rows = []
-    for where, row in _hub_rows(source, split) if from_hub else _file_rows(Path(source)):
-        _check_keys(row, where, question_key, answer_key, texts)
-        rows.append(row)
+    for where, row in _rows(source, split):
+        _check_keys(row, where, wanted, options)
+        for key in texts:
+            if not isinstance(row[key], str):
+                raise UserError(f"{where}: {key!r} must be text, got {row[key]!r}")
+        if question_key:
+            _check_question(row[question_key], f"{where}: {question_key!r}")
+        rows.append({**row, "answer": row[answer_key]} if answer_key else row)
+    if not rows:
+        raise UserError(f"{source} has no rows; give another file, or another split")
     return rows
 
 
-def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield `FILE:LINE` and the row of each line of a file with one JSON object a line."""
+def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
+    """Yield place and row of a source, in order."""
+    path = Path(source)
+    hub = _HUB_NAME.fullmatch(source) and not path.parent.is_dir()
+    if hub and not path.exists() and path.suffix not in _READERS:
+        return _hub_rows(source, split)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"no file {path}{_nearest(path)}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a .jsonl file") from None
+    return _READERS.get(path.suffix, _json_lines)(content, path)
+
+
+def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield `FILE:LINE` and the row of each line of a file with one JSON object a line."""
     if not content.strip():
         raise UserError(f"{path} is empty; it needs one JSON object a line")
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
     for n, line in enumerate(lines, 1):
         yield f"{path}:{n}", _row(line, f"{path}:{n}")
+
+
+def _json(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield place and row of a JSON array of objects, or of one object a line."""
+    if not content.lstrip().startswith(b"["):
+        yield from _json_lines(content, path)
+        return
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}; give one array of objects") from None
+    for n, row in enumerate(rows, 1):
+        yield f"{path}, row {n}", _object(row, f"{path}, row {n}")
+
+
+def _csv(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield `FILE:LINE` and row of a table with a header; every value is text."""
+    try:
+        lines = io.StringIO(content.decode("utf-8-sig"), newline="")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    table = csv.DictReader(lines, strict=True)
+    try:
+        names = table.fieldnames or ()
+        if len(set(names)) < len(names):
+            raise UserError(f"{path}:1: the header {', '.join(names)} has a name twice; rename one")
+        for row in table:
+            if None in row or None in row.values():  # more or fewer fields than names
+                raise UserError(
+                    f"{path}:{table.line_num}: the row has not the {len(names)} fields of the "
+                    "header; mend it, and quote texts that hold commas"
+                )
+            yield f"{path}:{table.line_num}", row
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{table.reader.line_num}: not CSV: {error}; mend the line"
+        ) from None
+
+
+def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield place and row of a Parquet file, by the `pyarrow` package."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise UserError(
+            f"reading {path} needs pyarrow; {install('parquet')}, or give a .jsonl file"
+        ) from None
+    n = 0
+    try:
+        for batch in parquet.ParquetFile(io.BytesIO(content)).iter_batches():
+            for row in batch.to_pylist():
+                n += 1
+                yield f"{path}, row {n}", _plain(row)
+    except (ArrowException, OSError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}, after row {n}: not Parquet: {words}; write it again") from None
+
+
+_READERS: dict[str, Callable[[bytes, Path], Iterator[tuple[str, Row]]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+FORMATS = tuple(_READERS)
 
 
 def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
@@ -87,11 +175,8 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
             f"cannot load {source} ({name}, config {config or 'default'}, split {split}) from the "
             f"hub: {reason}; check name and network, or give the path of a .jsonl file"
         ) from error
-    n = 0
     for n, row in enumerate(found, 1):
-        yield f"{source}, row {n}", dict(row)
-    if n == 0:
-        raise UserError(f"{source} has no rows; choose another split")
+        yield f"{source}, row {n}", _plain(row)
 
 
 class Cursor:
@@ -211,26 +296,44 @@ def _row(line: bytes, where: str) -> Row:
         ) from None
     except (ValueError, RecursionError) as error:  # a number or a nesting without end
         raise UserError(f"{where}: not a row: {error}; one flat object a line") from None
+    return _object(row, where)
+
+
+def _object(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     return row
 
 
-def _check_keys(
-    row: Row, where: str, question_key: str, answer_key: str, texts: Mapping[str, str]
-) -> None:
-    options = {question_key: "data.question_key", **texts}
-    for key in (*filter(None, (question_key, answer_key)), *texts):
+def _plain(row: Mapping[str, Any]) -> Row:
+    """Return a row of JSON values: dates and bytes, which checkpoints cannot hold, as texts."""
+    return json.loads(json.dumps(dict(row), default=str))
+
+
+def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[str, str]) -> None:
+    for key in wanted:
         if key not in row:
             keys = ", ".join(map(repr, row)) or "no keys at all"
             remedy = f"set {options[key]}" if key in options else "rename one"
             raise UserError(f"{where}: the row has no {key!r}, only {keys}; add it or {remedy}")
-    for key in texts:
-        if not isinstance(row[key], str):
-            raise UserError(f"{where}: {key!r} must be text, got {row[key]!r}")
-    question = row[question_key] if question_key else "not asked for"
-    if not isinstance(question, str) or not question.strip():
-        raise UserError(f"{where}: {question_key!r} must be text, got {question!r}")
+
+
+def _check_question(question: Any, what: str) -> None:
+    """Raise UserError unless it is text, or chat messages that the model can answer."""
+    if not isinstance(question, list):
+        if not isinstance(question, str) or not question.strip():
+            raise UserError(f"{what} must be text or a list of messages, got {question!r}")
+        return
+    for n, message in enumerate(question, 1):
+        found = message if isinstance(message, dict) else {}
+        if not all(isinstance(found.get(key), str) for key in ("role", "content")):
+            got = repr(message)[:80]
+            raise UserError(f"{what}: message {n} must have texts `role` and `content`, got {got}")
+        if found["role"] not in _ROLES:
+            roles, role = ", ".join(_ROLES), found["role"]
+            raise UserError(f"{what}: message {n} has role {role!r}; use one of {roles}")
+    if not question or question[-1]["role"] == "assistant":
+        raise UserError(f"{what} must end with a message to answer, not with the assistant's own")
 
 
 def _default_config(names: Sequence[str]) -> str | None:
@@ -246,7 +349,7 @@ def _nearest(path: Path) -> str:
         return f"; the directory {folder} does not exist either"
     names = sorted(p.name for p in folder.iterdir())
     near = difflib.get_close_matches(path.name, names, n=1)
-    files = [name for name in names if name.endswith(".jsonl")]
+    files = [name for name in names if name.endswith(FORMATS)]
     if near:
         return f"; did you mean {folder / near[0]}?"
     return f"; {folder} holds {', '.join(files[:5])}" if files else f"; no .jsonl file in {folder}"

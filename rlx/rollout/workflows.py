@@ -71,12 +71,22 @@ def drain_spans(workflow: Workflow) -> list[RewardSpan]:
     return drain() if drain else []
 
 
-def render(tokenizer: Any, question: str, system_prompt: str = "") -> str:
-    """Return a prompt's text: any system message, the question, the start of the answer's turn."""
-    messages = [{"role": "user", "content": question}]
-    if system_prompt:
+def conversation(question: Any, system_prompt: str = "") -> list[Mapping[str, Any]]:
+    """Return a row's question as chat messages: a list as it is, else its text as the user's.
+
+    The system prompt goes in front, unless the list begins with one of its own.
+    """
+    messages: list[Mapping[str, Any]] = [{"role": "user", "content": str(question)}]
+    if isinstance(question, list):
+        messages = list(question)
+    if system_prompt and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system_prompt})
-    return chat(tokenizer, messages)
+    return messages
+
+
+def render(tokenizer: Any, question: Any, system_prompt: str = "") -> str:
+    """Return the text of a row's question (see `conversation`), up to the answer's turn."""
+    return chat(tokenizer, conversation(question, system_prompt))
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
@@ -112,6 +122,7 @@ class Prompts:
         Args:
           tokenizer: a transformers tokenizer with a chat template.
           system_prompt: a first message with this text; none when empty.
+          question_key: of each row's text or chat messages.
           max_prompt_tokens: limit of the rendered prompt; 0: none.
           max_model_len: the servers' context, which must also leave room for one token; 0: unknown.
         """
@@ -125,7 +136,7 @@ class Prompts:
 
     def text(self, row: Mapping[str, Any]) -> str:
         """Return the prompt's text."""
-        return render(self.tokenizer, str(row[self._question_key]), self._system_prompt)
+        return render(self.tokenizer, row[self._question_key], self._system_prompt)
 
     def ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
         """Return the prompt's tokens.

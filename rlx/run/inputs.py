@@ -186,12 +186,16 @@ def _read_rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], li
         return _solved(train, config, names), _solved(held_out, config, names)
     if not config.data.train:
         raise UserError("data.train is empty; give a .jsonl file or a hub name")
-    key, answer = config.data.question_key, "" if names else "answer"
-    train = data.load(config.data.train, key, answer, texts=texts)
-    held_out = []
+
+    def load(source: str, rewarded: bool, split: str) -> list[dict]:
+        question, reward = config.data.question_key, config.reward.name
+        answer = rewards.answer_key(reward, config.data.answer_key) if rewarded else ""
+        needed = {*rewards.columns(reward)} - {"answer"} if rewarded else ()
+        return data.load(source, question, answer, texts=texts, needed=needed, split=split)
+
+    train, held_out = load(config.data.train, not names, "train"), []
     if config.data.eval:
-        answer = "answer" if has_servers(config) else ""
-        held_out = data.load(config.data.eval, key, answer, texts=texts, split="test")[:n]
+        held_out = load(config.data.eval, has_servers(config), "test")[:n]
     return train, held_out
 
 

@@ -1,6 +1,9 @@
 """Files with every kind of mistake, the hub's absence, and the cursor."""
 
+import csv
+import datetime
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -41,7 +44,11 @@ def test_rows_keep_order_extra_keys_and_any_text(write):
 
 def test_other_keys(write):
     path = write('{"problem": "p", "solution": "s"}\n')
-    assert data.load(str(path), "problem", "solution") == [{"problem": "p", "solution": "s"}]
+    (row,) = data.load(str(path), "problem", "solution")
+    assert row == {"problem": "p", "solution": "s", "answer": "s"}, "rewards get answer="
+    assert data.load(str(path), "problem", "") == [{"problem": "p", "solution": "s"}]
+    with pytest.raises(UserError, match=r":1: the row has no 'level', only 'problem', 'solution'"):
+        data.load(str(path), "problem", "", needed=["level"])
 
 
 @pytest.mark.parametrize(
@@ -54,10 +61,24 @@ def test_other_keys(write):
         ("[1, 2]", "must be a JSON object, not list"),
         ("null", "must be a JSON object, not NoneType"),
         ('{"answer": "2"}', "has no 'question', only 'answer'; add it or set data.question_key"),
-        ('{"question": "x", "anwser": "2"}', "has no 'answer', only 'question', 'anwser'"),
+        (
+            '{"question": "x", "anwser": "2"}',
+            "has no 'answer', only 'question', 'anwser'; add it or set data.answer_key",
+        ),
         ("{}", "only no keys at all"),
-        ('{"question": 5, "answer": "2"}', "'question' must be text, got 5"),
+        ('{"question": 5, "answer": "2"}', "'question' must be text or a list of messages, got 5"),
         ('{"question": " ", "answer": "2"}', "'question' must be text"),
+        ('{"question": [], "answer": "2"}', "'question' must end with a message to answer"),
+        ('{"question": ["hi"], "answer": "2"}', "'question': message 1 must have texts `role`"),
+        (
+            '{"question": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}],'
+            ' "answer": "2"}',
+            "'question': message 2 has role 'asistant'; use one of system, developer, user",
+        ),
+        (
+            '{"question": [{"role": "assistant", "content": "a"}], "answer": "2"}',
+            "must end with a message to answer, not with the assistant's own",
+        ),
         (b'{"question": "\xff", "answer": "2"}', "not UTF-8 at byte 14"),
         ('{"question": "x", "answer": ' + "9" * 5000 + "}", "not a row: "),
         ("[" * 100_000, "not a row: "),
@@ -99,10 +120,89 @@ def test_a_directory_is_not_a_file(tmp_path):
         data.load(str(tmp_path))
 
 
+FLAT = [{"question": 'a, "b"\n\u00e9', "answer": "1"}, {"question": "c", "answer": "2"}]
+
+
+def as_csv(rows):
+    file = io.StringIO(newline="")
+    table = csv.DictWriter(file, rows[0])
+    table.writeheader()
+    table.writerows(rows)
+    return file.getvalue()
+
+
+def as_parquet(rows):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = io.BytesIO()
+    parquet.write_table(arrow.Table.from_pylist(rows), file, row_group_size=1)
+    return file.getvalue()
+
+
+def as_lines(rows):
+    return "\n".join(json.dumps(row) for row in rows)
+
+
+WRITERS = {"jsonl": as_lines, "json": json.dumps, "csv": as_csv, "parquet": as_parquet}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_every_format_has_the_same_rows_and_keys(write, suffix):
+    path = write(WRITERS[suffix](FLAT), f"rows.{suffix}")
+    assert data.load(str(path)) == FLAT
+    assert data.load(str(path), "answer", "question")[1] == {"question": "c", "answer": "c"}
+    with pytest.raises(UserError, match=rf"rows\.{suffix}.*the row has no 'q', only 'question'"):
+        data.load(str(path), "q")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_messages_are_questions_where_columns_can_hold_them(write, suffix):
+    rows = [{"messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}]
+    path = write(WRITERS[suffix](rows), f"rows.{suffix}")
+    assert data.load(str(path), "messages") == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", "", "x.csv has no rows"),
+        ("x.csv", "question,answer\n", "x.csv has no rows"),
+        ("x.csv", "question,answer\na,1\nb,2,3\n", "x.csv:3: the row has not the 2 fields"),
+        ("x.csv", "question,answer\na,1\nb\n", "x.csv:3: the row has not the 2 fields"),
+        ("x.csv", "answer,answer\na,1\n", "x.csv:1: the header answer, answer has a name twice"),
+        ("x.csv", 'question,answer\na,1\n"b" c,2\n', "x.csv:3: not CSV: "),
+        ("x.csv", b"question,answer\n\xff,1\n", "x.csv: not UTF-8 at byte 16"),
+        ("x.json", "[1]", "x.json, row 1: a row must be a JSON object, not int"),
+        ("x.json", "[]", "x.json has no rows"),
+        ("x.json", "[{]", "x.json: not JSON: "),
+        ("x.parquet", "PAR1 and more", "x.parquet, after row 0: not Parquet: "),
+    ],
+)
+def test_mistakes_of_every_format_are_one_line(write, name, content, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(UserError) as error:
+        data.load(str(write(content, name)))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_of_dates_and_bytes_gives_values_that_checkpoints_hold(write):
+    row = {"question": "q", "answer": "a", "day": datetime.date(2024, 5, 6), "raw": b"x"}
+    (found,) = data.load(str(write(as_parquet([row]), "x.parquet")))
+    assert found["day"] == "2024-05-06"
+    json.dumps(found)
+
+
+def test_without_pyarrow_the_remedy_is_named(write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[parquet\]'"):
+        data.load(str(write(b"PAR1", "x.parquet")))
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.binary(max_size=60))
-def test_any_bytes_are_rows_or_a_users_mistake(tmp_path_factory, content):
-    path = tmp_path_factory.mktemp("any") / "x.jsonl"
+@given(st.binary(max_size=60), st.sampled_from(sorted(WRITERS)))
+def test_any_bytes_are_rows_or_a_users_mistake(tmp_path_factory, content, suffix):
+    path = tmp_path_factory.mktemp("any") / f"x.{suffix}"
     path.write_bytes(content)
     try:
         rows = data.load(str(path))

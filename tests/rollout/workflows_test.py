@@ -52,6 +52,11 @@ def test_prompt_is_the_rendered_template(tokenizer):
     system = Prompts(tokenizer, system_prompt="Be brief.")
     text = "<|system|>Be brief.<|end|><|user|>20 + 52?<|end|><|assistant|>"
     assert system.text(ROW) == text
+    chat = Prompts(tokenizer, system_prompt="No.", question_key="messages")
+    messages = [{"role": "user", "content": "20 + 52?"}]
+    assert chat.text({"messages": messages}) == text.replace("Be brief.", "No.")
+    messages = [{"role": "system", "content": "Be brief."}, *messages]
+    assert chat.text({"messages": messages}) == text, "a system message of its own stays alone"
     ids = system.ids(ROW)
     assert tokenizer.decode(ids) == text
     assert len(ids) == 5 + len("Be brief.") + len("20 + 52?")

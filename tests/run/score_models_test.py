@@ -246,6 +246,12 @@ def test_the_questions_of_a_file_have_the_configs_key(tmp_path):
     for text in (str(file), f"mine={file}"):
         [(_, rows)] = question_sets.load_sets(text, "math", 0, "problem")
         assert (rows[0]["question"], rows[0]["answer"]) == ("1+1=?", "2")
+    file = tmp_path / "own.csv"
+    file.write_text("problem,final\n1+1=?,2\n")
+    [(_, rows)] = question_sets.load_sets(str(file), "gsm8k", 0, "problem", "final")
+    assert (rows[0]["question"], rows[0]["answer"]) == ("1+1=?", "2")
+    with pytest.raises(UserError, match="has no 'answer', only 'problem', 'final'"):
+        question_sets.load_sets(str(file), "gsm8k", 0, "problem")
 
 
 def test_an_evaluation_that_wrote_no_sample_claims_no_directory(tmp_path):
