@@ -51,6 +51,9 @@ def default() -> ConfigDict:
     c.reward.timeout_seconds = 5.0
     c.reward.workers = 1
     c.agents = ConfigDict()  # their processes; reward.workers is how many
+    c.agents.turn_discount = 1.0  # of the reward of a conversation's next completion, for one
+    c.agents.individual = False  # a trajectory for each completion, not for each conversation
+    c.agents.block_seconds = 300.0  # an agent may block its process's event loop
     c.agents.process_per_run = False  # no run sees another's key; reward.workers runs at once
     for workers in (c.reward, c.agents):
         workers.memory_gb = 0.0  # address space of each process; 0: no limit
@@ -75,6 +78,9 @@ def default() -> ConfigDict:
     c.rollout.max_failure_rate = 0.5  # of recent attempts, above which the run ends; 1: never
     c.rollout.failure_window = 128  # attempts that are recent
     c.rollout.request_timeout_seconds = 600.0
+    c.rollout.workflow = "rlvr"  # one turn, graded; or FILE.py:Class, module:Class: a workflow of
+    # one's own, or an agent
+    c.rollout.workflow_kwargs = config_dict.placeholder(object)  # of its constructor, a dict
 
     c.algorithm = ConfigDict()
     c.algorithm.preset = "grpo"
@@ -227,6 +233,12 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         raise UserError(
             f"rollout.max_failure_rate={config.rollout.max_failure_rate} must be in [0, 1]; 1: "
             "no failures end a run, 0: the first one does"
+        )
+    if not 0 <= config.agents.turn_discount <= 1:
+        raise UserError(f"agents.turn_discount={config.agents.turn_discount} must be in [0, 1]")
+    if not 0 < config.agents.block_seconds < float("inf"):
+        raise UserError(
+            f"agents.block_seconds={config.agents.block_seconds:g} must be above 0 and finite"
         )
     if config.reward.timeout_seconds <= 0:
         raise UserError(

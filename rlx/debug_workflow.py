@@ -19,8 +19,8 @@ from rlx.doctor.table import section
 from rlx.observe.jsonl import jsonable, write_atomically
 
 FLAGS = {
-    "workflow": "the agent: path/to/file.py:Class or package.module.Class",
-    "workflow_kwargs": "arguments of the class, as JSON",
+    "workflow": "the agent: FILE.py:Class or module:Class; default: rollout.workflow of --config",
+    "workflow_kwargs": "arguments of the class, as JSON; default: rollout.workflow_kwargs",
     "base_url": "of the server, as a client takes it: http://127.0.0.1:8000/v1",
     "api_key": "of the server; default: the variable OPENAI_API_KEY",
     "model": "of the server, put in every call of the agent; default: what the agent asks for",
@@ -37,18 +37,18 @@ FLAGS = {
 def main() -> int:
     """Run the debugger as the flags say, write its report, and return the exit status."""
     config, values = flags.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
-    agent, console = values.workflow, Console(highlight=False)
-    if not agent or not values.base_url:
+    agent, kwargs = loading.chosen(values, config.rollout if config else values)
+    if ":" not in agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
+    console = Console(highlight=False)
     report = debugger.Debugger(
-        make=loading.maker(agent, values.workflow_kwargs),
+        make=loading.maker(agent, kwargs), base_url=values.base_url, model=values.model,
         rows=debugger.chosen(debugger.load_rows(values.data, config), values.rows),
         api_key=values.api_key or os.environ.get("OPENAI_API_KEY", ""),
         batch=flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32),
         group=flags.number(values, "group", int, config.sampling.n_samples if config else 8),
-        timeout=flags.number(values, "timeout", float, 300.0),
+        timeout=flags.number(values, "timeout", float, 300.0), text=command.say,
         section=lambda area, found: section(area, [Finding(area, *f) for f in found], console),
-        base_url=values.base_url, model=values.model, text=command.say,
     ).run(values.steps or "1,2")  # fmt: skip
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())

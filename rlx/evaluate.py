@@ -20,9 +20,9 @@ FLAGS = {
     "top_p": "of the sampled answers; default 0.95",
     "pass_at": "k of the pass@k columns; default 8,16",
     "maj_at": "k of the maj@k columns; default: none",
-    "workflow": "class of a workflow or an agent, package.module.Class or FILE.py:Class; default: "
-    "one turn, graded",
-    "workflow_kwargs": "of its constructor, a JSON object",
+    "workflow": "class of a workflow or an agent, FILE.py:Class or module:Class; default: "
+    "rollout.workflow",
+    "workflow_kwargs": "of its constructor, a JSON object; default: rollout.workflow_kwargs",
     "limit": "questions of each set; default: all",
     "output": "directory; default: runs/evaluation-MODEL",
 }
@@ -31,10 +31,10 @@ FLAGS = {
 def main() -> int:
     """Parse the command line, ask the questions, print the table."""
     config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
-    from rlx.agents import loading
+    from rlx.agents import named_workflow
 
-    if values.workflow:  # a mistake in it is reported before what takes seconds to import
-        loading.kind(loading.load_class(values.workflow))
+    # A mistake in it is reported before what takes seconds to import.
+    named_workflow.uses_rewards(values.workflow or config.rollout.workflow)
     from rlx.evaluation import question_sets, sample_files, statistics
     from rlx.observe.progress_bar import ProgressBar
     from rlx.run import export, score_models

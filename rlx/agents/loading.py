@@ -1,9 +1,5 @@
 """Loads the classes that a command line names: agents, and workflows of rlx.
 
-    package.module.Class        as Python imports it
-    path/to/file.py:Class       a file that is in no package
-    package.module:Class        as rewards are named
-
 An agent has `async run(self, data, **extra_kwargs)`; a workflow has `async run(self, fleet, task)`,
 see `rlx.rollout.workflows.Workflow`. Mistakes in here are the user's: a UserError of one line.
 """
@@ -13,12 +9,12 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import ModuleType
 from typing import Any, Literal
 
 from rlx.base import UserError, unknown
 from rlx.cli import user_code
 
+_NONE: Mapping[str, type] = {}
 _FORMS = (
     "an agent has `async def run(self, data, **extra_kwargs)`, a workflow of rlx "
     "`async def run(self, fleet, task)`"
@@ -26,29 +22,17 @@ _FORMS = (
 GIVEN = ("base_url", "api_key", "http_client")  # what `run` of an agent gets by name
 
 
-def load_class(text: str) -> type:
-    """Return the class that `text` names.
+def load_class(name: str, key: str = "workflow", table: Mapping[str, type] = _NONE) -> type:
+    """Return the class that `name` names, as `user_code.find` takes it.
 
     Raises:
-      UserError: no such file, module or class (the nearest name is suggested), or the module
-        cannot be imported.
+      UserError: as `find`, or it is no class.
     """
-    place, separator, name = text.rpartition(":" if ":" in text else ".")
-    if not separator or not place or not name.isidentifier():
-        raise UserError(
-            f"{text!r} names no class; write package.module.Class or path/to/file.py:Class"
-        )
-    module = user_code.load(place)
-    found = getattr(module, name, None)
-    if inspect.isclass(found):
-        return found
-    if found is not None:
-        kind = type(found).__name__
-        raise UserError(f"{name} of {place} is a {kind}, not a class; name a class with `run`")
-    choices = _classes(module)
-    if not choices:
-        raise UserError(f"{place} has no class {name!r}, nor any other; is it the right file?")
-    raise unknown(f"class of {place}", name, choices)
+    found = user_code.find(key, name, table)
+    if not inspect.isclass(found):
+        what = type(found).__name__
+        raise UserError(f"{key}={name!r} is a {what}, not a class; name a class with `run`")
+    return found
 
 
 def kind(cls: type) -> Literal["agent", "workflow"]:
@@ -95,29 +79,32 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
         ) from error
 
 
-def maker(name: str, kwargs: str) -> Callable[[], Any]:
+def maker(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     """Return what makes instances of the agent class `name`; one has been made when it returns.
 
     Args:
-      kwargs: of its constructor, a JSON object.
+      kwargs: of its constructor.
 
     Raises:
-      UserError: as `load_class`, `kind`, `parse_kwargs` and `instance`, or it is a workflow of rlx.
+      UserError: as `load_class`, `kind` and `instance`, or it is a workflow of rlx.
     """
     cls = load_class(name)
     if kind(cls) == "workflow":
         raise UserError(f"{name} is no agent but a workflow of rlx; use rlx.evaluate")
-    make = partial(instance, cls, parse_kwargs(kwargs))
+    make = partial(instance, cls, kwargs)
     make()
     return make
 
 
-def parse_kwargs(text: str, flag: str = "--workflow_kwargs") -> dict[str, Any]:
-    """Return the arguments in a JSON object; none when empty.
+def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
+    """Return the arguments in a mapping, or in the text of a JSON object; none when empty.
 
     Raises:
       UserError: anything else.
     """
+    if isinstance(given, Mapping):
+        return dict(given)
+    text = str(given or "")
     try:
         found = json.loads(text) if text.strip() else {}
     except ValueError as error:
@@ -127,6 +114,12 @@ def parse_kwargs(text: str, flag: str = "--workflow_kwargs") -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{flag}={text!r} is no JSON object; write {flag}='{{\"name\": 1}}'")
     return found
+
+
+def chosen(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of the workflow that flags name, or else the config's section."""
+    given = flags if flags.workflow else rollout
+    return given.workflow, parse_kwargs(flags.workflow_kwargs or given.workflow_kwargs)
 
 
 def _missing() -> None:
@@ -155,13 +148,6 @@ def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, A
     absent = [name for name in needed if name not in kwargs]
     if absent:
         raise UserError(f"{cls.__name__}({_spelled(kwargs)}) lacks {', '.join(absent)}; give them")
-
-
-def _classes(module: ModuleType) -> list[str]:
-    """Return the classes that a module defines, or all that it has when it defines none."""
-    every = {k: v for k, v in vars(module).items() if inspect.isclass(v) and k[0] != "_"}
-    own = [k for k, v in every.items() if v.__module__ == module.__name__]
-    return own or list(every)
 
 
 def _spelled(kwargs: Mapping[str, Any]) -> str:

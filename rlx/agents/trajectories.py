@@ -7,12 +7,13 @@ that its reward lands on its own tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlx.agents.sessions import Interaction
-from rlx.base import Trajectory
+from rlx.base import Group, Trajectory, UserError
 
 _COLUMNS = {
     "tokens": np.int32, "loss_mask": bool, "behaviour_logprobs": np.float32, "versions": np.int32,
@@ -107,6 +108,49 @@ def turns(trajectory: Trajectory) -> list[Turn]:
         out.append(Turn(tokens[before:begin].tolist(), tokens[begin:end].tolist()))
         before = end
     return out
+
+
+def samples(group: Group, count: int) -> list[list[Trajectory]]:
+    """Return the trajectories of each of `count` samples, by their ids `"{group_id}.{sample}"`.
+
+    Raises:
+      UserError: the workflow gave another number of samples.
+    """
+    found = [list(own) for _, own in groupby(group.trajectories, _sample_of)]
+    if len(found) != count:
+        raise UserError(
+            f"the workflow gave {len(found)} samples where n={count} were asked for; its "
+            'trajectory_id must be "{group_id}.{sample}", with .0, .1, … for parts of one'
+        )
+    return found
+
+
+def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
+    """Return one sample for a file of samples; an agent's has `turns`, as the model saw them.
+
+    The completion is the last turn's. The reward of a run that gave its completions rewards is
+    that of the latest one that has one (`outcome`).
+    """
+    last = parts[-1]
+    found = {
+        "completion": last.completion,
+        "reward": last.info.get("run_reward", last.reward),
+        "tokens": sum(part.num_trained for part in parts),
+        "stop_reason": last.stop_reason,
+    }
+    own = [turn for part in parts for turn in turns(part)]
+    if not last.agent and len(own) == 1:
+        return found
+    words = tokenizer.decode(own[-1].completion, skip_special_tokens=True)
+    texts = [
+        {"prompt": tokenizer.decode(t.prompt), "completion": tokenizer.decode(t.completion)}
+        for t in own
+    ]
+    return {**found, "completion": words, "turns": texts}
+
+
+def _sample_of(trajectory: Trajectory) -> tuple[str, ...]:
+    return tuple(trajectory.trajectory_id.split(".")[:2])
 
 
 def _returns(

@@ -33,6 +33,40 @@ _MOVES = 3  # processes that a run may lose because of other runs before it fail
 _ROW_CHARACTERS = 200
 
 
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """How agents run, and what becomes of their rewards.
+
+    Attributes:
+      system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
+      workers: number of processes; one serves many runs as long as they wait rather than compute.
+      turn_discount, individual: see `trajectories.of_run`.
+      block_seconds: how long an agent may block its process's event loop.
+      limits: of each process.
+      process_per_run: give each run its own process, so that none sees another's key; `workers` at
+        once.
+    """
+
+    system_prompt: str = ""
+    question_key: str = "question"
+    workers: int = 1
+    turn_discount: float = 1.0
+    individual: bool = False
+    block_seconds: float = 300.0
+    limits: WorkerLimits = NO_LIMITS
+    process_per_run: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> "AgentOptions":
+        """Return those of a run's config."""
+        agents = config.agents
+        return cls(
+            config.data.system_prompt, config.data.question_key, config.reward.workers,
+            agents.turn_discount, agents.individual, agents.block_seconds, WorkerLimits.of(agents),
+            agents.process_per_run,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class _Front:
     """The gateway in front of one fleet, and the processes of the agents that ask it."""
@@ -40,6 +74,9 @@ class _Front:
     fleet: Generator
     gateway: "Gateway"
     workers: Workers
+
+
+DEFAULTS = AgentOptions()
 
 
 class AgentWorkflow:
@@ -53,13 +90,6 @@ class AgentWorkflow:
         may ask for, and another temperature is refused, as the losses count on it.
       n: runs per group.
       kwargs: of the class's constructor, JSON values.
-      system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
-      workers: number of processes; one serves many runs as long as they wait rather than compute.
-      turn_discount, individual: see `trajectories.of_run`.
-      block_seconds: how long an agent may block its process's event loop.
-      limits: of each process.
-      process_per_run: give each run its own process, so that none sees another's key; `workers` at
-        once.
 
     Raises:
       UserError: it is no agent class, or the extra `agents` is not installed.
@@ -73,14 +103,7 @@ class AgentWorkflow:
         n: int,
         *,
         kwargs: Mapping[str, Any] | None = None,
-        system_prompt: str = "",
-        question_key: str = "question",
-        workers: int = 1,
-        turn_discount: float = 1.0,
-        individual: bool = False,
-        block_seconds: float = 300.0,
-        limits: WorkerLimits = NO_LIMITS,
-        process_per_run: bool = False,
+        options: AgentOptions = DEFAULTS,
     ):
         cls = loading.load_class(agent) if isinstance(agent, str) else agent
         if loading.kind(cls) != "agent":
@@ -88,18 +111,17 @@ class AgentWorkflow:
         self.agent = cls.__name__
         self._gateway_class = _gateway_class()
         self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
-        self._system_prompt, self._question_key = system_prompt, question_key
-        self._turn_discount, self._individual = turn_discount, individual
+        self._options = options
         name = agent if isinstance(agent, str) else name_of(cls)
         loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
         self._new_workers = partial(
             Workers,
             name,
             kwargs or {},
-            workers,
-            block_seconds=block_seconds,
-            limits=limits,
-            per_run=process_per_run,
+            options.workers,
+            block_seconds=options.block_seconds,
+            limits=options.limits,
+            per_run=options.process_per_run,
         )
         self._front: _Front | None = None
         self._starting = asyncio.Lock()
@@ -111,7 +133,7 @@ class AgentWorkflow:
           AgentError: a run failed; it names agent and row, and has the agent's traceback.
         """
         front = await self._at(fleet)
-        data = with_messages(task.row, self._question_key, self._system_prompt)
+        data = with_messages(task.row, self._options.question_key, self._options.system_prompt)
         defaults = task.sampling or self._sampling
         runs = []
         try:
@@ -172,8 +194,8 @@ class AgentWorkflow:
                     value,
                     run_id,
                     agent=self.agent,
-                    turn_discount=self._turn_discount,
-                    individual=self._individual,
+                    turn_discount=self._options.turn_discount,
+                    individual=self._options.individual,
                 )
             except Displaced:
                 continue

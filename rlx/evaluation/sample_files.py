@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlx.agents import from_command_line
+from rlx.agents import trajectories
+from rlx.agents.named_workflow import RLVR_NAME
 from rlx.base import Group, UserError
 from rlx.evaluation import statistics
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, write_atomically
@@ -29,7 +30,7 @@ class Asked:
 
     Attributes:
       temperature, top_p: of the sampled answers.
-      workflow: class of a workflow or an agent, by name; empty: one turn, graded (RLVR).
+      workflow: class of a workflow or an agent, as in `named_workflow.build`.
       workflow_kwargs: of its constructor.
       n_samples: sampled answers a question; 0: the greedy one only.
       pass_at, maj_at: the k of the columns.
@@ -37,7 +38,7 @@ class Asked:
 
     temperature: float = 0.6
     top_p: float = 0.95
-    workflow: str = ""
+    workflow: str = RLVR_NAME
     workflow_kwargs: Mapping[str, Any] = field(default_factory=dict)
     n_samples: int = 32
     pass_at: tuple[int, ...] = (8, 16)
@@ -88,8 +89,8 @@ def keep(
 ) -> None:
     """Append the samples of a group, or of the failure that stands in its place."""
     if isinstance(group, Group):
-        parts = from_command_line.samples(group, samples.count)
-        found = [from_command_line.record(each, tokenizer) for each in parts]
+        parts = trajectories.samples(group, samples.count)
+        found = [trajectories.record(each, tokenizer) for each in parts]
         answers = [statistics.ballot(each["completion"]) for each in found]
     else:
         error = f"{type(group).__name__}: {group}"
@@ -161,7 +162,7 @@ def settings(
         **further,
         "temperature": asked.temperature,
         "top_p": asked.top_p,
-        "workflow": asked.workflow or None,
+        "workflow": None if asked.workflow == RLVR_NAME else asked.workflow,
         "workflow_kwargs": dict(asked.workflow_kwargs) or None,
     }
     before, path = {}, out / "settings.json"

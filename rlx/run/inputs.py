@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from rlx.agents import loading, named_workflow
+from rlx.agents.workflow import AgentOptions
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
@@ -24,7 +26,7 @@ from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
-from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode, render
+from rlx.rollout.workflows import Prompts, Workflow, encode, render
 from rlx.train.train_options import TrainOptions
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
@@ -59,6 +61,7 @@ def prepare(config: ConfigDict) -> Inputs:
     Raises:
       UserError: naming the file, line, row or tensor that cannot work.
     """
+    named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow")
     rewards.resolve(config.reward.name)
     check_engine(config)
     model_dir = hf.resolve(config.model.path)
@@ -149,7 +152,16 @@ def _workflow(
     pool: RewardPool,
 ) -> Workflow:
     """Return the workflow that makes the algorithm's kind of group of a row."""
-    answering = RLVR(prompts, training_sampling(config), pool, config.sampling.n_samples)
+    rollout = config.rollout
+    answering = named_workflow.build(
+        rollout.workflow,
+        loading.parse_kwargs(rollout.workflow_kwargs, "rollout.workflow_kwargs"),
+        prompts,
+        training_sampling(config),
+        config.sampling.n_samples,
+        pool,
+        AgentOptions.of(config),
+    )
     if algorithm.data == "rollouts":
         return answering
     limits = {

@@ -10,14 +10,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from rlx.agents import from_command_line, loading
+from rlx.agents import loading, named_workflow
+from rlx.agents.workflow import AgentOptions
 from rlx.base import UserError
 from rlx.cli import flags
 from rlx.evaluation import sample_files, statistics
@@ -59,14 +60,15 @@ def asked_by(config: ConfigDict, values: Any) -> Asked:
     with config.unlocked():
         config.sampling.max_new_tokens, config.eval.max_new_tokens = budget, 0
     n_samples = number("n_samples", int, 32)
+    workflow, kwargs = loading.chosen(values, config.rollout)
     return Asked(
         n_samples=n_samples,
         temperature=number("temperature", float, 0.6),
         top_p=number("top_p", float, 0.95),
         pass_at=number("pass_at", numbers, (8, 16)) if n_samples else (),
         maj_at=number("maj_at", numbers, ()) if n_samples else (),
-        workflow=values.workflow,
-        workflow_kwargs=loading.parse_kwargs(values.workflow_kwargs),
+        workflow=workflow,
+        workflow_kwargs=kwargs,
     )
 
 
@@ -190,19 +192,11 @@ def _set_of(
     )
     prompts.check(rows, found.name)
     pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
-    workflow, graded = from_command_line.build(
-        asked.workflow,
-        asked.workflow_kwargs,
-        prompts=prompts,
-        tokenizer=tokenizer,
-        sampling=Sampling(),
-        reward_pool=pool,
-        n=1,
-        system_prompt=config.data.system_prompt,
-        workers=reward.workers,
-        limits=WorkerLimits.of(config.agents),
-        process_per_run=config.agents.process_per_run,
+    agents = replace(AgentOptions.of(config), question_key="question")
+    workflow = named_workflow.build(
+        asked.workflow, asked.workflow_kwargs, prompts, Sampling(), 1, pool, agents
     )
+    graded = named_workflow.uses_rewards(asked.workflow)
     return _Set(found.name, rows, samples, path, tokenizer, workflow, pool if graded else None)
 
 

@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from rlx.agents import from_command_line
-from rlx.agents.workflow import AgentWorkflow, with_messages
+from rlx.agents import loading, named_workflow
+from rlx.agents.workflow import AgentOptions, AgentWorkflow, with_messages
 from rlx.base import UserError
 from rlx.evaluation import sample_files
 from rlx.fleet.requests import Sampling
 from rlx.observe.jsonl import read_jsonl
-from rlx.rollout.workflows import RLVR
+from rlx.rollout.workflows import RLVR, Prompts
 
 VOTE = "experiments/2026-11-agents/vote.py:Vote"
 
@@ -56,20 +57,39 @@ def test_a_mistake_is_one_line(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents):
-    shared = {
-        "prompts": None, "tokenizer": agents.tokenizer(), "sampling": Sampling(), "n": 1,
-        "reward_pool": None, "workers": 2,
-    }  # fmt: skip
-    for name in ("", "rlx.rollout.workflows.RLVR"):
-        workflow, graded = from_command_line.build(name, {}, **shared)
-        assert isinstance(workflow, RLVR)
-        assert graded
-    agent, graded = from_command_line.build(f"{agents.classes}:Repeat", {"turns": 2}, **shared)
+def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents, tmp_path):
+    tokenizer = agents.tokenizer()
+    options = AgentOptions(system_prompt="be brief", turn_discount=0.5)
+    shared = (Prompts(tokenizer), Sampling(top_k=7), 3, "the pool", options)
+    for name in ("rlvr", "rlx.rollout.workflows:RLVR"):
+        assert isinstance(named_workflow.build(name, {}, *shared), RLVR)
+        assert named_workflow.uses_rewards(name)
+    (tmp_path / "own.py").write_text(
+        "class Own:\n"
+        "  def __init__(self, tokenizer, n, depth=1): self.all = tokenizer, n, depth\n"
+        "  async def run(self, fleet, task): pass\n"
+    )
+    own = f"{tmp_path}/own.py:Own"
+    assert named_workflow.build(own, {"depth": 2}, *shared).all == (tokenizer, 3, 2)
+    assert not named_workflow.uses_rewards(own)
+    agent = named_workflow.build(f"{agents.classes}:Repeat", {"turns": 2}, *shared)
     assert isinstance(agent, AgentWorkflow)
-    assert not graded
+    assert agent._options is options
+    assert not named_workflow.uses_rewards(f"{agents.classes}:Repeat")
     with pytest.raises(UserError, match="did you mean 'sampling'"):
-        from_command_line.build("", {"samplign": 1}, **shared)
+        named_workflow.build("rlvr", {"samplign": 1}, *shared)
+    with pytest.raises(UserError, match=r"rollout.workflow 'rvlr'; did you mean 'rlvr'"):
+        named_workflow.uses_rewards("rvlr", "rollout.workflow")
+
+
+def test_flags_go_before_the_config_s_workflow():
+    rollout = SimpleNamespace(workflow="mine.py:A", workflow_kwargs={"x": 1})
+    flags = SimpleNamespace(workflow="", workflow_kwargs="")
+    assert loading.chosen(flags, rollout) == ("mine.py:A", {"x": 1})
+    flags.workflow_kwargs = '{"x": 2}'
+    assert loading.chosen(flags, rollout) == ("mine.py:A", {"x": 2})
+    other = SimpleNamespace(workflow="mine.py:B", workflow_kwargs="")
+    assert loading.chosen(other, rollout) == ("mine.py:B", {})
 
 
 def test_what_an_agent_is_given_has_messages():

@@ -21,8 +21,7 @@ def refused(call, *arguments):
 
 
 def test_a_class_is_found_by_module_or_file(classes):
-    for name in ("rlx.rollout.workflows.RLVR", "rlx.rollout.workflows:RLVR"):
-        assert loading.load_class(name) is RLVR
+    assert loading.load_class("rlx.rollout.workflows:RLVR") is RLVR
     found = loading.load_class(f"{classes}:Repeat")
     assert loading.load_class(f"{classes}:Repeat") is found
     assert loading.kind(found) == "agent"
@@ -32,12 +31,15 @@ def test_a_class_is_found_by_module_or_file(classes):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Repeat", "names no class; write package.module.Class"),
-        ("a b", "names no class"),
-        ("rlx.rollout.workflow.RLVR", "did you mean 'rlx.rollout.workflows'"),
-        ("nosuchmodule.x.Y", "there is no module 'nosuchmodule'"),
-        ("rlx.rollout.workflows.RLRV", "did you mean 'RLVR'"),
-        ("rlx.rollout.workflows.render", "is a function, not a class"),
+        ("Repeat", "names nothing; write path/to/file.py:name"),
+        (
+            "rlx.rollout.workflows.RLVR",
+            "workflow='rlx.rollout.workflows.RLVR' names nothing; write",
+        ),
+        ("rlx.rollout.workflow:RLVR", "did you mean 'rlx.rollout.workflows'"),
+        ("nosuchmodule.x:Y", "there is no module 'nosuchmodule'"),
+        ("rlx.rollout.workflows:RLRV", "did you mean 'RLVR'"),
+        ("rlx.rollout.workflows:render", "is a function, not a class"),
         ("{file}:Repaet", "did you mean 'Repeat'"),
         ("{file}:NUMBER", "is a int, not a class"),
         ("{file}s.py:Repeat", "there is no file"),
@@ -51,7 +53,7 @@ def test_a_file_that_is_nearly_named_is_suggested(tmp_path):
     (tmp_path / "solver.py").write_text("")
     said = refused(loading.load_class, f"{tmp_path}/slover.py:Agent")
     assert f"did you mean {tmp_path}/solver.py" in said
-    assert "has no class 'Agent'" in refused(loading.load_class, f"{tmp_path}/solver.py:Agent")
+    assert "has no 'Agent'" in refused(loading.load_class, f"{tmp_path}/solver.py:Agent")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,8 @@ def test_a_class_is_made_with_the_arguments_that_it_takes(classes):
 
 
 def test_arguments_come_as_a_json_object():
-    assert loading.parse_kwargs("") == {}
+    assert loading.parse_kwargs("") == loading.parse_kwargs(None) == {}
+    assert loading.parse_kwargs({"a": 1}) == {"a": 1}
     assert loading.parse_kwargs('{"a": [1]}') == {"a": [1]}
     assert "is no JSON object" in refused(loading.parse_kwargs, "[1]")
     assert "is not JSON" in refused(loading.parse_kwargs, "{a: 1}")

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlx.agents import from_command_line
+from rlx.agents import trajectories
 from rlx.agents.workers import AgentError, Displaced, Workers
-from rlx.agents.workflow import AgentWorkflow
+from rlx.agents.workflow import AgentOptions, AgentWorkflow
 from rlx.base import UserError
 from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling
@@ -110,15 +110,15 @@ def test_rewards_by_completion_make_a_trajectory_each(shared, agents):
         f"{number}.{run}.{part}" for run in range(2) for part in range(3)
     ]
     assert [t.reward for t in group.trajectories[:3]] == [1.25, 1.0, 1.0]
-    first, second = from_command_line.samples(group, 2)
+    first, second = trajectories.samples(group, 2)
     assert len(first) == len(second) == 3
-    record = from_command_line.record(first, agents.tokenizer())
+    record = trajectories.record(first, agents.tokenizer())
     assert (record["reward"], record["completion"]) == (1.0, "more")  # of the last completion
     assert record["tokens"] == sum(t.num_trained for t in first)
     said = [turn["completion"] for turn in record["turns"]]
     assert said == ["what is 0?<|end|>", "more<|end|>", "more<|end|>"]
     with pytest.raises(UserError, match="gave 2 samples where n=3"):
-        from_command_line.samples(group, 3)
+        trajectories.samples(group, 3)
 
 
 def test_a_library_that_needs_the_main_thread_has_it(shared):
@@ -174,7 +174,7 @@ def test_what_cannot_be_given_to_an_agent_is_the_users_mistake(shared, agents):
     with pytest.raises(UserError, match="rows are JSON"):
         shared.run.rollout_batch([{"question": object()}], timeout=60)
     with pytest.raises(UserError, match="is a workflow of rlx, not an agent"):
-        AgentWorkflow("rlx.rollout.workflows.RLVR", agents.tokenizer(), Sampling(), 1)
+        AgentWorkflow("rlx.rollout.workflows:RLVR", agents.tokenizer(), Sampling(), 1)
 
     class Local:
         async def run(self, data, **extra_kwargs):
@@ -187,7 +187,11 @@ def test_what_cannot_be_given_to_an_agent_is_the_users_mistake(shared, agents):
 @pytest.mark.parametrize(("name", "workers"), [("Counter", 1), ("Blocking", 2)])
 def test_runs_share_no_state_and_may_wait_synchronously(agents, name, workers):
     workflow = AgentWorkflow(
-        f"{agents.classes}:{name}", agents.tokenizer(), agents.sampling, 2, workers=workers
+        f"{agents.classes}:{name}",
+        agents.tokenizer(),
+        agents.sampling,
+        2,
+        options=AgentOptions(workers=workers),
     )
     with Evaluator(Fleet(agents, agents.engine()).connect, workflow) as run:
         groups = run.rollout_batch(ROWS[:2], timeout=60)
