@@ -42,7 +42,11 @@ def default() -> ConfigDict:
     c.data.completion_key = "completion"  # of demonstrations (SFT)
     c.data.chosen_key = "chosen"  # of pairs (reward model, DPO, IPO)
     c.data.rejected_key = "rejected"
+    c.data.chat_template = (
+        ""  # "": the model's own | a Jinja file | none: raw prompts (base models)
+    )
     c.data.max_prompt_tokens = 1024
+    c.data.overlong = "error"  # rows over max_prompt_tokens or the model's context: error | skip
     c.data.shuffle = True
     c.data.allow_change = False  # continue a checkpoint with rows that have changed since
 
@@ -195,6 +199,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         raise UserError(f"trainer={config.trainer} is not wired into the loop yet; use trainer=jax")
     _choice(config, "model.remat", ("none", "dots", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
+    _choice(config, "data.overlong", ("error", "skip"))
     _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
     _choice(config, "fleet.publish", ("path", "stream", "delta", "adapter"))
     _check_lora(config)

@@ -109,8 +109,11 @@ def save(
     params: Params,
     dtype: Any = None,
     source: str | Path | None = None,
+    chat_template: str = "",
 ) -> None:
     """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
+
+    A `chat_template` takes the place of the one that is among them.
 
     It is written under another name and renamed, so `path` is always whole: old or new.
 
@@ -126,6 +129,8 @@ def save(
         for companion in COMPANIONS if source else ():
             if Path(source or "", companion).exists():
                 shutil.copyfile(Path(source or "", companion), fresh / companion)
+        if chat_template:
+            (fresh / "chat_template.jinja").write_text(chat_template)
 
 
 def _check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row, ...]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError, install
+from rlx.rollout.workflows import Overlong
 
 Row = dict[str, Any]
 
@@ -39,7 +40,7 @@ def load(
 
     Args:
       source: a path, or `owner/name`, `owner/name:split`, `owner/name:config:split`. A file is read
-        by its suffix: .jsonl, .json (an array too), .csv, .parquet; others as .jsonl.
+        by its suffix: .csv, .parquet, others as .jsonl.
       question_key: key of each row's text or chat messages; not looked at if empty.
       answer_key: key of the answer that rewards compare with; every row has it, unless empty.
       texts: keys of further texts that every row has → the option that names each.
@@ -63,6 +64,32 @@ def load(
     if not rows:
         raise UserError(f"{source} has no rows; give another file, or another split")
     return rows
+
+
+def fitting(
+    rows: Sequence[Row], name: str, check: Callable[[Row, str], None], overlong: str
+) -> list[Row]:
+    """Return the rows that pass `check`, which takes a row and its name.
+
+    Args:
+      overlong: error: a row that is too long is a mistake; skip: it is left out.
+
+    Raises:
+      UserError: of the first row that does not pass; with skip, all of them are too long.
+    """
+    found: list[Row] = []
+    last = None
+    for index, row in enumerate(rows):
+        try:
+            check(row, f"row {index + 1} of {name}")
+            found.append(row)
+        except Overlong as error:
+            if overlong != "skip":
+                raise
+            last = error
+    if last and not found:
+        raise UserError(f"data.overlong=skip leaves no row of {name}: {last}")
+    return found
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
@@ -89,41 +116,21 @@ def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
         yield f"{path}:{n}", _row(line, f"{path}:{n}")
 
 
-def _json(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield place and row of a JSON array of objects, or of one object a line."""
-    if not content.lstrip().startswith(b"["):
-        yield from _json_lines(content, path)
-        return
-    try:
-        rows = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}; give one array of objects") from None
-    for n, row in enumerate(rows, 1):
-        yield f"{path}, row {n}", _object(row, f"{path}, row {n}")
-
-
 def _csv(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
     """Yield `FILE:LINE` and row of a table with a header; every value is text."""
+    text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+    table = csv.DictReader(text, strict=True)
     try:
-        lines = io.StringIO(content.decode("utf-8-sig"), newline="")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    table = csv.DictReader(lines, strict=True)
-    try:
-        names = table.fieldnames or ()
-        if len(set(names)) < len(names):
-            raise UserError(f"{path}:1: the header {', '.join(names)} has a name twice; rename one")
         for row in table:
-            if None in row or None in row.values():  # more or fewer fields than names
+            if None in row or None in row.values():
                 raise UserError(
-                    f"{path}:{table.line_num}: the row has not the {len(names)} fields of the "
-                    "header; mend it, and quote texts that hold commas"
+                    f"{path}:{table.line_num}: the row has more or fewer fields than the header; "
+                    "mend it, and quote texts that hold commas"
                 )
             yield f"{path}:{table.line_num}", row
-    except csv.Error as error:
-        raise UserError(
-            f"{path}:{table.reader.line_num}: not CSV: {error}; mend the line"
-        ) from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        line = table.reader.line_num
+        raise UserError(f"{path}:{line}: not CSV: {error}; mend it, saved as UTF-8") from None
 
 
 def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
@@ -145,12 +152,7 @@ def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
         raise UserError(f"{path}, after row {n}: not Parquet: {words}; write it again") from None
 
 
-_READERS: dict[str, Callable[[bytes, Path], Iterator[tuple[str, Row]]]] = {
-    ".jsonl": _json_lines,
-    ".json": _json,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}
+_READERS = {".jsonl": _json_lines, ".json": _json_lines, ".csv": _csv, ".parquet": _parquet}
 FORMATS = tuple(_READERS)
 
 
@@ -296,10 +298,6 @@ def _row(line: bytes, where: str) -> Row:
         ) from None
     except (ValueError, RecursionError) as error:  # a number or a nesting without end
         raise UserError(f"{where}: not a row: {error}; one flat object a line") from None
-    return _object(row, where)
-
-
-def _object(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     return row

@@ -17,7 +17,7 @@ from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardSpan
 from rlx.rollout import workflows
-from rlx.rollout.workflows import Generator, Prompts, Task, Workflow, encode, trajectory
+from rlx.rollout.workflows import Generator, Overlong, Prompts, Task, Workflow, encode, trajectory
 
 _CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair
 
@@ -51,7 +51,7 @@ class AnswerWorkflow:
         """Return the group of `row`.
 
         Raises:
-          UserError: it exceeds a limit; the message names `name`, or else the group.
+          Overlong: it exceeds a limit; the message names `name`, or else the group.
         """
         name = name or f"group {group_id}"
         text, prompt = self._prompts.text(row), self._prompts.ids(row, name)
@@ -62,24 +62,21 @@ class AnswerWorkflow:
         )
         total = sum(len(t.tokens) for t in trajectories)
         if 0 < self._max_tokens < total:
-            raise UserError(
+            raise Overlong(
                 f"the {' and '.join(self._keys)} of {name} have {total} tokens with their prompts, "
                 f"train.max_tokens_per_microbatch is {self._max_tokens} and they must share one; "
                 f"raise it or shorten the row: {text[:60]!r}"
             )
         return Group(group_id, trajectories, row)
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
-        """Raise UserError for the first row whose answers have too many tokens.
-
-        Every token stands for a byte or more, so only long texts are tokenised.
-        """
-        for index, row in enumerate(rows):
-            sizes = [len(str(row[key]).encode()) + 1 for key in self._keys]
-            prompt = len(self._prompts.text(row).encode()) + 8  # as Prompts.check
-            long = 0 < self._max_new_tokens < max(sizes)
-            if long or 0 < self._max_tokens < sum(sizes) + len(sizes) * prompt:
-                self.group(row, index, f"row {index + 1} of {name}")
+    def check(self, row: Mapping[str, Any], name: str) -> None:
+        """Raise as Prompts.check, and Overlong if the answers of `row` have too many tokens."""
+        self._prompts.check(row, name)
+        sizes = [len(str(row[key]).encode()) + 1 for key in self._keys]
+        prompt = len(self._prompts.text(row).encode()) + 8  # as Prompts.check
+        long = 0 < self._max_new_tokens < max(sizes)
+        if long or 0 < self._max_tokens < sum(sizes) + len(sizes) * prompt:
+            self.group(row, 0, name)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the task's row; of completions where the task brings sampling."""
@@ -101,7 +98,7 @@ class AnswerWorkflow:
     ) -> Trajectory:  # fmt: skip
         tokens = np.array([*encode(self._prompts.tokenizer, answer), self._end], np.int32)
         if 0 < self._max_new_tokens < len(tokens):
-            raise UserError(
+            raise Overlong(
                 f"the {key} of {name} has {len(tokens)} tokens with its end token, "
                 f"sampling.max_new_tokens is {self._max_new_tokens}; shorten or remove it, or "
                 f"raise the limit: {answer[:60]!r}"

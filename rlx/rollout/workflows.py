@@ -105,6 +105,10 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+class Overlong(UserError):
+    """A row is too long for the run; data.overlong=skip leaves such rows out."""
+
+
 class Prompts:
     """The prompts of dataset rows, whichever workflow answers them."""
 
@@ -142,26 +146,30 @@ class Prompts:
         """Return the prompt's tokens.
 
         Raises:
-          UserError: they exceed a limit; the message names `name`.
+          Overlong: they exceed a limit; the message names `name`.
         """
         return self._encode(self.text(row), row, name)
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: str = "data.train") -> None:
-        """Raise UserError for the first row whose prompt is too long.
+    def check(self, row: Mapping[str, Any], name: str) -> None:
+        """Raise Overlong if the prompt of `row` is too long, UserError if it cannot be rendered.
 
         Every token stands for a byte or more, so only long texts are tokenised.
         """
         limit = min((limit for limit in self._limits.values() if limit), default=0)
-        for index, row in enumerate(rows):
+        try:
             text = self.text(row)
-            if limit and len(text.encode()) + 8 > limit:  # 8: what a tokenizer may put in front
-                self._encode(text, row, f"row {index + 1} of {name}")
+        except Exception as error:  # of Jinja, or what the template raises on purpose
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            what = "mend its messages, or set data.chat_template"
+            raise UserError(f"the chat template fails on {name} ({words}); {what}") from error
+        if limit and len(text.encode()) + 8 > limit:  # 8: what a tokenizer may put in front
+            self._encode(text, row, name)
 
     def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
         ids = encode(self.tokenizer, text)
         for what, limit in self._limits.items():
             if limit and len(ids) > limit:
-                raise UserError(
+                raise Overlong(
                     f"the prompt of {name} has {len(ids)} tokens, {what} is {limit}; shorten or "
                     f"remove it, or raise the limit: {str(row[self._question_key])[:60]!r}"
                 )

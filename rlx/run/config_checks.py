@@ -123,7 +123,7 @@ def _shape(model: ModelConfig) -> str:
 def _tokenizer(config: ConfigDict, place: Path, model: ModelConfig | None) -> Iterator[Finding]:
     """Yield the rows of tokenizer and chat template."""
     prompt = config.data.system_prompt
-    read = partial(run_inputs.load_tokenizer, place, prompt)
+    read = partial(run_inputs.load_tokenizer, place, prompt, config.data.chat_template)
     row, tokenizer = attempt("model", "tokenizer", read, lambda found: f"{len(found)} tokens")
     if not tokenizer:
         yield row
@@ -173,7 +173,8 @@ def _blame(
 
 
 def _rows(inputs: Inputs) -> str:
-    return f"{len(inputs.train_rows)} to train on, {len(inputs.eval_rows)} held out, none is bad"
+    counts = f"{len(inputs.train_rows)} to train on, {len(inputs.eval_rows)} held out"
+    return f"{counts}, {inputs.left_out or 'none is bad'}"
 
 
 def _prompt_tokens(inputs: Inputs) -> np.ndarray:

@@ -28,13 +28,17 @@ class Export:
       config, update: of the run.
       model_dir: HF directory of the run's first weights, which LoRA's adapters are added to.
       source: HF directory whose tokenizer files go with exported weights.
+      template: chat template that goes with them in place of theirs; "": theirs.
 
     Attributes:
       base: digest of `model_dir` for a run that trains adapters, which belong to no other model.
     """
 
-    def __init__(self, config: ConfigDict, update: Update, model_dir: Path, source: Path):
+    def __init__(
+        self, config: ConfigDict, update: Update, model_dir: Path, source: Path, template: str = ""
+    ):
         self._update, self._model_dir, self._source = update, model_dir, source
+        self._template = template
         self._dtype = config.model.publish_dtype
         self._by_adapter = config.fleet.publish == "adapter"
         self.base = adapter.digest(model_dir) if update.lora else b""
@@ -51,7 +55,7 @@ class Export:
         """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads."""
         model, lora = self._update.model, self._update.lora
         merged = self._update.merged(params)
-        hf.save(workdir / "hf", model, merged, self._dtype, source=self._source)
+        hf.save(workdir / "hf", model, merged, self._dtype, self._source, self._template)
         if lora:
             peft.save(workdir / "adapter", model, lora, params, str(self._model_dir))
 

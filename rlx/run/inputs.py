@@ -39,6 +39,7 @@ class Inputs:
     """Model, algorithm, dataset rows and workflow of a run; reward workers are not started yet.
 
     Attributes:
+      left_out: how many rows were too long, in words; empty where all are there.
       prompts: of the rows, whichever workflow answers them.
       held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
         rollouts, whose held-out rows have to be answered.
@@ -49,6 +50,7 @@ class Inputs:
     algorithm: Algorithm
     train_rows: list[dict]
     eval_rows: list[dict]
+    left_out: str
     reward_pool: RewardPool
     prompts: Prompts
     workflow: Workflow
@@ -74,22 +76,26 @@ def prepare(config: ConfigDict) -> Inputs:
     reward = config.reward
     pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
     prompts = Prompts(
-        load_tokenizer(model_dir, config.data.system_prompt),
+        load_tokenizer(model_dir, config.data.system_prompt, config.data.chat_template),
         system_prompt=config.data.system_prompt,
         question_key=config.data.question_key,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_model_len=model_config.max_position,
     )
     workflow = _workflow(config, algorithm, model_config, prompts, pool)
-    held_out = []
+    answers = workflow if isinstance(workflow, AnswerWorkflow) else None
+    check = answers.check if answers else prompts.check
+    fitting, left_out = [], []
     for name, given in (("data.train", train_rows), ("data.eval", eval_rows)):
-        prompts.check(given, name)
-        if isinstance(workflow, AnswerWorkflow):
-            workflow.check(given, name)
-            held_out = [workflow.group(row, index) for index, row in enumerate(eval_rows)]
+        fitting.append(data.fitting(given, name, check, config.data.overlong))
+        if lost := len(given) - len(fitting[-1]):
+            left_out.append(f"{lost} of {len(given)} rows of {name} are too long and left out")
+    train_rows, eval_rows = fitting
+    held_out = [answers.group(row, i) for i, row in enumerate(eval_rows)] if answers else []
     return Inputs(
-        model_dir, model_config, algorithm, train_rows, eval_rows, pool, prompts, workflow, held_out
-    )
+        model_dir, model_config, algorithm, train_rows, eval_rows, ", ".join(left_out), pool,
+        prompts, workflow, held_out,
+    )  # fmt: skip
 
 
 def has_servers(config: ConfigDict) -> bool:
@@ -234,11 +240,27 @@ def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> lis
     ]
 
 
-def load_tokenizer(model_dir: Path, system_prompt: str = "") -> Any:
-    """Return the directory's tokenizer; it must have a chat template that renders a question.
+def _template(given: str, tokenizer: Any) -> str:
+    """Return the chat template of data.chat_template: a file's, or for `none` the texts alone.
+
+    Some tokenizers put a first token before every text; so does the latter.
+    """
+    if given == "none":
+        begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
+        return "{{ bos_token }}" * begins + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read ({_words(error)}); give a Jinja file, or none for raw prompts"
+        raise UserError(f"data.chat_template={given} {what}") from None
+
+
+def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str = "") -> Any:
+    """Return the directory's tokenizer, with a chat template that renders a question.
 
     Args:
       system_prompt: goes before each question.
+      chat_template: a file with one, or none for raw prompts; "": the directory's own.
 
     Raises:
       UserError: there is no tokenizer, or it or its template cannot be used.
@@ -255,26 +277,30 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "") -> Any:
         raise UserError(
             f"the tokenizer in {model_dir} cannot be read ({_words(error)}); get its files again"
         ) from error
+    if chat_template:
+        tokenizer.chat_template = _template(chat_template, tokenizer)
     if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer in {model_dir} has no chat template; use an instruct model")
-    _check_template(tokenizer, model_dir, system_prompt)
+        raise UserError(
+            f"the tokenizer in {model_dir} has no chat template; use an instruct model, or set "
+            "data.chat_template: none for raw prompts, or a file with one"
+        )
+    place = f"data.chat_template={chat_template}" if chat_template else f"of {model_dir}"
+    _check_template(tokenizer, f"the chat template ({place})", system_prompt)
     return tokenizer
 
 
-def _check_template(tokenizer: Any, model_dir: Path, system_prompt: str) -> None:
-    """Raise UserError where the chat template fails, or loses the question."""
-    again = "use an instruct model's, or mend chat_template.jinja"
+def _check_template(tokenizer: Any, what: str, system_prompt: str) -> None:
+    """Raise UserError where the chat template fails, or loses the question; it is named `what`."""
+    again = "use an instruct model's, or mend it"
     try:
         text = render(tokenizer, _QUESTION, system_prompt)
     except Exception as error:  # of Jinja, or what the template raises on purpose
         words, why = _words(error), again
         if system_prompt and _renders(tokenizer):
             why = "it takes no system message, so leave data.system_prompt empty"
-        raise UserError(f"the chat template in {model_dir} fails ({words}); {why}") from error
+        raise UserError(f"{what} fails ({words}); {why}") from error
     if _QUESTION not in text:
-        raise UserError(
-            f"the chat template in {model_dir} leaves the question out of the prompt; {again}"
-        )
+        raise UserError(f"{what} leaves the question out of the prompt; {again}")
 
 
 def _renders(tokenizer: Any) -> bool:

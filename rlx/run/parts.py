@@ -109,6 +109,8 @@ def build(
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
     for text in said:
         progress.message(text)
+    if inputs.left_out:
+        progress.message(f"{inputs.left_out} (data.overlong=skip)")
     _warn_low_memory(config, workdir, inputs, killed, progress.message)
 
     def end_well() -> None:
@@ -152,7 +154,8 @@ def build(
         reference_params=first,
         base_params=first,
     )
-    export = Export(config, update, model_dir, inputs.model_dir)
+    template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
+    export = Export(config, update, model_dir, inputs.model_dir, template)
     restored = None
     if config.checkpoint.recover_mode == "auto":
         checkpoints = workdir / "checkpoints"

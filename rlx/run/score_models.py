@@ -97,7 +97,7 @@ def score_models(
     statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
     if not has_servers(config):
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
-    token = wire.take_token(os.environ)
+    token, template = wire.take_token(os.environ), config.data.chat_template
     with _owned(out):
         settings = sample_files.settings(
             asked,
@@ -107,6 +107,7 @@ def score_models(
                 "max_gen_tokens": config.sampling.max_new_tokens,
                 "system_prompt": config.data.system_prompt,
                 "seed": config.seed,
+                **({"chat_template": template} if template else {}),
             },
             out,
         )
@@ -183,14 +184,17 @@ def _set_of(
     asked: Asked,
 ) -> _Set:
     """Return a set with its workflow; raise UserError for a question that is too long."""
-    reward, tokenizer = config.reward, load_tokenizer(directory)
+    reward, options = config.reward, config.data
+    tokenizer = load_tokenizer(directory, options.system_prompt, options.chat_template)
     prompts = Prompts(
         tokenizer,
         system_prompt=config.data.system_prompt,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_model_len=load_config(directory).max_position,
     )
-    prompts.check(rows, found.name)
+    if options.overlong == "error":  # else such rows fail, and count as wrong
+        for index, row in enumerate(rows):
+            prompts.check(row, f"row {index + 1} of {found.name}")
     pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
     agents = replace(AgentOptions.of(config), question_key="question")
     workflow = named_workflow.build(

@@ -10,6 +10,7 @@ from rlx.base import UserError
 from rlx.fleet.no_fleet import NoFleet
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
+from rlx.rollout import data
 from rlx.rollout.data import Cursor
 from rlx.rollout.datasets import Demonstrations, Preferences, end_token
 from rlx.rollout.executor import Executor
@@ -90,21 +91,27 @@ def test_asked_for_completions_it_generates_as_rlvr_does(prompts, end, fake_flee
         pool.close()
 
 
+def fitting(rows, workflow, name="data.train", overlong="error"):
+    return data.fitting(rows, name, workflow.check, overlong)
+
+
 def test_too_long_answers_name_the_row_and_both_numbers(prompts, end):
     rows = [ROW, {**ROW, "completion": "x" * 20, "bad": "y" * 30}]
     with pytest.raises(
         UserError, match=r"completion of row 2 of data.train has 21 tokens.*max_new_tokens is 20"
     ):
-        Demonstrations(prompts, None, end=end, max_new_tokens=20).check(rows)
-    Demonstrations(prompts, None, end=end, max_new_tokens=21).check(rows)
+        fitting(rows, Demonstrations(prompts, None, end=end, max_new_tokens=20))
+    short = Demonstrations(prompts, None, end=end, max_new_tokens=20)
+    assert fitting(rows, short, overlong="skip") == [ROW]
+    assert fitting(rows, Demonstrations(prompts, None, end=end, max_new_tokens=21)) == rows
     prompt = len(prompts.ids(ROW))
     both = 2 * prompt + 3 + 31
     pairs = Preferences(prompts, None, "good", "bad", end=end, max_tokens=both - 1)
     with pytest.raises(UserError, match=rf"good and bad of row 2 of data.eval have {both} tokens"):
-        pairs.check(rows, "data.eval")
+        fitting(rows, pairs, "data.eval")
     with pytest.raises(UserError, match=r"bad of group 5 has 31 tokens"):
         run(Preferences(prompts, None, "good", "bad", end=end, max_new_tokens=30), rows[1])
-    Preferences(prompts, None, "good", "bad", end=end, max_tokens=both).check(rows)
+    fitting(rows, Preferences(prompts, None, "good", "bad", end=end, max_tokens=both))
 
 
 def test_an_answer_ends_as_the_template_ends_it_if_engines_stop_there(tokenizer):

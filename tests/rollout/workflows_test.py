@@ -1,6 +1,7 @@
 """RLVR with a real tokenizer and real reward workers; only the fleet is stood in for."""
 
 import asyncio
+import copy
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardError, RewardPool
+from rlx.rollout import data
 from rlx.rollout.workflows import RLVR, Prompts, Task
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}
@@ -113,6 +115,10 @@ def test_a_reward_that_raises_names_the_row(tokenizer, pool):
         run(RLVR(Prompts(tokenizer), Sampling(), pool, 1), Script(tokenizer, "72"), row)
 
 
+def fitting(rows, prompts, name="data.train", overlong="error"):
+    return data.fitting(rows, name, prompts.check, overlong)
+
+
 def test_prompts_over_a_limit_name_the_row_and_both_numbers(tokenizer):
     rows = [ROW, {"question": "word " * 30, "answer": "1"}]
     limited = Prompts(tokenizer, max_prompt_tokens=100)
@@ -120,17 +126,30 @@ def test_prompts_over_a_limit_name_the_row_and_both_numbers(tokenizer):
         UserError,
         match=r"prompt of row 2 of data.train has 153 tokens, data.max_prompt_tokens is 100",
     ):
-        limited.check(rows)
+        fitting(rows, limited)
+    assert fitting(rows, limited, overlong="skip") == [ROW]
+    with pytest.raises(
+        UserError, match=r"overlong=skip leaves no row of data.train: the prompt of"
+    ):
+        fitting(rows[1:], limited, overlong="skip")
+    assert fitting([], limited, overlong="skip") == []
     with pytest.raises(UserError, match=r"prompt of group 5 has 153 tokens"):
         run(RLVR(limited, Sampling(), None, 1), Script(tokenizer, "72"), rows[1])
     context = Prompts(tokenizer, max_prompt_tokens=1000, max_model_len=153)
     with pytest.raises(UserError, match=r"row 2 of data.eval has 153 tokens, the model's context"):
-        context.check(rows, "data.eval")
-    Prompts(tokenizer, max_prompt_tokens=153, max_model_len=154).check(rows)
+        fitting(rows, context, "data.eval")
+    fitting(rows, Prompts(tokenizer, max_prompt_tokens=153, max_model_len=154))
 
 
 def test_multi_byte_text_is_not_mistaken_for_short(tokenizer):
     """A character may be four tokens of a byte-level tokenizer."""
     limited = Prompts(tokenizer, max_prompt_tokens=70)
     with pytest.raises(UserError, match="has 83 tokens"):
-        limited.check([{"question": "\U0001d7db" * 20, "answer": "1"}])
+        fitting([{"question": "\U0001d7db" * 20, "answer": "1"}], limited)
+
+
+def test_messages_that_the_template_refuses_name_the_row(tokenizer):
+    strict = copy.copy(tokenizer)
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match=r"fails on row 1 of data.train \(.*roles must alternate\)"):
+        fitting([ROW], Prompts(strict), overlong="skip")

@@ -17,8 +17,9 @@ from rlx.doctor import capacity, machine, memory, packages
 from rlx.doctor.machine import Devices
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import hf
+from rlx.rollout.workflows import Prompts
 from rlx.run import config_checks
-from rlx.run.inputs import load_tokenizer
+from rlx.run.inputs import _template, load_tokenizer
 from rlx.run.room_options import sizes_of
 
 GB = 10**9
@@ -109,6 +110,54 @@ def test_a_template_without_system_messages_is_told_from_a_broken_one(tmp_path):
     assert load_tokenizer(model)
     with pytest.raises(UserError, match=r"no system\); .*leave data.system_prompt empty"):
         load_tokenizer(model, "Think.")
+
+
+@pytest.fixture
+def base_model(tmp_path):
+    """The packaged model as base models come: without a chat template."""
+    model = tmp_path / "model"
+    shutil.copytree(Path("rlx/assets/arithmetic"), model)
+    (model / "chat_template.jinja").unlink()
+    assert "chat_template" not in json.loads((model / "tokenizer_config.json").read_text())
+    return model
+
+
+def test_a_base_model_takes_raw_prompts_or_a_template_of_one_s_own(base_model, config, tmp_path):
+    with pytest.raises(UserError, match=r"no chat template; .*data.chat_template: none for raw"):
+        load_tokenizer(base_model)
+    tokenizer = load_tokenizer(base_model, "So: ", "none")
+    assert Prompts(tokenizer, system_prompt="So: ").text({"question": "1+1=?"}) == "So: 1+1=?"
+    tokenizer.bos_token = "x"
+    assert "bos_token" not in _template("none", tokenizer), "it puts nothing before a text"
+    file = tmp_path / "mine.jinja"
+    file.write_text("Q: {{ messages[0].content }} A:")
+    assert Prompts(load_tokenizer(base_model, "", str(file))).text({"question": "1"}) == "Q: 1 A:"
+    with pytest.raises(UserError, match=r"data.chat_template=nowhere cannot be read .*raw prompts"):
+        load_tokenizer(base_model, "", "nowhere")
+    file.write_text("hello")
+    with pytest.raises(UserError, match=r"\(data.chat_template=.*mine.jinja\) leaves the question"):
+        load_tokenizer(base_model, "", str(file))
+    config.model.path, config.data.chat_template = str(base_model), "none"
+    found = rows_of(config, tmp_path)
+    assert not [row for row in found.values() if row.level == "problem"]
+    assert "0 tokens around a question" in found["chat template"].found
+
+
+def test_an_exported_directory_has_the_template_that_was_given(base_model, tmp_path):
+    model, params = hf.load(base_model)
+    hf.save(tmp_path / "hf", model, params, source=base_model, chat_template="{{ messages }} own")
+    assert load_tokenizer(tmp_path / "hf").chat_template == "{{ messages }} own"
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted(config, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"question": "1+1=?", "answer": "2"}
+    file.write_text("\n".join(json.dumps(r) for r in (row, {**row, "question": "1" * 99}, row)))
+    config.data.kind, config.data.train, config.data.overlong = "jsonl", str(file), "skip"
+    found = rows_of(config, tmp_path)["rows"]
+    assert (found.level, found.found) == (
+        "ok", "2 to train on, 0 held out, 1 of 3 rows of data.train are too long and left out"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
