@@ -60,7 +60,7 @@ class Trajectory:
       reference_logprobs: [T] float32, nats; log-probabilities under a teacher, 0 where not sampled.
       agent: who acted, for statistics per agent; one nameless agent by default.
       prompt, completion: the texts, for transcripts and reports only.
-      info: scalars of the workflow to be averaged into metrics.
+      info: scalars to be averaged into metrics (`info_means`).
     """
 
     tokens: np.ndarray
@@ -92,6 +92,17 @@ class Trajectory:
         """The smallest policy version among the sampled tokens; −1 when there are none."""
         sampled = self.versions[self.versions >= 0]
         return int(sampled.min()) if sampled.size else -1
+
+
+def info_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """Return the means of the trajectories' own scalars, each over those that have it.
+
+    A name with a section keeps it (`reward/brevity`), the others are put under `info/`.
+    """
+    found: dict[str, list[float]] = {}
+    for name, value in (pair for t in trajectories for pair in t.info.items()):
+        found.setdefault(name if "/" in name else f"info/{name}", []).append(float(value))
+    return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def malformed(trajectory: Trajectory) -> str | None:

@@ -52,7 +52,8 @@ def default() -> ConfigDict:
 
     c.reward = ConfigDict()
     c.reward.name = "gsm8k"  # in rlx.rewards.rewards, or FILE.py:function, module:function
-    c.reward.timeout_seconds = 5.0
+    c.reward.terms = ()  # (name, weight) pairs, added and each logged; empty: reward.name alone
+    c.reward.timeout_seconds = 5.0  # for one completion
     c.reward.workers = 1
     c.agents = ConfigDict()  # their processes; reward.workers is how many
     c.agents.turn_discount = 1.0  # of the reward of a conversation's next completion, for one

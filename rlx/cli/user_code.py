@@ -10,6 +10,7 @@ What fails in a user's module is the user's: a UserError of one line, with file 
 import difflib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 import traceback
@@ -75,16 +76,25 @@ def load(place: str) -> ModuleType:
     return _of_file(Path(place)) if place.endswith(".py") else _by_name(place)
 
 
-def where(error: BaseException) -> str:
+def place(function: Any) -> str:
+    """Return `(FILE, line N)` of a function's beginning; empty where Python does not know it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"({code.co_filename}, line {code.co_firstlineno})" if code else ""
+
+
+def where(error: BaseException, function: Any = None) -> str:
     """Return an exception in one line, with the last line of the user's source that it came by.
 
-    Where it came by no such line, the last line of any source.
+    Where there is none, the beginning of `function`, or without it the last line of any source.
     """
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)] or frames
+    own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)]
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    if function and not own:
+        return f"{text} {place(function)}"
+    own = own or frames
     return f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text
 
 
@@ -98,7 +108,7 @@ def _by_name(name: str) -> ModuleType:
             f"there is no module {error.name!r}{_near_module(error.name)}; is its directory on "
             "PYTHONPATH? A file is named as path/to/file.py:name"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"cannot import {name}: {where(error)}") from error
 
 
@@ -130,7 +140,7 @@ def _of_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UserError(f"cannot import {path}: {where(error)}") from error
     return module

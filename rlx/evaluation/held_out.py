@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlx.base import Group
+from rlx.base import Group, info_means
 from rlx.evaluation.runner import RowRunner
 from rlx.evaluation.statistics import RIGHT
 from rlx.fleet.requests import Sampling
@@ -147,6 +147,7 @@ class HeldOut:
                 "greedy_acc": sum(reward > RIGHT for reward in rewards) / questions,
                 "mean_tokens": sum(t.num_trained for t in found) / max(1, len(groups)),
                 "failed": questions - len(groups),
+                **info_means(found),
             }
         seconds = spent + time.monotonic() - began
         return {**record, "seconds": seconds, "elapsed_seconds": self._elapsed()}

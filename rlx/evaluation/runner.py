@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group
+from rlx.base import Group, info_means
 from rlx.fleet.requests import Sampling
 from rlx.rollout import workflows
 from rlx.rollout.attempts import Patience, Skipped
@@ -282,8 +282,8 @@ class Evaluator:
         """Return means over all trajectories finished since the last call; counting begins again.
 
         reward and its standard deviation, sampled tokens and prompt tokens of a trajectory, share
-        cut off by length, groups, trajectories, info/* of the workflow, and, of the whole
-        evaluation, failed attempts.
+        cut off by length, groups, trajectories, info/* of the workflow, reward/* of its terms, and,
+        of the whole evaluation, failed attempts.
         """
         groups, self._finished = self._finished, []
         found = [t for group in groups for t in group.trajectories]
@@ -303,7 +303,5 @@ class Evaluator:
                 "prompt_tokens": float(np.mean([len(t.tokens) for t in found]) - trained.mean()),
                 "no_eos_ratio": float(np.mean([t.truncated for t in found])),
             }
-            for name in sorted({name for t in found for name in t.info}):
-                values = [t.info[name] for t in found if name in t.info]
-                stats[f"info/{name}"] = float(np.mean(values))
+            stats |= info_means(found)
         return stats

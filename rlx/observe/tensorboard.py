@@ -64,7 +64,7 @@ class EventFile:
             value
             for name, item in record.items()
             if name != "step"
-            for value in self._values(f"{section or _SECTION.get(name, 'other')}/{name}", item)
+            for value in self._values(_tag(name, section), item)
         ]
         if values:
             self._event(step=step, summary=self._summary.Summary(value=values))
@@ -92,6 +92,11 @@ class EventFile:
         elif isinstance(item, Mapping):
             for key, value in item.items():
                 yield from self._values(f"{tag}_{key}", value)
+
+
+def _tag(name: str, section: str | None) -> str:
+    own = section or _SECTION.get(name, "" if "/" in name else "other")
+    return f"{own}/{name}" if own else name
 
 
 def _counts(item: Mapping[Any, Any]) -> dict[float, float]:

@@ -4,6 +4,9 @@
                               ▲           │ each reward as it is computed
                               └───────────┘ none within the limit: the worker is replaced
 
+An async function gets all completions of a group at once; one whose parameters are plural gets them
+in one call. Several functions have their turn, and their weighted sum is the reward.
+
 A function that raises, hangs, kills its process or returns something other than a finite number
 is a `RewardError`: a failure of that prompt, retried within the run's budget. Workers, and all
 processes they started, end with this process, however it ends (`process_supervisor.py`). Functions
@@ -25,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.base import UserError
 from rlx.rewards.worker_process import (
     NO_LIMITS,
     SupervisedProcess,
@@ -37,6 +41,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 _START_SECONDS = 60.0  # a worker's start and imports; generous, for a loaded machine
 _END_SECONDS = 2.0  # until a worker that closed its socket has an exit status
 _MESSAGE = 1 << 20  # bytes of a worker's message
+# How a function takes the completions of a group: one a call, all at the same time, or in one call.
+EACH, TOGETHER, GROUP = "each", "together", "group"
 
 
 class RewardError(RuntimeError):
@@ -77,23 +83,43 @@ class RewardSpan:
     end_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """What the completions of a group got, in their order.
+
+    Attributes:
+      rewards: the weighted sums.
+      infos: of each completion, `reward/NAME` → what each function gave it, unweighted.
+      spans: where and when.
+    """
+
+    rewards: list[float]
+    infos: list[dict[str, float]]
+    spans: list[RewardSpan]
+
+
 class RewardPool:
-    """Worker processes computing one reward function; use from any thread or loop."""
+    """Worker processes computing rewards; use from any thread or loop."""
 
     def __init__(
-        self, name: str, workers: int = 1, timeout: float = 5.0, limits: WorkerLimits = NO_LIMITS
+        self,
+        reward: str | Mapping[str, float],
+        workers: int = 1,
+        timeout: float = 5.0,
+        limits: WorkerLimits = NO_LIMITS,
     ):
         """Make a pool; its workers start with `start` or with the first rewards.
 
         Args:
-          name: of the reward function, as `rewards.resolve` takes it.
+          reward: name of a function, as `rewards.resolve` takes it; or name → weight of those
+            that are added, in this order; of none the reward is 0.
           workers: processes, ≥ 1.
           timeout: seconds for one completion, > 0.
           limits: of each worker.
         """
-        self.name = name
-        self.timeout = timeout
-        self._workers = [_Worker(name, limits) for _ in range(workers)]
+        self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
+        self._timeout = timeout
+        self._workers = [_Worker(list(self._weights), limits) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -101,20 +127,36 @@ class RewardPool:
 
     def start(self) -> None:
         """Start the workers and return at once, so that the first rewards find them ready."""
-        for _ in self._workers:
+        for _ in self._workers if self._weights else ():
             worker = self._idle.get()
             worker.start()
             self._idle.put(worker)
 
-    async def rewards(self, calls: Sequence[RewardCall]) -> tuple[list[float], list[RewardSpan]]:
-        """Return the reward of each call, in order, and when a worker computed them.
+    async def grade(self, calls: Sequence[RewardCall]) -> Graded:
+        """Return what each call gets; the calls are those of one group.
 
         Raises:
-          RewardError: naming function, row and completion, with the worker's traceback.
+          RewardError: naming function, row and completion, with the worker's traceback as a note.
+          UserError: there is no such function, or its module cannot be imported.
         """
-        loop = asyncio.get_running_loop()
-        values, span = await loop.run_in_executor(self._threads, self._compute, calls)
-        return values, [span]
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.compute, calls)
+
+    def compute(self, calls: Sequence[RewardCall]) -> Graded:
+        """Compute `grade` in the calling thread."""
+        if not self._weights or not calls:
+            return Graded([0.0] * len(calls), [{} for _ in calls], [])
+        worker = self._idle.get()
+        try:
+            columns, span = worker.compute(calls, self._timeout)
+        finally:
+            self._idle.put(worker)
+        totals = [0.0] * len(calls)
+        infos: list[dict[str, float]] = [{} for _ in calls]
+        for (name, weight), values in zip(self._weights.items(), columns, strict=True):
+            for i, value in enumerate(values):
+                totals[i] += weight * value
+                infos[i][f"reward/{name.rpartition(':')[2]}"] = value
+        return Graded(totals, infos, [span])
 
     def close(self) -> None:
         """Kill the workers, busy or not."""
@@ -122,20 +164,12 @@ class RewardPool:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _compute(self, calls: Sequence[RewardCall]) -> tuple[list[float], RewardSpan]:
-        """Compute `rewards` in the calling thread."""
-        worker = self._idle.get()
-        try:
-            return worker.compute(self.name, calls, self.timeout)
-        finally:
-            self._idle.put(worker)
-
 
 class _Worker:
     """One process at a time, replaced when killed; for one thread at a time, except `close`."""
 
-    def __init__(self, name: str, limits: WorkerLimits):
-        self._name, self._limits = name, limits
+    def __init__(self, names: Sequence[str], limits: WorkerLimits):
+        self._names, self._limits = names, limits
         self._process: SupervisedProcess | None = None
         self._lock, self._closed = threading.Lock(), False
 
@@ -147,53 +181,79 @@ class _Worker:
             self._drop()
             self._process, self._socket = start_worker("rlx.rewards.reward_worker", self._limits)
             self._unread, self._pid = b"", 0
-            self._socket.sendall(pickle.dumps((sys.path, self._name)))
+            self._functions: Mapping[str, Sequence[str]] = {}  # name → kind and place
+            self._socket.sendall(pickle.dumps((sys.path, self._names)))
 
     def compute(
-        self, name: str, calls: Sequence[RewardCall], timeout: float
-    ) -> tuple[list[float], RewardSpan]:
-        """Return the reward of each call, and when and where they were computed.
+        self, calls: Sequence[RewardCall], timeout: float
+    ) -> tuple[list[list[float]], RewardSpan]:
+        """Return the values of each function, in the order of the calls, and their time and place.
 
         Raises:
           RewardError: nothing came for `timeout` seconds, and the process was killed; it ended by
-            itself; or the function failed.
+            itself; or a function failed.
+          UserError: a function cannot be found or imported.
         """
         self.start()
         assert self._process
-        values: list[float] = []
-        begun, died, reward = 0, "", f"reward {name!r}"
+        columns: list[list[float]] = []
+        begun, end, kind, place = 0, 0, EACH, ""
+        reward = f"reward {', '.join(self._names)!r}"
+        found: dict[int, float] = {}  # by completion
 
         def at() -> str:
-            return _describe(calls[len(values)], len(values))
+            left = next((i for i in range(len(calls)) if i not in found), 0)
+            return _describe(calls[left], None if kind == GROUP else left)
 
         try:
-            if not self._pid:
-                self._pid = int(self._receive(_START_SECONDS)["pid"])
-            self._socket.settimeout(timeout)
-            self._socket.sendall(pickle.dumps((name, pickle.dumps(calls))))
-            while len(values) < len(calls):
-                message = self._receive(timeout)
-                begun, end = begun or int(message["start"]), int(message["end"])
-                if "error" in message:
-                    raise RewardError(f"{reward} failed on {at()}: {message['error']}")
-                if problem(message["value"]):
-                    raise ValueError
-                values.append(float(message["value"]))
-            return values, RewardSpan(self._pid, begun, end)
+            self._greet()
+            for name in self._names:
+                (kind, place), reward, found = self._functions[name], f"reward {name!r}", {}
+                limit = timeout * (len(calls) if kind == GROUP else 1)
+                self._socket.settimeout(timeout)
+                self._socket.sendall(pickle.dumps((name, pickle.dumps(calls))))
+                until = time.monotonic() + limit
+                while len(found) < len(calls):
+                    message = self._receive(until - time.monotonic())
+                    begun, end = begun or int(message["start"]), int(message["end"])
+                    index = message["index"]
+                    if "error" in message:
+                        what = _describe(calls[index or 0], index)
+                        error = RewardError(f"{reward} failed on {what}: {message['error']}")
+                        error.add_note(str(message["traceback"]))
+                        raise error
+                    if problem(message["value"]):
+                        raise ValueError
+                    found[int(index)] = float(message["value"])
+                    if kind == EACH:  # the next one begins now; the others began together
+                        until = time.monotonic() + limit
+                columns.append([found[index] for index in range(len(calls))])
+            return columns, RewardSpan(self._pid, begun, end)
         except TimeoutError:
             self._process.end()
             died = f"was not ready within {_START_SECONDS:g} s"
             if self._pid:
                 self.start()
                 raise RewardError(
-                    f"{reward} was killed after {timeout:g} s (reward.timeout_seconds) on {at()}"
+                    f"{reward} was killed after {limit:g} s (reward.timeout_seconds"
+                    f"{' of each completion' if kind == GROUP else ''}) on {at()} {place}"
                 ) from None
         except (EOFError, ConnectionError):
             died = exit_text(self._process.end(_END_SECONDS), self._limits)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, IndexError):
             self._process.end()
             died = "sent a message that is no reward"
-        raise RewardError(f"the worker process of {reward} {died} on {at()}")
+        raise RewardError(f"the worker process of {reward} {died} on {at()} {place}")
+
+    def _greet(self) -> None:
+        """Wait until the process has imported the functions; UserError where it cannot."""
+        assert self._process
+        if not self._pid:
+            hello = self._receive(_START_SECONDS)
+            if "error" in hello:
+                self._process.end()  # the next one may find the file mended
+                raise UserError(str(hello["error"]))
+            self._functions, self._pid = hello["functions"], int(hello["pid"])
 
     def close(self) -> None:
         """Kill the process, busy or not; none is started again."""
@@ -221,7 +281,8 @@ class _Worker:
         return json.loads(line)
 
 
-def _describe(call: RewardCall, index: int) -> str:
-    """Return the completion and the row, without its answer, in one short line."""
+def _describe(call: RewardCall, index: int | None) -> str:
+    """Return completion (None: the group) and row, without its answer, in one short line."""
     row = {key: value for key, value in call.row.items() if key != "answer"}
-    return f"completion {index} ({call.completion[-80:]!r}) of row {str(row)[:200]}"
+    what = "the group" if index is None else f"completion {index} ({call.completion[-80:]!r})"
+    return f"{what} of row {str(row)[:200]}"

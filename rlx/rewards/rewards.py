@@ -1,14 +1,15 @@
 r"""The reward functions that come with rlx, and how a config names one.
 
 A reward function is `fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`, where
-`row` is the dataset row (so its `answer` arrives as `answer=`). It runs in a worker process
-(`reward_pool.py`); math-verify and sympy are imported there, on first use. The functions here
-return 0.0 or 1.0 on any text and bound their own work: an answer that takes too long to compare
-gets 0, and no worker is killed.
+`row` is the dataset row (so its `answer` arrives as `answer=`); docs/extend.md has the other kinds.
+It runs in a worker process (`reward_pool.py`); math-verify and sympy are imported there, on first
+use. The functions here return 0.0 or 1.0 on any text and bound their own work: an answer that takes
+too long to compare gets 0, and no worker is killed.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from rlx.base import UserError
@@ -84,27 +85,57 @@ def arithmetic(
 REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithmetic}
 
 
+# Arguments of a function that gets a whole group in one call, besides the row's columns.
+OF_GROUP = ("prompts", "completions", "prompt_ids", "completion_ids")
+
+
 def resolve(name: str) -> RewardFunction:
     """Return the reward function `name`: a key of REWARDS, `module:function`, `FILE.py:function`.
 
     Raises:
       UserError: no such name, module or function.
     """
-    function = user_code.find("reward.name", name, REWARDS)
+    function = user_code.find("reward", name, REWARDS)
     if not callable(function):
         kind = type(function).__name__
-        raise UserError(f"reward.name={name!r} is a {kind}, not a function; name a function")
+        raise UserError(f"reward {name!r} is a {kind}, not a function; name a function")
     return function
+
+
+def weights_of(name: str, terms: Iterable[Any]) -> dict[str, float]:
+    """Return name → weight of each of `reward.terms`; without any, of `name`, which is 1.
+
+    Raises:
+      UserError: an entry is no pair of a name and a finite weight, or two would be logged alike.
+    """
+    weights: dict[str, float] = {}
+    for entry in terms:
+        kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
+        if kinds not in ([str, float], [str, int]) or not isfinite(entry[1]):
+            raise UserError(
+                f"reward.terms has {entry!r}, wanted a name and a finite weight; write "
+                "(('gsm8k', 1.0), ('mine.py:brevity', 0.1))"
+            )
+        label = entry[0].rpartition(":")[2]
+        if label in [other.rpartition(":")[2] for other in weights]:
+            raise UserError(
+                f"reward.terms has {label!r} twice, and each is logged by its name; keep one, or "
+                "rename a function"
+            )
+        weights[entry[0]] = float(entry[1])
+    return weights or {name: 1.0}
 
 
 def columns(name: str) -> list[str]:
     """Return the keys that rows need for reward `name`: its parameters without a default.
 
-    The first four, which are given by position, are no keys of the row.
+    The first four, which are given by position, are no keys of the row; nor are those of OF_GROUP.
     """
     parameters = inspect.signature(resolve(name)).parameters.values()
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
+    if any(p.name == "completions" for p in parameters):
+        placed, named = [], [p for p in (*placed, *named) if p.name not in OF_GROUP]
     return [p.name for p in (*placed[4:], *named) if p.default is p.empty]
 
 

@@ -7,6 +7,7 @@ everything here is short or awaited.
 import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -202,12 +203,14 @@ class RLVR:
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         calls = [RewardCall(text, t, prompt, i, row) for t, i in zip(texts, ids, strict=True)]
-        rewards, spans = await self._rewards.rewards(calls)
-        self._spans.extend(spans)
+        graded = await self._rewards.grade(calls)
+        self._spans.extend(graded.spans)
         head = np.array(prompt, np.int32)
         trajectories = tuple(
-            trajectory(head, completions[i], rewards[i], f"{group_id}.{i}", text, texts[i])
-            for i in range(len(completions))
+            trajectory(head, done, reward, f"{group_id}.{i}", text, texts[i], info)
+            for i, (done, reward, info) in enumerate(
+                zip(completions, graded.rewards, graded.infos, strict=True)
+            )
         )
         return Group(group_id, trajectories, row)
 
@@ -226,6 +229,7 @@ def trajectory(
     trajectory_id: str,
     prompt_text: str = "",
     completion_text: str = "",
+    info: Mapping[str, float] = MappingProxyType({}),
 ) -> Trajectory:
     """Return a single turn: `prompt` ([P] int32, not trained), then the sampled tokens."""
     ahead, sampled = len(prompt), len(completion.tokens)
@@ -239,4 +243,5 @@ def trajectory(
         trajectory_id=trajectory_id,
         prompt=prompt_text,
         completion=completion_text,
+        info=info,
     )

@@ -30,7 +30,6 @@ from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.model.sharding import parse_mesh
 from rlx.observe.jsonl import read_jsonl
-from rlx.rewards import rewards
 from rlx.rollout.workflows import encode, render
 from rlx.run import inputs as run_inputs
 from rlx.run.inputs import Inputs
@@ -153,7 +152,7 @@ def _blame(
     """
     looks: dict[str, Callable[[], Any]] = {
         "engine": partial(run_inputs.check_engine, config),
-        "reward": partial(rewards.resolve, config.reward.name),
+        "reward": partial(run_inputs.check_reward, config),
     }
     if model:
         looks["context"] = partial(run_inputs.check_context, config, model)
@@ -164,9 +163,10 @@ def _blame(
         read = partial(run_inputs.rows, config, algorithm)
         words = "read; prompts need the model's tokenizer"
         rows.append(attempt("data", "rows", read, lambda _: words)[0])
-    bad = problems(rows)
+    bad = list({row.found: row for row in problems(rows)[::-1]}.values())[::-1]  # once each
     if (whole.found, whole.remedy) not in {(row.found, row.remedy) for row in [*earlier, *bad]}:
-        bad.append(Finding("data", "prompts", "problem", whole.found, whole.remedy))
+        name = "first row" if "dry call" in whole.remedy else "prompts"
+        bad.append(Finding("data", name, "problem", whole.found, whole.remedy))
     elif algorithm and rows[-1].level == "ok":
         yield rows[-1]
     yield from bad

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from rlx.agents import loading, named_workflow
 from rlx.agents.workflow import AgentOptions
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
+from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
 from rlx.launch.teacher import TeacherOptions
@@ -21,7 +24,7 @@ from rlx.model import hf
 from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards
-from rlx.rewards.reward_pool import RewardPool
+from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
@@ -32,6 +35,7 @@ from rlx.train.train_options import TrainOptions
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
 INITIAL = "initial"  # directory of a run's first weights if they are random
 _QUESTION = "What is 12 + 30?"  # a chat template is tried with it
+_ANSWER = "The answer is 42."  # rewards are tried with it
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def prepare(config: ConfigDict) -> Inputs:
       UserError: naming the file, line, row or tensor that cannot work.
     """
     named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow")
-    rewards.resolve(config.reward.name)
+    weights = check_reward(config)
     check_engine(config)
     model_dir = hf.resolve(config.model.path)
     model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
@@ -74,7 +78,7 @@ def prepare(config: ConfigDict) -> Inputs:
     teacher.check(TeacherOptions.of(config), algorithm, model_dir, hf.check)
     train_rows, eval_rows = rows(config, algorithm)
     reward = config.reward
-    pool = RewardPool(reward.name, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
+    pool = RewardPool(weights, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
     prompts = Prompts(
         load_tokenizer(model_dir, config.data.system_prompt, config.data.chat_template),
         system_prompt=config.data.system_prompt,
@@ -92,6 +96,9 @@ def prepare(config: ConfigDict) -> Inputs:
             left_out.append(f"{lost} of {len(given)} rows of {name} are too long and left out")
     train_rows, eval_rows = fitting
     held_out = [answers.group(row, i) for i, row in enumerate(eval_rows)] if answers else []
+    rewarded = train_rows if algorithm.data == "rollouts" else eval_rows
+    if rewarded and has_servers(config):
+        _try_rewards(config, prompts, rewarded[0])
     return Inputs(
         model_dir, model_config, algorithm, train_rows, eval_rows, ", ".join(left_out), pool,
         prompts, workflow, held_out,
@@ -101,6 +108,31 @@ def prepare(config: ConfigDict) -> Inputs:
 def has_servers(config: ConfigDict) -> bool:
     """Return whether the run has a fleet; training on a dataset needs none."""
     return bool(config.fleet.addresses) or config.fleet.num_servers > 0
+
+
+def check_reward(config: ConfigDict) -> dict[str, float]:
+    """Return name → weight of the run's rewards.
+
+    Raises:
+      UserError: `reward.terms` is malformed, or there is no such function.
+    """
+    weights = rewards.weights_of(config.reward.name, config.reward.terms)
+    for name in weights:
+        rewards.resolve(name)
+    return weights
+
+
+def _try_rewards(config: ConfigDict, prompts: Prompts, row: Mapping[str, Any]) -> None:
+    """Raise UserError where a reward of the user's own fails on a short completion of `row`."""
+    own = {name: 1.0 for name in check_reward(config) if user_code.is_own(name)}
+    seconds, limits = config.reward.timeout_seconds, WorkerLimits.of(config.reward)
+    ids = encode(prompts.tokenizer, _ANSWER)
+    call = RewardCall(prompts.text(row), _ANSWER, prompts.ids(row), ids, row)
+    with closing(RewardPool(own, 1, seconds, limits)) as pool:
+        try:
+            pool.compute([call] * min(2, config.sampling.n_samples))
+        except RewardError as error:
+            raise UserError(f"{error}; mend it: this was a dry call on the first row") from error
 
 
 def check_engine(config: ConfigDict) -> None:
@@ -189,10 +221,15 @@ def rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dic
     """
     train, held_out = _read_rows(config, algorithm)
     if algorithm.data == "rollouts":
-        rewards.check_rows(config.reward.name, train)
+        _check_answers(config, train)
     if has_servers(config):
-        rewards.check_rows(config.reward.name, held_out)
+        _check_answers(config, held_out)
     return train, held_out
+
+
+def _check_answers(config: ConfigDict, rows: list[dict]) -> None:
+    for name in rewards.weights_of(config.reward.name, config.reward.terms):
+        rewards.check_rows(name, rows)
 
 
 def _read_rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:
@@ -206,9 +243,10 @@ def _read_rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], li
         raise UserError("data.train is empty; give a .jsonl file or a hub name")
 
     def load(source: str, rewarded: bool, split: str) -> list[dict]:
-        question, reward = config.data.question_key, config.reward.name
-        answer = rewards.answer_key(reward, config.data.answer_key) if rewarded else ""
-        needed = {*rewards.columns(reward)} - {"answer"} if rewarded else ()
+        question, named = config.data.question_key, check_reward(config) if rewarded else ()
+        answers = [rewards.answer_key(name, config.data.answer_key) for name in named]
+        needed = {key for name in named for key in rewards.columns(name)} - {"answer"}
+        answer = max(answers, default="")  # a key, where one of the rewards needs it
         return data.load(source, question, answer, texts=texts, needed=needed, split=split)
 
     train, held_out = load(config.data.train, not names, "train"), []

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlx.algorithms import losses
-from rlx.base import Group
+from rlx.base import Group, info_means
 from rlx.train.packing import FlatBatch, PackPlan
 
 
@@ -45,8 +45,8 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
 
     avg_seq_len, avg_prompt_len: tokens (a prompt ends where the first sampled token stands).
     n_seqs, n_prompts, n_tokens (prompts included), n_microbatches: counts. no_eos_ratio: share
-    that ended by length. pad_ratio: share of the computed tokens that is padding. info/*: means of
-    the trajectories' own scalars.
+    that ended by length. pad_ratio: share of the computed tokens that is padding. info/*, reward/*:
+    means of the trajectories' own scalars.
     """
     count = flat.num_sequences
     mask = flat.tokens["loss_mask"][: flat.num_tokens]
@@ -54,9 +54,6 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
     size_of_token = np.repeat(flat.sizes, flat.sizes)
     prompt = np.minimum.reduceat(np.where(mask, positions, size_of_token), flat.starts)
     padded = sum(plan.padded_tokens for plan in plans)
-    scalars: dict[str, list[float]] = {}
-    for key, value in (pair for g in groups for t in g.trajectories for pair in t.info.items()):
-        scalars.setdefault(key, []).append(float(value))
     return {
         "n_seqs": count,
         "n_prompts": flat.num_groups,
@@ -67,7 +64,7 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
         "no_eos_ratio": float(flat.sequences["truncated"][:count].mean()),
         "pad_ratio": 1 - flat.num_tokens / padded,
         "row_length": max(plan.row_length for plan in plans),
-        **{f"info/{key}": float(np.mean(numbers)) for key, numbers in scalars.items()},
+        **info_means(t for group in groups for t in group.trajectories),
     }
 
 

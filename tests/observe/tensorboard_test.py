@@ -41,15 +41,16 @@ def test_scalars_dicts_and_histograms_read_back(tmp_path, read_events):
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 3, "task_reward": 0.5, "grad_norm": math.nan, "epoch": 1,
                       "seconds": {"wait": 0.25}, "mine": 2, "staleness_histogram": {0: 10, 2: 30},
-                      "note": "text"})  # fmt: skip
-        writer.write_eval({"step": 3, "greedy_acc": 0.75})
+                      "note": "text", "reward/mine": 3})  # fmt: skip
+        writer.write_eval({"step": 3, "greedy_acc": 0.75, "reward/mine": 4})
     first, *events = read_events(tmp_path / "tensorboard")
     assert first.file_version == "brain.Event:2"
     assert {event.step for event in events} == {3}
     values = {value.tag: value for event in events for value in event.summary.value}
     scalars = {tag: v.simple_value for tag, v in values.items() if not v.HasField("histo")}
     assert scalars == {"reward/task_reward": 0.5, "run/epoch": 1.0, "speed/seconds_wait": 0.25,
-                       "other/mine": 2.0, "eval/greedy_acc": 0.75}  # fmt: skip
+                       "other/mine": 2.0, "eval/greedy_acc": 0.75,
+                       "reward/mine": 3.0, "eval/reward/mine": 4.0}  # fmt: skip
     histogram = values["staleness/staleness_histogram"].histo
     assert (histogram.num, histogram.sum, histogram.sum_squares) == (40, 60, 120)
     assert list(histogram.bucket_limit) == [0.5, 2.5]

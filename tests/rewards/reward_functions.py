@@ -40,5 +40,10 @@ def echo(prompt, completion, prompt_ids, completion_ids, *, answer, **row):
     return returned.get(completion, 1.0)
 
 
+def few(completion, tokens, more, ids):
+    """Names its arguments as it likes, and takes no column of the row."""
+    return len(tokens)
+
+
 def digits(prompt, completion, prompt_ids, completion_ids, **row):
     return float(sum(completion_ids) % 7)

@@ -42,8 +42,9 @@ def call(completion, answer="x", **row):
     return RewardCall("p", completion, [1], [2, 3], {"question": "q7", "answer": answer, **row})
 
 
-def compute(pool, *completions):
-    return asyncio.run(pool.rewards([call(c) for c in completions]))
+def compute(pool, *completions, **row):
+    graded = asyncio.run(pool.grade([call(c, **row) for c in completions]))
+    return graded.rewards, graded.spans
 
 
 def alive(pid):
@@ -108,9 +109,16 @@ def test_a_failure_names_function_row_and_reason(echo, how, message):
     assert compute(echo, "a")[0] == [1.0]
 
 
-def test_the_traceback_of_the_worker_is_in_the_error(echo):
-    with pytest.raises(RewardError, match=r'(?s)File ".*reward_functions.py", line \d+, in echo'):
-        compute(echo, "raise")
+def test_a_failure_is_one_line_with_the_users_file_and_the_workers_traceback_as_a_note(echo):
+    file = rf"\({HERE}/reward_functions.py, line \d+\)"
+    for how, match in (("raise", f"LookupError: no such thing {file}"), ("nan", f"nan; .* {file}")):
+        with pytest.raises(RewardError, match=match) as caught:
+            compute(echo, how)
+        assert "\n" not in str(caught.value)
+        if how == "raise":
+            assert 'reward_functions.py", line' in caught.value.__notes__[0]
+    with pytest.raises(RewardError, match=rf"killed after 1 s .* {file}"):
+        compute(echo, "loop")
 
 
 def test_an_idle_worker_that_is_killed_is_replaced(echo):
@@ -129,16 +137,112 @@ def test_an_idle_worker_that_is_killed_is_replaced(echo):
 
 def test_arguments_and_kinds_of_numbers():
     row = {"answer": "yes", "prompt": "a column that would clash", "completion_ids": 3}
-    pool = RewardPool("reward_functions:length", timeout=20.0)
+    weights = {"length": 1.0, "truth": 0.5, "few": -2}
+    pool = RewardPool({f"reward_functions:{n}": w for n, w in weights.items()}, timeout=20.0)
     try:
-        (value,), _ = asyncio.run(pool.rewards([RewardCall("p", "four", [1], [2, 3], row)]))
-        assert value == 4.2
-        pool.name = "reward_functions:truth"
-        calls = [RewardCall("p", c, [], [], {"answer": "yes"}) for c in ("yes", "no")]
-        assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
-        pool.name = "rlx.rewards.rewards:math"
-        calls = [RewardCall("p", c, [], [], {"answer": "1/2"}) for c in (r"\boxed{0.5}", "no")]
-        assert asyncio.run(pool.rewards(calls))[0] == [1.0, 0.0]
+        calls = [RewardCall("p", "four", [1], [2, 3], row), RewardCall("p", "yes", [1], [2], row)]
+        graded = pool.compute(calls)
+        assert graded.infos[0] == {"reward/length": 4.2, "reward/truth": 0.0, "reward/few": 4.0}
+        assert graded.infos[1] == {"reward/length": 3.1, "reward/truth": 1.0, "reward/few": 3.0}
+        assert graded.rewards == pytest.approx([4.2 - 8.0, 3.1 + 0.5 - 6.0])
+        assert len(graded.spans) == 1
+    finally:
+        pool.close()
+    assert RewardPool({}).compute(calls).rewards == [0.0, 0.0]
+
+
+def pool_of(path, source, *names, **options):
+    path.write_text(source)
+    return RewardPool({f"{path}:{name}": 1.0 for name in names}, **options)
+
+
+ASYNC = """
+import asyncio
+
+async def meet(prompt, completion, prompt_ids, completion_ids, answer):
+    here.append(completion)
+    while len(here) < 3:
+        await asyncio.sleep(0.01)
+    if completion == "raise":
+        raise OSError("judge is away")
+    if completion == "hang":
+        await asyncio.Event().wait()
+    await asyncio.sleep(0.4 if completion == "late" else 0)
+    return float(len(completion))
+
+here = []
+"""
+
+
+def test_an_async_function_gets_the_completions_of_a_group_at_once(tmp_path):
+    pool = pool_of(tmp_path / "mine.py", ASYNC, "meet", timeout=20.0)
+    try:
+        assert compute(pool, "late", "one", "three")[0] == [4.0, 3.0, 5.0]
+        match = r"completion 1 \('raise'\).*OSError: judge is away \(.*mine.py, line 9\)"
+        with pytest.raises(RewardError, match=match):
+            compute(pool, "late", "raise", "three")
+        assert compute(pool, "a")[0] == [1.0], "what was cut off does not come back"
+    finally:
+        pool.close()
+
+
+def test_the_limit_of_an_async_function_names_the_completion_that_hangs(tmp_path):
+    pool = pool_of(tmp_path / "mine.py", ASYNC, "meet", timeout=1.0)
+    try:
+        with pytest.raises(RewardError, match=r"killed after 1 s.* 1 \('hang'\).*mine.py, line 4"):
+            compute(pool, "late", "hang", "three")
+    finally:
+        pool.close()
+
+
+GROUPS = """
+def rank(prompts, completions):
+    if "raise" in completions:
+        return [1.0, missing]
+    if "short" in completions:
+        return [1.0]
+    if "nan" in completions:
+        return [0.0, float("nan")]
+    if "none" in completions:
+        return None
+    return [float(sorted(completions).index(c)) for c in completions]
+
+async def judge(completions, answer, completion_ids, **columns):
+    assert answer == ["x"] * len(completions) and columns["question"] == ["q7"] * len(completions)
+    return [len(ids) for ids in completion_ids]
+
+def together(prompts, completions):
+    import time
+    time.sleep(0.7)
+    return [0.0] * len(completions)
+"""
+
+
+def test_a_function_with_plural_arguments_gets_a_group_in_one_call(tmp_path):
+    pool = pool_of(tmp_path / "mine.py", GROUPS, "rank", "judge", timeout=20.0)
+    try:
+        graded = pool.compute([call(c) for c in ("b", "c", "a")])
+        assert [info["reward/rank"] for info in graded.infos] == [1.0, 2.0, 0.0]
+        assert [info["reward/judge"] for info in graded.infos] == [2.0, 2.0, 2.0]
+        assert graded.rewards == [3.0, 4.0, 2.0]
+        for how, match in (
+            ("raise", r"the group of row.*q7.*NameError.*mine.py, line 4\)"),
+            ("short", r"the group of row.*q7.*1 rewards were returned for 2 completions.*line 2\)"),
+            ("nan", r"completion 1 \('nan'\).*q7.*returned nan.*mine.py, line 2\)"),
+            ("none", r"the group of row.*it returned None; a reward is a finite number.*line 2\)"),
+        ):
+            with pytest.raises(RewardError, match=rf"mine.py:rank' failed on {match}"):
+                compute(pool, "b", how)
+    finally:
+        pool.close()
+
+
+def test_a_group_in_one_call_has_the_time_of_all_its_completions(tmp_path):
+    pool = pool_of(tmp_path / "mine.py", GROUPS, "together", timeout=0.5)
+    try:
+        assert compute(pool, "a", "b", "c", "d")[0] == [0.0] * 4
+        with pytest.raises(RewardError, match=r"after 0.5 s \(.* of each completion\) on the grou"):
+            compute(pool, "a")
     finally:
         pool.close()
 
@@ -152,16 +256,16 @@ def test_numbers_of_any_kind_are_rewards(number):
 
 
 PARENT = """
-import asyncio, sys, threading
+import sys, threading
 from rlx.rewards.reward_pool import RewardCall, RewardPool
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     pool = RewardPool("reward_functions:echo", timeout=1000.0)
     pool.start()
-    _, (span,) = asyncio.run(pool.rewards([RewardCall("", "a", [], [], {"answer": ""})]))
+    (span,) = pool.compute([RewardCall("", "a", [], [], {"answer": ""})]).spans
     call = RewardCall("", sys.argv[2], [], [], {"answer": "", "marker": sys.argv[3]})
-    threading.Thread(target=lambda: asyncio.run(pool.rewards([call])), daemon=True).start()
+    threading.Thread(target=lambda: pool.compute([call]), daemon=True).start()
     print(span.pid, flush=True)
     sys.stdin.read()
 """
@@ -193,8 +297,8 @@ def test_a_hard_answer_is_a_zero_and_costs_no_worker():
     try:
         texts = (r"\boxed{1/2}", r"\boxed{(x+y+z+1)^{200}(x-y)^{200}}", r"\boxed{9^{9^9}}", "0.5")
         calls = [call(text, answer=r"\frac{1}{2}") for text in texts]
-        values, spans = asyncio.run(pool.rewards(calls))
+        graded = pool.compute(calls)
     finally:
         pool.close()
-    assert values == [1.0, 0.0, 0.0, 1.0]
-    assert len(spans) == 1  # one task: nothing was killed and tried again alone
+    assert graded.rewards == [1.0, 0.0, 0.0, 1.0]
+    assert len(graded.spans) == 1  # one task: nothing was killed and tried again alone

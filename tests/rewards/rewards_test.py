@@ -1,6 +1,5 @@
 r"""Reward functions: their signature, GSM8K's own answers, and texts that must not break them."""
 
-import asyncio
 import json
 import threading
 from pathlib import Path
@@ -152,6 +151,33 @@ def test_resolve():
     assert rewards.resolve("rlx.rewards.rewards:math") is rewards.math
 
 
+def test_terms_are_pairs_of_a_name_and_a_weight_and_without_any_there_is_one():
+    assert rewards.weights_of("gsm8k", ()) == {"gsm8k": 1.0}
+    given = (("gsm8k", 1), ["mine.py:brevity", -0.1], ("a.b:c", 0.0))
+    weights = rewards.weights_of("math", given)
+    assert weights == {"gsm8k": 1.0, "mine.py:brevity": -0.1, "a.b:c": 0.0}
+    assert list(weights) == ["gsm8k", "mine.py:brevity", "a.b:c"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        (
+            ("gsm8k", 1.0),
+            r"reward.terms has 'gsm8k', wanted a name and a finite weight; write \(\(",
+        ),
+        ((("gsm8k",),), r"has \('gsm8k',\), wanted"),
+        ((("gsm8k", "1"),), r"has \('gsm8k', '1'\), wanted"),
+        ((("gsm8k", float("nan")),), r"has \('gsm8k', nan\), wanted"),
+        ((("gsm8k", float("inf")),), r"has \('gsm8k', inf\), wanted"),
+        ((("a.py:f", 1.0), ("b.py:f", 1.0)), "has 'f' twice, and each is logged by its name"),
+    ],
+)
+def test_terms_that_cannot_be_added_are_refused(terms, message):
+    with pytest.raises(UserError, match=message):
+        rewards.weights_of("gsm8k", terms)
+
+
 def test_a_reward_in_a_file_is_found_here_and_by_the_workers(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def score(prompt, completion, prompt_ids, completion_ids, **row):\n"
@@ -162,10 +188,10 @@ def test_a_reward_in_a_file_is_found_here_and_by_the_workers(tmp_path, monkeypat
     assert rewards.resolve("../mine.py:score")("", "four", [], []) == 0.4
     pool = RewardPool("../mine.py:score")
     try:
-        values, _ = asyncio.run(pool.rewards([RewardCall("", "four", [], [], {})]))
+        graded = pool.compute([RewardCall("", "four", [], [], {})])
     finally:
         pool.close()
-    assert values == [0.4]
+    assert (graded.rewards, graded.infos) == ([0.4], [{"reward/score": 0.4}])
 
 
 @pytest.mark.parametrize(
@@ -196,3 +222,6 @@ def test_a_reward_s_parameters_are_the_columns_that_rows_need(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def score(p, c, pi, ci, level, *, answer='', steps, **row):\n    return 1.0\n")
     assert rewards.columns(f"{file}:score") == ["level", "steps"]
+    file = tmp_path / "group.py"
+    file.write_text("def score(completions, answer, *, prompts, level=1, **row):\n    return []\n")
+    assert rewards.columns(f"{file}:score") == ["answer"]

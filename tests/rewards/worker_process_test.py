@@ -67,7 +67,7 @@ class Rewards:
 
     async def run(self, how, marker):
         row = {"marker": str(marker), "answer": ""}
-        return (await self.pool.rewards([RewardCall("", how, [], [], row)]))[0][0]
+        return (await self.pool.grade([RewardCall("", how, [], [], row)])).rewards[0]
 
     def worker(self):
         return self.pool._workers[0]._pid
@@ -171,9 +171,9 @@ def test_one_hang_costs_one_timeout_and_computes_nothing_twice(tmp_path):
     try:
         calls = [RewardCall("", text, [], [], row) for text in ("a", "b", "hang", "c")]
         with pytest.raises(RewardError, match=r"killed after 1 s.*completion 2 "):
-            asyncio.run(pool.rewards(calls))
+            pool.compute(calls)
         assert marker.read_text().split() == ["a", "b", "hang"]
-        assert asyncio.run(pool.rewards(calls[:2]))[0] == [1.0, 1.0]
+        assert pool.compute(calls[:2]).rewards == [1.0, 1.0]
     finally:
         pool.close()
 
@@ -184,9 +184,9 @@ def test_limits_of_memory_and_processes_are_told_as_what_they_are():
     )
     try:
         with pytest.raises(RewardError, match="MemoryError"):
-            asyncio.run(pool.rewards([RewardCall("", "memory", [], [], {"answer": ""})]))
+            pool.compute([RewardCall("", "memory", [], [], {"answer": ""})])
         with pytest.raises(RewardError, match="more than max_processes=8"):
-            asyncio.run(pool.rewards([RewardCall("", "processes", [], [], {"answer": ""})]))
+            pool.compute([RewardCall("", "processes", [], [], {"answer": ""})])
     finally:
         pool.close()
 
@@ -229,7 +229,7 @@ def test_a_reward_sees_nothing_of_the_trainer(planted):
     pool = RewardPool("worker_code:spying", timeout=60.0)
     try:
         call = RewardCall("", "", [], [], {"answer": "", "trainer": os.getpid()})
-        assert asyncio.run(pool.rewards([call]))[0] == [1.0]
+        assert pool.compute([call]).rewards == [1.0]
     finally:
         pool.close()
 

@@ -6,7 +6,7 @@ import copy
 import numpy as np
 import pytest
 
-from rlx.base import UserError
+from rlx.base import UserError, info_means
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardError, RewardPool
@@ -74,6 +74,8 @@ def test_group(tokenizer, pool):
     assert fleet.asked == (prompt, Sampling(temperature=0.7, max_new_tokens=9, seed=77), 3, 0)
     assert (group.group_id, group.row) == (5, ROW)
     assert [t.reward for t in group.trajectories] == [1.0, 0.0, 1.0]
+    assert [t.info for t in group.trajectories] == [{"reward/gsm8k": r} for r in (1.0, 0.0, 1.0)]
+    assert info_means(group.trajectories) == {"reward/gsm8k": pytest.approx(2 / 3)}
     assert [t.trajectory_id for t in group.trajectories] == ["5.0", "5.1", "5.2"]
     assert [t.completion for t in group.trajectories] == ["so 72", "so 71", "\\boxed{72.00} €"]
     for text, t in zip(texts, group.trajectories, strict=True):

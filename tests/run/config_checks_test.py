@@ -176,6 +176,19 @@ def test_what_is_wrong_is_blamed_on_its_part(config, tmp_path, key, value, name,
     assert words in row.found
 
 
+def test_a_reward_of_ones_own_is_tried_on_the_first_row(config, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(completions):\n    return [len(nothing)]\n")
+    config.reward.terms = (("arithmetic", 1.0), (f"{mine}:score", 0.1))
+    (row,) = [row for row in rows_of(config, tmp_path).values() if row.level == "problem"]
+    assert row.name == "first row"
+    assert "NameError" in row.found
+    assert "mine.py, line 2" in row.found
+    assert "dry call" in row.remedy
+    mine.write_text("def score(completions):\n    return [0.5] * len(completions)\n")
+    assert not [row for row in rows_of(config, tmp_path).values() if row.level == "problem"]
+
+
 def test_the_first_bad_row_is_named(config, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1", "answer": "2"}\n{"question": \n')

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extend.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 # What each run of a section leaves in every step's record.
-RECORDED: dict[str, list[str]] = {}
+RECORDED: dict[str, list[str]] = {
+    "Reward": ["reward/arithmetic", "reward/brevity", "reward/polite", "reward/unlike"],
+}
 SHORT = [
     "--config.total_steps=2", "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
     "--config.sampling.max_new_tokens=48", "--config.eval.num_questions=4",
