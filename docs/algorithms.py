@@ -85,6 +85,7 @@ def field_row(name: str) -> str:
     given = FIELDS[name].metadata
     low, high = given.get("range", ("False", "True"))
     values = " or ".join(given.get("choices", ())) or f"{written(low)} … {written(high)}"
+    values = values if FIELDS[name].type is not str or "choices" in given else "text"
     return table(f"`{name}`", values, written(FIELDS[name].default), given["doc"])
 
 

@@ -4,12 +4,14 @@ Everything returned is a sum over the given rows; one division by the minibatch'
 last. Values: `critic.py`; SFT and pairs: `supervised.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from rlx.algorithms import signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
+from rlx.algorithms.signatures import LossInputs
 from rlx_torch import kl
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
@@ -25,7 +27,8 @@ def policy_loss(
     """Return Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − c·H), and the sums behind the statistics.
 
     u = exp(target − proximal), w = sg(exp(proximal − behaviour)) when decoupled, else 1; ℓ by
-    SURROGATES. Tokens with a non-finite ratio are left out and counted.
+    SURROGATES or a user's own, of tensors. Tokens whose ratio, or whose loss by a user's function,
+    is not finite are left out and counted.
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated.
@@ -37,9 +40,10 @@ def policy_loss(
       The summed loss, float32 scalar, and stats: float32 scalars without gradient.
 
     Raises:
-      UserError: KL in the loss without `reference_logprobs`.
+      UserError: KL in the loss without `reference_logprobs`; a user's own loss that returns
+        something else than a loss does.
     """
-    mask, advantage = batch["loss_mask"], batch["advantages"]
+    mask, advantage, segments = batch["loss_mask"], batch["advantages"], batch["segment_ids"]
     same_shape(target_logprobs_BT, entropy_BT, mask, advantage)
     target = target_logprobs_BT.float()
     proximal = proximal_logprobs(target, batch, algorithm)
@@ -50,19 +54,32 @@ def policy_loss(
     advantage, target = torch.where(used, advantage, 0.0), torch.where(used, target, 0.0)
     log_ratio = target - torch.where(used, proximal, 0.0)
     log_weight = torch.where(used, proximal - behaviour, 0.0)
-    segments = batch.get("segment_ids")
-    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")}
+    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used, segments, "mean")}
     leveled = choose("ratio_level", algorithm.ratio_level, levels)
     log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
     weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
-    surrogate, clipped = choose("loss", algorithm.loss, SURROGATES)(
-        log_ratio, target, advantage, algorithm
+    entropy = torch.where(used, entropy_BT, 0.0)
+    inputs = LossInputs(
+        target=target,
+        proximal=torch.where(used, proximal, 0.0),
+        behaviour=torch.where(used, behaviour, 0.0),
+        log_ratio=log_ratio,
+        advantage=advantage,
+        entropy=entropy,
+        mask=used,
+        segment_ids=segments,
     )
+    if algorithm.loss_function is None:
+        surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
+    else:
+        surrogate, own = signatures.own_loss(inputs, algorithm)
+        finite = finite & surrogate.isfinite()
+        used, surrogate = mask & finite, torch.where(finite, surrogate, 0.0)
+        advantage, entropy = (torch.where(used, x, 0.0) for x in (advantage, entropy))
     scale = torch.where(used, batch["loss_weights"], 0.0)
     actor_loss = (scale * weight * surrogate).sum()
     drawn = weight * log_ratio.detach().exp()
     kl_loss = _kl_loss(target, batch, scale * drawn, used, algorithm)
-    entropy = torch.where(used, entropy_BT, 0.0)
     entropy_loss = -algorithm.entropy_coefficient * (scale * entropy).sum()
     with torch.no_grad():
         stats = {
@@ -71,7 +88,6 @@ def policy_loss(
             "actor_loss": actor_loss,
             "kl_loss": kl_loss,
             "entropy_loss": entropy_loss,
-            "actor_clip_ratio": clipped & used,
             "importance_weight": torch.where(used, log_ratio.exp(), 0.0),
             "ppo_approx_kl": torch.where(used, -log_ratio, 0.0),
             "behaviour_weight": torch.where(used, weight, 0.0),
@@ -88,6 +104,9 @@ def policy_loss(
             stats["reference_kl"] = kl.estimate(
                 torch.where(known, target, 0.0), torch.where(known, reference, 0.0), "k3"
             )
+        for name, x in {"actor_clip_ratio": torch.zeros_like(used), **own}.items():
+            signatures.check_new(name, stats)
+            stats[name] = torch.where(used, x, 0)
         stats = {name: x.sum(dtype=torch.float32) for name, x in stats.items()}
     return actor_loss + kl_loss + entropy_loss, stats
 
@@ -177,11 +196,12 @@ def within_second_moment(log_weight: Tensor, used: Tensor, limit: float) -> Tens
     return used & torch.zeros_like(used).scatter(0, order, means < limit)
 
 
-def clipped_surrogate(
-    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
-) -> tuple[Tensor, Tensor]:
+Said = tuple[Tensor, Mapping[str, Tensor]]  # of each token, [B, T]: its loss, and its statistics
+
+
+def clipped_surrogate(inputs: LossInputs[Tensor], algorithm: Algorithm) -> Said:
     """Return PPO's clipped ratio with a dual clip: ℓ, and where a clip took the gradient away."""
-    ratio = log_ratio.exp()
+    ratio, advantage = inputs.log_ratio.exp(), inputs.advantage
     bounded = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
     plain, held = -ratio * advantage, -bounded * advantage
     loss, clipped = torch.maximum(plain, held), held > plain
@@ -189,27 +209,27 @@ def clipped_surrogate(
         ceiling = -algorithm.dual_clip * advantage
         beyond = (advantage < 0) & (ceiling < loss)
         loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
-    return loss, clipped
+    return loss, {"actor_clip_ratio": clipped}
 
 
-def soft_surrogate(
-    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
-) -> tuple[Tensor, Tensor]:
+def soft_surrogate(inputs: LossInputs[Tensor], algorithm: Algorithm) -> Said:
     """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6)."""
-    tau = torch.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
-    loss = -advantage * (4.0 / tau) * torch.sigmoid(tau * torch.expm1(log_ratio))
-    return loss, torch.zeros_like(log_ratio, dtype=torch.bool)
+    tau = torch.where(inputs.advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    gate = torch.sigmoid(tau * torch.expm1(inputs.log_ratio))
+    return -inputs.advantage * (4.0 / tau) * gate, {}
 
 
-def plain_surrogate(
-    log_ratio: Tensor, target: Tensor, advantage: Tensor, algorithm: Algorithm
-) -> tuple[Tensor, Tensor]:
+def plain_surrogate(inputs: LossInputs[Tensor], algorithm: Algorithm) -> Said:
     """Return REINFORCE's loss, −A·log π."""
-    return -advantage * target, torch.zeros_like(log_ratio, dtype=torch.bool)
+    return -inputs.advantage * inputs.target, {}
 
 
 # ℓ of each token by `algorithm.loss`, as in rlx.algorithms.losses.
-SURROGATES = {"clip": clipped_surrogate, "sapo": soft_surrogate, "reinforce": plain_surrogate}
+SURROGATES: dict[str, Callable[[LossInputs[Tensor], Algorithm], Said]] = {
+    "clip": clipped_surrogate,
+    "sapo": soft_surrogate,
+    "reinforce": plain_surrogate,
+}
 
 
 # By `weight_statistic`: of log w, what is aggregated, and what of that is held against the bounds.
@@ -241,7 +261,7 @@ def control_weights(
         return weight, torch.ones_like(used_BT)
     segments, how = segment_ids_BT, algorithm.weight_aggregate
     measure, finish = choose("weight_statistic", algorithm.weight_statistic, STATISTICS)
-    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segments, how)}
+    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used_BT, segments, how)}
     leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight_BT))
     statistic = finish(leveled)
     held = statistic.clamp(algorithm.weight_lower, algorithm.weight_upper)
@@ -254,7 +274,7 @@ def control_weights(
     return choose("weight_action", algorithm.weight_action, actions)(), in_bounds
 
 
-def _aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
+def aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
     """Return on every token the mean, sum or max of x over the used tokens of its segment."""
     rows, width = x.shape
     # A row of `width` tokens has at most that many segments, and 0 for padding.

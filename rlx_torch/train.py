@@ -53,7 +53,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     target, entropy = logprobs(
         model, batch, temperature=temperature,
-        entropy_gradient=algorithm.entropy_coefficient > 0,
+        entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
     )  # fmt: skip
     loss, stats = losses.policy_loss(target, entropy, batch, algorithm)
     (loss / denominator).backward()

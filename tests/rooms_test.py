@@ -31,7 +31,8 @@ LIGHT_ROOMS = (
     "launch", "evaluation", "plan",
 )  # fmt: skip
 LIGHT_FILES = (
-    "algorithms/algorithm.py", "algorithms/presets.py", "train/packing.py",
+    "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/signatures.py",
+    "train/packing.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
     "model/model_config.py", "model/tensors.py",
 )  # fmt: skip

@@ -5,8 +5,9 @@ these declarations. Imports neither JAX nor torch: servers, the config and rlx_t
 """
 
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ class LossKind:
 
 
 # The equations are `losses.SURROGATES` and `supervised.PAIR_LOSSES`, in rlx_torch as well.
+# What a user's own loss is (FILE.py:name) stands in OWN_LOSS.
 LOSS_KINDS = {
     "clip": LossKind(ratio=True),
     "sapo": LossKind(ratio=True),
@@ -51,6 +53,7 @@ LOSS_KINDS = {
     "dpo": LossKind("pairs", reference=True),
     "ipo": LossKind("pairs", reference=True),
 }
+OWN_LOSS = LossKind(ratio=True)
 
 
 def choose(field: str, name: str, table: Mapping[str, T]) -> T:
@@ -86,6 +89,10 @@ def _choice(default: str, choices: tuple[str, ...], doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
 
 
+def _text(doc: str) -> Any:
+    return dataclasses.field(default="", metadata={"doc": doc})
+
+
 def _number(default: float, low: float, high: float, doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "range": (low, high)})
 
@@ -99,10 +106,13 @@ class Algorithm:
     """One algorithm as data. Fields stand in the order in which a batch meets them.
 
     Frozen and hashable, so a static argument of jitted functions. `resolve` makes the row of a run.
+    Fields without words of their own are no keys of a config: the row's name, the URL of the paper
+    it follows, and the user's function where `loss` names one (`signatures`).
     """
 
     name: str
-    source: str  # URL of the paper it follows
+    source: str
+    loss_function: Callable | None = None
     drop_equal_rewards: bool = _flag(
         False, "reject groups of equal rewards and sample others (DAPO's dynamic sampling)"
     )
@@ -161,7 +171,11 @@ class Algorithm:
     second_moment: float = _number(
         0.0, 0.0, math.inf, "M2PO's limit on the mean of (behaviour − proximal)², nats²; 0: off"
     )
-    loss: str = _choice("clip", tuple(LOSS_KINDS), "loss of a token, a demonstration or a pair")
+    loss: str = _choice(
+        "clip", tuple(LOSS_KINDS),
+        "loss of a token, a demonstration or a pair; or your own, FILE.py:name",
+    )  # fmt: skip
+    loss_kwargs: str = _text("keyword arguments of your own loss, a JSON object")
     ratio_level: str = _choice(
         "token", ("token", "sequence"), "ratios of tokens | the geometric mean of the sequence's"
     )
@@ -185,7 +199,7 @@ class Algorithm:
     @property
     def kind(self) -> LossKind:
         """Return what the code around the loss must know of it."""
-        return choose("loss", self.loss, LOSS_KINDS)
+        return OWN_LOSS if self.loss_function else choose("loss", self.loss, LOSS_KINDS)
 
     @property
     def data(self) -> str:
@@ -228,16 +242,29 @@ class Algorithm:
         return early or (minibatches > 1 and self.kind.ratio)
 
 
-FIELDS = {f.name: f for f in dataclasses.fields(Algorithm) if f.name not in ("name", "source")}
+FIELDS = {f.name: f for f in dataclasses.fields(Algorithm) if f.metadata}
 CHOICES: dict[str, tuple[str, ...]] = {
     name: f.metadata["choices"] for name, f in FIELDS.items() if "choices" in f.metadata
 }
 
 
 def check_choices(algorithm: Algorithm) -> None:
-    """Raise UserError for a field whose value is none of its choices, suggesting the nearest."""
+    """Raise UserError for a field whose value is none of its choices, suggesting the nearest.
+
+    A user's own function is none of them; its arguments must be a JSON object.
+    """
     for name, choices in CHOICES.items():
-        choose(name, getattr(algorithm, name), dict.fromkeys(choices))
+        if getattr(algorithm, f"{name}_function", None) is None:
+            choose(name, getattr(algorithm, name), dict.fromkeys(choices))
+    text = algorithm.loss_kwargs
+    try:
+        good = isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        good = False
+    if not good:
+        raise UserError(
+            f"algorithm.loss_kwargs={text!r} is no JSON object; write '{{\"name\": 1.5}}'"
+        )
 
 
 def check_ranges(algorithm: Algorithm) -> None:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rlx.algorithms import kl
+from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
+from rlx.algorithms.signatures import LossInputs
 
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
@@ -37,13 +38,14 @@ def policy_loss(
         w = sg(exp(proximal − behaviour)), or 1 where not decoupled (2505.24298)
 
     u and w are of the token or, for ratio_level=sequence, exp of the mean over its sequence's
-    trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`: SURROGATES.
+    trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`: SURROGATES, or a user's own.
 
     KL in the loss has the weight sg(w·u), which is target / behaviour within w's bounds: a token of
     an old policy pulls as often as the target itself would draw it, so the term's gradient has the
     same mean at every lag.
 
-    Tokens with a non-finite ratio are excluded from the loss and every mean, and counted.
+    Tokens with a non-finite ratio are excluded from the loss and every mean, and counted; so are
+    those of which a user's own loss is not finite; where its gradient is not, no update is made.
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated.
@@ -57,10 +59,11 @@ def policy_loss(
 
     Returns:
       The summed loss, float32 scalar, and stats: float32 scalars, named as the metrics they become
-      through `summarise`.
+      through `summarise`. What ℓ returns besides the loss is among them.
 
     Raises:
-      UserError: KL in the loss without `reference_logprobs`.
+      UserError: KL in the loss without `reference_logprobs`; a user's own loss that returns
+        something else than a loss does.
     """
     mask, advantage, segments = batch["loss_mask"], batch["advantages"], batch["segment_ids"]
     chex.assert_rank([target_logprobs_BT, mask], 2)
@@ -74,18 +77,32 @@ def policy_loss(
     advantage = jnp.where(used, advantage, 0.0)
     log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
     log_weight = jnp.where(used, proximal - behaviour, 0.0)
-    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used, segments, "mean")}
+    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used, segments, "mean")}
     leveled = choose("ratio_level", algorithm.ratio_level, levels)
     log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
     weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
-    surrogate, clipped = choose("loss", algorithm.loss, SURROGATES)(
-        log_ratio, jnp.where(used, target, 0.0), advantage, algorithm
+    entropy = jnp.where(used, entropy_BT, 0.0)
+    inputs = LossInputs(
+        target=jnp.where(used, target, 0.0),
+        proximal=jnp.where(used, proximal, 0.0),
+        behaviour=jnp.where(used, behaviour, 0.0),
+        log_ratio=log_ratio,
+        advantage=advantage,
+        entropy=entropy,
+        mask=used,
+        segment_ids=segments,
     )
+    if algorithm.loss_function is None:
+        surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
+    else:
+        surrogate, own = signatures.own_loss(inputs, algorithm)
+        finite = finite & jnp.isfinite(surrogate)
+        used, surrogate = mask & finite, jnp.where(finite, surrogate, 0.0)
+        advantage, entropy = (jnp.where(used, x, 0.0) for x in (advantage, entropy))
     scale = jnp.where(used, batch["loss_weights"], 0.0)
     actor_loss = jnp.sum(scale * weight * surrogate)
     drawn = lax.stop_gradient(weight * jnp.exp(log_ratio))
     kl_loss = _kl_loss(target, batch, scale * drawn, used, algorithm)
-    entropy = jnp.where(used, entropy_BT, 0.0)
     entropy_loss = -algorithm.entropy_coefficient * jnp.sum(scale * entropy)
     stats = {
         "n_valid_tokens": used,
@@ -93,7 +110,6 @@ def policy_loss(
         "actor_loss": actor_loss,
         "kl_loss": kl_loss,
         "entropy_loss": entropy_loss,
-        "actor_clip_ratio": clipped & used,
         "importance_weight": jnp.where(used, jnp.exp(log_ratio), 0.0),
         "ppo_approx_kl": jnp.where(used, -log_ratio, 0.0),
         "behaviour_weight": jnp.where(used, weight, 0.0),
@@ -110,6 +126,9 @@ def policy_loss(
         stats["reference_kl"] = kl.estimate(
             jnp.where(known, target, 0.0), jnp.where(known, reference, 0.0), "k3"
         )
+    for name, x in {"actor_clip_ratio": jnp.zeros_like(used), **own}.items():
+        signatures.check_new(name, stats)
+        stats[name] = x & used if x.dtype == bool else jnp.where(used, x, 0.0)
     stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
     return actor_loss + kl_loss + entropy_loss, lax.stop_gradient(stats)
 
@@ -135,7 +154,8 @@ def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
 
 def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
     """Return metrics of summed stats: counts as they are, losses over `denominator`, else means."""
-    tokens, pairs = max(stats["n_valid_tokens"], 1.0), max(stats.get("n_pairs", 0.0), 1.0)
+    tokens = max(stats["n_valid_tokens"], 1.0)
+    pairs = max(stats.get("n_pairs", tokens), 1.0)
     divisors = {name: pairs for name in stats if name.startswith(PAIRS)}
     divisors |= dict.fromkeys(COUNTS, 1.0)
     divisors |= dict.fromkeys(LOSSES, max(denominator, 1.0))
@@ -256,21 +276,18 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
     return used & (nearer | (ties & (jnp.cumsum(ties) <= room)))
 
 
-def clipped_surrogate(
-    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
-) -> tuple[Array, Array]:
+Said = tuple[Array, Mapping[str, Array]]  # of each token, [B, T]: its loss, and its statistics
+
+
+def clipped_surrogate(inputs: LossInputs[Array], algorithm: Algorithm) -> Said:
     """Return PPO's clipped ratio (1707.06347, eq. 7) with a dual clip (1912.09729).
 
         max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
 
-    Args:
-      log_ratio: log u, float32, any shape. target: not read. advantage: same shape, float32.
-
     Returns:
-      ℓ, float32; true where either clip took the gradient away. Both of log_ratio's shape.
+      ℓ; actor_clip_ratio, true where either clip took the gradient away.
     """
-    del target
-    ratio = jnp.exp(log_ratio)
+    ratio, advantage = jnp.exp(inputs.log_ratio), inputs.advantage
     bounded = jnp.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
     plain, held = -ratio * advantage, -bounded * advantage
     loss, clipped = jnp.maximum(plain, held), held > plain
@@ -278,40 +295,33 @@ def clipped_surrogate(
         ceiling = -algorithm.dual_clip * advantage
         beyond = (advantage < 0) & (ceiling < loss)
         loss, clipped = jnp.where(beyond, ceiling, loss), clipped | beyond
-    return loss, clipped
+    return loss, {"actor_clip_ratio": clipped}
 
 
-def soft_surrogate(
-    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
-) -> tuple[Array, Array]:
+def soft_surrogate(inputs: LossInputs[Array], algorithm: Algorithm) -> Said:
     """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6).
 
         −A·(4/τ)·σ(τ(u − 1)), τ = sapo_positive where A > 0, else sapo_negative
 
-    At u = 1 its slope is that of −u·A. Arguments and results as in `clipped_surrogate`.
+    At u = 1 its slope is that of −u·A.
     """
-    del target
-    tau = jnp.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
-    loss = -advantage * (4.0 / tau) * jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
-    return loss, jnp.zeros_like(log_ratio, bool)
+    tau = jnp.where(inputs.advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    gate = jax.nn.sigmoid(tau * jnp.expm1(inputs.log_ratio))
+    return -inputs.advantage * (4.0 / tau) * gate, {}
 
 
-def plain_surrogate(
-    log_ratio: Array, target: Array, advantage: Array, algorithm: Algorithm
-) -> tuple[Array, Array]:
+def plain_surrogate(inputs: LossInputs[Array], algorithm: Algorithm) -> Said:
     """Return REINFORCE's loss, without a ratio; w is sg(exp(target − behaviour)).
 
         −A·log π
 
-    Arguments and results as in `clipped_surrogate`.
+    Nothing is clipped.
     """
-    return -advantage * target, jnp.zeros_like(log_ratio, bool)
+    return -inputs.advantage * inputs.target, {}
 
-
-Surrogate = Callable[[Array, Array, Array, Algorithm], tuple[Array, Array]]
 
 # ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
-SURROGATES: dict[str, Surrogate] = {
+SURROGATES: dict[str, Callable[[LossInputs[Array], Algorithm], Said]] = {
     "clip": clipped_surrogate,
     "sapo": soft_surrogate,
     "reinforce": plain_surrogate,
@@ -360,7 +370,7 @@ def control_weights(
         return weight, jnp.ones_like(used_BT)
     segments, how = segment_ids_BT, algorithm.weight_aggregate
     measure, finish = choose("weight_statistic", algorithm.weight_statistic, STATISTICS)
-    levels = {"token": lambda x: x, "sequence": lambda x: _aggregate(x, used_BT, segments, how)}
+    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used_BT, segments, how)}
     leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight))
     statistic = finish(leveled)
     held = jnp.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
@@ -373,8 +383,12 @@ def control_weights(
     return choose("weight_action", algorithm.weight_action, actions)(), in_bounds
 
 
-def _aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
-    """Return on every token the mean, sum or max of x over the used tokens of its segment."""
+def aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
+    """Return on every token the mean, sum or max of x over the used tokens of its segment.
+
+    Args:
+      x: [B, T] float32. used: [B, T] bool; 0 is returned elsewhere. segment_ids: [B, T] int32.
+    """
     rows, width = x.shape
     # A row of `width` tokens has at most that many segments, and 0 for padding.
     index = (jnp.arange(rows)[:, None] * (width + 1) + segment_ids).ravel()

@@ -7,10 +7,16 @@ together. Imports neither JAX nor torch: the servers, the planner and `rlx_torch
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlx.algorithms.algorithm import FIELDS, Algorithm, check_choices, check_ranges
+from rlx.algorithms.algorithm import (
+    FIELDS,
+    LOSS_KINDS,
+    Algorithm,
+    check_choices,
+    check_ranges,
+)
 from rlx.base import UserError, unknown
 
 _ARXIV = "https://arxiv.org/abs/"
@@ -77,7 +83,12 @@ PRESETS: dict[str, Algorithm] = {
 }  # fmt: skip
 
 
-def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) -> Algorithm:
+Find = Callable[[str, str, Mapping[str, Any]], Any]  # (key, name, table), `cli.user_code.find`
+
+
+def resolve(
+    config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8, find: Find | None = None
+) -> Algorithm:
     """Return the preset's row with the overrides of `config.algorithm`, checked.
 
     Args:
@@ -85,6 +96,7 @@ def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) 
       max_new_tokens: sampling.max_new_tokens; stands in for zero `overlong_limit` and
         `constant_length`.
       n_samples: sampling.n_samples; what compares the samples of a prompt needs two.
+      find: loads a user's own loss; without it there are those of the table alone.
 
     Raises:
       UserError: for an unknown name, or values that cannot work together.
@@ -92,7 +104,7 @@ def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) 
     if config["preset"] not in PRESETS:
         raise unknown("algorithm.preset", str(config["preset"]), PRESETS)
     given = {name: config[name] for name in FIELDS if config.get(name) is not None}
-    algorithm = dataclasses.replace(PRESETS[config["preset"]], **given)
+    algorithm = _loaded(dataclasses.replace(PRESETS[config["preset"]], **given), find)
     if not algorithm.decoupled and "proximal" not in given:
         algorithm = dataclasses.replace(algorithm, proximal="behaviour")
     check_choices(algorithm)
@@ -111,6 +123,19 @@ def resolve(config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8) 
     return algorithm
 
 
+def _loaded(algorithm: Algorithm, find: Find | None) -> Algorithm:
+    """Return the algorithm with the user's own function where its loss is none of the table."""
+    if find is None or algorithm.loss in LOSS_KINDS:
+        return algorithm
+    function = find("algorithm.loss", algorithm.loss, LOSS_KINDS)
+    if not callable(function):
+        raise UserError(f"algorithm.loss={algorithm.loss} is no function, got {function!r}")
+    return dataclasses.replace(algorithm, loss_function=function)
+
+
+OWN = "FILE.py:name"  # in ACTS: any loss of a user's own
+_ROLLOUTS = (*(name for name, kind in LOSS_KINDS.items() if kind.data == "rollouts"), OWN)
+_RATIOS = (*(name for name, kind in LOSS_KINDS.items() if kind.ratio), OWN)
 _KL_NUMBERS = ("kl_estimator", "kl_coefficient", "kl_target", "kl_horizon")
 _BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper", "weight_lower")
 # Fields (one that ends in _ stands for all that begin so), and what makes them act: another field
@@ -118,7 +143,8 @@ _BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper
 ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (("overlong_", "reward_", "leave_one_out", "peers", "bootstrap_truncated", "gamma", "lam",
       "advantage_", "proximal", "decoupled", "weight_", "ratio_level", "clip_", "dual_clip",
-      "sapo_", "value_clip", "entropy_coefficient"), {"loss": ("clip", "sapo", "reinforce")}),
+      "sapo_", "value_clip", "entropy_coefficient"), {"loss": _ROLLOUTS}),
+    (("loss_kwargs",), {"loss": (OWN,)}),
     (("overlong_limit", "overlong_factor"), {"overlong_buffer": ()}),
     (("peers",), dict.fromkeys(("reward_mean", "reward_std", "advantage_mean", "advantage_std"),
                                ("group",))),
@@ -126,13 +152,13 @@ ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (_KL_NUMBERS, {"kl_placement": ("reward", "loss")}),
     (("kl_horizon",), {"kl_target": ()}),
     (("bootstrap_truncated", "value_clip"), {"critic": (True,)}),
-    (("proximal",), {"loss": ("clip", "sapo"), "kl_placement": ("reward",)}),
+    (("proximal",), {"loss": _RATIOS, "kl_placement": ("reward",)}),
     (("weight_",), {"decoupled": (True,)}),
     (_BOUNDS, {"weight_action": ("mask", "truncate")}),
     (("weight_aggregate",), {"weight_level": ("sequence",)}),
-    (("ratio_level",), {"loss": ("clip", "sapo"), "decoupled": (True,)}),
-    (("clip_", "dual_clip"), {"loss": ("clip",)}),
-    (("sapo_",), {"loss": ("sapo",)}),
+    (("ratio_level",), {"loss": _RATIOS, "decoupled": (True,)}),
+    (("clip_", "dual_clip"), {"loss": ("clip", OWN)}),
+    (("sapo_",), {"loss": ("sapo", OWN)}),
     (("pair_beta",), {"loss": ("dpo", "ipo")}),
     (("constant_length",), {"reduction": ("constant",)}),
 )  # fmt: skip
@@ -142,7 +168,10 @@ def idle(algorithm: Algorithm) -> dict[str, str]:
     """Return the fields that change nothing in an algorithm, each with what would make it act."""
     found: dict[str, str] = {}
     for fields, needs in ACTS:
-        values = [(getattr(algorithm, name), wanted) for name, wanted in needs.items()]
+        values = [
+            (OWN if getattr(algorithm, f"{name}_function", None) else getattr(algorithm, name), w)
+            for name, w in needs.items()
+        ]
         if any(value in wanted if wanted else value for value, wanted in values):
             continue
         words = (f"{name}={'|'.join(map(str, wanted))}" if wanted else f"{name} above 0"
@@ -160,7 +189,7 @@ def _check_acts(algorithm: Algorithm, given: dict) -> None:
         given = {k: v for k, v in given.items() if k not in _KL_NUMBERS}
     remedies = idle(algorithm)
     for name, value in given.items():
-        if value not in (0, "none") and name in remedies:
+        if value not in (0, "", "none") and name in remedies:
             raise UserError(
                 f"algorithm.{name}={value} acts on nothing ({algorithm.name}); it needs "
                 f"algorithm.{remedies[name]}: set that, or leave {name} unset"

@@ -19,6 +19,7 @@ from rlx.algorithms import presets
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.cli.text import number
+from rlx.cli.user_code import find
 from rlx.doctor import capacity, machine
 from rlx.doctor.findings import Finding, attempt, problems
 from rlx.doctor.memory import RunSizes
@@ -83,7 +84,7 @@ def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
 
 def _algorithm(config: ConfigDict) -> Algorithm:
     sampling = config.sampling
-    return presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples)
+    return presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples, find)
 
 
 def _model(

@@ -30,6 +30,7 @@ from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
 from rlx.rollout.workflows import Prompts, Workflow, encode, render
+from rlx.train import dry_call
 from rlx.train.train_options import TrainOptions
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
@@ -74,6 +75,7 @@ def prepare(config: ConfigDict) -> Inputs:
     model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
     check_context(config, model_config)
     algorithm = TrainOptions.of(config).algorithm
+    dry_call.check(algorithm)
     check_kind(config, model_config, algorithm)
     teacher.check(TeacherOptions.of(config), algorithm, model_dir, hf.check)
     train_rows, eval_rows = rows(config, algorithm)

@@ -7,6 +7,7 @@ from typing import Any
 from rlx.algorithms import presets
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
+from rlx.cli.user_code import find
 from rlx.model.lora import LoraConfig
 from rlx.train.optimizer import OptimizerOptions
 
@@ -54,7 +55,7 @@ class TrainOptions:
         """
         sampling, model, train = config.sampling, config.model, config.train
         options = cls(
-            presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples),
+            presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples, find),
             OptimizerOptions(**config.optimizer),
             config.critic.learning_rate,
             config.critic.warmup_steps,

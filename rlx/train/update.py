@@ -334,11 +334,11 @@ class Update:
 
         def compute() -> dict[str, Any]:
             return {
-                **known,
-                **step_metrics.staleness(versions, int(sums["version"])),
                 **step_metrics.device_metrics(
                     results, denominators, sums, flat.num_sequences, self._schedule
                 ),
+                **known,
+                **step_metrics.staleness(versions, int(sums["version"])),
             }
 
         return state, Metrics(compute)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlx.algorithms import advantages, losses, supervised
 from rlx.algorithms.algorithm import CHOICES, REDUCTIONS
 from rlx.algorithms.presets import PRESETS
+from rlx.algorithms.signatures import LossInputs
 from rlx.base import UserError
 
 GRPO = PRESETS["grpo"]
@@ -25,6 +26,16 @@ few = settings(derandomize=True, deadline=None, max_examples=8)
 
 def variant(**fields):
     return dataclasses.replace(GRPO, **fields)
+
+
+def of_one(log_ratio, advantage):
+    """What a loss reads of tokens that differ in these alone."""
+    zeros = jnp.zeros_like(log_ratio)
+    return LossInputs(
+        target=log_ratio, proximal=zeros, behaviour=zeros, log_ratio=log_ratio,
+        advantage=jnp.asarray(advantage, jnp.float32), entropy=zeros, mask=zeros == 0,
+        segment_ids=zeros,
+    )  # fmt: skip
 
 
 # The loss does not know the reduction, nor the weights anything else: each compiles less often.
@@ -204,9 +215,7 @@ def test_a_sequences_ratio_is_the_geometric_mean(cases, seed):
 
 @pytest.mark.parametrize("advantage", [2.0, -3.0])
 def test_sapos_gate_is_the_plain_surrogate_at_ratio_one_and_flat_far_off(advantage):
-    gate = jax.grad(
-        lambda x: losses.soft_surrogate(x, x, jnp.float32(advantage), PRESETS["sapo"])[0]
-    )
+    gate = jax.grad(lambda x: losses.soft_surrogate(of_one(x, advantage), PRESETS["sapo"])[0])
     np.testing.assert_allclose(gate(0.0), -advantage, rtol=1e-6)
     assert abs(float(gate(3.0))) < 1e-3 * abs(advantage)
     assert abs(float(gate(-9.0))) < 1e-3 * abs(advantage)
@@ -216,8 +225,8 @@ def test_sapos_gate_is_the_plain_surrogate_at_ratio_one_and_flat_far_off(advanta
 
 def test_sapo_is_gentler_with_what_is_to_be_encouraged():
     """τ of negative advantages is the larger one: their gradient dies sooner."""
-    slope = jax.grad(lambda x, a: losses.soft_surrogate(x, x, a, PRESETS["sapo"])[0])
-    up, down = (abs(float(slope(1.0, jnp.float32(a)))) for a in (1.0, -1.0))
+    slope = jax.grad(lambda x, a: losses.soft_surrogate(of_one(x, a), PRESETS["sapo"])[0])
+    up, down = (abs(float(slope(1.0, a))) for a in (1.0, -1.0))
     assert down < up
 
 
@@ -468,11 +477,9 @@ def test_the_behaviour_weight_carries_no_gradient(action):
 def test_dual_clip_bounds_only_negative_advantages():
     algorithm = variant(dual_clip=3.0)
     log_ratio = jnp.log(jnp.array([10.0, 10.0, 2.0]))
-    loss, clipped = losses.clipped_surrogate(
-        log_ratio, log_ratio, jnp.array([-1.0, 1.0, -1.0]), algorithm
-    )
+    loss, said = losses.clipped_surrogate(of_one(log_ratio, [-1.0, 1.0, -1.0]), algorithm)
     np.testing.assert_allclose(loss, [3.0, -1.2, 2.0], rtol=1e-6)
-    np.testing.assert_array_equal(clipped, [True, True, False])
+    np.testing.assert_array_equal(said["actor_clip_ratio"], [True, True, False])
 
 
 def test_statistics_are_means_over_trained_tokens(cases):

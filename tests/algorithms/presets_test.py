@@ -96,7 +96,7 @@ def test_every_field_is_declared_once_and_is_a_key_of_its_type():
         assert config.get_type(name) is field.type, name
         assert isinstance(field.default, field.type), name
         assert field.metadata["doc"], name
-        assert ("choices" in field.metadata) == (field.type is str), name
+        assert ("choices" in field.metadata) == (field.type is str and name != "loss_kwargs"), name
         assert ("range" in field.metadata) == (field.type in (int, float)), name
 
 
@@ -197,12 +197,16 @@ def test_what_cannot_work_is_explained(values, words):
     ("values", "needs"),
     [
         ({"sapo_positive": 2.0}, "loss=sapo"),
+        ({"loss_kwargs": '{"largest": 4}'}, "loss=FILE.py:name"),
         ({"value_clip": 0.2}, "critic=True"),
         ({"bootstrap_truncated": True}, "critic=True"),
         ({"preset": "sapo", "clip_high": 0.3}, "loss=clip"),
         ({"preset": "rloo", "clip_low": 0.1}, "loss=clip"),
         ({"preset": "rloo", "dual_clip": 3.0}, "loss=clip"),
-        ({"preset": "rloo", "proximal": "loglinear"}, "loss=clip|sapo or kl_placement=reward"),
+        (
+            {"preset": "rloo", "proximal": "loglinear"},
+            "loss=clip|sapo|FILE.py:name or kl_placement=reward",
+        ),
         ({"kl_estimator": "k2"}, "kl_placement=reward|loss"),
         ({"kl_horizon": 9}, "kl_placement=reward|loss"),
         ({"preset": "reinforce_pp", "kl_horizon": 9}, "kl_target above 0"),
@@ -212,7 +216,10 @@ def test_what_cannot_work_is_explained(values, words):
         ({"preset": "sapo", "weight_action": "truncate"}, "decoupled=True"),
         ({"preset": "m2po", "weight_upper": 3.0}, "weight_action=mask|truncate"),
         ({"weight_aggregate": "sum"}, "weight_level=sequence"),
-        ({"preset": "rloo", "decoupled": False, "ratio_level": "sequence"}, "loss=clip|sapo or d"),
+        (
+            {"preset": "rloo", "decoupled": False, "ratio_level": "sequence"},
+            "loss=clip|sapo|FILE.py:name or d",
+        ),
         ({"preset": "ppo", "peers": "turn"}, "reward_mean=group or reward_std=group or adv"),
         ({"pair_beta": 0.3}, "loss=dpo|ipo"),
         ({"preset": "dpo", "clip_low": 0.1}, "loss=clip|sapo|reinforce"),
@@ -224,9 +231,11 @@ def test_what_cannot_work_is_explained(values, words):
 )
 def test_an_override_that_acts_on_nothing_names_what_would_make_it_act(values, needs):
     field, value = list(values.items())[-1]
-    words = f"algorithm.{field}={value} acts on nothing (.*); it needs algorithm.{needs}"
-    with pytest.raises(UserError, match=words.replace("|", r"\|")):
+    with pytest.raises(UserError) as raised:
         resolve(overrides(**values), 8)
+    begin, _, end = str(raised.value).partition(" acts on nothing (")
+    assert begin == f"algorithm.{field}={value}"
+    assert f"; it needs algorithm.{needs}" in end
 
 
 @pytest.mark.parametrize("field", sorted({f for fields, _ in ACTS for f in fields}))

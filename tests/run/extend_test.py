@@ -16,6 +16,7 @@ PAGE = (ROOT / "docs/extend.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 # What each run of a section leaves in every step's record.
 RECORDED: dict[str, list[str]] = {
+    "Loss": ["ratio_square", "actor_clip_ratio"],
     "Reward": ["reward/arithmetic", "reward/brevity", "reward/polite", "reward/unlike"],
 }
 SHORT = [

@@ -1,0 +1,77 @@
+"""What losses on rollouts are given and give back: rlx's own and a user's alike.
+
+Imports neither JAX nor torch: rlx_torch shares it, and its tensors stand where arrays stand.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rlx.algorithms.algorithm import Algorithm
+from rlx.base import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs(Generic[T]):
+    """What a loss on rollouts is given of each token: [B, T] float32 arrays, unless said otherwise.
+
+    Where `mask` is false all of them are 0, and what a loss says there is left out.
+    """
+
+    target: T  # log π of the policy that is optimised, nats; differentiated
+    proximal: T  # log π of the clip's anchor, nats
+    behaviour: T  # log π of the policy that sampled the token, nats
+    log_ratio: T  # target − proximal, or what `ratio_level` makes of it; differentiated
+    advantage: T  # A
+    entropy: T  # of the target policy, nats; differentiated
+    mask: T  # bool; the tokens that count
+    segment_ids: T  # int32; the sequences of each row, from 1; 0 is padding
+
+
+def own_loss(inputs: LossInputs[T], algorithm: Algorithm) -> tuple[T, Mapping[str, T]]:
+    """Return what a user's loss says of each token: its loss and its statistics, [B, T] each.
+
+        loss(inputs, algorithm, **loss_kwargs) -> (loss, {name: statistic})
+
+    Raises:
+      UserError: it gives anything else.
+    """
+    function = algorithm.loss_function
+    assert function is not None
+    out = function(inputs, algorithm, **json.loads(algorithm.loss_kwargs or "{}"))
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Mapping):
+        got = f"{len(out)} values" if isinstance(out, tuple) else "one value"
+        raise UserError(
+            f"algorithm.loss={algorithm.loss} returned {got}; return (loss, {{name: statistic}}), "
+            f"arrays of one number a token{place(function)}"
+        )
+    for name, x in {**out[1], "loss": out[0]}.items():
+        check_array(f"algorithm.loss={algorithm.loss}", name, x, inputs.target, function)
+    return out
+
+
+def check_array(what: str, name: str, x: Any, like: Any, function: Callable) -> None:
+    """Raise UserError unless x has the shape of `like` and its dtype; a statistic may be bool."""
+    wanted, got = ((str(getattr(a, "dtype", type(a).__name__)).removeprefix("torch."),
+                    list(getattr(a, "shape", ()))) for a in (like, x))  # fmt: skip
+    if got != wanted and (got != ("bool", wanted[1]) or name == "loss"):
+        raise UserError(
+            f"{what} returned {name!r} of {got[0]} {got[1]}; wanted one number a token, "
+            f"{wanted[0]} {wanted[1]}{place(function)}"
+        )
+
+
+def check_new(name: str, statistics: Mapping[str, Any]) -> None:
+    """Raise UserError where a loss returned a statistic that rlx computes itself."""
+    if name in statistics:
+        raise UserError(f"algorithm.loss returned {name!r}, which is rlx's own; use another name")
+
+
+def place(function: Callable) -> str:
+    """Return ` (FILE, line N)` of a function; nothing where it is not known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""

@@ -1,0 +1,63 @@
+"""Try a user's own loss on a few tokens, before anything is started."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx.algorithms import losses, signatures
+from rlx.algorithms.algorithm import Algorithm
+from rlx.base import UserError
+from rlx.cli.user_code import where
+
+SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]], np.int32)
+LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
+
+
+def check(algorithm: Algorithm) -> None:
+    """Compute a user's own loss with its gradient once, as a train step does, on the CPU.
+
+    Raises:
+      UserError: it fails, or gives something of another shape or type, or what is not finite; with
+        the user's file and line.
+    """
+    if algorithm.loss_function:
+        with _of_user(f"algorithm.loss={algorithm.loss}", algorithm.loss_function) as what:
+            _check_loss(what, algorithm, algorithm.loss_function)
+
+
+def _check_loss(what: str, algorithm: Algorithm, function: Callable) -> None:
+    rng, mask = np.random.default_rng(0), SEGMENTS > 0
+    rows: Any = {
+        name: -rng.exponential(0.5, mask.shape).astype(np.float32) * mask
+        for name in (*LOGPROBS, "target", "entropy", "advantages")
+    }
+    rows |= {"loss_mask": mask, "loss_weights": mask.astype(np.float32), "segment_ids": SEGMENTS}
+    rows |= {"versions": 0 * SEGMENTS, "target_version": np.array(1.5)}
+    run = jax.value_and_grad(losses.policy_loss, argnums=(0, 1), has_aux=True)
+    inputs = rows["target"], rows["entropy"], rows
+    (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*inputs, algorithm))
+    bad = int(stats["n_nonfinite_tokens"])
+    wrong = [f"the loss of {bad} of {mask.sum()} tokens"] * (bad > 0)
+    wrong += ["the gradient"] * (not all(np.isfinite(g).all() for g in gradients))
+    wrong += [f"the statistic {name!r}" for name, x in stats.items() if not np.isfinite(x)]
+    if wrong:
+        raise UserError(f"{what}: {wrong[0]} is not finite{signatures.place(function)}")
+
+
+@contextmanager
+def _of_user(what: str, function: Callable) -> Iterator[str]:
+    """Tell a failure in one line, by the user's file and line; compute on the CPU meanwhile.
+
+    Servers that start after this may want all of an accelerator.
+    """
+    try:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            yield what
+    except UserError:
+        raise
+    except Exception as error:
+        text, own = where(error), signatures.place(function)
+        raise UserError(f"{what}: {text}{'' if own.partition(',')[0] in text else own}") from error

@@ -1,0 +1,70 @@
+"""A user's mistakes are found on a few tokens, and told by the user's own file and line."""
+
+import jax
+import pytest
+
+from rlx import config as config_lib
+from rlx.base import UserError
+from rlx.train import dry_call
+from rlx.train.train_options import TrainOptions
+
+LOSSES = {
+    "raises": ("    x = 1\n    return inputs.nonesuch, {}", "AttributeError: .*nonesuch", 4),
+    "branches": ("    if inputs.target.sum() > 0:\n        pass", "TracerBoolConversion", 3),
+    "is not finite": (
+        "    return jnp.log(inputs.target), {}",
+        "the loss of 15 of 15 tokens is not",
+        2,
+    ),
+    "has no gradient": ("    return jnp.sqrt(0 * inputs.target), {}", "the gradient is not", 2),
+    "statistic": (
+        "    return inputs.target, {'odd': jnp.log(inputs.target)}",
+        "the statistic 'odd' is not finite",
+        2,
+    ),
+    "sums": ("    return inputs.target.sum(), {}", r"'loss' of float32 \[\]; wanted", 2),
+}
+
+
+def checked(path, name="mine", **fields):
+    config = config_lib.default()
+    config.algorithm.loss = f"{path}:{name}"
+    for key, value in fields.items():
+        config.algorithm[key] = value
+    dry_call.check(TrainOptions.of(config).algorithm)
+
+
+def written(directory, body):
+    path = directory / "mine.py"
+    path.write_text(f"import jax.numpy as jnp\ndef mine(inputs, algorithm, scale=1.0):\n{body}\n")
+    return path
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_loss_that_fails_is_one_line_with_file_and_line(what, tmp_path):
+    body, words, line = LOSSES[what]
+    path = written(tmp_path, body)
+    with pytest.raises(UserError, match=rf"^algorithm\.loss={path}:mine.*{words}") as raised:
+        checked(path)
+    assert str(raised.value).endswith(f"({path}, line {line})")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo", "reinforce_pp_baseline", "m2po"])
+def test_a_good_loss_passes_in_every_surrounding(preset, tmp_path):
+    path = written(tmp_path, "    return -scale * inputs.advantage * inputs.target, {}")
+    fields = {} if preset != "m2po" else {"proximal": "recompute"}
+    checked(path, preset=preset, loss_kwargs='{"scale": 2}', **fields)
+    assert jax.config.jax_default_device is None
+
+
+def test_arguments_that_a_loss_does_not_take_are_named(tmp_path):
+    path = written(tmp_path, "    return inputs.target, {}")
+    with pytest.raises(UserError, match=rf"'scal' .*\({path}, line 2\)"):
+        checked(path, loss_kwargs='{"scal": 2}')
+
+
+def test_a_misspelt_function_suggests_the_nearest(tmp_path):
+    path = written(tmp_path, "    return inputs.target, {}")
+    with pytest.raises(UserError, match="did you mean 'mine'"):
+        checked(path, "mime")
