@@ -125,7 +125,7 @@ def default() -> ConfigDict:
         64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
         16384, 24576, 32768,
     )  # fmt: skip
-    c.train.mesh = ""  # "" or e.g. "data:4,tensor:2"
+    c.train.mesh = ""  # "" or e.g. "fsdp:4,tensor:2"; replica copies parameters
 
     c.fleet = ConfigDict()
     c.fleet.engine = "jax"

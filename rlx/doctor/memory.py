@@ -130,9 +130,9 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
       name → bytes, adding up to the peak.
     """
     train = sizes.train
-    mesh = sharding.parse_mesh(train.mesh) or {"data": devices.count}
-    tensor = mesh.get("tensor", 1)
-    places = tensor * mesh.get("data", 1)
+    mesh = sharding.mesh_axes(train.mesh, devices.count)
+    tensor = mesh["tensor"]
+    places = tensor * mesh["fsdp"]
     held = state(sizes)
     width = jnp.dtype(train.dtype).itemsize
     if train.lora:

@@ -11,11 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rlx.model import sharding
 from rlx.model.ops import weight_gradient
+from rlx.model.sharding import Placement
 
 
 def target_logprobs(
-    x: Array, head: Array, targets: Array, *, temperature: float = 1.0, chunk: int = 1024
+    x: Array,
+    head: Array,
+    targets: Array,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    place: Placement | None = None,
 ) -> tuple[Array, Array]:
     """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
 
@@ -24,25 +32,26 @@ def target_logprobs(
       temperature: > 0.
       chunk: how many of the N tokens have logits at one time; with N or more, the logits are kept
         for the backward pass, else they are computed again.
+      place: of the head on a mesh; it is gathered once for all chunks, in each pass.
 
     Returns:
       Two [N] float32, nats.
     """
     tokens, width = x.shape
     if chunk >= tokens:
-        return _whole(x, head, targets, temperature)
+        return _whole(x, head, targets, temperature, place)
     pieces = -(-tokens // chunk)
     size = -(-tokens // pieces)
     padding = pieces * size - tokens
     x = jnp.pad(x, ((0, padding), (0, 0))).reshape(pieces, size, width)
     targets = jnp.pad(targets, (0, padding)).reshape(pieces, size)
-    both: Any = _chunked(x, head, targets, temperature)
+    both: Any = _chunked(x, head, targets, temperature, place)
     return both[0].reshape(-1)[:tokens], both[1].reshape(-1)[:tokens]
 
 
 def _logits(x, head, temperature):
-    weights = head.astype(x.dtype)
-    logits = jnp.einsum("nd,vd->nv", x, weights, preferred_element_type=jnp.float32)
+    """Return [N, V] float32 of a head in x's dtype."""
+    logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=jnp.float32)
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -58,7 +67,7 @@ def _reduce(logits, targets):
 
 
 def _gradients(x, head, targets, logits, normaliser, entropy, grads, temperature):
-    """Return the gradients of x [N, D] and head [V, D].
+    """Return the gradients of x [N, D] and of a head [V, D] in its dtype.
 
     With p = softmax(z):  ∂logp_t/∂z = onehot_t − p,  ∂H/∂z = −p (log p + H).
     """
@@ -68,25 +77,26 @@ def _gradients(x, head, targets, logits, normaliser, entropy, grads, temperature
     hot = targets[:, None] == jnp.arange(logits.shape[1])[None]
     grad = (jnp.where(hot, grad_logprob[:, None], 0.0) - jnp.exp(log_p) * pull) / temperature
     grad = grad.astype(x.dtype)
-    grad_x = grad @ head.astype(x.dtype)
+    grad_x = grad @ head
     return grad_x, weight_gradient(grad, x, jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _whole(x, head, targets, temperature):
-    return _whole_forward(x, head, targets, temperature)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _whole(x, head, targets, temperature, place):
+    return _whole_forward(x, head, targets, temperature, place)[0]
 
 
-def _whole_forward(x, head, targets, temperature):
-    logits = _logits(x, head, temperature)
+def _whole_forward(x, head, targets, temperature, place):
+    logits = _logits(x, sharding.used(head, x.dtype, place), temperature)
     logprob, entropy, normaliser = _reduce(logits, targets)
     return (logprob, entropy), (x, head, targets, logits, normaliser, entropy)
 
 
-def _whole_backward(temperature, kept, grads):
+def _whole_backward(temperature, place, kept, grads):
     x, head, targets, logits, normaliser, entropy = kept
+    weights = sharding.used(head, x.dtype, place)
     grad_x, grad_head = _gradients(
-        x, head, targets, logits, normaliser, entropy, grads, temperature
+        x, weights, targets, logits, normaliser, entropy, grads, temperature
     )  # fmt: skip
     return grad_x, grad_head.astype(head.dtype), None
 
@@ -94,27 +104,30 @@ def _whole_backward(temperature, kept, grads):
 _whole.defvjp(_whole_forward, _whole_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(x, head, targets, temperature):
-    return _chunked_forward(x, head, targets, temperature)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _chunked(x, head, targets, temperature, place):
+    return _chunked_forward(x, head, targets, temperature, place)[0]
 
 
-def _chunked_forward(x, head, targets, temperature):
+def _chunked_forward(x, head, targets, temperature, place):
+    weights = sharding.used(head, x.dtype, place)
+
     def one(chunk):
-        return _reduce(_logits(chunk[0], head, temperature), chunk[1])
+        return _reduce(_logits(chunk[0], weights, temperature), chunk[1])
 
     logprob, entropy, normaliser = lax.map(one, (x, targets))
     return (logprob, entropy), (x, head, targets, normaliser, entropy)
 
 
-def _chunked_backward(temperature, kept, grads):
+def _chunked_backward(temperature, place, kept, grads):
     x, head, targets, normaliser, entropy = kept
+    weights = sharding.used(head, x.dtype, place)
 
     def one(grad_head, chunk):
         x, targets, normaliser, entropy, grads = chunk
-        logits = _logits(x, head, temperature)
+        logits = _logits(x, weights, temperature)
         grad_x, more = _gradients(
-            x, head, targets, logits, normaliser, entropy, grads, temperature
+            x, weights, targets, logits, normaliser, entropy, grads, temperature
         )  # fmt: skip
         return grad_head + more, grad_x
 

@@ -15,16 +15,19 @@ from rlx.model import rope
 from rlx.model.attention import attention
 from rlx.model.cross_entropy import target_logprobs
 from rlx.model.model_config import ModelConfig
-from rlx.model.ops import matmul, rms_norm, rotate, swiglu
+from rlx.model.ops import lookup, matmul, rms_norm, rotate, swiglu
 from rlx.model.params import Params
+from rlx.model.sharding import ONE_DEVICE, Layout, scattered_gradient, used
 
 # attend(q_BTNH, k_BTKH, v_BTKH) -> mixed_BTNH
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def embed(params: Params, tokens: jax.Array, compute_dtype: Any) -> jax.Array:
+def embed(
+    params: Params, tokens: jax.Array, compute_dtype: Any, layout: Layout = ONE_DEVICE
+) -> jax.Array:
     """Return token embeddings: [...] int32 → [..., D] compute_dtype."""
-    return params["embed"][tokens].astype(compute_dtype)
+    return lookup(params["embed"], tokens, compute_dtype, layout.place("embed"))
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -32,34 +35,41 @@ def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
     return rope.tables(config.rope, config.head_dim, positions)
 
 
-def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
+def linear(layer: Params, name: str, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
     """Return x @ layer[name], plus its adapter and bias where it has them, in x's dtype."""
     weight, rows = layer[name], x.reshape(-1, x.shape[-1])
-    y = matmul(rows, weight)
+    y = matmul(rows, weight, layout.place(name))
     if (down := layer.get(f"{name}_lora_a")) is not None:  # see lora.attach
-        y = y + matmul(matmul(rows, down), layer[f"{name}_lora_b"])
+        inner = matmul(rows, down, layout.place(f"{name}_lora_a"))
+        y = y + matmul(inner, layer[f"{name}_lora_b"], layout.place(f"{name}_lora_b"))
     y = y.reshape(*x.shape[:-1], weight.shape[-1])
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
 
 def project_qkv(
-    layer: Params, config: ModelConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+    layer: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries [..., N, H], keys and values [..., K, H] of normed x [..., D], with RoPE."""
     heads = (*x.shape[:-1], -1, config.head_dim)
-    q = linear(layer, "q", x).reshape(heads)
-    k = linear(layer, "k", x).reshape(heads)
-    v = linear(layer, "v", x).reshape(heads)
+    q, k, v = (
+        layout.heads(linear(layer, name, x, layout).reshape(heads)) for name in ("q", "k", "v")
+    )
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.rms_eps)
         k = rms_norm(k, layer["k_norm"], config.rms_eps)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def mlp(layer: Params, x: jax.Array) -> jax.Array:
+def mlp(layer: Params, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
     """Return SwiGLU: down(silu(gate x) · up x); [..., D] → [..., D]."""
-    return linear(layer, "down", swiglu(linear(layer, "gate", x), linear(layer, "up", x)))
+    gate, up = (layout.columns(linear(layer, name, x, layout)) for name in ("gate", "up"))
+    return linear(layer, "down", swiglu(gate, up), layout)
 
 
 def layer_block(
@@ -69,6 +79,7 @@ def layer_block(
     cos: jax.Array,
     sin: jax.Array,
     attend: Attend,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
     """Return the residual stream [..., D] after one decoder layer.
 
@@ -76,11 +87,15 @@ def layer_block(
       layer: the layer's parameters: `params["layers"]` without the leading axis.
       x: [..., D] residual stream; cos, sin: [..., H/2] float32.
       attend: attention: q [..., N, H], k, v [..., K, H] → [..., N, H].
+      layout: of the activations on a mesh.
     """
-    q, k, v = project_qkv(layer, config, rms_norm(x, layer["input_norm"], config.rms_eps), cos, sin)
-    mixed = attend(q, k, v).reshape(*x.shape[:-1], config.num_heads * config.head_dim)
-    x = x + linear(layer, "o", mixed)
-    return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_eps))
+    x = layout.stream(x)
+    normed = layout.tokens(rms_norm(x, layer["input_norm"], config.rms_eps))
+    mixed = attend(*project_qkv(layer, config, normed, cos, sin, layout))
+    mixed = layout.columns(mixed.reshape(*x.shape[:-1], config.num_heads * config.head_dim))
+    x = x + layout.stream(linear(layer, "o", mixed, layout))
+    normed = layout.tokens(rms_norm(x, layer["post_norm"], config.rms_eps))
+    return x + layout.stream(mlp(layer, normed, layout))
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
@@ -114,6 +129,7 @@ def hidden(
     *,
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
     """Return the hidden states of packed rows, after the final norm.
 
@@ -123,6 +139,7 @@ def hidden(
       segment_ids: [B, T] int32; equal ids attend to each other (causally), 0 is padding.
       remat: none (keep everything for the backward pass) | dots (keep matrix products) | full.
       compute_dtype: of activations; parameters are cast where they are used.
+      layout: of weights and activations on a mesh; row_shards divides B.
 
     Returns:
       [B, T, D] compute_dtype.
@@ -133,13 +150,13 @@ def hidden(
         return attention(q, k, v, segment_ids)
 
     def body(x, layer):
-        return layer_block(layer, config, x, cos, sin, attend), None
+        return layer_block(layer, config, x, cos, sin, attend, layout), None
 
     if remat != "none":
         body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
-    x = embed(params, tokens, compute_dtype)
+    x = layout.stream(embed(params, tokens, compute_dtype, layout))
     x, _ = jax.lax.scan(body, x, params["layers"])
-    return final_norm(params, config, x)
+    return layout.tokens(final_norm(params, config, x))
 
 
 def logprobs(
@@ -151,13 +168,14 @@ def logprobs(
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
     chunk: int = 1024,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array]:
     """Return each token's log-probability given the earlier ones of its segment, and the entropy.
 
         logprob_t = log softmax(logits_{t−1} / temperature)[token_t]
 
     This is the one place where tokens are shifted against logits. At most `chunk` tokens' logits
-    exist at a time, in the backward pass too.
+    exist at a time on each device that has rows of its own, in the backward pass too.
 
     Args:
       batch: tokens, positions, segment_ids, each [B, T] int32.
@@ -171,14 +189,19 @@ def logprobs(
     tokens, segments = batch["tokens"], batch["segment_ids"]
     x = hidden(
         params, config, tokens, batch["positions"], segments,
-        remat=remat, compute_dtype=compute_dtype,
+        remat=remat, compute_dtype=compute_dtype, layout=layout,
     )  # fmt: skip
     targets = jnp.roll(tokens, -1, axis=1)
-    logprob, entropy = target_logprobs(
-        x.reshape(-1, x.shape[-1]), head(params, config), targets.reshape(-1),
-        temperature=temperature, chunk=chunk,
-    )  # fmt: skip
-    logprob, entropy = (x.reshape(tokens.shape) for x in (logprob, entropy))
+    place = layout.place("embed" if config.tie_embeddings else "lm_head")
+    weights = scattered_gradient(head(params, config), place)
+
+    def score(x, targets):
+        return target_logprobs(
+            x, weights, targets, temperature=temperature, chunk=chunk, place=place
+        )
+
+    # A chunk is of one device's tokens: else each device would make the logits of all of them.
+    logprob, entropy = layout.per_row_shard(score, x, targets)
     return shift(logprob, segments), shift(entropy, segments)
 
 
@@ -189,6 +212,7 @@ def values(
     *,
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
     """Return the value head's number of each token: V of the state after it.
 
@@ -204,9 +228,10 @@ def values(
     segments = batch["segment_ids"]
     x = hidden(
         params, config, batch["tokens"], batch["positions"], segments,
-        remat=remat, compute_dtype=compute_dtype,
+        remat=remat, compute_dtype=compute_dtype, layout=layout,
     )  # fmt: skip
-    weights = params["value_head"][0].astype(x.dtype)
+    place = layout.place("value_head")
+    weights = used(scattered_gradient(params["value_head"], place), x.dtype, place)[0]
     scores = jnp.einsum("btd,d->bt", x, weights, preferred_element_type=jnp.float32)
     return jnp.where(segments > 0, scores, 0.0)
 

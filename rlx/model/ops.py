@@ -13,40 +13,73 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rlx.model import sharding
+from rlx.model.sharding import Placement
 
-@jax.custom_vjp
-def matmul(x: Array, weight: Array) -> Array:
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x: Array, weight: Array, place: Placement | None = None) -> Array:
     """Return x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
 
     Args:
       x: [N, D]; weight: [D, F], cast to x's dtype.
+      place: of the weight on a mesh: it is gathered for this product and again for the backward
+        pass, and its gradient is scattered.
     """
-    return x @ weight.astype(x.dtype)
+    return x @ sharding.used(weight, x.dtype, place)
 
 
-def _matmul_forward(x, weight):
-    return matmul(x, weight), (x, weight)
+def _matmul_forward(x, weight, place):
+    return matmul(x, weight, place), (x, weight)
 
 
-def _matmul_backward(kept, grad):
+def _matmul_backward(place, kept, grad):
     x, weight = kept
-    grad_x = jnp.einsum("nf,df->nd", grad, weight.astype(x.dtype))
-    return grad_x, weight_gradient(x, grad, weight.dtype)
+    grad_x = jnp.einsum("nf,df->nd", grad, sharding.used(weight, x.dtype, place))
+    return grad_x, weight_gradient(x, grad, weight.dtype, place)
 
 
-def weight_gradient(x: Array, grad: Array, dtype: Any) -> Array:
-    """Return xᵀ·grad: [N, D] and [N, F] → [D, F] of `dtype`, accumulated in it.
+def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None = None) -> Array:
+    """Return xᵀ·grad: [N, D] and [N, F] → [D, F] of `dtype`, accumulated in it, at its `place`.
 
     The narrower operand goes first, with a transpose of the small result where that is grad: on a
     CPU the other order is up to twice as slow. The barrier keeps XLA from undoing it.
     """
     if x.shape[1] <= grad.shape[1]:
-        return jnp.einsum("nd,nf->df", x, grad, preferred_element_type=dtype)
+        product = jnp.einsum("nd,nf->df", x, grad, preferred_element_type=dtype)
+        return sharding.stored(product, place)
     swapped = jnp.einsum("nf,nd->fd", grad, x, preferred_element_type=dtype)
+    if place:
+        swapped = lax.with_sharding_constraint(swapped, place.own_transposed)
     return lax.optimization_barrier(swapped).T
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def lookup(table: Array, tokens: Array, dtype: Any, place: Placement | None = None) -> Array:
+    """Return table[tokens] in `dtype`: [V, D] and [...] int32 → [..., D].
+
+    The gradient is added up in the table's dtype, and scattered to its `place` on a mesh.
+    """
+    if place is None:  # few rows are looked up: not the whole table is cast
+        return table[tokens].astype(dtype)
+    return sharding.used(table, dtype, place)[tokens]
+
+
+def _lookup_forward(table, tokens, dtype, place):
+    return lookup(table, tokens, dtype, place), (table, tokens)
+
+
+def _lookup_backward(dtype, place, kept, grad):
+    table, tokens = kept
+    total = jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype))
+    # Whole rows first: cut at once, every device would be sent its columns of all tokens.
+    return sharding.stored(sharding.whole(total, place), place), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -29,7 +29,7 @@ from rlx.launch.teacher import TeacherOptions
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-from rlx.model.sharding import parse_mesh
+from rlx.model.sharding import mesh_axes, num_row_shards
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import encode, render
 from rlx.run import inputs as run_inputs
@@ -208,7 +208,7 @@ def arithmetic(
     sizes = sizes_of(config, inputs.model_config)
     yield judge_batch(sizes, len(inputs.train_rows))
     expected = expected_tokens(config, prompts, workdir)
-    shards = (parse_mesh(config.train.mesh) or {"data": devices.count}).get("data", 1)
+    shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
     cost = attention_cost(inputs.model_config, devices.platform)
     yield judge_microbatches(sizes, expected, cost, shards)
     if inputs.algorithm.data == "rollouts":

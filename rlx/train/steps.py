@@ -29,6 +29,7 @@ from rlx.model import decoder
 from rlx.model import lora as lora_lib
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
+from rlx.model.sharding import ONE_DEVICE, Layout
 from rlx.train.optimizer import make_optimizer
 from rlx.train.train_options import TrainOptions
 
@@ -201,10 +202,12 @@ class Steps:
     Attributes:
       base: the config of the model as it was given, without a value head.
       options: of the run.
+      layout: of weights and activations on the mesh.
     """
 
     base: ModelConfig
     options: TrainOptions
+    layout: Layout = ONE_DEVICE
 
     @property
     def algorithm(self) -> Algorithm:
@@ -286,6 +289,7 @@ class Steps:
         return decoder.logprobs(
             self.whole(params, frozen), self.model, batch, temperature=o.temperature,
             remat=o.remat, compute_dtype=jnp.dtype(o.compute_dtype), chunk=o.chunk,
+            layout=self.layout,
         )  # fmt: skip
 
     def logprob_step(self, params: Params | None, frozen: Params | None, batch: Batch) -> Array:
@@ -295,7 +299,9 @@ class Steps:
     def values(self, params: Params, config: ModelConfig, batch: Batch) -> Array:
         """Return the value head's number after each token, [B, T] float32."""
         o, dtype = self.options, jnp.dtype(self.options.compute_dtype)
-        return decoder.values(params, config, batch, remat=o.remat, compute_dtype=dtype)
+        return decoder.values(
+            params, config, batch, remat=o.remat, compute_dtype=dtype, layout=self.layout
+        )
 
     def value_step(self, params: Params, batch: Batch) -> tuple[Array, Array]:
         """Return the critic's V before and after each token, [B, T] float32 each."""

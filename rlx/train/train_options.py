@@ -18,7 +18,7 @@ class TrainOptions:
 
     Attributes:
       token_budget: train.max_tokens_per_microbatch; tokens on each data-parallel device.
-      mesh: train.mesh; "" or `data:4,tensor:2`.
+      mesh: train.mesh; "" or `fsdp:4,tensor:2`.
       dtype, compute_dtype: of parameters and of activations.
       chunk: model.logprob_chunk; tokens whose logits exist at one time.
       temperature: > 0, the one the tokens were sampled with.

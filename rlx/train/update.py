@@ -8,6 +8,7 @@ The host only arranges arrays and dispatches; nothing here waits for the device.
 and DPO come the same way: what differs is the row of the preset table.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,11 +65,13 @@ class Update:
     ):
         self._options, self._base = options, model_config
         self._algorithm = algorithm = options.algorithm
-        self._steps = s = Steps(model_config, options)
-        self.model, self.lora = s.model, options.lora
+        self.lora = options.lora
+        self._mesh: Any = sharding.make_mesh(options.mesh) if mesh is None else mesh
+        self._layout = self._laid_out()
+        self._steps = s = Steps(model_config, options, self._layout)
+        self.model = s.model
         self._schedule = make_schedule(options.optimizer, options.policy_updates)
         self._attention_cost = attention_cost(model_config, jax.default_backend())
-        self._mesh: Any = sharding.make_mesh(options.mesh) if mesh is None else mesh
         self._frozen: Any = None
         self._reference: Any = None  # stays so with LoRA: the base without adapters
         if self.lora:
@@ -108,6 +111,13 @@ class Update:
         self._scatter = jax.jit(steps.scatter, donate_argnums=0)
 
     # Where arrays live. Without a mesh everything is on the default device.
+
+    def _laid_out(self) -> sharding.Layout:
+        """Return the layout of the policy, the critic and the adapters on the mesh."""
+        valued = dataclasses.replace(self._base, value_head=True)
+        adapters = lora_lib.table(self._base, self.lora) if self.lora else ()
+        rows = (*parameters.table(self._base), *parameters.table(valued), *adapters)
+        return sharding.Layout.of(self._base, self._mesh, rows)
 
     def _everywhere(self) -> Any:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
@@ -220,7 +230,7 @@ class Update:
             self._options.token_budget,
             self._options.row_buckets,
             attention_cost=self._attention_cost,
-            shards=1 if self._mesh is None else self._mesh.shape.get("data", 1),
+            shards=self._layout.row_shards,
             together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
         )
         parts = packing.microbatches(flat, ids, plan)

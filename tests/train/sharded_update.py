@@ -48,7 +48,7 @@ def run(mesh_text, minibatches, budget, rank, preset):
     if mesh_text:
         mesh = sharding.make_mesh(mesh_text)
     else:
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), sharding.AXES)
     params = parameters.init(MODEL, jax.random.key(0))
     trainer = update.Update(
         MODEL,
@@ -66,9 +66,12 @@ def run(mesh_text, minibatches, budget, rank, preset):
 CASES = (
     # mesh, minibatches, token budget a device, rank of LoRA's adapters, algorithm, a parameter that
     # is cut
-    ("data:4,tensor:2", 2, 64, 0, "ppo", "q"),
+    ("fsdp:4,tensor:2", 2, 64, 0, "ppo", "q"),
     ("data:8", 1, 64, 0, "dpo", "q"),
-    ("data:4,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
+    ("fsdp:4,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
+    ("replica:2,fsdp:2,tensor:2", 2, 64, 0, "ppo", "q"),
+    ("replica:4,fsdp:2", 2, 64, 3, "grpo", "q_lora_a"),
+    ("fsdp:2,tensor:4", 1, 64, 0, "dpo", "q"),
 )
 METRICS = (
     "actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward", "value_loss",
@@ -76,10 +79,8 @@ METRICS = (
 )  # fmt: skip
 
 
-def main(*presets):
-    for mesh, minibatches, budget, rank, preset, name in CASES:
-        if preset not in presets:
-            continue
+def main(*cases):
+    for mesh, minibatches, budget, rank, preset, name in (CASES[int(case)] for case in cases):
         _, alone, expected = run("", minibatches, 2048, rank, preset)
         trainer, state, metrics = run(mesh, minibatches, budget, rank, preset)
         q = state.params["layers"][name]

@@ -396,13 +396,13 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
 
 
 @pytest.mark.parametrize(
-    "presets", [("ppo",), pytest.param(("dpo", "grpo"), marks=pytest.mark.slow)], ids=" ".join
+    "cases", [("0",), pytest.param(("1", "2", "3", "4", "5"), marks=pytest.mark.slow)], ids=" ".join
 )
-def test_sharded_is_unsharded(presets):
+def test_sharded_is_unsharded(cases):
     """The same updates on one device and on meshes of 8, in a process with 8 devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     program = Path(__file__).with_name("sharded_update.py")
     subprocess.run(
-        [sys.executable, program, *presets],
-        check=True, timeout=240, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, program, *cases],
+        check=True, timeout=900, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
