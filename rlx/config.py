@@ -179,8 +179,9 @@ def default() -> ConfigDict:
 
     c.observe = ConfigDict()
     c.observe.transcripts_per_step = 4
-    c.observe.tensorboard = True
-    return c
+    c.observe.writers = ("tensorboard",)  # also wandb, trackio; or FILE.py:hook, module:hook
+    c.observe.tensorboard = config_dict.placeholder(bool)  # gone: see writers
+    return c.lock()
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:
@@ -189,6 +190,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     Args:
       trains: false where nothing will be trained, so that the trainer's budgets do not matter.
     """
+    if config.observe.tensorboard is not None:
+        raise UserError("observe.tensorboard is gone; set observe.writers=('tensorboard',) or ()")
     if not config.model.path:
         raise UserError("model.path is empty; give an HF directory or hub name")
     if config.fleet.engine not in ENGINES:

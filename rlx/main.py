@@ -15,9 +15,10 @@ from rlx.config import check
 from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
-from rlx.launch.host_memory import keep_freed_memory
 from rlx.launch.workdir_lock import fresh_workdir
 from rlx.run.run_checks import findings
+
+INTERRUPTED = 130  # exit status
 
 
 def main() -> int:
@@ -27,24 +28,22 @@ def main() -> int:
         switches={"dry_run": "check everything the run needs, print what was found, and stop"},
         workdir="directory of the run; default: under runs/",
     )
-    if not values.dry_run:
-        check(config)
     workdir = Path(values.workdir or "runs")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     if values.dry_run:
         return status(show(findings(config, workdir, every_extra=False)))
-    keep_freed_memory()
-    from rlx.run import loop  # JAX only after the command line was found good
+    check(config)  # before a directory is made, and before JAX, which takes a moment to import
+    from rlx.run import loop
 
-    if values.workdir:
-        return loop.run(config, workdir)
-    workdir = fresh_workdir(config_flags.get_config_filename(values["config"]))
+    if not values.workdir:
+        workdir = fresh_workdir(config_flags.get_config_filename(values["config"]))
     try:
-        return loop.run(config, workdir)
+        return 0 if loop.run(config, workdir).complete else INTERRUPTED
     finally:
-        with suppress(OSError):
-            workdir.rmdir()  # empty where nothing was begun
+        if not values.workdir:
+            with suppress(OSError):
+                workdir.rmdir()  # empty where nothing was begun
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ COMMON = (
     "--config.optimizer.clip_norm=0.0",
     "--config.eval.every_steps=10",
     "--config.checkpoint.every_seconds=0",
-    "--config.observe.tensorboard=False",
+    "--config.observe.writers=()",
     "--config.gate.enabled=False",
 )
 OWN = {

@@ -96,7 +96,7 @@ def train(out: Path, steps: int) -> int:
         return replace(inputs, workflow=Mixed(inputs.workflow, agent))
 
     loop.prepare = with_agent
-    return loop.run(config_of(out, steps), out / "run")
+    return int(not loop.run(config_of(out, steps), out / "run").complete)
 
 
 def run(out: Path, steps: int, sample_every: int, kill_every: int) -> int:

@@ -23,7 +23,7 @@ COMMON = (
     "--config.rollout.max_concurrent_rollouts=64",
     "--config.eval.every_steps=8",
     "--config.checkpoint.every_seconds=0",
-    "--config.observe.tensorboard=False",
+    "--config.observe.writers=()",
     "--config.gate.enabled=False",
 )
 # forced: every batch is exactly that old. bound: none is older, as in a run that forces nothing.

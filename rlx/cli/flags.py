@@ -61,7 +61,7 @@ def parse(
         raise UserError(
             f"get_config() of {config_file} returns {found}; let it return a ConfigDict"
         )
-    known = dict(_leaves(values["config"].value))
+    known = dict(leaves(values["config"].value))
     for override in overrides:
         key = override.removeprefix("--config.").split("=", 1)[0]
         if "=" not in override:
@@ -181,10 +181,11 @@ def _check_file(config_file: str) -> None:
         raise UserError(f"no config file {path}; {hint}")
 
 
-def _leaves(config: ConfigDict, prefix: str = ""):
-    for key in config:
-        value = config[key]
-        if isinstance(value, ConfigDict):
-            yield from _leaves(value, f"{prefix}{key}.")
+def leaves(tree: Mapping[str, Any] | ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all that a config, or its JSON, has."""
+    for key in tree:
+        value = tree[key]
+        if isinstance(value, ConfigDict | Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -86,7 +86,10 @@ def where(error: BaseException, function: Any = None) -> str:
     """Return an exception in one line, with the last line of the user's source that it came by.
 
     Where there is none, the beginning of `function`, or without it the last line of any source.
+    A UserError's words are enough.
     """
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

@@ -114,37 +114,31 @@ def has_step(record: Mapping[str, Any]) -> bool:
     return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
 
-def set_aside(path: str | os.PathLike, good: Callable[[Mapping[str, Any]], bool] = has_step) -> int:
+def set_aside(
+    path: str | os.PathLike,
+    good: Callable[[Mapping[str, Any]], bool] = has_step,
+    first_step: float = math.inf,
+) -> int:
     """Move the lines that are no `good` record to PATH.unreadable, and return how many.
 
-    A last line without its end is a killed writer's: it is removed and not counted.
+    A last line without its end is a killed writer's: it is removed and not counted. So are records
+    whose `step` is ≥ `first_step`: a run restored at step r − 1 writes step r again.
     """
-    path = Path(path)
+    path, kept, bad = Path(path), [], []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    fine = [(record := _object(line)) is not None and good(record) for line in lines]
-    if all(fine):
-        return 0
-    bad = [x for x, ok in zip(lines, fine, strict=True) if not ok and x.endswith(b"\n")]
+    for line in lines:
+        record = _object(line)
+        if record is None or not good(record):
+            bad += [line] * line.endswith(b"\n")
+        elif record.get("step", 0) < first_step:
+            kept.append(line)
     if bad:
         beside = path.with_name(f"{path.name}.unreadable")
         before = beside.read_bytes() if beside.exists() else b""
         write_atomically(beside, before + b"".join(bad))
-    write_atomically(path, b"".join(x for x, ok in zip(lines, fine, strict=True) if ok))
+    if kept != lines:
+        write_atomically(path, b"".join(kept))
     return len(bad)
-
-
-def truncate_jsonl(path: str | os.PathLike, first_step: int) -> int:
-    """Drop the records whose `step` is ≥ `first_step`, atomically, and return how many.
-
-    A run restored at step r − 1 writes step r again, so what its killed predecessor wrote past the
-    checkpoint must go. Unreadable lines go too: call `set_aside` first.
-    """
-    if not Path(path).exists():
-        return 0
-    records = [record for record in read_jsonl(path) if has_step(record)]
-    kept = [record for record in records if record["step"] < first_step]
-    write_atomically(path, b"".join(encode(record) for record in kept))
-    return len(records) - len(kept)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:

@@ -12,23 +12,31 @@ are published only for evaluations; without servers there is nobody to publish t
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from os import PathLike
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from rlx.base import DiskFull, Group, UserError
+from rlx.config import check
 from rlx.doctor import failures, memory
 from rlx.fleet.client import Fleet
 from rlx.fleet.no_fleet import NoFleet
+from rlx.launch.host_memory import keep_freed_memory
 from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.mismatch.gate import sentence
 from rlx.model import compile_cache
+from rlx.observe import writers
+from rlx.observe.hooks import Hooks
+from rlx.observe.jsonl import read_jsonl
 from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records
@@ -38,23 +46,52 @@ from rlx.run.room_options import sizes_of
 from rlx.train import checkpoint
 from rlx.train.steps import TrainState
 
-INTERRUPTED = 130  # exit status
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
 
 
-def run(config: ConfigDict, workdir: Path) -> int:
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+      step: train batches that are done, by all processes of the run.
+      complete: `total_steps` are done, or no prompt is left that could teach anything.
+      metrics, evals: the records in `workdir`, of steps and of evaluations.
+    """
+
+    workdir: Path
+    step: int
+    complete: bool
+    metrics: list[dict[str, Any]] = field(repr=False)
+    evals: list[dict[str, Any]] = field(repr=False)
+
+
+def run(
+    config: ConfigDict,
+    workdir: str | PathLike[str],
+    callbacks: Sequence[Any] = (),
+    stop: Event | None = None,
+) -> RunResult:
     """Run `config` in `workdir`, continuing its last checkpoint if there is one.
 
-    Returns:
-      0 when `total_steps` are done; 130 when a signal ended the run after a finished, saved step.
+    It may be called again, in any thread, and while an event loop runs. In the main thread Ctrl-C,
+    or an interrupt of a notebook's cell, ends the run after a saved step, a second one at once.
+
+    Args:
+      callbacks: hooks, as rlx/observe/hooks.py has them; told after those of observe.writers.
+      stop: set it, in a hook or in another thread, to end the run after a saved step.
 
     Raises:
-      UserError: inputs, servers or storage that cannot work. The failure that exhausted the
-        rollouts' budget is raised as it was, with its traceback.
+      UserError: a config, inputs, servers or storage that cannot work. The failure that exhausted
+        the rollouts' budget is raised as it was, with its traceback.
     """
+    config, workdir = config.copy_and_resolve_references(), Path(workdir)
+    check(config)
+    keep_freed_memory()
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
+    hooks, stop = Hooks(writers.load(config.observe.writers, callbacks)), stop or Event()
     inputs = prepare(config)
     make_directory(workdir)
     with failures.explained(), ExitStack() as stack:
@@ -63,8 +100,10 @@ def run(config: ConfigDict, workdir: Path) -> int:
         sizes = sizes_of(config, inputs.model_config)
         advice = partial(memory.advice, sizes, started=False)
         with failures.explained(advice, "before the first step"):
-            loop = _Loop(*build(config, workdir, inputs, stack, killed, said))
-        return loop.main()
+            loop = _Loop(*build(config, workdir, inputs, stack, killed, said, hooks, stop))
+        step, complete = loop.main()
+    records = (list(read_jsonl(workdir / name)) for name in ("metrics.jsonl", "eval.jsonl"))
+    return RunResult(workdir, step, complete, *records)
 
 
 class _Loop:
@@ -89,8 +128,8 @@ class _Loop:
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
 
-    def main(self) -> int:
-        """Step until the last one or a signal; return the exit status."""
+    def main(self) -> tuple[int, bool]:
+        """Step until the last one or a signal; return the steps done, and whether that is all."""
         self._ask_servers()
         self._measure()
         self.held_out.begin(self.step, self.executor)
@@ -180,7 +219,7 @@ class _Loop:
             whole = self.parts.update.whole(self.state.params)
             verdict = self.gate.verdict(whole, self.parts.stop.is_set)
         if verdict:
-            self.writer.write_gate(verdict.record)
+            self.writer.write("gate.jsonl", verdict.record)
             if verdict.error:
                 raise verdict.error
             self.progress.message(sentence(verdict.record))
@@ -216,7 +255,7 @@ class _Loop:
             data=self.data,
         )
         self.last_record, self.generated, self.seconds = now, generated, {}
-        self.writer.write(record)
+        self.writer.write("metrics.jsonl", record)
         count = self.config.observe.transcripts_per_step
         self.writer.write_rollouts(self.step, run_records.transcripts(self.step, groups, count))
         self.progress.update(record)
@@ -247,7 +286,7 @@ class _Loop:
     def _record_evaluations(self, seconds: float | None = 0.0) -> None:
         """Write the evaluations that finish within `seconds`, in order; None: wait for all."""
         for record in self.held_out.take(seconds):
-            self.writer.write_eval(record)
+            self.writer.write("eval.jsonl", record)
             self.progress.evaluation(record)
 
     # Saving and ending.
@@ -279,7 +318,7 @@ class _Loop:
         """Save a checkpoint of everything, and export the HF directory."""
         with self._phase("checkpoint", step=self.step):
             host, groups = self.executor.state()
-            checkpoint.save(
+            directory = checkpoint.save(
                 self.parts.workdir / "checkpoints",
                 self.step,
                 self.state,
@@ -296,6 +335,7 @@ class _Loop:
                 beside=memory.exported(sizes_of(self.config, self.parts.inputs.model_config)),
             )
             self.parts.export.save(self.parts.workdir, self.state.params)
+        self.parts.hooks.tell("on_checkpoint", self.step, directory)
         self.saved = self.step
         self.last_save = time.monotonic()
 
@@ -304,7 +344,7 @@ class _Loop:
         self.timeline.save(self.parts.workdir / "timeline.json")
         return write_report(self.parts.workdir) if self.step else None
 
-    def _finish(self) -> int:
+    def _finish(self) -> tuple[int, bool]:
         """Save, score the final weights if the run is complete, and write the report."""
         self.executor.stop_admitting()
         self._save()
@@ -333,7 +373,8 @@ class _Loop:
             self.progress.message(f"stopped after step {self.step}; to go on: {again}")
         if complete and self.held_out.due(self.step):
             self.progress.message("the last evaluation is missing; the same command makes it")
-        return 0 if complete else INTERRUPTED
+        self.parts.hooks.end("finished" if complete else "stopped")
+        return self.step, complete
 
     @contextmanager
     def _phase(self, name: str, **args) -> Iterator[None]:

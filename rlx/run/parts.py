@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from rlx.launch.workdir_lock import Killed
 from rlx.mismatch.gate import Gate
 from rlx.model import hf
 from rlx.model import params as parameters
+from rlx.observe.hooks import Hooks
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
@@ -43,7 +44,7 @@ from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import resume
 from rlx.run.export import Export
-from rlx.run.inputs import INITIAL, Inputs, has_servers, patience, server_options
+from rlx.run.inputs import INITIAL, Inputs, as_json, has_servers, patience, server_options
 from rlx.run.room_options import gate_of, held_out_options, sizes_of
 from rlx.train import checkpoint
 from rlx.train.steps import TrainState
@@ -58,7 +59,7 @@ class Parts:
     """A run's parts, connected and started; none is replaced while the run goes on.
 
     Attributes:
-      stop: set by the first Ctrl-C or SIGTERM.
+      stop: set by the first Ctrl-C or SIGTERM, or by whoever else has it.
       elapsed: seconds of the run, with those of the processes that it continues.
       tutor: the fleet in front of the teacher, where one scores rollouts.
       advice: which settings to lower when memory is short, in words.
@@ -74,6 +75,7 @@ class Parts:
     update: Update
     export: Export
     writer: MetricsWriter
+    hooks: Hooks
     held_out: HeldOut
     executor: Executor
     fleet: Fleet | NoFleet
@@ -89,12 +91,15 @@ def build(
     stack: ExitStack,
     killed: Killed | None,
     said: Sequence[str],
+    hooks: Hooks,
+    stop: Event,
 ) -> tuple[Parts, TrainState, int]:
     """Build and start everything; `stack` ends it, in reverse order.
 
     Args:
       killed: how the process before this one ended in `workdir`, where it was killed.
       said: what `resume.claim` has to say, for the terminal.
+      stop: see Parts.
 
     Returns:
       the parts, the train state to go on with, and the train batches it has seen. Parts do not hold
@@ -104,7 +109,7 @@ def build(
       UserError: servers, teacher, checkpoint or storage that cannot work.
     """
     begun, served = time.monotonic(), has_servers(config)
-    timeline, stop = Timeline(), Event()
+    timeline = Timeline()
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
     for text in said:
@@ -117,9 +122,12 @@ def build(
         stop.set()
         progress.message("finishing this step, then saving; once more to stop at once")
 
-    stack.enter_context(interrupts(end_well))
+    if current_thread() is main_thread():  # signals reach no other
+        stack.enter_context(interrupts(end_well))
     cores = sorted(os.sched_getaffinity(0))
     token = wire.take_token(os.environ)
+    if token:  # whoever runs again in this process has it again
+        stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
     own = 0 if config.fleet.addresses else config.fleet.num_servers
     taught = TeacherOptions.of(config)
     plan = cpu_plan(cores, own + taught.num_local, config.fleet.threads)
@@ -170,9 +178,10 @@ def build(
     def elapsed() -> float:
         return earlier + time.monotonic() - begun
 
-    writer = stack.enter_context(
-        _records(config, workdir, step, len(cores), restored, progress.message)
-    )
+    hooks.say = progress.message
+    writer = _records(config, workdir, step, len(cores), restored, hooks, progress.message)
+    stack.push(lambda kind, *_: hooks.end("stopped" if kind is KeyboardInterrupt else "failed"))
+    hooks.begin(as_json(config), workdir, step)
     note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
     evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
     questions = held_out_options(config, inputs)
@@ -207,7 +216,7 @@ def build(
     advice = partial(memory.advice, sizes_of(config, inputs.model_config))
     parts = Parts(
         config, workdir, inputs, stop, elapsed, progress, timeline, update, export, writer,
-        held_out, executor, fleet, tutor, gate, advice,
+        hooks, held_out, executor, fleet, tutor, gate, advice,
     )  # fmt: skip
     return parts, state, step
 
@@ -260,6 +269,7 @@ def _records(
     step: int,
     cores: int,
     restored: checkpoint.Restored | None,
+    hooks: Hooks,
     say: Callable[[str], None],
 ) -> MetricsWriter:
     """Open the run's records after `step`; say what a continued run does again, and where."""
@@ -271,7 +281,7 @@ def _records(
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "servers": len(config.fleet.addresses) or config.fleet.num_servers,
     }
-    writer = MetricsWriter(workdir, config.observe.tensorboard, step + 1, place)
+    writer = MetricsWriter(workdir, hooks, step + 1, place)
     if writer.unreadable:
         say(
             f"{writer.unreadable} lines of the run's records could not be read; they are kept in "

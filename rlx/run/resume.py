@@ -14,10 +14,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
+from rlx.cli.flags import leaves
 from rlx.model import atomic_directory
 from rlx.observe.environment import SAME
 from rlx.observe.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
 from rlx.observe.metrics import RECORDS, forget
+from rlx.observe.writers import BOARD_ID
 from rlx.run.inputs import INITIAL, as_json
 from rlx.train import checkpoint
 
@@ -74,7 +76,7 @@ def _begin_anew(workdir: Path) -> str:
     step = last_step(workdir).get("step", 0)
     forget(workdir, 0)
     shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
-    for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html"):
+    for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html", BOARD_ID):
         (workdir / name).unlink(missing_ok=True)
     return f"begun anew: the attempt before ended after step {step} and left no checkpoint"
 
@@ -113,15 +115,7 @@ def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield `key old → new` for each key that both have with different values."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
     for key in old:
         if key in new and old[key] != new[key]:
             yield f"{key} {old[key]} → {new[key]}"
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

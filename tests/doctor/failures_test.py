@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 
 from rlx.base import UserError
+from rlx.config import default
 from rlx.doctor import failures
 from rlx.engines import kv_memory
 from rlx.launch import exit_reason
@@ -170,8 +171,10 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "sizes_of", lambda config, model: None)
     monkeypatch.setattr(memory, "advice", lambda sizes, started: "lower this")
     monkeypatch.setattr(loop, "occupied", lambda workdir: nullcontext())
+    config = default()
+    config.model.path, config.observe.writers = "rlx:arithmetic", ()
     with pytest.raises(UserError, match=r"first step\): 5\.00 GB more wanted; lower this"):
-        loop.run(None, tmp_path)
+        loop.run(config, tmp_path)
 
 
 SERVE = """

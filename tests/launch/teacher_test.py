@@ -146,7 +146,7 @@ def main_of(workdir: Path, *flags: str) -> subprocess.CompletedProcess:
         "--config.algorithm.preset=distill", "--config.rollout.batch_prompts=2",
         "--config.sampling.n_samples=2", "--config.fleet.slots=4", "--config.total_steps=1",
         "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=2",
-        "--config.observe.tensorboard=False", "--config.gate.enabled=False", *flags,
+        "--config.observe.writers=()", "--config.gate.enabled=False", *flags,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 

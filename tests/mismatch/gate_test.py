@@ -19,7 +19,7 @@ RUN = [
     sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
     "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=0",
-    "--config.optimizer.learning_rate=3e-3", "--config.observe.tensorboard=False",
+    "--config.optimizer.learning_rate=3e-3", "--config.observe.writers=()",
 ]  # fmt: skip
 
 # A server that says it has each new version and keeps the weights it began with.

@@ -31,17 +31,17 @@ def synthesize(workdir, steps=40, total_steps=None, seed=0, attack=False) -> Pat
     timeline = Timeline(clock=lambda: 0)
     clock = 31_000.0
     start = clock
-    with MetricsWriter(workdir, tensorboard=False) as writer:
-        writer.write_eval(_evaluation(0, 0.0, draw, steps))
-        for step in range(1, steps + 1):
-            record = _record(step, steps, draw)
-            _spans(timeline, clock, record, step, draw)
-            clock += record["step_seconds"]
-            record["elapsed_seconds"] = clock - start
-            writer.write(record)
-            writer.write_rollouts(step, _rollouts(step, steps, draw, attack))
-            if step % 10 == 0:
-                writer.write_eval(_evaluation(step, clock - start, draw, steps))
+    writer = MetricsWriter(workdir)
+    writer.write("eval.jsonl", _evaluation(0, 0.0, draw, steps))
+    for step in range(1, steps + 1):
+        record = _record(step, steps, draw)
+        _spans(timeline, clock, record, step, draw)
+        clock += record["step_seconds"]
+        record["elapsed_seconds"] = clock - start
+        writer.write("metrics.jsonl", record)
+        writer.write_rollouts(step, _rollouts(step, steps, draw, attack))
+        if step % 10 == 0:
+            writer.write("eval.jsonl", _evaluation(step, clock - start, draw, steps))
     timeline.save(workdir / "timeline.json")
     return workdir
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.observe.jsonl import append_jsonl, jsonable, read_jsonl, truncate_jsonl, write_atomically
+from rlx.observe.jsonl import append_jsonl, jsonable, read_jsonl, set_aside, write_atomically
 from rlx.observe.metrics import MetricsWriter, forget
 
 
@@ -19,16 +19,16 @@ def lines(path):
 
 
 def test_a_step_is_on_disk_when_write_returns(tmp_path):
-    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
-        counts = {0: 3, np.int64(1): 4}
-        writer.write({"step": 1, "task_reward": np.float32(0.5), "grad_norm": math.nan,
-                      "staleness_histogram": counts, "entropy": float("inf")})  # fmt: skip
-        assert lines(tmp_path / "run" / "metrics.jsonl") == [
-            {"step": 1, "task_reward": 0.5, "grad_norm": None,
-             "staleness_histogram": {"0": 3, "1": 4}, "entropy": None}
-        ]  # fmt: skip
-        writer.write_eval({"step": 1, "greedy_acc": 0.25})
-        assert lines(tmp_path / "run" / "eval.jsonl") == [{"step": 1, "greedy_acc": 0.25}]
+    writer = MetricsWriter(tmp_path / "run")
+    counts = {0: 3, np.int64(1): 4}
+    writer.write("metrics.jsonl", {"step": 1, "task_reward": np.float32(0.5), "grad_norm": math.nan,
+                  "staleness_histogram": counts, "entropy": float("inf")})  # fmt: skip
+    assert lines(tmp_path / "run" / "metrics.jsonl") == [
+        {"step": 1, "task_reward": 0.5, "grad_norm": None,
+         "staleness_histogram": {"0": 3, "1": 4}, "entropy": None}
+    ]  # fmt: skip
+    writer.write("eval.jsonl", {"step": 1, "greedy_acc": 0.25})
+    assert lines(tmp_path / "run" / "eval.jsonl") == [{"step": 1, "greedy_acc": 0.25}]
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["python"].startswith("3.")
     assert environment["packages"]["numpy"] == np.__version__
@@ -41,14 +41,14 @@ def test_what_json_cannot_say_is_an_error_not_a_guess():
 
 
 def test_a_restart_forgets_the_steps_after_its_checkpoint(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        for step in range(1, 7):
-            writer.write({"step": step, "run": "killed"})
-            writer.write_rollouts(step, [{"step": step}])
-        writer.write_eval({"step": 2})
-        writer.write_eval({"step": 6})
-    with MetricsWriter(tmp_path, tensorboard=False, first_step=5) as writer:
-        writer.write({"step": 5, "run": "resumed"})
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 7):
+        writer.write("metrics.jsonl", {"step": step, "run": "killed"})
+        writer.write_rollouts(step, [{"step": step}])
+    writer.write("eval.jsonl", {"step": 2})
+    writer.write("eval.jsonl", {"step": 6})
+    writer = MetricsWriter(tmp_path, first_step=5)
+    writer.write("metrics.jsonl", {"step": 5, "run": "resumed"})
     assert [(r["step"], r["run"]) for r in lines(tmp_path / "metrics.jsonl")] == [
         (1, "killed"), (2, "killed"), (3, "killed"), (4, "killed"), (5, "resumed")
     ]  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2, "task_re')
     append_jsonl(path, {"step": 2})
     assert [r["step"] for r in read_jsonl(path)] == [1, 2]
-    assert truncate_jsonl(path, 3) == 0
+    assert set_aside(path) == 1
     assert [r["step"] for r in lines(path)] == [1, 2], "the torn line stayed in the file"
 
 
@@ -75,8 +75,8 @@ def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
 def test_a_line_that_cannot_be_read_is_kept_beside_and_the_others_stay(tmp_path, line):
     path = tmp_path / "eval.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n{"step": 4, "gre')
-    with MetricsWriter(tmp_path, tensorboard=False, first_step=5) as writer:
-        assert writer.unreadable == 1
+    writer = MetricsWriter(tmp_path, first_step=5)
+    assert writer.unreadable == 1
     assert [r["step"] for r in lines(path)] == [1, 3]
     assert (tmp_path / "eval.jsonl.unreadable").read_bytes() == line + b"\n"
     assert forget(tmp_path, 5) == 0
@@ -84,14 +84,14 @@ def test_a_line_that_cannot_be_read_is_kept_beside_and_the_others_stay(tmp_path,
 
 def test_the_gate_of_the_restored_step_is_told_once(tmp_path):
     for first_step, steps in ((1, (0, 3, 5)), (6, (5, 8))):  # it begins, then goes on after step 5
-        with MetricsWriter(tmp_path, tensorboard=False, first_step=first_step) as writer:
-            for step in steps:
-                writer.write_gate({"step": step})
+        writer = MetricsWriter(tmp_path, first_step=first_step)
+        for step in steps:
+            writer.write("gate.jsonl", {"step": step})
     assert [r["step"] for r in lines(tmp_path / "gate.jsonl")] == [0, 3, 5, 8]
 
 
 def test_the_environment_says_what_the_caller_knows_better(tmp_path):
-    MetricsWriter(tmp_path, tensorboard=False, place={"cores": 99, "servers": 3}).close()
+    MetricsWriter(tmp_path, place={"cores": 99, "servers": 3})
     found = json.loads((tmp_path / "environment.json").read_text())
     assert (found["cores"], found["servers"]) == (99, 3)
 

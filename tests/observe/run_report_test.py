@@ -273,12 +273,16 @@ def test_a_run_on_a_dataset_shows_its_losses_and_margins_and_no_reward(tmp_path)
               "sampling": {"n_samples": 8}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     sample = {"prompt": "q", "completion": "a", "reward": 1.0, "versions": [], "logprobs": []}
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        for step in range(1, 4):
-            pairs = {"pair_loss": 0.7 - step / 10, "pair_accuracy": 0.6, "pair_margin": step / 5}
-            writer.write({"step": step, "elapsed_seconds": step, "n_valid_tokens": 9, **pairs})
-            writer.write_rollouts(step, [sample | {"step": step}])
-        writer.write_eval({"step": 3, "held_out_pair_loss": 0.5, "held_out_pair_accuracy": 0.9})
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 4):
+        pairs = {"pair_loss": 0.7 - step / 10, "pair_accuracy": 0.6, "pair_margin": step / 5}
+        writer.write(
+            "metrics.jsonl", {"step": step, "elapsed_seconds": step, "n_valid_tokens": 9, **pairs}
+        )
+        writer.write_rollouts(step, [sample | {"step": step}])
+    writer.write(
+        "eval.jsonl", {"step": 3, "held_out_pair_loss": 0.5, "held_out_pair_accuracy": 0.9}
+    )
     text = " ".join(Page(write_report(tmp_path).read_text()).text)
     for part in ("DPO", "32 rows a batch", "no servers", "Held-out loss", "Held-out pairs right",
                  "held-out pairs", "Margin"):  # fmt: skip
@@ -293,9 +297,11 @@ def test_a_distillation_shows_its_distance_to_the_teacher_and_what_the_teacher_d
     timeline.add("teacher 0", "engine", "score", 0, 600_000_000)
     timeline.add("trainer", "main", "train", 0, 1_000_000_000)
     timeline.save(tmp_path / "timeline.json")
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        for step in range(1, 4):
-            writer.write({"step": step, "elapsed_seconds": step, "reference_kl": 1 / step})
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 4):
+        writer.write(
+            "metrics.jsonl", {"step": step, "elapsed_seconds": step, "reference_kl": 1 / step}
+        )
     text = " ".join(" ".join(Page(write_report(tmp_path).read_text()).text).split())
     for part in ("Distance to the anchor", "teacher 0", "score 60 %"):
         assert part in text, part

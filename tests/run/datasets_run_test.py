@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rlx
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.model import decoder, hf
-from rlx.run import export, inputs, loop
+from rlx.run import export, inputs
 from rlx.train import checkpoint
 
 ROWS = [
@@ -41,7 +42,7 @@ def config(tiny_model_dir, tmp_path):
         c.fleet.num_servers = 0
         c.eval.every_steps = 2
         c.eval.num_questions = 3
-        c.observe.tensorboard = False
+        c.observe.writers = ()
         return c
 
     return make
@@ -49,8 +50,7 @@ def config(tiny_model_dir, tmp_path):
 
 def run(config, workdir: Path) -> list[dict]:
     """The records of a run that must end well."""
-    check(config)
-    assert loop.run(config, workdir) == 0
+    assert rlx.run(config, workdir).complete
     return records(workdir / "metrics.jsonl")
 
 

@@ -29,7 +29,7 @@ COMMAND = [
     "--config.reward.name=reward_functions:length",
     f"--config.eval.every_steps={EVAL_EVERY}", "--config.eval.num_questions=2",
     f"--config.checkpoint.every_steps={CHECKPOINT_EVERY}", "--config.gate.every_steps=5",
-    "--config.observe.transcripts_per_step=64", "--config.observe.tensorboard=False",
+    "--config.observe.transcripts_per_step=64", "--config.observe.writers=()",
 ]  # fmt: skip
 SECONDS = 240.0  # until an attempt is given up
 

@@ -22,12 +22,12 @@ def attempt(workdir, config, steps=3):
     """What a run of `config` leaves killed after `steps`, before a checkpoint."""
     workdir.mkdir(exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(as_json(config)))
-    with MetricsWriter(workdir) as writer:
-        writer.write_gate({"step": 0})
-        writer.write_eval({"step": 0})
-        for step in range(1, steps + 1):
-            writer.write({"step": step})
-            writer.write_rollouts(step, [{"step": step}])
+    writer = MetricsWriter(workdir)
+    writer.write("gate.jsonl", {"step": 0})
+    writer.write("eval.jsonl", {"step": 0})
+    for step in range(1, steps + 1):
+        writer.write("metrics.jsonl", {"step": step})
+        writer.write_rollouts(step, [{"step": step}])
     (workdir / ".hf-abc").mkdir()
     (workdir / ".metrics.jsonl.12-34").touch()
 

@@ -1,0 +1,85 @@
+"""Hooks: objects that a run tells what happens; a user's own, and the writers of boards.
+
+A hook is any object with some of METHODS. They run on the trainer's thread, between two steps, and
+the trainer waits for them. A record is the object of the line in metrics.jsonl, eval.jsonl or
+gate.jsonl. A hook that raises while the run goes on is said once, with file and line, and is called
+no more: a chart, or a network that fails, must not cost days of training.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError, unknown
+from rlx.cli.user_code import where
+
+METHODS = {  # name → arguments
+    "on_begin": ("config", "workdir", "step"),  # the step to go on after; 0: a new run. May raise
+    "on_step": ("step", "record"),
+    "on_eval": ("step", "record"),  # of an earlier step, where evaluations take long
+    "on_gate": ("step", "record"),  # servers compared with the trainer
+    "on_checkpoint": ("step", "directory"),  # it is whole
+    "on_end": ("reason",),  # finished | stopped | failed; comes to those that have begun
+}
+
+
+def check(name: str, hook: Any) -> None:
+    """Raise UserError for an object without a hook's methods, or that cannot be called as METHODS.
+
+    Args:
+      name: how the user has named it, for the error.
+    """
+    found = [each for each in dir(hook) if each.startswith("on_")]
+    if not found:
+        raise UserError(f"{name} is no hook; give it some of {', '.join(METHODS)}")
+    for each in found:
+        if each not in METHODS:
+            raise unknown(f"method of {name}", each, METHODS)
+        method, call = getattr(hook, each), f"{each}({', '.join(METHODS[each])})"
+        if inspect.iscoroutinefunction(method):
+            raise UserError(f"{name}: {each} is async and nobody awaits it; write `def {call}`")
+        try:
+            inspect.signature(method).bind(*METHODS[each])
+        except TypeError as error:
+            raise UserError(f"{name}: {each}: {error}; it is called as {call}") from error
+
+
+class Hooks:
+    """The hooks of one run, told in order; `say` takes a line for the user."""
+
+    def __init__(self, named: Iterable[tuple[str, Any]] = (), say: Callable[[str], None] = print):
+        """`named` has pairs of name and hook, which are checked."""
+        self._named, self._begun, self.say = dict(named), dict[str, Any](), say
+        for name, hook in self._named.items():
+            check(name, hook)
+
+    def begin(self, config: dict[str, Any], workdir: Path, step: int) -> None:
+        """Tell all that the run begins after `step`; raise UserError where one of them fails."""
+        for name, hook in self._named.items():
+            try:
+                if hasattr(hook, "on_begin"):
+                    hook.on_begin(copy.deepcopy(config), workdir, step)
+            except Exception as error:
+                what = f"{name}: on_begin fails: {where(error)}"
+                raise UserError(f"{what}; mend it, or leave it out") from error
+            self._begun[name] = hook
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call `method` of each that has it, with copies; what is raised is said."""
+        for name, hook in list(self._begun.items()):
+            try:
+                if hasattr(hook, method):
+                    getattr(hook, method)(*copy.deepcopy(arguments))
+            except Exception as error:
+                del self._begun[name]
+                self.say(
+                    f"{name}: {method} fails and the hook is called no more, the run goes on: "
+                    f"{where(error)}"
+                )
+
+    def end(self, reason: str) -> None:
+        """Tell all that the run has ended; do nothing the second time."""
+        self.tell("on_end", reason)
+        self._begun.clear()
