@@ -1,5 +1,6 @@
 """What a sharded gradient sends between devices, read in the compiled program."""
 
+import functools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ PROGRAM = Path(__file__).with_name("collectives.py")
 ROWS, TOKENS, WIDTH, MLP, VOCABULARY = 8, 48, 64, 160, 512
 
 
+@functools.cache
 def sent(mesh, remat="full", chunk=1024):
     """What `collectives.py` prints, of a process with 8 devices and the compiler's whole passes."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
@@ -82,7 +84,7 @@ def test_tensor_parallel_blocks_send_the_residual_stream_alone():
 
 
 def test_what_travels_is_in_the_compute_dtype_and_gradients_are_float32():
-    found = sent("fsdp:8", "none")
+    found = sent("fsdp:8", "full", 16)
     sizes = {"x".join(map(str, s)) for s in found["weights"].values() if len(s) == 2}
     sizes |= {"x".join(map(str, s[::-1])) for s in found["weights"].values() if len(s) == 2}
     kinds = Counter(dtype for shape, dtype in found["constrained"] if shape in sizes)

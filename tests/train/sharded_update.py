@@ -67,11 +67,9 @@ CASES = (
     # mesh, minibatches, token budget a device, rank of LoRA's adapters, algorithm, a parameter that
     # is cut
     ("fsdp:4,tensor:2", 2, 64, 0, "ppo", "q"),
-    ("data:8", 1, 64, 0, "dpo", "q"),
     ("fsdp:4,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
     ("replica:2,fsdp:2,tensor:2", 2, 64, 0, "ppo", "q"),
-    ("replica:4,fsdp:2", 2, 64, 3, "grpo", "q_lora_a"),
-    ("fsdp:2,tensor:4", 1, 64, 0, "dpo", "q"),
+    ("data:2,tensor:4", 1, 64, 0, "dpo", "q"),
 )
 METRICS = (
     "actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward", "value_loss",
