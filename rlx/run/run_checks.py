@@ -3,6 +3,7 @@
 JAX is imported only after it has answered in another process: a broken driver can hang it.
 """
 
+import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -10,9 +11,17 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from rlx.cli import user_code
 from rlx.doctor import machine, packages
 from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
+from rlx.observe import writers
+from rlx.observe.hooks import Hooks
+
+SEAMS = (  # keys of the config that may name a user's own code
+    "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
+    "data.dataset", "observe.writers",
+)  # fmt: skip
 
 
 def findings(
@@ -40,9 +49,36 @@ def findings(
     if isinstance(devices, str):  # without JAX nothing more can be found out
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone: the devices stay free
+    yield from plugged_in(config)
     from rlx.run import config_checks
 
     yield from config_checks.check(config, workdir, devices)
+
+
+def plugged_in(config: ConfigDict) -> Iterator[Finding]:
+    """Yield a row for each thing of a user's own in a config: where it is, or what is wrong."""
+    for key in SEAMS:
+        section, _, name = key.partition(".")
+        value = config[section].get(name)
+        for each in value if isinstance(value, tuple) else (value,):
+            entry = each[0] if isinstance(each, tuple) else each  # reward.terms have weights
+            board = key == "observe.writers" and entry in ("wandb", "trackio")
+            if board or (isinstance(entry, str) and user_code.is_own(entry)):
+                yield attempt("plugged in", key, partial(_load, key, entry), str)[0]
+
+
+def _load(key: str, entry: str) -> str:
+    """Return `mine.py:score (FILE, line N)` of what `entry` names."""
+    if key == "observe.writers":
+        Hooks(named := writers.load([entry]))
+        found = named[0][1]
+    else:
+        found = user_code.find(key, entry)
+    thing = found if inspect.isroutine(found) or inspect.isclass(found) else type(found)
+    try:
+        return f"{entry} ({inspect.getfile(thing)}, line {inspect.getsourcelines(thing)[1]})"
+    except (OSError, TypeError):  # made by code, not by a file
+        return entry
 
 
 def _needed(config: ConfigDict) -> tuple[str, ...]:
