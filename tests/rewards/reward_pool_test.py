@@ -195,6 +195,21 @@ def test_the_limit_of_an_async_function_names_the_completion_that_hangs(tmp_path
         pool.close()
 
 
+def test_what_begins_together_has_one_limit_however_the_others_end(tmp_path):
+    source = """
+import asyncio
+async def wait(prompt, completion, prompt_ids, completion_ids):
+    await asyncio.sleep(float(completion))
+    return 1.0
+"""
+    pool = pool_of(tmp_path / "mine.py", source, "wait", timeout=2.0)
+    try:
+        with pytest.raises(RewardError, match=r"killed after 2 s.* 1 \('3'\).*mine.py, line 3"):
+            compute(pool, "1.5", "3")
+    finally:
+        pool.close()
+
+
 GROUPS = """
 def rank(prompts, completions):
     if "raise" in completions:
