@@ -108,7 +108,9 @@ def info_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
 def malformed(trajectory: Trajectory) -> str | None:
     """Return why a trajectory's arrays cannot be trained on, or None where they can."""
     t = trajectory
-    shapes = {len(t.tokens), len(t.loss_mask), len(t.behaviour_logprobs), len(t.versions)}
+    arrays = (t.tokens, t.loss_mask, t.behaviour_logprobs, t.versions)
+    optional = (t.turn_ids, t.reference_logprobs)
+    shapes = {len(array) for array in (*arrays, *optional) if array is not None}
     if len(shapes) != 1 or 0 in shapes:
         return f"per-token arrays have lengths {sorted(shapes)}; want one length of at least 1"
     if t.loss_mask[0]:

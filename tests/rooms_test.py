@@ -43,7 +43,7 @@ ENGINES = (  # programs of JAX and torch in a light room
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 60
-TOTAL_LINES = 31_280
+TOTAL_LINES = 31_375
 BUDGET = {  # room → lines of Python, generated files left out
     "": 15, "base": 140, "algorithms": 1_660, "config": 370, "cli": 529, "model": 2_245,
     "train": 2_180, "observe": 2_105, "fleet": 2_650, "engines": 4_010, "rewards": 1_775,

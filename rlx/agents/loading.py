@@ -41,11 +41,12 @@ def kind(cls: type) -> Literal["agent", "workflow"]:
     Raises:
       UserError: it is neither.
     """
-    run = inspect.unwrap(getattr(cls, "run", None) or _missing)
-    if run is _missing:
+    run = getattr(cls, "run", None)
+    if run is None:
         near = difflib.get_close_matches("run", [n for n in dir(cls) if n[0] != "_"], n=1)
         hint = f"; did you mean it by {near[0]!r}?" if near else ""
         raise UserError(f"class {cls.__name__} has no `run`{hint}; {_FORMS}")
+    run = inspect.unwrap(run)
     if not inspect.iscoroutinefunction(run):
         raise UserError(f"{cls.__name__}.run is not async; {_FORMS}")
     if _callable(run, "data", **dict.fromkeys(GIVEN)):
@@ -120,10 +121,6 @@ def chosen(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:
     """Return name and arguments of the workflow that flags name, or else the config's section."""
     given = flags if flags.workflow else rollout
     return given.workflow, parse_kwargs(flags.workflow_kwargs or given.workflow_kwargs)
-
-
-def _missing() -> None:
-    """Stand for a `run` that a class does not have."""
 
 
 def _callable(run: Any, *positional: Any, **named: Any) -> bool:

@@ -2,16 +2,21 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from rlx.agents import loading
-from rlx.agents.workflow import AgentOptions, AgentWorkflow
+from rlx.agents.workflow import DEFAULTS, AgentOptions, AgentWorkflow
+from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
-from rlx.rollout.workflows import RLVR, Prompts, Workflow
+from rlx.rollout import workflow_checks
+from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode
 
 RLVR_NAME = "rlvr"
 _WORKFLOWS = {RLVR_NAME: RLVR}
+_GIVEN = ("prompts", "tokenizer", "sampling", "n", "reward_pool")
 
 
 def uses_rewards(name: str, key: str = "workflow") -> bool:
@@ -28,32 +33,45 @@ def uses_rewards(name: str, key: str = "workflow") -> bool:
     return loading.kind(cls) == "workflow" and "reward_pool" in inspect.signature(cls).parameters
 
 
-def build(
-    name: str,
-    kwargs: Mapping[str, Any],
-    prompts: Prompts,
-    sampling: Sampling,
-    n: int,
-    reward_pool: RewardPool,
-    agents: AgentOptions,
-) -> Workflow:
-    """Build a workflow of rlx, or one that runs an agent class.
+@dataclass(frozen=True)
+class NamedWorkflow:
+    """A workflow of rlx or an agent class, by its name, and what makes it.
 
-    Args:
+    Attributes:
       name: as in `uses_rewards`.
-      kwargs: of the constructor, from the user. That of a workflow gets `prompts`, `tokenizer`,
-        `sampling`, `n` and `reward_pool` too, as far as it names them.
-
-    Raises:
-      UserError: as `uses_rewards`, or the class does not take the arguments.
+      kwargs: of the constructor, from the user.
+      prompts, sampling, n: of the run. The constructor of a workflow gets those that it names, of
+        these, of `tokenizer` and of `reward_pool`.
     """
-    cls = loading.load_class(name, table=_WORKFLOWS)
-    if loading.kind(cls) == "agent":
-        return AgentWorkflow(name, prompts.tokenizer, sampling, n, kwargs=kwargs, options=agents)
-    shared = {
-        "prompts": prompts, "tokenizer": prompts.tokenizer, "sampling": sampling, "n": n,
-        "reward_pool": reward_pool,
-    }  # fmt: skip
-    takes = inspect.signature(cls).parameters
-    given = {key: value for key, value in shared.items() if key in takes}
-    return loading.instance(cls, {**given, **kwargs})
+
+    name: str
+    kwargs: Mapping[str, Any]
+    prompts: Prompts
+    sampling: Sampling
+    n: int
+
+    def build(self, reward_pool: RewardPool, agents: AgentOptions = DEFAULTS) -> Workflow:
+        """Return a new workflow, one that runs the class where that is an agent.
+
+        Raises:
+          UserError: as `uses_rewards`, or the class does not take the arguments.
+        """
+        cls, tokenizer = loading.load_class(self.name, table=_WORKFLOWS), self.prompts.tokenizer
+        if loading.kind(cls) == "agent":
+            shared = (tokenizer, self.sampling, self.n)
+            return AgentWorkflow(self.name, *shared, kwargs=self.kwargs, options=agents)
+        known = {**vars(self), "tokenizer": tokenizer, "reward_pool": reward_pool}
+        takes = inspect.signature(cls).parameters
+        given = {key: known[key] for key in _GIVEN if key in takes}
+        return loading.instance(cls, {**given, **self.kwargs})
+
+    def try_out(self, row: Mapping[str, Any]) -> None:
+        """Make a group by a user's own workflow, no agent: without a server, by rewards of 0.
+
+        Raises:
+          UserError: it raises, or gives what is no group; names row, file and line.
+        """
+        if user_code.is_own(self.name) and loading.kind(loading.load_class(self.name)) != "agent":
+            with closing(RewardPool({})) as pool:
+                token = encode(self.prompts.tokenizer, "1")[0]
+                workflow_checks.dry_run(self.build(pool), row, self.name, token)

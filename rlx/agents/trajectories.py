@@ -14,11 +14,7 @@ import numpy as np
 
 from rlx.agents.sessions import Interaction
 from rlx.base import Group, Trajectory, UserError
-
-_COLUMNS = {
-    "tokens": np.int32, "loss_mask": bool, "behaviour_logprobs": np.float32, "versions": np.int32,
-    "turn_ids": np.int32,
-}  # fmt: skip
+from rlx.rollout.workflows import joined
 
 
 def chains(interactions: Sequence[Interaction]) -> list[list[int]]:
@@ -175,25 +171,16 @@ def _trajectory(
     info: Mapping[str, float],
 ) -> Trajectory:
     """Return one sequence; `first` is the number of its first turn in its conversation."""
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-    length = 0
-    for k, turn in enumerate(turns):
-        seen, sampled = turn.prompt_tokens[length:], turn.completion
-        blank, drawn = len(seen), len(sampled.tokens)
-        columns["tokens"] += [seen, sampled.tokens]
-        columns["loss_mask"] += [np.zeros(blank), np.ones(drawn)]
-        columns["behaviour_logprobs"] += [np.zeros(blank), sampled.logprobs]
-        columns["versions"] += [np.full(blank, -1), sampled.versions]
-        columns["turn_ids"] += [np.full(blank + drawn, first + k)]
-        length += blank + drawn
-    joined = {name: np.concatenate(columns[name]).astype(kind) for name, kind in _COLUMNS.items()}
-    last = turns[-1]
-    begun = turns[0].prompt_text
-    return Trajectory(
-        **joined,
-        reward=reward,
-        stop_reason=last.completion.stop_reason,
-        trajectory_id=trajectory_id,
+    before = [0, *(len(t.prompt_tokens) + len(t.completion.tokens) for t in turns)]
+    new = [
+        (t.prompt_tokens[length:], t.completion) for t, length in zip(turns, before, strict=False)
+    ]
+    last, begun = turns[-1], turns[0].prompt_text
+    return joined(
+        new,
+        reward,
+        trajectory_id,
+        first,
         agent=agent,
         prompt=begun,
         completion=last.text if len(turns) == 1 else last.whole[len(begun) :],

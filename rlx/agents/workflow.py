@@ -21,6 +21,7 @@ from rlx.agents import loading, returns, trajectories
 from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install
+from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
 from rlx.rollout.workflows import Generator, Task, conversation
@@ -108,7 +109,8 @@ class AgentWorkflow:
         cls = loading.load_class(agent) if isinstance(agent, str) else agent
         if loading.kind(cls) != "agent":
             raise UserError(f"{cls.__name__} is a workflow of rlx, not an agent; use it as it is")
-        self.agent = cls.__name__
+        self.agent, run = cls.__name__, getattr(cls, "run", None)
+        self.name = f"{self.agent} {user_code.place(run)}".rstrip()
         self._gateway_class = _gateway_class()
         self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
         self._options = options

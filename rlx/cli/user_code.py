@@ -83,22 +83,20 @@ def place(function: Any) -> str:
 
 
 def where(error: BaseException, function: Any = None) -> str:
-    """Return an exception in one line, with the last line of the user's source that it came by.
-
-    Where there is none, the beginning of `function`, or without it the last line of any source.
-    A UserError's words are enough.
-    """
+    """Return an exception in one line with the user's `line`, else `function`'s, else any."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)]
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-    if function and not own:
-        return f"{text} {place(function)}"
-    own = own or frames
-    return f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text
+    return f"{text} {line(error) or place(function) or line(error, ())}".rstrip()
+
+
+def line(error: BaseException, libraries: tuple[str, ...] = _LIBRARIES) -> str:
+    """Return `(FILE, line N)` of the last line of the user's that an exception came by, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(part in f.filename for part in libraries)]
+    return f"({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _by_name(name: str) -> ModuleType:

@@ -28,6 +28,7 @@ from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.staleness import Limits
+from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
 
 
@@ -135,7 +136,7 @@ class RowRunner:
         row.attempts += 1
         if attempt:
             own = replace(own, seed=group_seed(own.seed, own.group_id, attempt))
-        return replace(await row.workflow.run(fleet, own), group_id=task.group_id)
+        return replace(await checked(row.workflow, fleet, own), group_id=task.group_id)
 
     async def aclose(self) -> None:
         """Close the workflows that have processes or sockets."""

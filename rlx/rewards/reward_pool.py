@@ -21,6 +21,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from rlx.rewards.worker_process import (
 _LARGEST = float(np.finfo(np.float32).max)
 _START_SECONDS = 60.0  # a worker's start and imports; generous, for a loaded machine
 _END_SECONDS = 2.0  # until a worker that closed its socket has an exit status
+_MAX_SPANS = 100_000  # kept until drained
 _MESSAGE = 1 << 20  # bytes of a worker's message
 # How a function takes the completions of a group: one a call, all at the same time, or in one call.
 EACH, TOGETHER, GROUP = "each", "together", "group"
@@ -90,12 +92,10 @@ class Graded:
     Attributes:
       rewards: the weighted sums.
       infos: of each completion, `reward/NAME` → what each function gave it, unweighted.
-      spans: where and when.
     """
 
     rewards: list[float]
     infos: list[dict[str, float]]
-    spans: list[RewardSpan]
 
 
 class RewardPool:
@@ -124,6 +124,7 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, "reward")
+        self._spans: deque[RewardSpan] = deque(maxlen=_MAX_SPANS)
 
     def start(self) -> None:
         """Start the workers and return at once, so that the first rewards find them ready."""
@@ -144,7 +145,7 @@ class RewardPool:
     def compute(self, calls: Sequence[RewardCall]) -> Graded:
         """Compute `grade` in the calling thread."""
         if not self._weights or not calls:
-            return Graded([0.0] * len(calls), [{} for _ in calls], [])
+            return Graded([0.0] * len(calls), [{} for _ in calls])
         worker = self._idle.get()
         try:
             columns, span = worker.compute(calls, self._timeout)
@@ -156,7 +157,12 @@ class RewardPool:
             for i, value in enumerate(values):
                 totals[i] += weight * value
                 infos[i][f"reward/{name.rpartition(':')[2]}"] = value
-        return Graded(totals, infos, [span])
+        self._spans.append(span)
+        return Graded(totals, infos)
+
+    def drain_spans(self) -> list[RewardSpan]:
+        """Return where and when groups were graded since the last call."""
+        return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def close(self) -> None:
         """Kill the workers, busy or not."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.base import UserError
+from rlx.cli import user_code
 
 _LONGEST = 60.0  # seconds between two attempts at one prompt
 _FIRST = 4  # a window's part that counts as full from the beginning
@@ -31,7 +32,7 @@ class Skipped(RolloutError):
     ):
         super().__init__(
             f"{attempts} of rollout.max_attempts={attempts} failed; the last one, row {index}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {_told(error)}"
         )
         self.group_id, self.index, self._row, self._attempts = group_id, index, row, attempts
         self.__cause__ = error
@@ -50,7 +51,7 @@ class Skipped(RolloutError):
             "text": describe(self._row),
             "attempts": self._attempts,
             "error": type(self.__cause__).__name__,
-            "message": str(self.__cause__),
+            "message": _told(self.__cause__),
         }
 
 
@@ -109,10 +110,15 @@ class Window:
             ended = RolloutError(
                 f"{share}, more than rollout.max_failure_rate={p.rate:g} of "
                 f"rollout.failure_window={p.window} allow; the last one, {what}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {_told(error)}"
             )
         ended.__cause__ = error
         return ended
+
+
+def _told(error: BaseException | None) -> str:
+    """Return an error's message, and the line of the user's source that it came by."""
+    return f"{error} {user_code.line(error) if error else ''}".rstrip()
 
 
 def describe(row: Mapping[str, Any]) -> str:

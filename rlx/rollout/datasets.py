@@ -15,7 +15,6 @@ import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
 from rlx.fleet.sample import Completion
-from rlx.rewards.reward_pool import RewardSpan
 from rlx.rollout import workflows
 from rlx.rollout.workflows import Generator, Overlong, Prompts, Task, Workflow, encode, trajectory
 
@@ -84,10 +83,6 @@ class AnswerWorkflow:
             return self.group(task.row, task.group_id)
         return await self._answering.run(fleet, task)
 
-    def drain_spans(self) -> list[RewardSpan]:
-        """Return when and where rewards of evaluations were computed since the last call."""
-        return workflows.drain_spans(self._answering)
-
     async def aclose(self) -> None:
         """End what the workflow of evaluations holds."""
         await workflows.close(self._answering)
@@ -109,7 +104,9 @@ class AnswerWorkflow:
             versions=np.full(len(tokens), -1, np.int32),
             stop_reason="stop",
         )
-        return trajectory(prompt, given, reward, trajectory_id, prompt_text, answer)
+        return trajectory(
+            prompt, given, reward, trajectory_id, prompt=prompt_text, completion=answer
+        )
 
 
 class Demonstrations(AnswerWorkflow):

@@ -28,14 +28,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from rlx.base import Group, Trajectory, Unavailable, UserError, malformed
-from rlx.rewards import reward_pool
+from rlx.base import Group, Unavailable, UserError
 from rlx.rollout import attempts, staleness, workflows
 from rlx.rollout import buffer as buffers
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.data import Cursor
 from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.staleness import Limits, Staleness
+from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
 
 _ADMIT_AT_ONCE = 64  # tasks started before the loop serves the network again
@@ -43,10 +43,6 @@ _POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor
 _COUNTED = ("admitted", "rejected", "failed", "skipped")  # since step 0, in checkpoints
 _REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
 _TIMER_SECONDS = 0.01  # a timer may fire a little before its time
-
-
-class TrajectoryError(RuntimeError):
-    """A workflow's trajectory cannot be trained on; the message names workflow, row and reason."""
 
 
 class Exhausted(Exception):
@@ -253,10 +249,6 @@ class Executor:
                 "idle_seconds": idle,
             }
 
-    def drain_spans(self) -> list[tuple[str, int, int]]:
-        """Return (name, start_ns, end_ns) of rewards since the last call, CLOCK_MONOTONIC."""
-        return [("reward", s.start_ns, s.end_ns) for s in workflows.drain_spans(self.workflow)]
-
     # Checkpoints.
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
@@ -369,8 +361,8 @@ class Executor:
         limit = asyncio.timeout(self._request_timeout)
         try:
             async with limit:
-                group = await self.workflow.run(self.fleet, Task(row, ticket.group_id, seed))
-                self._check(group, row)
+                task = Task(row, ticket.group_id, seed)
+                group = await checked(self.workflow, self.fleet, task, self._max_tokens)
         except asyncio.CancelledError as error:
             if self._closing or self.loop.ending:
                 raise
@@ -380,29 +372,6 @@ class Executor:
         else:
             self._finish(ticket, group)
         self._admit()
-
-    def _check(self, group: Group, row: Mapping[str, Any]) -> None:
-        """Raise TrajectoryError for a group that training cannot use, whatever workflow made it."""
-        for trajectory in group.trajectories:
-            if found := self._unfit(trajectory):
-                raise TrajectoryError(
-                    f"workflow {type(self.workflow).__name__} gave trajectory "
-                    f"{trajectory.trajectory_id} of row {attempts.describe(row)} {found}"
-                )
-
-    def _unfit(self, trajectory: Trajectory) -> str:
-        """Return why a trajectory cannot be trained on; empty where it can."""
-        if found := reward_pool.problem(trajectory.reward):
-            return f"the reward {found}"
-        if found := malformed(trajectory):
-            return f"a shape that is none: {found}"
-        if 0 < self._max_tokens < len(trajectory.tokens):
-            return (
-                f"{len(trajectory.tokens)} tokens, training has room for {self._max_tokens} "
-                "(train.max_tokens_per_microbatch and the longest of train.row_buckets); raise "
-                "them, or let the workflow stop earlier"
-            )
-        return ""
 
     def _too_slow(self) -> TimeoutError:
         limit = f"rollout.request_timeout_seconds={self._request_timeout:g}"

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
-from rlx.rewards.reward_pool import RewardSpan
 from rlx.rollout import workflows
+from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
 
 
@@ -34,6 +34,7 @@ class TeacherScored:
 
     def __init__(self, workflow: Workflow, teacher: Scorer, temperature: float):
         self._workflow, self._teacher, self._temperature = workflow, teacher, temperature
+        self.name = workflows.name(workflow)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the workflow's group, with `reference_logprobs` unless the task brings sampling.
@@ -41,15 +42,11 @@ class TeacherScored:
         Raises:
           UserError: no teacher is alive, it refuses a trajectory, or its numbers are not finite.
         """
-        group = await self._workflow.run(fleet, task)
+        group = await checked(self._workflow, fleet, task)
         if task.sampling is not None:
             return group
         scored = await asyncio.gather(*(self._scored(t) for t in group.trajectories))
         return dataclasses.replace(group, trajectories=tuple(scored))
-
-    def drain_spans(self) -> list[RewardSpan]:
-        """Return the spans of the workflow."""
-        return workflows.drain_spans(self._workflow)
 
     async def aclose(self) -> None:
         """End what the workflow holds."""

@@ -5,19 +5,21 @@ everything here is short or awaited.
 """
 
 import dataclasses
-from collections import deque
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
+from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rewards.reward_pool import RewardCall, RewardPool, RewardSpan
+from rlx.rewards.reward_pool import RewardCall, RewardPool
 
-_MAX_SPANS = 100_000  # kept until drained
+_COLUMNS = {
+    "tokens": np.int32, "loss_mask": bool, "behaviour_logprobs": np.float32, "versions": np.int32,
+    "turn_ids": np.int32,
+}  # fmt: skip
 
 
 class Generator(Protocol):
@@ -33,8 +35,7 @@ class Task:
     """What a workflow is asked for: the group of one row.
 
     Attributes:
-      row: of the dataset.
-      group_id: of the group.
+      row: of the dataset. group_id: of the group.
       seed: of its samples, in [0, 2³¹); a function of the run's seed, the group and the attempt.
       sampling: how an evaluation samples, whatever its seed; None: as training does.
       n: trajectories of the group; None: as many as training wants.
@@ -53,23 +54,22 @@ class Workflow(Protocol):
     """A workflow, as far as every one has it.
 
     One that holds processes or sockets has `async aclose()` too, which is called at the end on the
-    loop that `run` was on; one that knows when rewards were computed, for the timeline, has
-    `drain_spans() -> list[RewardSpan]`.
+    loop that `run` was on; one with a `name` is called by it in messages.
     """
 
     async def run(self, fleet: Generator, task: Task) -> Group: ...
+
+
+def name(workflow: Workflow) -> str:
+    """Return what messages call a workflow: its own name, or its class and where its run begins."""
+    cls = type(workflow)
+    return str(getattr(workflow, "name", f"{cls.__name__} {user_code.place(cls.run)}"))
 
 
 async def close(workflow: Workflow) -> None:
     """End what `workflow` holds, if it holds anything; on the loop that `run` was on."""
     if aclose := getattr(workflow, "aclose", None):
         await aclose()
-
-
-def drain_spans(workflow: Workflow) -> list[RewardSpan]:
-    """Return when and where rewards were computed since the last call, if `workflow` knows."""
-    drain = getattr(workflow, "drain_spans", None)
-    return drain() if drain else []
 
 
 def conversation(question: Any, system_prompt: str = "") -> list[Mapping[str, Any]]:
@@ -189,7 +189,6 @@ class RLVR:
 
     def __init__(self, prompts: Prompts, sampling: Sampling, reward_pool: RewardPool, n: int):
         self._prompts, self._sampling, self._rewards, self._n = prompts, sampling, reward_pool, n
-        self._spans: deque[RewardSpan] = deque(maxlen=_MAX_SPANS)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the task's row."""
@@ -204,44 +203,57 @@ class RLVR:
         )
         calls = [RewardCall(text, t, prompt, i, row) for t, i in zip(texts, ids, strict=True)]
         graded = await self._rewards.grade(calls)
-        self._spans.extend(graded.spans)
-        head = np.array(prompt, np.int32)
         trajectories = tuple(
-            trajectory(head, done, reward, f"{group_id}.{i}", text, texts[i], info)
-            for i, (done, reward, info) in enumerate(
-                zip(completions, graded.rewards, graded.infos, strict=True)
+            trajectory(
+                prompt,
+                done,
+                graded.rewards[i],
+                f"{group_id}.{i}",
+                prompt=text,
+                completion=texts[i],
+                info=graded.infos[i],
             )
+            for i, done in enumerate(completions)
         )
         return Group(group_id, trajectories, row)
 
-    def drain_spans(self) -> list[RewardSpan]:
-        """Return when and where rewards were computed since the last call."""
-        spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
-        return spans
-
 
 def trajectory(
-    prompt: np.ndarray,
-    completion: Completion,
+    asked: Any, sampled: Completion, reward: float, trajectory_id: str, **further: Any
+) -> Trajectory:
+    """Return a single turn; `asked` and `further` as in `joined`."""
+    alone = joined([(asked, sampled)], reward, trajectory_id, **further)
+    return dataclasses.replace(alone, turn_ids=None)
+
+
+def joined(
+    turns: Sequence[tuple[Any, Completion]],
     reward: float,
     trajectory_id: str,
-    prompt_text: str = "",
-    completion_text: str = "",
-    info: Mapping[str, float] = MappingProxyType({}),
+    first: int = 0,
+    **further: Any,
 ) -> Trajectory:
-    """Return a single turn: `prompt` ([P] int32, not trained), then the sampled tokens."""
-    ahead, sampled = len(prompt), len(completion.tokens)
+    """Return the turns of a conversation as one sequence.
+
+    Args:
+      turns: of each the tokens that the model saw for the first time ([P] int, not trained on: the
+        prompt, then observations), and what it sampled after them.
+      first: the number of the first turn.
+      further: fields of Trajectory.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    for number, (seen, sampled) in enumerate(turns, first):
+        blank, drawn = len(seen), len(sampled.tokens)
+        columns["tokens"] += [seen, sampled.tokens]
+        columns["loss_mask"] += [np.zeros(blank), np.ones(drawn)]
+        columns["behaviour_logprobs"] += [np.zeros(blank), sampled.logprobs]
+        columns["versions"] += [np.full(blank, -1), sampled.versions]
+        columns["turn_ids"] += [np.full(blank + drawn, number)]
+    arrays = {name: np.concatenate(columns[name]).astype(kind) for name, kind in _COLUMNS.items()}
     return Trajectory(
-        tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32, copy=False),
-        loss_mask=np.arange(ahead + sampled) >= ahead,
-        behaviour_logprobs=np.concatenate([np.zeros(ahead, np.float32), completion.logprobs]),
-        versions=np.concatenate([np.full(ahead, -1, np.int32), completion.versions]),
+        **arrays,
         reward=reward,
-        stop_reason=completion.stop_reason,
+        stop_reason=turns[-1][1].stop_reason,
         trajectory_id=trajectory_id,
-        prompt=prompt_text,
-        completion=completion_text,
-        info=info,
+        **further,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
+from rlx.agents.named_workflow import NamedWorkflow
 from rlx.agents.workflow import AgentOptions
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
@@ -68,7 +69,6 @@ def prepare(config: ConfigDict) -> Inputs:
     Raises:
       UserError: naming the file, line, row or tensor that cannot work.
     """
-    named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow")
     weights = check_reward(config)
     check_engine(config)
     model_dir = hf.resolve(config.model.path)
@@ -88,7 +88,11 @@ def prepare(config: ConfigDict) -> Inputs:
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_model_len=model_config.max_position,
     )
-    workflow = _workflow(config, algorithm, model_config, prompts, pool)
+    kwargs = loading.parse_kwargs(config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
+    sampling, n = training_sampling(config), config.sampling.n_samples
+    named = NamedWorkflow(config.rollout.workflow, kwargs, prompts, sampling, n)
+    answering = named.build(pool, AgentOptions.of(config))
+    workflow = _workflow(config, algorithm, model_config, prompts, answering)
     answers = workflow if isinstance(workflow, AnswerWorkflow) else None
     check = answers.check if answers else prompts.check
     fitting, left_out = [], []
@@ -101,6 +105,7 @@ def prepare(config: ConfigDict) -> Inputs:
     rewarded = train_rows if algorithm.data == "rollouts" else eval_rows
     if rewarded and has_servers(config):
         _try_rewards(config, prompts, rewarded[0])
+        named.try_out(rewarded[0])
     return Inputs(
         model_dir, model_config, algorithm, train_rows, eval_rows, ", ".join(left_out), pool,
         prompts, workflow, held_out,
@@ -113,11 +118,13 @@ def has_servers(config: ConfigDict) -> bool:
 
 
 def check_reward(config: ConfigDict) -> dict[str, float]:
-    """Return name → weight of the run's rewards.
+    """Return name → weight of the run's rewards; none where its workflow has no use for them.
 
     Raises:
-      UserError: `reward.terms` is malformed, or there is no such function.
+      UserError: `reward.terms` is malformed, or there is no such function or workflow.
     """
+    if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
+        return {}
     weights = rewards.weights_of(config.reward.name, config.reward.terms)
     for name in weights:
         rewards.resolve(name)
@@ -189,19 +196,9 @@ def _workflow(
     algorithm: Algorithm,
     model_config: ModelConfig,
     prompts: Prompts,
-    pool: RewardPool,
+    answering: Workflow,
 ) -> Workflow:
     """Return the workflow that makes the algorithm's kind of group of a row."""
-    rollout = config.rollout
-    answering = named_workflow.build(
-        rollout.workflow,
-        loading.parse_kwargs(rollout.workflow_kwargs, "rollout.workflow_kwargs"),
-        prompts,
-        training_sampling(config),
-        config.sampling.n_samples,
-        pool,
-        AgentOptions.of(config),
-    )
     if algorithm.data == "rollouts":
         return answering
     limits = {
@@ -230,7 +227,7 @@ def rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dic
 
 
 def _check_answers(config: ConfigDict, rows: list[dict]) -> None:
-    for name in rewards.weights_of(config.reward.name, config.reward.terms):
+    for name in check_reward(config):
         rewards.check_rows(name, rows)
 
 

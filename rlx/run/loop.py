@@ -259,8 +259,8 @@ class _Loop:
         count = self.config.observe.transcripts_per_step
         self.writer.write_rollouts(self.step, run_records.transcripts(self.step, groups, count))
         self.progress.update(record)
-        for name, start, end in self.executor.drain_spans():
-            self.timeline.add("rewards", "worker", name, start, end)
+        for span in self.parts.inputs.reward_pool.drain_spans():
+            self.timeline.add("rewards", "worker", "reward", span.start_ns, span.end_ns)
         self._record_evaluations()
 
     def _engines(self, process: str, fleet: Fleet | NoFleet) -> float:

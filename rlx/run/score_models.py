@@ -18,6 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
+from rlx.agents.named_workflow import NamedWorkflow
 from rlx.agents.workflow import AgentOptions
 from rlx.base import UserError
 from rlx.cli import flags
@@ -197,9 +198,9 @@ def _set_of(
             prompts.check(row, f"row {index + 1} of {found.name}")
     pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
     agents = replace(AgentOptions.of(config), question_key="question")
-    workflow = named_workflow.build(
-        asked.workflow, asked.workflow_kwargs, prompts, Sampling(), 1, pool, agents
-    )
+    named = NamedWorkflow(asked.workflow, asked.workflow_kwargs, prompts, Sampling(), 1)
+    workflow = named.build(pool, agents)
+    named.try_out(rows[0])
     graded = named_workflow.uses_rewards(asked.workflow)
     return _Set(found.name, rows, samples, path, tokenizer, workflow, pool if graded else None)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.agents import loading, named_workflow
+from rlx.agents.named_workflow import NamedWorkflow
 from rlx.agents.workflow import AgentOptions, AgentWorkflow, with_messages
 from rlx.base import UserError
 from rlx.evaluation import sample_files
@@ -60,9 +61,13 @@ def test_a_mistake_is_one_line(tmp_path):
 def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents, tmp_path):
     tokenizer = agents.tokenizer()
     options = AgentOptions(system_prompt="be brief", turn_discount=0.5)
-    shared = (Prompts(tokenizer), Sampling(top_k=7), 3, "the pool", options)
+
+    def build(name, **kwargs):
+        named = NamedWorkflow(name, kwargs, Prompts(tokenizer), Sampling(top_k=7), 3)
+        return named.build("the pool", options)
+
     for name in ("rlvr", "rlx.rollout.workflows:RLVR"):
-        assert isinstance(named_workflow.build(name, {}, *shared), RLVR)
+        assert isinstance(build(name), RLVR)
         assert named_workflow.uses_rewards(name)
     (tmp_path / "own.py").write_text(
         "class Own:\n"
@@ -70,14 +75,14 @@ def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents, tmp_path):
         "  async def run(self, fleet, task): pass\n"
     )
     own = f"{tmp_path}/own.py:Own"
-    assert named_workflow.build(own, {"depth": 2}, *shared).all == (tokenizer, 3, 2)
+    assert build(own, depth=2).all == (tokenizer, 3, 2)
     assert not named_workflow.uses_rewards(own)
-    agent = named_workflow.build(f"{agents.classes}:Repeat", {"turns": 2}, *shared)
+    agent = build(f"{agents.classes}:Repeat", turns=2)
     assert isinstance(agent, AgentWorkflow)
     assert agent._options is options
     assert not named_workflow.uses_rewards(f"{agents.classes}:Repeat")
     with pytest.raises(UserError, match="did you mean 'sampling'"):
-        named_workflow.build("rlvr", {"samplign": 1}, *shared)
+        build("rlvr", samplign=1)
     with pytest.raises(UserError, match=r"rollout.workflow 'rvlr'; did you mean 'rlvr'"):
         named_workflow.uses_rewards("rvlr", "rollout.workflow")
 

@@ -255,31 +255,49 @@ def test_who_blocks_the_loop_for_too_long_is_killed_and_the_line_is_named(agents
     agents.run(main())
 
 
-def test_the_executor_trains_on_agents_by_the_same_workflow(agents, tmp_path):
-    class Rows:
-        dealt = 0
+class Rows:
+    dealt = 0
 
-        def next(self):
-            self.dealt += 1
-            return self.dealt - 1, ROWS[(self.dealt - 1) % len(ROWS)]
+    def next(self):
+        self.dealt += 1
+        return self.dealt - 1, ROWS[(self.dealt - 1) % len(ROWS)]
 
-        def row(self, number):
-            return ROWS[number % len(ROWS)]
+    def row(self, number):
+        return ROWS[number % len(ROWS)]
 
-    workflow = AgentWorkflow(
-        f"{agents.classes}:Repeat", agents.tokenizer(), agents.sampling, 2, kwargs={"turns": 2}
-    )
+    def index(self, number):
+        return number % len(ROWS)
+
+
+def collected(agents, workflow, **options):
+    """The first batch that an executor makes with `workflow`."""
     fleet = Fleet(agents, agents.engine())
-    executor = Executor(workflow, Rows(), Limits(2, 1, 4), fleet, request_timeout=30)
+    executor = Executor(workflow, Rows(), Limits(2, 1, 4), fleet, request_timeout=30, **options)
     executor.start()
     try:
         executor.run(fleet.connect())
         executor.set_version(0)
-        batch = executor.collect()
+        return executor.collect()
     finally:
         executor.run(fleet.close())
         executor.close()
-    groups = getattr(batch, "groups", batch)
+
+
+def repeat(agents):
+    return AgentWorkflow(
+        f"{agents.classes}:Repeat", agents.tokenizer(), agents.sampling, 2, kwargs={"turns": 2}
+    )
+
+
+def test_the_executor_trains_on_agents_by_the_same_workflow(agents):
+    workflow = repeat(agents)
+    groups = collected(agents, workflow)
     assert workflow._front is None  # closed with the executor
     assert [len(g.trajectories) for g in groups] == [2, 2]
     assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
+
+
+def test_an_agent_s_conversation_that_training_has_no_room_for_is_a_failure(agents):
+    wanted = r"workflow Repeat \(.*agent_classes.py, line \d+\) gave, for row .*what is \d+.*, "
+    with pytest.raises(RolloutError, match=wanted + r"trajectory .* tokens, .* room for 30 "):
+        collected(agents, repeat(agents), max_tokens=30, patience=Patience(rate=0.0, attempts=1))

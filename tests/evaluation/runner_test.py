@@ -132,6 +132,14 @@ def test_a_users_mistake_is_not_retried(make, fake_workflow):
         make(workflow=fake_workflow(misbehave=wrong)).rollout_batch(ROWS[:1], timeout=30)
 
 
+def test_a_group_that_is_none_names_the_workflow_not_the_runner(make, fake_workflow):
+    evaluator = make(workflow=fake_workflow(misbehave=lambda *_: [1.0, float("nan")]))
+    with pytest.raises(
+        RolloutError, match=r"workflow FakeWorkflow \(.*\) gave, for row .*, trajectory 0.1 with"
+    ):
+        evaluator.rollout_batch(ROWS[:1], timeout=30)
+
+
 def test_a_fleet_that_cannot_be_reached_is_an_error_of_start(fake_workflow):
     async def connect():
         await asyncio.sleep(0)

@@ -44,7 +44,7 @@ def call(completion, answer="x", **row):
 
 def compute(pool, *completions, **row):
     graded = asyncio.run(pool.grade([call(c, **row) for c in completions]))
-    return graded.rewards, graded.spans
+    return graded.rewards, pool.drain_spans()
 
 
 def alive(pid):
@@ -145,7 +145,7 @@ def test_arguments_and_kinds_of_numbers():
         assert graded.infos[0] == {"reward/length": 4.2, "reward/truth": 0.0, "reward/few": 4.0}
         assert graded.infos[1] == {"reward/length": 3.1, "reward/truth": 1.0, "reward/few": 3.0}
         assert graded.rewards == pytest.approx([4.2 - 8.0, 3.1 + 0.5 - 6.0])
-        assert len(graded.spans) == 1
+        assert len(pool.drain_spans()) == 1
     finally:
         pool.close()
     assert RewardPool({}).compute(calls).rewards == [0.0, 0.0]
@@ -278,7 +278,8 @@ if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     pool = RewardPool("reward_functions:echo", timeout=1000.0)
     pool.start()
-    (span,) = pool.compute([RewardCall("", "a", [], [], {"answer": ""})]).spans
+    pool.compute([RewardCall("", "a", [], [], {"answer": ""})])
+    (span,) = pool.drain_spans()
     call = RewardCall("", sys.argv[2], [], [], {"answer": "", "marker": sys.argv[3]})
     threading.Thread(target=lambda: pool.compute([call]), daemon=True).start()
     print(span.pid, flush=True)
@@ -316,4 +317,4 @@ def test_a_hard_answer_is_a_zero_and_costs_no_worker():
     finally:
         pool.close()
     assert graded.rewards == [1.0, 0.0, 0.0, 1.0]
-    assert len(graded.spans) == 1  # one task: nothing was killed and tried again alone
+    assert len(pool.drain_spans()) == 1  # one task: nothing was killed and tried again alone

@@ -86,7 +86,7 @@ def test_asked_for_completions_it_generates_as_rlvr_does(prompts, end, fake_flee
         assert len(group.trajectories) == 1
         assert fleet.calls == [(prompts.ids(row), Sampling(temperature=0.0, seed=3), 1, 1)]
         assert group.oldest_version == 0
-        assert len(workflow.drain_spans()) == 1
+        assert len(pool.drain_spans()) == 1
     finally:
         pool.close()
 

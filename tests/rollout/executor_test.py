@@ -224,7 +224,9 @@ def test_a_reward_that_is_none_names_the_workflow_and_the_row(bad, make, fake_fl
         patience=NONE,
     )
     executor.set_version(0)
-    words = r"FakeWorkflow gave trajectory 0\.1 of row .*'question': 'q\d+'.* the reward "
+    words = (
+        r"FakeWorkflow \(.*, line \d+\) gave, for row .*'q\d+'.*, trajectory 0\.1 with the reward "
+    )
     with pytest.raises(RolloutError, match=words + re.escape(repr(bad)[:60])):
         collect(executor)
     assert executor.counters()["failed"] == 1
@@ -291,7 +293,8 @@ def test_a_prompt_that_cannot_work_is_skipped_and_named(error, make, fake_fleet,
     one = skipped[0]
     assert (one["which"], one["row"], one["attempts"]) == ("train", bad, 3)
     assert ROWS[bad]["question"] in one["text"]
-    assert (one["error"], one["message"]) == (type(error).__name__, str(error))
+    assert one["error"] == type(error).__name__
+    assert re.fullmatch(rf"{error} \(.*executor_test.py, line \d+\)", one["message"])
 
 
 def test_other_prompts_go_before_one_that_failed(make, fake_fleet, fake_workflow):
@@ -408,7 +411,7 @@ def test_arrays_of_different_lengths_are_refused_when_they_finish(make, fake_wor
 
     executor = make(Limits(1, 0, 1), workflow=Uneven(), patience=NONE)
     executor.set_version(0)
-    with pytest.raises(RolloutError, match=r"trajectory 0.0 of row.*lengths \[1, \d+\]"):
+    with pytest.raises(RolloutError, match=r"trajectory 0.0 with.*lengths \[1, \d+\]"):
         collect(executor)
 
 

@@ -64,12 +64,8 @@ class Turns:
             one, tokens=np.arange(8, dtype=np.int32), loss_mask=mask,
             behaviour_logprobs=-mask.astype(np.float32), versions=np.where(mask, 0, -1),
         )  # fmt: skip
-        return dataclasses.replace(
-            group, trajectories=(gaps, dataclasses.replace(gaps, loss_mask=mask & False))
-        )
-
-    def drain_spans(self):
-        return ["span"]
+        none = dataclasses.replace(gaps, loss_mask=mask & False, trajectory_id="4.1")
+        return dataclasses.replace(group, trajectories=(gaps, none))
 
 
 def test_observations_between_get_zeros_and_a_trajectory_without_samples_is_not_sent(
@@ -81,7 +77,6 @@ def test_observations_between_get_zeros_and_a_trajectory_without_samples_is_not_
     assert one.reference_logprobs.tolist() == [0, 0, -3, 0, 0, -6, -7, 0]
     assert none.reference_logprobs.tolist() == [0] * 8
     assert teacher.asked == [(8, 2, 1.0)]
-    assert taught.drain_spans() == ["span"]
 
 
 def test_evaluations_are_not_scored(fake_workflow, fake_fleet, fake_executor):

@@ -90,9 +90,9 @@ def test_group(tokenizer, pool):
         assert t.prompt == Prompts(tokenizer).text(ROW)
         assert (t.stop_reason, t.truncated, t.num_trained) == ("stop", False, n)
 
-    (span,) = workflow.drain_spans()
+    (span,) = pool.drain_spans()
     assert span.start_ns < span.end_ns
-    assert workflow.drain_spans() == []
+    assert pool.drain_spans() == []
 
 
 def test_evaluation_overrides_sampling_number_and_priority(tokenizer, pool):

@@ -1,0 +1,105 @@
+"""What is asked of a workflow, whoever wrote it: of each group, and once before a run begins."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlx.base import Group, Trajectory, UserError, malformed
+from rlx.cli import user_code
+from rlx.fleet.sample import Completion
+from rlx.rewards import reward_pool
+from rlx.rollout import workflows
+from rlx.rollout.attempts import describe
+from rlx.rollout.loop_thread import LoopThread
+from rlx.rollout.workflows import Generator, Task, Workflow
+
+
+class TrajectoryError(RuntimeError):
+    """A workflow's group cannot be trained on; the message names workflow, row and reason."""
+
+
+async def checked(workflow: Workflow, fleet: Generator, task: Task, max_tokens: int = 0) -> Group:
+    """Return a task's group; raise TrajectoryError where it is unfit or above `max_tokens` > 0."""
+    group = await workflow.run(fleet, task)
+    if found := _wrong(group, task, max_tokens):
+        name, row = workflows.name(workflow), describe(task.row)
+        raise TrajectoryError(f"workflow {name} gave, for row {row}, {found}")
+    return group
+
+
+def dry_run(workflow: Workflow, row: Mapping[str, Any], name: str, token: int) -> None:
+    """Have `workflow` make a group of answers of one `token` each, and end it.
+
+    Raises:
+      UserError: it raises, or gives what is no group; names it, the row, and the user's line.
+    """
+
+    async def once() -> None:
+        try:
+            async with asyncio.timeout(60.0):  # it waits for no model
+                await checked(workflow, _OneToken(token), Task(row, 0, 0))
+        finally:
+            await workflows.close(workflow)
+
+    loop = LoopThread("dry run")
+    loop.start()
+    try:
+        loop.run(once())
+    except Exception as error:
+        why = str(error) if isinstance(error, TrajectoryError) else user_code.where(error)
+        what = f"workflow {name} failed in a dry run on row {describe(row)}"
+        raise UserError(f"{what}: {why}") from error
+    finally:
+        loop.close()
+
+
+class _OneToken:
+    """A fleet whose answers are one token of version 0."""
+
+    def __init__(self, token: int):
+        self._token = np.array([token], np.int32)
+
+    async def generate(self, prompt_tokens: Any, sampling: Any, n: int, **_: Any) -> list:
+        """Return `n` answers; raise TypeError where the prompt is no list of token ids."""
+        prompt = np.asarray(prompt_tokens)
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise TypeError(f"generate takes token ids of a prompt, not {prompt_tokens!r}"[:100])
+        return [Completion(self._token, np.zeros(1, np.float32), self._token * 0, "stop")] * n
+
+
+def _wrong(group: Any, task: Task, max_tokens: int) -> str:
+    """Return what was given that cannot be used as the group of a task; empty where all can."""
+    if not isinstance(group, Group):
+        return f"a {type(group).__name__}, not a Group"
+    if group.group_id != task.group_id:
+        return f"group {group.group_id}, not {task.group_id}"
+    for t in group.trajectories:
+        if not isinstance(t, Trajectory):
+            return f"a {type(t).__name__}, not a Trajectory"
+        if found := _unfit(t, max_tokens):
+            return f"trajectory {t.trajectory_id} with {found}"
+    ids = [t.trajectory_id for t in group.trajectories]
+    if len({i.partition(".")[0] for i in ids}) != 1 or len(set(ids)) < len(ids):
+        return f'trajectories {ids[:4]}, not of ids "{{group_id}}.{{sample}}" each'
+    return ""
+
+
+def _unfit(trajectory: Trajectory, max_tokens: int) -> str:
+    """Return why a trajectory cannot be trained on; empty where it can."""
+    if found := reward_pool.problem(trajectory.reward):
+        return f"the reward {found}"
+    for name in ("tokens", "loss_mask", "behaviour_logprobs", "versions"):
+        if not isinstance(array := getattr(trajectory, name), np.ndarray) or array.ndim != 1:
+            return f"{name} that are no array of one dimension: {str(array)[:60]!r}"
+    if found := malformed(trajectory):
+        return f"a shape that is none: {found}"
+    if not np.isfinite(trajectory.behaviour_logprobs).all():
+        return "behaviour_logprobs that are not finite"
+    if 0 < max_tokens < (length := len(trajectory.tokens)):
+        return (
+            f"{length} tokens, training has room for {max_tokens} (train.max_tokens_per_microbatch "
+            "and the longest of train.row_buckets); raise them, or let the workflow stop earlier"
+        )
+    return ""
