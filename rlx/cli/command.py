@@ -1,5 +1,6 @@
 """Run a command's `main`: a UserError becomes one line on stderr and exit status 2."""
 
+import logging
 import os
 import sys
 import traceback
@@ -32,6 +33,9 @@ def run(
         a dead server could have been started again.
     """
     trace = "--traceback" in sys.argv
+    if trace:  # also of what a run says in one line and survives, as of a hook that fails
+        logging.getLogger("rlx").addHandler(logging.StreamHandler())
+        logging.getLogger("rlx").setLevel(logging.DEBUG)
     sys.argv[:] = [argument for argument in sys.argv if argument != "--traceback"]
     try:
         status = main() or 0

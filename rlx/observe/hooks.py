@@ -8,6 +8,7 @@ no more: a chart, or a network that fails, must not cost days of training.
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,7 @@ METHODS = {  # name → arguments
 
 
 def check(name: str, hook: Any) -> None:
-    """Raise UserError for an object without a hook's methods, or that cannot be called as METHODS.
-
-    Args:
-      name: how the user has named it, for the error.
-    """
+    """Raise UserError, which begins with `name`, unless `hook` can be called as METHODS has it."""
     found = [each for each in dir(hook) if each.startswith("on_")]
     if not found:
         raise UserError(f"{name} is no hook; give it some of {', '.join(METHODS)}")
@@ -73,6 +70,7 @@ class Hooks:
                 if hasattr(hook, method):
                     getattr(hook, method)(*copy.deepcopy(arguments))
             except Exception as error:
+                logging.getLogger(__name__).debug("%s: %s", name, method, exc_info=error)
                 del self._begun[name]
                 self.say(
                     f"{name}: {method} fails and the hook is called no more, the run goes on: "

@@ -50,7 +50,8 @@ def test_each_hook_gets_a_record_that_it_may_keep_and_change(tmp_path):
     ]
 
 
-def test_a_hook_that_fails_is_said_once_and_called_no_more(tmp_path):
+def test_a_hook_that_fails_is_said_once_and_called_no_more(tmp_path, caplog):
+    caplog.set_level("DEBUG", logger="rlx")  # as --traceback does
     said, bad, good = [], Notes("on_step"), Notes()
     hooks = Hooks([("mine.py:bad", bad), ("good", good)], said.append)
     hooks.begin({}, tmp_path, 0)
@@ -63,6 +64,8 @@ def test_a_hook_that_fails_is_said_once_and_called_no_more(tmp_path):
     assert line.startswith("mine.py:bad: on_step fails and the hook is called no more, the run")
     assert "ZeroDivisionError: mine" in line
     assert "hooks_test.py, line " in line
+    assert caplog.text.count("Traceback") == 1
+    assert "in _note" in caplog.text
 
 
 def test_a_hook_that_cannot_begin_ends_the_run_and_those_that_have(tmp_path):

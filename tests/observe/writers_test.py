@@ -176,6 +176,7 @@ def write_parts(name, workdir, **variables):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.witnesses
 @needs["wandb"]
 def test_wandb_goes_on_with_its_run_offline(tmp_path):
     write_parts("wandb", tmp_path, WANDB_MODE="offline")
@@ -199,6 +200,7 @@ def test_wandb_goes_on_with_its_run_offline(tmp_path):
     assert ends == [1, 0]
 
 
+@pytest.mark.witnesses
 @needs["wandb"]
 def test_wandb_without_a_key_does_not_wait_for_one(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
@@ -210,6 +212,7 @@ def test_wandb_without_a_key_does_not_wait_for_one(tmp_path, monkeypatch):
     assert "wandb has no API key; run `wandb login`, or set WANDB_MODE=offline" in last
 
 
+@pytest.mark.witnesses
 @needs["trackio"]
 def test_trackio_goes_on_with_its_run_on_this_machine(tmp_path):
     write_parts("trackio", tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
