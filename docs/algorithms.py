@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from rlx.algorithms import advantages, critic, kl, losses, supervised
+from rlx.algorithms import advantages, critic, kl, losses, supervised, surrogates
 from rlx.algorithms.algorithm import FIELDS, REDUCTIONS, Algorithm, check_choices, choose
 from rlx.algorithms.presets import PRESETS, idle, resolve
 from rlx.base import UserError
@@ -21,10 +21,10 @@ PAGE = Path(__file__).with_suffix(".md")
 # As a run has them: without the decoupled weight the anchor is another one.
 ROWS = [dataclasses.replace(a, proximal=resolve({"preset": a.name}, 1).proximal)
         for a in PRESETS.values()]  # fmt: skip
-LOSSES = {**losses.SURROGATES, **supervised.PAIR_LOSSES, "nll": supervised.nll_loss}
+LOSSES = {**surrogates.SURROGATES, **supervised.PAIR_LOSSES, "nll": supervised.nll_loss}
 # Fields and the function whose docstring has a line for each of their choices, or an equation.
 BY_CHOICE = {"peers": advantages.peers, "kl_estimator": kl.estimate,
-             "proximal": losses.proximal_logprobs, "weight_action": losses.control_weights,
+             "proximal": losses.proximal_logprobs, "weight_action": surrogates.control_weights,
              "reduction": losses.loss_weights}  # fmt: skip
 BY_FIELD = {"critic": critic.value_loss, "second_moment": losses.within_second_moment}
 STEPS = (advantages.shape_rewards, advantages.standardise, advantages.kl_penalty, advantages.gae,

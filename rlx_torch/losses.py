@@ -4,14 +4,15 @@ Everything returned is a sum over the given rows; one division by the minibatch'
 last. Values: `critic.py`; SFT and pairs: `supervised.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from rlx.algorithms import signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
-from rlx.algorithms.signatures import LossInputs
+from rlx.algorithms.signatures import LossInputs, Ops
+from rlx.algorithms.surrogates import SURROGATES, control_weights
 from rlx_torch import kl
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
@@ -54,10 +55,14 @@ def policy_loss(
     advantage, target = torch.where(used, advantage, 0.0), torch.where(used, target, 0.0)
     log_ratio = target - torch.where(used, proximal, 0.0)
     log_weight = torch.where(used, proximal - behaviour, 0.0)
-    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used, segments, "mean")}
+    levels = {
+        "token": lambda x: x,
+        "sequence": lambda x: aggregate(x, used, segments, "mean"),
+        "sequence_token": lambda x: (aggregate(x, used, segments, "mean") - x).detach() + x,
+    }
     leveled = choose("ratio_level", algorithm.ratio_level, levels)
     log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
-    weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
+    weight, in_bounds = control_weights(log_weight, used, segments, algorithm, OPS)
     entropy = torch.where(used, entropy_BT, 0.0)
     inputs = LossInputs(
         target=target,
@@ -68,6 +73,7 @@ def policy_loss(
         entropy=entropy,
         mask=used,
         segment_ids=segments,
+        ops=OPS,
     )
     if algorithm.loss_function is None:
         surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
@@ -196,84 +202,6 @@ def within_second_moment(log_weight: Tensor, used: Tensor, limit: float) -> Tens
     return used & torch.zeros_like(used).scatter(0, order, means < limit)
 
 
-Said = tuple[Tensor, Mapping[str, Tensor]]  # of each token, [B, T]: its loss, and its statistics
-
-
-def clipped_surrogate(inputs: LossInputs[Tensor], algorithm: Algorithm) -> Said:
-    """Return PPO's clipped ratio with a dual clip: ℓ, and where a clip took the gradient away."""
-    ratio, advantage = inputs.log_ratio.exp(), inputs.advantage
-    bounded = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
-    plain, held = -ratio * advantage, -bounded * advantage
-    loss, clipped = torch.maximum(plain, held), held > plain
-    if algorithm.dual_clip:
-        ceiling = -algorithm.dual_clip * advantage
-        beyond = (advantage < 0) & (ceiling < loss)
-        loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
-    return loss, {"actor_clip_ratio": clipped}
-
-
-def soft_surrogate(inputs: LossInputs[Tensor], algorithm: Algorithm) -> Said:
-    """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6)."""
-    tau = torch.where(inputs.advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
-    gate = torch.sigmoid(tau * torch.expm1(inputs.log_ratio))
-    return -inputs.advantage * (4.0 / tau) * gate, {}
-
-
-def plain_surrogate(inputs: LossInputs[Tensor], algorithm: Algorithm) -> Said:
-    """Return REINFORCE's loss, −A·log π."""
-    return -inputs.advantage * inputs.target, {}
-
-
-# ℓ of each token by `algorithm.loss`, as in rlx.algorithms.losses.
-SURROGATES: dict[str, Callable[[LossInputs[Tensor], Algorithm], Said]] = {
-    "clip": clipped_surrogate,
-    "sapo": soft_surrogate,
-    "reinforce": plain_surrogate,
-}
-
-
-# By `weight_statistic`: of log w, what is aggregated, and what of that is held against the bounds.
-STATISTICS = {
-    "ratio": (lambda x: x, torch.exp),
-    "k1": (lambda x: x, lambda x: x),
-    "k2": (lambda x: 0.5 * x**2, lambda x: x),
-    "k3": (lambda x: torch.expm1(x) - x, lambda x: x),
-}
-
-
-@torch.no_grad()
-def control_weights(
-    log_weight_BT: Tensor, used_BT: Tensor, segment_ids_BT: Tensor, algorithm: Algorithm
-) -> tuple[Tensor, Tensor]:
-    """Return exp(proximal − behaviour) kept within bounds, no gradient; which were in bounds.
-
-    The statistic (ratio, k1, k2, k3; of the token, or its mean, sum or max over the sequence) is
-    held against [weight_lower, weight_upper]: mask drops what is out, truncate makes w the ratio
-    within its bounds (with max: scales w until the largest is), none keeps w as it is.
-
-    Args:
-      log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool. segment_ids_BT: [B, T] int.
-    """
-    if not algorithm.decoupled:
-        return torch.ones_like(log_weight_BT), torch.ones_like(used_BT)
-    weight = log_weight_BT.exp()
-    if algorithm.weight_action == "none":
-        return weight, torch.ones_like(used_BT)
-    segments, how = segment_ids_BT, algorithm.weight_aggregate
-    measure, finish = choose("weight_statistic", algorithm.weight_statistic, STATISTICS)
-    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used_BT, segments, how)}
-    leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight_BT))
-    statistic = finish(leveled)
-    held = statistic.clamp(algorithm.weight_lower, algorithm.weight_upper)
-    in_bounds = held == statistic
-    own = algorithm.weight_level == "sequence" and how == "max"
-    actions = {
-        "mask": lambda: torch.where(in_bounds, weight, 0.0),
-        "truncate": lambda: (log_weight_BT - leveled).exp() * held if own else held,
-    }
-    return choose("weight_action", algorithm.weight_action, actions)(), in_bounds
-
-
 def aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
     """Return on every token the mean, sum or max of x over the used tokens of its segment."""
     rows, width = x.shape
@@ -295,6 +223,9 @@ def aggregate(x: Tensor, used: Tensor, segment_ids: Tensor, how: str) -> Tensor:
     }
     per = choose("weight_aggregate", how, table)()
     return torch.where(used, per[index].reshape(x.shape), 0.0)
+
+
+OPS = Ops(torch, torch.sigmoid, Tensor.detach, aggregate)
 
 
 def _kl_loss(

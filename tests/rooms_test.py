@@ -32,6 +32,7 @@ LIGHT_ROOMS = (
 )  # fmt: skip
 LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/signatures.py",
+    "algorithms/surrogates.py",
     "train/packing.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
     "model/model_config.py", "model/tensors.py",

@@ -42,12 +42,13 @@ class LossKind:
     reference: bool = False
 
 
-# The equations are `losses.SURROGATES` and `supervised.PAIR_LOSSES`, in rlx_torch as well.
+# The equations are `surrogates.SURROGATES` and `supervised.PAIR_LOSSES`.
 # What a user's own loss is (FILE.py:name) stands in OWN_LOSS.
 LOSS_KINDS = {
     "clip": LossKind(ratio=True),
     "sapo": LossKind(ratio=True),
     "reinforce": LossKind(),
+    "cispo": LossKind(ratio=True),
     "nll": LossKind("demonstrations"),
     "bradley_terry": LossKind("pairs", scores=True),
     "dpo": LossKind("pairs", reference=True),
@@ -177,7 +178,9 @@ class Algorithm:
     )  # fmt: skip
     loss_kwargs: str = _text("keyword arguments of your own loss, a JSON object")
     ratio_level: str = _choice(
-        "token", ("token", "sequence"), "ratios of tokens | the geometric mean of the sequence's"
+        "token",
+        ("token", "sequence", "sequence_token"),
+        "ratios of tokens | the geometric mean of the sequence's | that, with the token's gradient",
     )
     clip_low: float = _number(0.2, 0.0, 1.0, "the ratio is clipped below 1 − clip_low")
     clip_high: float = _number(0.2, 0.0, math.inf, "the ratio is clipped above 1 + clip_high")

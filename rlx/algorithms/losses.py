@@ -5,7 +5,7 @@ by the minibatch's denominator comes last. `loss_weights` has the per-token weig
 denominator of every reduction, so the loss itself knows only one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import chex
 import jax
@@ -14,7 +14,8 @@ from jax import Array, lax
 
 from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
-from rlx.algorithms.signatures import LossInputs
+from rlx.algorithms.signatures import LossInputs, Ops
+from rlx.algorithms.surrogates import SURROGATES, control_weights
 
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
@@ -38,14 +39,16 @@ def policy_loss(
         w = sg(exp(proximal − behaviour)), or 1 where not decoupled (2505.24298)
 
     u and w are of the token or, for ratio_level=sequence, exp of the mean over its sequence's
-    trained tokens (GSPO, 2507.18071, eq. 7). ℓ by `algorithm.loss`: SURROGATES, or a user's own.
+    trained tokens (GSPO, 2507.18071, eq. 7); for sequence_token of that value, with the gradient of
+    the token's own (GSPO-token, eq. 14). ℓ by `algorithm.loss`: SURROGATES, or a user's own.
 
     KL in the loss has the weight sg(w·u), which is target / behaviour within w's bounds: a token of
     an old policy pulls as often as the target itself would draw it, so the term's gradient has the
     same mean at every lag.
 
     Tokens with a non-finite ratio are excluded from the loss and every mean, and counted; so are
-    those of which a user's own loss is not finite; where its gradient is not, no update is made.
+    those of which a user's own loss is not finite. Where the gradient is not, no
+    update is made.
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated.
@@ -77,10 +80,14 @@ def policy_loss(
     advantage = jnp.where(used, advantage, 0.0)
     log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
     log_weight = jnp.where(used, proximal - behaviour, 0.0)
-    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used, segments, "mean")}
+    levels = {
+        "token": lambda x: x,
+        "sequence": lambda x: aggregate(x, used, segments, "mean"),
+        "sequence_token": lambda x: lax.stop_gradient(aggregate(x, used, segments, "mean") - x) + x,
+    }
     leveled = choose("ratio_level", algorithm.ratio_level, levels)
     log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
-    weight, in_bounds = control_weights(log_weight, used, segments, algorithm)
+    weight, in_bounds = control_weights(log_weight, used, segments, algorithm, OPS)
     entropy = jnp.where(used, entropy_BT, 0.0)
     inputs = LossInputs(
         target=jnp.where(used, target, 0.0),
@@ -91,6 +98,7 @@ def policy_loss(
         entropy=entropy,
         mask=used,
         segment_ids=segments,
+        ops=OPS,
     )
     if algorithm.loss_function is None:
         surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
@@ -276,113 +284,6 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
     return used & (nearer | (ties & (jnp.cumsum(ties) <= room)))
 
 
-Said = tuple[Array, Mapping[str, Array]]  # of each token, [B, T]: its loss, and its statistics
-
-
-def clipped_surrogate(inputs: LossInputs[Array], algorithm: Algorithm) -> Said:
-    """Return PPO's clipped ratio (1707.06347, eq. 7) with a dual clip (1912.09729).
-
-        max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
-
-    Returns:
-      ℓ; actor_clip_ratio, true where either clip took the gradient away.
-    """
-    ratio, advantage = jnp.exp(inputs.log_ratio), inputs.advantage
-    bounded = jnp.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
-    plain, held = -ratio * advantage, -bounded * advantage
-    loss, clipped = jnp.maximum(plain, held), held > plain
-    if algorithm.dual_clip:
-        ceiling = -algorithm.dual_clip * advantage
-        beyond = (advantage < 0) & (ceiling < loss)
-        loss, clipped = jnp.where(beyond, ceiling, loss), clipped | beyond
-    return loss, {"actor_clip_ratio": clipped}
-
-
-def soft_surrogate(inputs: LossInputs[Array], algorithm: Algorithm) -> Said:
-    """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6).
-
-        −A·(4/τ)·σ(τ(u − 1)), τ = sapo_positive where A > 0, else sapo_negative
-
-    At u = 1 its slope is that of −u·A.
-    """
-    tau = jnp.where(inputs.advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
-    gate = jax.nn.sigmoid(tau * jnp.expm1(inputs.log_ratio))
-    return -inputs.advantage * (4.0 / tau) * gate, {}
-
-
-def plain_surrogate(inputs: LossInputs[Array], algorithm: Algorithm) -> Said:
-    """Return REINFORCE's loss, without a ratio; w is sg(exp(target − behaviour)).
-
-        −A·log π
-
-    Nothing is clipped.
-    """
-    return -inputs.advantage * inputs.target, {}
-
-
-# ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
-SURROGATES: dict[str, Callable[[LossInputs[Array], Algorithm], Said]] = {
-    "clip": clipped_surrogate,
-    "sapo": soft_surrogate,
-    "reinforce": plain_surrogate,
-}
-
-
-# By `weight_statistic`: of log w, what is aggregated, and what of that is held against the bounds.
-STATISTICS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
-    "ratio": (lambda x: x, jnp.exp),
-    "k1": (lambda x: x, lambda x: x),
-    "k2": (lambda x: 0.5 * x**2, lambda x: x),
-    "k3": (lambda x: jnp.expm1(x) - x, lambda x: x),
-}
-
-
-def control_weights(
-    log_weight_BT: Array, used_BT: Array, segment_ids_BT: Array, algorithm: Algorithm
-) -> tuple[Array, Array]:
-    """Return the behaviour weight w = exp(proximal − behaviour) of each token, kept within bounds.
-
-    A statistic of each token (STATISTICS: log w for ratio and k1, (log w)²/2 for k2, w − 1 − log w
-    for k3), or its mean, sum or max over the sequence, is held against the bounds [weight_lower,
-    weight_upper]; for ratio after exponentiation, so that the mean is the geometric one.
-
-        none      w as it is: the correction stays on
-        mask      w = 0 unless weight_lower ≤ statistic ≤ weight_upper: the token leaves the loss
-        truncate  w = clip(ratio, weight_lower, weight_upper) (TIS)
-
-    Truncated is the token's ratio; or the whole sequence's, then one weight for all its tokens
-    (aggregate sum: the product of their ratios, mean: its geometric mean). With max each token
-    keeps its own, scaled until the largest is the bound.
-
-    Args:
-      log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool, which tokens count.
-      segment_ids_BT: [B, T] int32, the sequences within each row.
-
-    Returns:
-      w, [B, T] float32, without gradient (1 when not decoupled); in bounds, [B, T] bool.
-    """
-    chex.assert_equal_shape([log_weight_BT, used_BT, segment_ids_BT])
-    log_weight = lax.stop_gradient(log_weight_BT)
-    if not algorithm.decoupled:
-        return jnp.ones_like(log_weight), jnp.ones_like(used_BT)
-    weight = jnp.exp(log_weight)
-    if algorithm.weight_action == "none":
-        return weight, jnp.ones_like(used_BT)
-    segments, how = segment_ids_BT, algorithm.weight_aggregate
-    measure, finish = choose("weight_statistic", algorithm.weight_statistic, STATISTICS)
-    levels = {"token": lambda x: x, "sequence": lambda x: aggregate(x, used_BT, segments, how)}
-    leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight))
-    statistic = finish(leveled)
-    held = jnp.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
-    in_bounds = held == statistic
-    own = algorithm.weight_level == "sequence" and how == "max"
-    actions = {
-        "mask": lambda: jnp.where(in_bounds, weight, 0.0),
-        "truncate": lambda: jnp.exp(log_weight - leveled) * held if own else held,
-    }
-    return choose("weight_action", algorithm.weight_action, actions)(), in_bounds
-
-
 def aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
     """Return on every token the mean, sum or max of x over the used tokens of its segment.
 
@@ -404,6 +305,9 @@ def aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
     }
     per = choose("weight_aggregate", how, table)()
     return jnp.where(used, per[index].reshape(x.shape), 0.0)
+
+
+OPS = Ops(jnp, jax.nn.sigmoid, lax.stop_gradient, aggregate)
 
 
 def _kl_loss(

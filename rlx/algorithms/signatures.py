@@ -16,6 +16,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Ops:
+    """What a loss computes with, so that one is written once for JAX and for torch."""
+
+    lib: Any  # jax.numpy, or torch
+    sigmoid: Callable
+    frozen: Callable  # its argument without gradient
+    aggregate: Callable  # (x, mask, segment_ids, mean | sum | max), of a sequence on each token
+
+
+@dataclass(frozen=True, slots=True)
 class LossInputs(Generic[T]):
     """What a loss on rollouts is given of each token: [B, T] float32 arrays, unless said otherwise.
 
@@ -30,6 +40,7 @@ class LossInputs(Generic[T]):
     entropy: T  # of the target policy, nats; differentiated
     mask: T  # bool; the tokens that count
     segment_ids: T  # int32; the sequences of each row, from 1; 0 is padding
+    ops: Ops
 
 
 def own_loss(inputs: LossInputs[T], algorithm: Algorithm) -> tuple[T, Mapping[str, T]]:

@@ -73,6 +73,8 @@ def test_what_is_said_of_a_preset_does_not_depend_on_its_name(name):
         ("m2po", {"second_moment": 0.1}),
         ("grpo", {"loss": "sapo"}),
         ("grpo", {"loss": "reinforce"}),
+        ("grpo", {"loss": "cispo"}),
+        ("grpo", {"ratio_level": "sequence_token"}),
         ("grpo", {"ratio_level": "sequence"}),
         ("grpo", {"clip_low": 0.1}),
         ("grpo", {"clip_high": 0.3}),

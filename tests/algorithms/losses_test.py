@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.algorithms import advantages, losses, supervised
+from rlx.algorithms import advantages, losses, supervised, surrogates
 from rlx.algorithms.algorithm import CHOICES, REDUCTIONS
 from rlx.algorithms.presets import PRESETS
 from rlx.algorithms.signatures import LossInputs
@@ -34,12 +34,13 @@ def of_one(log_ratio, advantage):
     return LossInputs(
         target=log_ratio, proximal=zeros, behaviour=zeros, log_ratio=log_ratio,
         advantage=jnp.asarray(advantage, jnp.float32), entropy=zeros, mask=zeros == 0,
-        segment_ids=zeros,
+        segment_ids=zeros, ops=losses.OPS,
     )  # fmt: skip
 
 
 # The loss does not know the reduction, nor the weights anything else: each compiles less often.
 plain_loss = jax.jit(losses.policy_loss, static_argnums=3)
+controlled = partial(surrogates.control_weights, ops=losses.OPS)
 plain_weights = jax.jit(losses.loss_weights, static_argnums=3)
 
 
@@ -111,6 +112,9 @@ VARIANTS = {
                               weight_action="truncate", weight_upper=1.1),
     "sapo": PRESETS["sapo"],
     "sapo_sequence": variant(loss="sapo", ratio_level="sequence", sapo_positive=3.0),
+    "gspo_token": variant(ratio_level="sequence_token", clip_low=0.1, clip_high=0.3),
+    "cispo": PRESETS["cispo"],
+    "cispo_decoupled": variant(loss="cispo", clip_low=0.3, clip_high=0.4),
     "reinforce": PRESETS["rloo"],
     "reinforce_masked": variant(loss="reinforce", weight_upper=1.2, entropy_coefficient=0.1),
 }  # fmt: skip
@@ -178,6 +182,37 @@ def test_decoupled_is_ppo_when_proximal_is_behaviour(cases, seed):
         np.testing.assert_array_equal(a, b)
 
 
+def same(cases, batch, one, other, exactly=False):
+    """Two algorithms have one loss and one gradient on a batch."""
+    one, other = (run(cases, batch, a, "proximal_logprobs") for a in (one, other))
+    far = {"rtol": 0, "atol": 0} if exactly else {"rtol": 2e-5, "atol": 1e-7}
+    np.testing.assert_allclose(one[0], other[0], **far)
+    np.testing.assert_allclose(np.concatenate(one[2]), np.concatenate(other[2]), **far)
+
+
+@few
+@given(SEEDS)
+def test_cispo_is_reinforce_at_ratio_one_and_reinforce_with_a_truncated_weight(cases, seed):
+    batch = cases.random(seed)
+    cispo = variant(loss="cispo", decoupled=False, proximal="behaviour", clip_low=1.0, clip_high=1)
+    plain = variant(loss="reinforce", decoupled=False)
+    fresh = [dataclasses.replace(r, behaviour=r.target) for r in batch]
+    same(cases, fresh, cispo, plain, exactly=True)
+    truncated = variant(loss="reinforce", weight_action="truncate", weight_upper=2.0)
+    same(cases, batch, cispo, truncated)
+
+
+@few
+@given(SEEDS)
+def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(cases, seed):
+    batch = [
+        dataclasses.replace(r, advantages=np.full(len(r.mask), r.advantages[0]))
+        for r in cases.random(seed)
+    ]
+    gspo = variant(ratio_level="sequence", clip_low=0.1, clip_high=0.3)
+    same(cases, batch, gspo, dataclasses.replace(gspo, ratio_level="sequence_token"))
+
+
 @few
 @given(SEEDS)
 def test_gspo_is_grpo_for_completions_of_one_token(cases, seed):
@@ -215,7 +250,7 @@ def test_a_sequences_ratio_is_the_geometric_mean(cases, seed):
 
 @pytest.mark.parametrize("advantage", [2.0, -3.0])
 def test_sapos_gate_is_the_plain_surrogate_at_ratio_one_and_flat_far_off(advantage):
-    gate = jax.grad(lambda x: losses.soft_surrogate(of_one(x, advantage), PRESETS["sapo"])[0])
+    gate = jax.grad(lambda x: surrogates.soft_surrogate(of_one(x, advantage), PRESETS["sapo"])[0])
     np.testing.assert_allclose(gate(0.0), -advantage, rtol=1e-6)
     assert abs(float(gate(3.0))) < 1e-3 * abs(advantage)
     assert abs(float(gate(-9.0))) < 1e-3 * abs(advantage)
@@ -225,7 +260,7 @@ def test_sapos_gate_is_the_plain_surrogate_at_ratio_one_and_flat_far_off(advanta
 
 def test_sapo_is_gentler_with_what_is_to_be_encouraged():
     """τ of negative advantages is the larger one: their gradient dies sooner."""
-    slope = jax.grad(lambda x, a: losses.soft_surrogate(of_one(x, a), PRESETS["sapo"])[0])
+    slope = jax.grad(lambda x, a: surrogates.soft_surrogate(of_one(x, a), PRESETS["sapo"])[0])
     up, down = (abs(float(slope(1.0, a))) for a in (1.0, -1.0))
     assert down < up
 
@@ -319,10 +354,10 @@ def test_a_truncated_weight_is_never_above_its_bound(level, how, expected):
         weight_action="truncate", weight_level=level, weight_aggregate=how, weight_upper=3.0
     )
     log_weight, segments = jnp.array([[0.0, 4.0, 0.0]]), jnp.ones((1, 3), int)
-    weight, in_bounds = losses.control_weights(log_weight, segments > 0, segments, algorithm)
+    weight, in_bounds = controlled(log_weight, segments > 0, segments, algorithm)
     np.testing.assert_allclose(weight, [expected], rtol=1e-6)
     assert bool(in_bounds.all()) is False
-    small, in_bounds = losses.control_weights(log_weight / 8, segments > 0, segments, algorithm)
+    small, in_bounds = controlled(log_weight / 8, segments > 0, segments, algorithm)
     ratios = {"mean": [math.exp(1 / 6)] * 3, "sum": [math.exp(0.5)] * 3}
     own = [1, math.exp(0.5), 1]
     want = own if level == "token" else ratios.get(how, own)
@@ -468,7 +503,7 @@ def test_loglinear_anchors_carry_no_gradient():
 def test_the_behaviour_weight_carries_no_gradient(action):
     algorithm = variant(weight_action=action, weight_upper=1.5)
     segments, used = jnp.ones((1, 3), int), jnp.ones((1, 3), bool)
-    slope = jax.grad(lambda x: losses.control_weights(x, used, segments, algorithm)[0].sum())(
+    slope = jax.grad(lambda x: controlled(x, used, segments, algorithm)[0].sum())(
         jnp.array([[-1.0, 0.1, 2.0]])
     )
     np.testing.assert_array_equal(slope, 0.0)
@@ -477,7 +512,7 @@ def test_the_behaviour_weight_carries_no_gradient(action):
 def test_dual_clip_bounds_only_negative_advantages():
     algorithm = variant(dual_clip=3.0)
     log_ratio = jnp.log(jnp.array([10.0, 10.0, 2.0]))
-    loss, said = losses.clipped_surrogate(of_one(log_ratio, [-1.0, 1.0, -1.0]), algorithm)
+    loss, said = surrogates.clipped_surrogate(of_one(log_ratio, [-1.0, 1.0, -1.0]), algorithm)
     np.testing.assert_allclose(loss, [3.0, -1.2, 2.0], rtol=1e-6)
     np.testing.assert_array_equal(said["actor_clip_ratio"], [True, True, False])
 

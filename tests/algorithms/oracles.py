@@ -248,19 +248,23 @@ def policy_terms(rollout, weight, a, target_version):
     log_u = np.where(used, rollout.target - proximal, 0.0)
     log_w = np.where(used, proximal - rollout.behaviour, 0.0)
     sequence = a.ratio_level == "sequence"
-    if sequence and used.any():  # (Π ratios)^(1/n), of either ratio
+    if a.ratio_level != "token" and used.any():  # (Π ratios)^(1/n), of either ratio
         log_u, log_w = (np.where(used, x[used].mean(), 0.0) for x in (log_u, log_w))
     w = behaviour_weights(log_w, used, a)
     loss, scale, slopes = 0.0, 0.0, np.zeros(len(used))
     for t in np.flatnonzero(used):
         adv = rollout.advantages[t]
-        if a.loss == "reinforce":
-            value, slope = -adv * rollout.target[t], -adv
+        if a.loss in ("reinforce", "cispo"):
+            factor = 1.0
+            if a.loss == "cispo":
+                factor = min(max(math.exp(log_u[t]), 1 - a.clip_low), 1 + a.clip_high)
+            value, slope = -adv * factor * rollout.target[t], -adv * factor
         else:
             value, slope = surrogate(math.exp(log_u[t]), adv, a)
         loss += weight[t] * w[t] * value
         scale += abs(weight[t] * w[t] * value)
-        if sequence and a.loss != "reinforce":  # every token of the sequence moves its ratio
+        if sequence and a.loss not in ("reinforce", "cispo"):
+            # every token of the sequence moves its ratio
             slopes[used] += weight[t] * w[t] * slope / used.sum()
         else:
             slopes[t] += weight[t] * w[t] * slope

@@ -51,6 +51,8 @@ PAPERS = {
     "m2po": {"reward_mean": "group", "reward_std": "group", "second_moment": 0.04,
              "clip_low": 1.0, "clip_high": math.inf, "weight_action": "none",
              "reduction": "token_mean"},
+    "cispo": {"reward_mean": "group", "reward_std": "group", "loss": "cispo", "decoupled": False,
+              "clip_low": 1.0, "clip_high": 4.0, "reduction": "token_mean"},
     "sft": {"loss": "nll", "reduction": "token_mean"},
     "reward_model": {"loss": "bradley_terry"},
     "dpo": {"loss": "dpo", "reduction": "sequence_mean_token_sum", "pair_beta": 0.1},
@@ -205,7 +207,7 @@ def test_what_cannot_work_is_explained(values, words):
         ({"preset": "rloo", "dual_clip": 3.0}, "loss=clip"),
         (
             {"preset": "rloo", "proximal": "loglinear"},
-            "loss=clip|sapo|FILE.py:name or kl_placement=reward",
+            "loss=clip|sapo|cispo|FILE.py:name or kl_placement=reward",
         ),
         ({"kl_estimator": "k2"}, "kl_placement=reward|loss"),
         ({"kl_horizon": 9}, "kl_placement=reward|loss"),
@@ -218,7 +220,7 @@ def test_what_cannot_work_is_explained(values, words):
         ({"weight_aggregate": "sum"}, "weight_level=sequence"),
         (
             {"preset": "rloo", "decoupled": False, "ratio_level": "sequence"},
-            "loss=clip|sapo|FILE.py:name or d",
+            "loss=clip|sapo|cispo|FILE.py:name or d",
         ),
         ({"preset": "ppo", "peers": "turn"}, "reward_mean=group or reward_std=group or adv"),
         ({"pair_beta": 0.3}, "loss=dpo|ipo"),

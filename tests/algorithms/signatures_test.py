@@ -1,6 +1,8 @@
 """A user's own loss stands where one of the table stands, in JAX and in torch."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,11 @@ import pytest
 import torch
 
 from rlx import config as config_lib
-from rlx.algorithms import losses, presets
+from rlx.algorithms import losses, presets, surrogates
 from rlx.base import UserError
 from rlx_torch import losses as torch_losses
 
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 GRPO = presets.PRESETS["grpo"]
 
 
@@ -50,8 +53,27 @@ def trained_in_torch(rows, algorithm):
 def test_a_copy_of_a_built_in_loss_is_that_loss_bitwise(cases):
     rows = batch_of(cases)
     want = trained(rows, GRPO)
-    got = trained(rows, own(lambda inputs, algorithm: losses.clipped_surrogate(inputs, algorithm)))
+    got = trained(
+        rows, own(lambda inputs, algorithm: surrogates.clipped_surrogate(inputs, algorithm))
+    )
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_the_pages_cispo_is_the_built_in_one_bitwise(cases):
+    """docs/extend.md: a file of at most 20 lines, and no line of rlx."""
+    code = re.search(r"^```python\n# cispo.py\n(.*?)^```", PAGE.read_text(), re.M | re.S)[1]
+    assert len(code.splitlines()) < 20
+    exec(code, names := {})
+    for fields in ({}, {"decoupled": False}):
+        theirs = own(names["cispo"], loss_kwargs='{"largest": 1.5}', **fields)
+        ours = dataclasses.replace(
+            theirs, loss="cispo", loss_function=None, clip_low=1.0, clip_high=0.5
+        )
+        rows = batch_of(cases)
+        got, want = trained(rows, theirs), trained(rows, ours)
+        assert float(got[1].pop("ratio_square")) > 0
+        assert 0 < float(got[1]["actor_clip_ratio"]) < rows["loss_mask"].sum()
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("run", [trained, trained_in_torch])

@@ -42,6 +42,7 @@ def _variants():
         for where in ("reward", "loss"):
             yield {"kl_placement": where, "kl_estimator": estimator, "kl_coefficient": 0.1}
     yield {"entropy_coefficient": 0.1}
+    yield {"ratio_level": "sequence_token", "clip_low": 0.01, "clip_high": 0.01}
     yield {"ratio_level": "sequence", "clip_low": 0.01, "clip_high": 0.01}
     yield {"critic": True, "gamma": 0.99, "lam": 0.9, "bootstrap_truncated": False}
     yield {"reward_mean": "batch", "reward_std": "batch", "leave_one_out": True}

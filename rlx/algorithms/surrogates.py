@@ -1,0 +1,133 @@
+"""The loss of a token on rollouts, ℓ, and its weight, w: once for JAX's arrays and torch's tensors.
+
+    u = exp(log_ratio), π the target policy, μ the behaviour policy, A the advantage
+
+Imports neither: `ops` has the library. Each loss returns ℓ and its statistics, [B, T] both;
+`actor_clip_ratio` is where the loss took a gradient away or bounded it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from rlx.algorithms.algorithm import Algorithm, choose
+from rlx.algorithms.signatures import LossInputs, Ops
+
+T = TypeVar("T")
+Said = tuple[Any, Mapping[str, Any]]
+
+
+def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+    """Return PPO's clipped ratio (1707.06347, eq. 7) with a dual clip (1912.09729).
+
+        max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
+
+    Clipped is where either clip took the gradient away.
+    """
+    lib, advantage = inputs.ops.lib, inputs.advantage
+    ratio = lib.exp(inputs.log_ratio)
+    bounded = lib.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
+    plain, held = -ratio * advantage, -bounded * advantage
+    loss, clipped = lib.maximum(plain, held), held > plain
+    if algorithm.dual_clip:
+        ceiling = -algorithm.dual_clip * advantage
+        beyond = (advantage < 0) & (ceiling < loss)
+        loss, clipped = lib.where(beyond, ceiling, loss), clipped | beyond
+    return loss, {"actor_clip_ratio": clipped}
+
+
+def soft_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+    """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6).
+
+        −A·(4/τ)·σ(τ(u − 1)), τ = sapo_positive where A > 0, else sapo_negative
+
+    At u = 1 its slope is that of −u·A.
+    """
+    lib = inputs.ops.lib
+    tau = lib.where(inputs.advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
+    gate = inputs.ops.sigmoid(tau * lib.expm1(inputs.log_ratio))
+    return -inputs.advantage * (4.0 / tau) * gate, {}
+
+
+def plain_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+    """Return REINFORCE's loss, without a ratio; w is sg(exp(target − behaviour)).
+
+        −A·log π
+
+    Nothing is clipped.
+    """
+    return -inputs.advantage * inputs.target, {}
+
+
+def bounded_weight_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+    """Return CISPO's: REINFORCE weighed by a bounded ratio (2506.13585, eq. 4).
+
+        −sg(clip(u, 1 − clip_low, 1 + clip_high))·A·log π
+
+    No token loses its gradient.
+    """
+    lib = inputs.ops.lib
+    ratio = lib.exp(inputs.log_ratio)
+    held = lib.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
+    loss = -inputs.ops.frozen(held) * inputs.advantage * inputs.target
+    return loss, {"actor_clip_ratio": held != ratio}
+
+
+# ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
+SURROGATES: dict[str, Callable[[LossInputs, Algorithm], Said]] = {
+    "clip": clipped_surrogate,
+    "sapo": soft_surrogate,
+    "reinforce": plain_surrogate,
+    "cispo": bounded_weight_surrogate,
+}
+
+
+def control_weights(
+    log_weight_BT: T, used_BT: T, segment_ids_BT: T, algorithm: Algorithm, ops: Ops
+) -> tuple[T, T]:
+    """Return the behaviour weight w = exp(proximal − behaviour) of each token, kept within bounds.
+
+    A statistic of each token (log w for ratio and k1, (log w)²/2 for k2, w − 1 − log w
+    for k3), or its mean, sum or max over the sequence, is held against the bounds [weight_lower,
+    weight_upper]; for ratio after exponentiation, so that the mean is the geometric one.
+
+        none      w as it is: the correction stays on
+        mask      w = 0 unless weight_lower ≤ statistic ≤ weight_upper: the token leaves the loss
+        truncate  w = clip(ratio, weight_lower, weight_upper) (TIS)
+
+    Truncated is the token's ratio; or the whole sequence's, then one weight for all its tokens
+    (aggregate sum: the product of their ratios, mean: its geometric mean). With max each token
+    keeps its own, scaled until the largest is the bound.
+
+    Args:
+      log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool, which tokens count.
+      segment_ids_BT: [B, T] int32, the sequences within each row.
+
+    Returns:
+      w, [B, T] float32, without gradient (1 when not decoupled); in bounds, [B, T] bool.
+    """
+    lib, log_weight = ops.lib, ops.frozen(log_weight_BT)
+    if not algorithm.decoupled:
+        return lib.ones_like(log_weight), lib.ones_like(used_BT)
+    weight = lib.exp(log_weight)
+    if algorithm.weight_action == "none":
+        return weight, lib.ones_like(used_BT)
+    segments, how = segment_ids_BT, algorithm.weight_aggregate
+    # Of log w, what is aggregated, and what of that is held against the bounds.
+    statistics = {
+        "ratio": (lambda x: x, lib.exp),
+        "k1": (lambda x: x, lambda x: x),
+        "k2": (lambda x: 0.5 * x**2, lambda x: x),
+        "k3": (lambda x: lib.expm1(x) - x, lambda x: x),
+    }
+    measure, finish = choose("weight_statistic", algorithm.weight_statistic, statistics)
+    levels = {"token": lambda x: x, "sequence": lambda x: ops.aggregate(x, used_BT, segments, how)}
+    leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight))
+    statistic = finish(leveled)
+    held = lib.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
+    in_bounds = held == statistic
+    own = algorithm.weight_level == "sequence" and how == "max"
+    actions = {
+        "mask": lambda: lib.where(in_bounds, weight, 0.0),
+        "truncate": lambda: lib.exp(log_weight - leveled) * held if own else held,
+    }
+    return choose("weight_action", algorithm.weight_action, actions)(), in_bounds
