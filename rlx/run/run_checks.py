@@ -65,6 +65,8 @@ def plugged_in(config: ConfigDict) -> Iterator[Finding]:
             board = key == "observe.writers" and entry in ("wandb", "trackio")
             if board or (isinstance(entry, str) and user_code.is_own(entry)):
                 yield attempt("plugged in", key, partial(_load, key, entry), str)[0]
+    if config.data.chat_template not in ("", "none"):  # a file; the model's rows say if it is bad
+        yield Finding("plugged in", "data.chat_template", "ok", config.data.chat_template)
 
 
 def _load(key: str, entry: str) -> str:

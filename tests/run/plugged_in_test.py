@@ -35,6 +35,7 @@ def test_what_is_of_rlx_is_not_listed(config):
 
 
 def test_each_thing_is_listed_with_its_place(config, tmp_path):
+    config.data.chat_template = "mine.jinja"
     config.reward.terms = (("gsm8k", 1.0), ("mine.py:score", 0.1))
     config.observe.writers = ("tensorboard", "mine.py:Writer", "mine.py:bound")
     place = f"({tmp_path / 'mine.py'}, line"
@@ -42,6 +43,7 @@ def test_each_thing_is_listed_with_its_place(config, tmp_path):
         ("reward.terms", "ok", f"mine.py:score {place} 10)", ""),
         ("observe.writers", "ok", f"mine.py:Writer {place} 2)", ""),
         ("observe.writers", "ok", f"mine.py:bound {place} 2)", ""),
+        ("data.chat_template", "ok", "mine.jinja", ""),
     ]
 
 
