@@ -103,6 +103,7 @@ def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
     Raises:
       UserError: anything else.
     """
+    given = given.to_dict() if hasattr(given, "to_dict") else given  # from a flag
     if isinstance(given, Mapping):
         return dict(given)
     text = str(given or "")

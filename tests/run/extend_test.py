@@ -12,11 +12,21 @@ import pytest
 from rlx.observe.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/extend.md").read_text()
-SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+
+
+def sections(page):
+    """Title → text of each section of a page; `#` → what comes before the first."""
+    text = "## #\n" + (ROOT / page).read_text()
+    return dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+
+
+SECTIONS, AGENTS = sections("docs/extend.md"), sections("docs/agents.md")
+SECTIONS["Training an agent"] = AGENTS["#"] + AGENTS["Training"]
 # What each run of a section leaves in every step's record.
 RECORDED: dict[str, list[str]] = {
     "Loss": ["ratio_square", "actor_clip_ratio"],
+    "Workflow": ["info/same", "reward/arithmetic"],
+    "Training an agent": ["info/interactions"],
     "Reward": ["reward/arithmetic", "reward/brevity", "reward/polite", "reward/unlike"],
 }
 SHORT = [
