@@ -36,6 +36,8 @@ class Engine(Protocol):
     async def score(self, request: ScoreRequest) -> Scores:
         """Return the logprobs of `tokens[first:]` under the current weights, while others run.
 
+        Of a reward model: its values after these tokens.
+
         Waits while the engine is paused. Cancelling it withdraws the request. Raises ValueError
         (with the remedy) for one that cannot be served: token out of vocabulary, longer than
         max_model_len.

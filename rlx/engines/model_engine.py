@@ -58,6 +58,8 @@ class ModelEngine:
 
     def _check_request(self, request: Request) -> None:
         """Raise ValueError, with the remedy, for a request that this model cannot serve."""
+        if self._config.value_head:
+            raise ValueError("a reward model generates nothing; give a language model's server")
         length, longest = request.prompt_tokens.size, self._max_model_len
         self._check_vocabulary(request.prompt_tokens)
         if length >= longest:

@@ -237,7 +237,9 @@ class Fleet:
         await self._finish(GenerateCall(prompt, sampling, session, priority, watch), samples)
         return [sample.completion() for sample in samples]
 
-    async def score(self, tokens: Any, first: int, *, temperature: float = 1.0) -> np.ndarray:
+    async def score(
+        self, tokens: Any, first: int, *, temperature: float = 1.0, values: bool = False
+    ) -> np.ndarray:
         """Return the log-probabilities of a sequence's tokens under the current weights.
 
         All are of one version: the old or the new one while a publish is under way.
@@ -246,12 +248,14 @@ class Fleet:
           tokens: [T] integers, T ≥ 2.
           first: in [1, T − 1], the first token to score.
           temperature: in [0.01, 100]; of log softmax(logits / temperature).
+          values: of reward models; their numbers after these tokens in place of logprobs.
 
         Returns:
           [T] float32, nats; 0 before `first`.
 
         Raises:
-          ValueError, UserError, Failed: as `generate`.
+          ValueError: the server's model is one of the other kind, or as `generate`.
+          UserError, Failed: as `generate`.
         """
         request = ScoreRequest(np.asarray(tokens, np.int32), first, temperature)
         member, full, attempts, busy = None, None, 0, 0
@@ -259,6 +263,11 @@ class Fleet:
             member = await self._balancer.pick(None, member, full)
             try:
                 scores = await member.score(request)
+                if scores.values != values:
+                    kind = "a reward model" if values else "a language model"
+                    raise ValueError(
+                        f"{member.address} does not serve {kind} (with the JAX engine)"
+                    )
                 return np.concatenate([np.zeros(first, np.float32), scores.logprobs])
             except Busy:
                 member, full, busy = None, member, busy + 1

@@ -93,6 +93,7 @@ class Scores:
 
     logprobs: np.ndarray
     version: int
+    values: bool = False  # they are a reward model's numbers after these tokens
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # of scores; vLLM replaces lower ones

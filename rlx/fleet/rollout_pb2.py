@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rlx/fleet/rollout.proto\x12\trlx.fleet\"\xaf\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\xbb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x03(\x05\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.rlx.fleet.Sampling\x12\t\n\x01n\x18\x04 \x01(\x05\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\x05\x12\x12\n\nprefix_len\x18\x06 \x01(\x05\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x10\n\x08instance\x18\x08 \x01(\t\"\x8d\x01\n\rGenerateReply\x12\r\n\x05index\x18\x01 \x03(\x05\x12\r\n\x05\x63ount\x18\x02 \x03(\x05\x12*\n\x0bstop_reason\x18\x03 \x03(\x0e\x32\x15.rlx.fleet.StopReason\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x10\n\x08versions\x18\x06 \x03(\x05\"i\n\x0cScoreRequest\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\r\n\x05\x66irst\x18\x02 \x01(\x05\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08instance\x18\x04 \x01(\tB\x0e\n\x0c_temperature\"/\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x0f\n\x07version\x18\x02 \x01(\x05\"\xd3\x01\n\rPublishHeader\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\x12\x1f\n\x02kv\x18\x05 \x01(\x0e\x32\x13.rlx.fleet.KvPolicy\x12\x0c\n\x04keep\x18\x06 \x01(\x08\x12&\n\x05\x64\x65lta\x18\x07 \x01(\x0b\x32\x17.rlx.fleet.PublishDelta\x12*\n\x07\x61\x64\x61pter\x18\x08 \x01(\x0b\x32\x19.rlx.fleet.PublishAdapter\"Z\n\x0cPublishDelta\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x05\x12\x12\n\nbase_crc32\x18\x02 \x01(\x07\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\"<\n\x0ePublishAdapter\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x0c\x12\r\n\x05scale\x18\x02 \x01(\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t\",\n\x0cPublishChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"n\n\x0ePublishRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlx.fleet.PublishHeaderH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.rlx.fleet.PublishChunkH\x00\x42\x06\n\x04part\"d\n\x0cPublishReply\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x11\n\tpaused_ns\x18\x02 \x01(\x03\x12\x18\n\x10replaced_version\x18\x03 \x01(\x05\x12\x16\n\x0ereplaced_crc32\x18\x04 \x01(\x07\"%\n\x0cPauseRequest\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"$\n\rStatusRequest\x12\x13\n\x0b\x64rain_spans\x18\x01 \x01(\x08\"6\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_ns\x18\x02 \x01(\x03\x12\x0e\n\x06\x65nd_ns\x18\x03 \x01(\x03\"\xfb\x01\n\x0bStatusReply\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0e\n\x06queued\x18\x03 \x01(\x05\x12\r\n\x05slots\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x06 \x01(\x03\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x1e\n\x05spans\x18\x08 \x03(\x0b\x32\x0f.rlx.fleet.Span\x12\x14\n\x0cmonotonic_ns\x18\t \x01(\x03\x12\x10\n\x08instance\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\x03\x12\x15\n\rweights_crc32\x18\x0c \x01(\x07*:\n\nStopReason\x12\x0b\n\x07RUNNING\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03*M\n\x08KvPolicy\x12\x12\n\x0eSERVER_DEFAULT\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\r\n\tRECOMPUTE\x10\x02\x12\x14\n\x10\x41\x42ORT_AND_RESEND\x10\x03\x32\xf8\x02\n\x07Rollout\x12\x42\n\x08Generate\x12\x1a.rlx.fleet.GenerateRequest\x1a\x18.rlx.fleet.GenerateReply0\x01\x12\x37\n\x05Score\x12\x17.rlx.fleet.ScoreRequest\x1a\x15.rlx.fleet.ScoreReply\x12?\n\x07Publish\x12\x19.rlx.fleet.PublishRequest\x1a\x17.rlx.fleet.PublishReply(\x01\x12\x37\n\x05Pause\x12\x17.rlx.fleet.PauseRequest\x1a\x15.rlx.fleet.PauseReply\x12:\n\x06Resume\x12\x18.rlx.fleet.ResumeRequest\x1a\x16.rlx.fleet.ResumeReply\x12:\n\x06Status\x12\x18.rlx.fleet.StatusRequest\x1a\x16.rlx.fleet.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rlx/fleet/rollout.proto\x12\trlx.fleet\"\xaf\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\xbb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x03(\x05\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.rlx.fleet.Sampling\x12\t\n\x01n\x18\x04 \x01(\x05\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\x05\x12\x12\n\nprefix_len\x18\x06 \x01(\x05\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x10\n\x08instance\x18\x08 \x01(\t\"\x8d\x01\n\rGenerateReply\x12\r\n\x05index\x18\x01 \x03(\x05\x12\r\n\x05\x63ount\x18\x02 \x03(\x05\x12*\n\x0bstop_reason\x18\x03 \x03(\x0e\x32\x15.rlx.fleet.StopReason\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x10\n\x08versions\x18\x06 \x03(\x05\"i\n\x0cScoreRequest\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\r\n\x05\x66irst\x18\x02 \x01(\x05\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08instance\x18\x04 \x01(\tB\x0e\n\x0c_temperature\"?\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x0f\n\x07version\x18\x02 \x01(\x05\x12\x0e\n\x06values\x18\x03 \x01(\x08\"\xd3\x01\n\rPublishHeader\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\x12\x1f\n\x02kv\x18\x05 \x01(\x0e\x32\x13.rlx.fleet.KvPolicy\x12\x0c\n\x04keep\x18\x06 \x01(\x08\x12&\n\x05\x64\x65lta\x18\x07 \x01(\x0b\x32\x17.rlx.fleet.PublishDelta\x12*\n\x07\x61\x64\x61pter\x18\x08 \x01(\x0b\x32\x19.rlx.fleet.PublishAdapter\"Z\n\x0cPublishDelta\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x05\x12\x12\n\nbase_crc32\x18\x02 \x01(\x07\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\"<\n\x0ePublishAdapter\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x0c\x12\r\n\x05scale\x18\x02 \x01(\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t\",\n\x0cPublishChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"n\n\x0ePublishRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.rlx.fleet.PublishHeaderH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.rlx.fleet.PublishChunkH\x00\x42\x06\n\x04part\"d\n\x0cPublishReply\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x11\n\tpaused_ns\x18\x02 \x01(\x03\x12\x18\n\x10replaced_version\x18\x03 \x01(\x05\x12\x16\n\x0ereplaced_crc32\x18\x04 \x01(\x07\"%\n\x0cPauseRequest\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"$\n\rStatusRequest\x12\x13\n\x0b\x64rain_spans\x18\x01 \x01(\x08\"6\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_ns\x18\x02 \x01(\x03\x12\x0e\n\x06\x65nd_ns\x18\x03 \x01(\x03\"\xfb\x01\n\x0bStatusReply\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0e\n\x06queued\x18\x03 \x01(\x05\x12\r\n\x05slots\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x06 \x01(\x03\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x1e\n\x05spans\x18\x08 \x03(\x0b\x32\x0f.rlx.fleet.Span\x12\x14\n\x0cmonotonic_ns\x18\t \x01(\x03\x12\x10\n\x08instance\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\x03\x12\x15\n\rweights_crc32\x18\x0c \x01(\x07*:\n\nStopReason\x12\x0b\n\x07RUNNING\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03*M\n\x08KvPolicy\x12\x12\n\x0eSERVER_DEFAULT\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\r\n\tRECOMPUTE\x10\x02\x12\x14\n\x10\x41\x42ORT_AND_RESEND\x10\x03\x32\xf8\x02\n\x07Rollout\x12\x42\n\x08Generate\x12\x1a.rlx.fleet.GenerateRequest\x1a\x18.rlx.fleet.GenerateReply0\x01\x12\x37\n\x05Score\x12\x17.rlx.fleet.ScoreRequest\x1a\x15.rlx.fleet.ScoreReply\x12?\n\x07Publish\x12\x19.rlx.fleet.PublishRequest\x1a\x17.rlx.fleet.PublishReply(\x01\x12\x37\n\x05Pause\x12\x17.rlx.fleet.PauseRequest\x1a\x15.rlx.fleet.PauseReply\x12:\n\x06Resume\x12\x18.rlx.fleet.ResumeRequest\x1a\x16.rlx.fleet.ResumeReply\x12:\n\x06Status\x12\x18.rlx.fleet.StatusRequest\x1a\x16.rlx.fleet.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rlx.fleet.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOPREASON']._serialized_start=1767
-  _globals['_STOPREASON']._serialized_end=1825
-  _globals['_KVPOLICY']._serialized_start=1827
-  _globals['_KVPOLICY']._serialized_end=1904
+  _globals['_STOPREASON']._serialized_start=1783
+  _globals['_STOPREASON']._serialized_end=1841
+  _globals['_KVPOLICY']._serialized_start=1843
+  _globals['_KVPOLICY']._serialized_end=1920
   _globals['_SAMPLING']._serialized_start=39
   _globals['_SAMPLING']._serialized_end=214
   _globals['_GENERATEREQUEST']._serialized_start=217
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST']._serialized_start=550
   _globals['_SCOREREQUEST']._serialized_end=655
   _globals['_SCOREREPLY']._serialized_start=657
-  _globals['_SCOREREPLY']._serialized_end=704
-  _globals['_PUBLISHHEADER']._serialized_start=707
-  _globals['_PUBLISHHEADER']._serialized_end=918
-  _globals['_PUBLISHDELTA']._serialized_start=920
-  _globals['_PUBLISHDELTA']._serialized_end=1010
-  _globals['_PUBLISHADAPTER']._serialized_start=1012
-  _globals['_PUBLISHADAPTER']._serialized_end=1072
-  _globals['_PUBLISHCHUNK']._serialized_start=1074
-  _globals['_PUBLISHCHUNK']._serialized_end=1118
-  _globals['_PUBLISHREQUEST']._serialized_start=1120
-  _globals['_PUBLISHREQUEST']._serialized_end=1230
-  _globals['_PUBLISHREPLY']._serialized_start=1232
-  _globals['_PUBLISHREPLY']._serialized_end=1332
-  _globals['_PAUSEREQUEST']._serialized_start=1334
-  _globals['_PAUSEREQUEST']._serialized_end=1371
-  _globals['_PAUSEREPLY']._serialized_start=1373
-  _globals['_PAUSEREPLY']._serialized_end=1385
-  _globals['_RESUMEREQUEST']._serialized_start=1387
-  _globals['_RESUMEREQUEST']._serialized_end=1402
-  _globals['_RESUMEREPLY']._serialized_start=1404
-  _globals['_RESUMEREPLY']._serialized_end=1417
-  _globals['_STATUSREQUEST']._serialized_start=1419
-  _globals['_STATUSREQUEST']._serialized_end=1455
-  _globals['_SPAN']._serialized_start=1457
-  _globals['_SPAN']._serialized_end=1511
-  _globals['_STATUSREPLY']._serialized_start=1514
-  _globals['_STATUSREPLY']._serialized_end=1765
-  _globals['_ROLLOUT']._serialized_start=1907
-  _globals['_ROLLOUT']._serialized_end=2283
+  _globals['_SCOREREPLY']._serialized_end=720
+  _globals['_PUBLISHHEADER']._serialized_start=723
+  _globals['_PUBLISHHEADER']._serialized_end=934
+  _globals['_PUBLISHDELTA']._serialized_start=936
+  _globals['_PUBLISHDELTA']._serialized_end=1026
+  _globals['_PUBLISHADAPTER']._serialized_start=1028
+  _globals['_PUBLISHADAPTER']._serialized_end=1088
+  _globals['_PUBLISHCHUNK']._serialized_start=1090
+  _globals['_PUBLISHCHUNK']._serialized_end=1134
+  _globals['_PUBLISHREQUEST']._serialized_start=1136
+  _globals['_PUBLISHREQUEST']._serialized_end=1246
+  _globals['_PUBLISHREPLY']._serialized_start=1248
+  _globals['_PUBLISHREPLY']._serialized_end=1348
+  _globals['_PAUSEREQUEST']._serialized_start=1350
+  _globals['_PAUSEREQUEST']._serialized_end=1387
+  _globals['_PAUSEREPLY']._serialized_start=1389
+  _globals['_PAUSEREPLY']._serialized_end=1401
+  _globals['_RESUMEREQUEST']._serialized_start=1403
+  _globals['_RESUMEREQUEST']._serialized_end=1418
+  _globals['_RESUMEREPLY']._serialized_start=1420
+  _globals['_RESUMEREPLY']._serialized_end=1433
+  _globals['_STATUSREQUEST']._serialized_start=1435
+  _globals['_STATUSREQUEST']._serialized_end=1471
+  _globals['_SPAN']._serialized_start=1473
+  _globals['_SPAN']._serialized_end=1527
+  _globals['_STATUSREPLY']._serialized_start=1530
+  _globals['_STATUSREPLY']._serialized_end=1781
+  _globals['_ROLLOUT']._serialized_start=1923
+  _globals['_ROLLOUT']._serialized_end=2299
 # @@protoc_insertion_point(module_scope)

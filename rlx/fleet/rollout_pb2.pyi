@@ -98,12 +98,14 @@ class ScoreRequest(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., temperature: _Optional[float] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
-    __slots__ = ("logprobs", "version")
+    __slots__ = ("logprobs", "version", "values")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     version: int
-    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ...) -> None: ...
+    values: bool
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., values: _Optional[bool] = ...) -> None: ...
 
 class PublishHeader(_message.Message):
     __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta", "adapter")

@@ -137,7 +137,9 @@ def score_from(message: pb.ScoreRequest) -> ScoreRequest:
 
 def score_reply(scores: Scores) -> pb.ScoreReply:
     """Return `scores` as a message."""
-    return pb.ScoreReply(logprobs=scores.logprobs.tolist(), version=scores.version)
+    return pb.ScoreReply(
+        logprobs=scores.logprobs.tolist(), version=scores.version, values=scores.values
+    )
 
 
 def scores_from(reply: pb.ScoreReply, request: ScoreRequest) -> Scores:
@@ -149,7 +151,7 @@ def scores_from(reply: pb.ScoreReply, request: ScoreRequest) -> Scores:
     got, wanted = len(reply.logprobs), len(request.tokens) - request.first
     if got != wanted:
         raise ValueError(f"a ScoreReply has {got} logprobs where {wanted} were asked for")
-    return Scores(np.fromiter(reply.logprobs, np.float32, got), reply.version)
+    return Scores(np.fromiter(reply.logprobs, np.float32, got), reply.version, reply.values)
 
 
 def _require(good: bool, name: str, got, wanted: str) -> None:

@@ -76,6 +76,8 @@ def test_a_malformed_score_is_an_invalid_argument_that_says_what_was_wanted(tool
 def test_a_malformed_score_is_a_value_error_and_costs_no_server(tools, tmp_path):
     async def main():
         async with tools.fleet(1, tmp_path) as (fleet, _, _):
+            with pytest.raises(ValueError, match=r"127.0.0.1:\d+ does not serve a reward model"):
+                await fleet.score(TOKENS, 2, values=True)
             for tokens, first, match in (([3, 5000], 1, "vocabulary"), ([3, 4], 2, "first=2")):
                 with pytest.raises(ValueError, match=match):
                     await fleet.score(tokens, first)

@@ -1,6 +1,7 @@
 """Scores of the JAX engine: the trainer's numbers, beside whatever else the engine does."""
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +16,7 @@ from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.model import decoder, hf
+from rlx.model import params as parameters
 
 MAX_LEN = 96
 CHUNK = 32  # of an engine with so short a context
@@ -167,6 +169,35 @@ def test_scores_under_way_are_made_again_by_new_weights(changing, tiny_model_dir
     config, _ = hf.load(tiny_model_dir)
     params = hf.from_hf(load_file(path), config, np.float32)
     np.testing.assert_allclose(after.logprobs, trainers((config, params), tokens)[1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reward_model_answers_with_the_trainers_values_and_generates_nothing(
+    model, tiny_model_dir, tmp_path, tied
+):
+    params, config = parameters.with_value_head(model[1], model[0])
+    config = dataclasses.replace(config, tie_embeddings=tied)
+    params["value_head"] = jax.random.normal(jax.random.key(1), params["value_head"].shape)
+    hf.save(tmp_path / "reward", config, params, source=tiny_model_dir)
+    running = Running(tmp_path / "reward")
+    try:
+        for length in (2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, MAX_LEN - 1, MAX_LEN):
+            tokens = sequence(length, length)
+            batch = {
+                "tokens": tokens[None],
+                "positions": np.arange(length, dtype=np.int32)[None],
+                "segment_ids": np.ones((1, length), np.int32),
+            }
+            wanted = np.asarray(decoder.values(params, config, batch))[0]
+            assert np.abs(wanted).max() > 0.1
+            for first in (1, length - 1):
+                scores = running.score(tokens, first, temperature=0.7)
+                assert scores.values
+                np.testing.assert_allclose(scores.logprobs, wanted[first:], atol=1e-4)
+        with pytest.raises(ValueError, match="a reward model generates nothing; give a language"):
+            running.do(running.generate([3, 4]))
+    finally:
+        running.close()
 
 
 def test_bad_sequences_are_refused_with_a_remedy(running):

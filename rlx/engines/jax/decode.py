@@ -27,7 +27,8 @@ class ServingParams(NamedTuple):
     """Weights as the engine reads them; every matrix is [out, in].
 
     Attributes:
-      embed, head: [V, D] (the same array when tied). final_norm: [D].
+      embed, head: [V, D] (the same array when tied; of a reward model's head [1, D]).
+      final_norm: [D].
       layers: per layer, `input_norm`, `qkv` [(G·K + 2·K)·H, D], `o`, `post_norm`,
         `gate_up` [2·F, D], `down`, and where the model has them `qkv_bias`, `o_bias`, `q_norm`,
         `k_norm`.
@@ -89,7 +90,7 @@ def serving_params(
         embed=embed,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=put(read("final_norm")),
-        head=embed if config.tie_embeddings else put(read("lm_head")),
+        head=next((put(read(n)) for n in ("value_head", "lm_head") if n in names), embed),
     )
 
 
@@ -197,6 +198,8 @@ def score(
 
         logprob_i = log softmax(logits_{start + i} / temperature)[target_i]
 
+    Of a model with a value head: its number after each token of the chunk.
+
     Args:
       cache: of one row; holds the positions before `start`.
       tokens: [1, C] int32, the tokens at positions start … start + C − 1.
@@ -205,13 +208,15 @@ def score(
       wanted: scalar bool; without it there are zeros and no logits.
 
     Returns:
-      [C] float32 (nats, ≤ 0), and the cache.
+      [C] float32 (nats, ≤ 0, or values), and the cache.
     """
     x, cache = _advance(params, config, cache, tokens, start)
 
     def logprobs():
         last = _rms_norm(x[0], params.final_norm, config.rms_eps)
         logits = jnp.einsum("cd,vd->cv", last, params.head, preferred_element_type=jnp.float32)
+        if config.value_head:
+            return logits[:, 0]
         logits = logits / temperature
         picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
         return picked - jax.nn.logsumexp(logits, axis=-1)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -109,13 +110,17 @@ class JaxEngine(ModelEngine):
     async def score(self, request: ScoreRequest) -> Scores:
         """See Engine.score."""
         self._check_score(request)
+        values = self._config.value_head
+        if values:  # a number stands after its token, a logprob before: score one token more
+            longer = np.append(request.tokens, np.int32(0))
+            request = replace(request, tokens=longer, first=request.first + 1)
         await asyncio.to_thread(self._programs.prepare_score)
         self._check_alive()
         job = ScoreJob(request)
         self._scores.add(job)
         self._inbox.put(lambda: self._scoring.add(job))
         try:
-            return await asyncio.wrap_future(job.future)
+            return replace(await asyncio.wrap_future(job.future), values=values)
         finally:
             self._scores.discard(job)
 

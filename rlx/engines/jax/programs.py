@@ -106,6 +106,9 @@ class Programs:
     def start(self, params: decode.ServingParams) -> decode.Cache:
         """Compile what every run needs; return a cache."""
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        if self._config.value_head:  # it scores, and decodes nothing
+            self._get("score")
+            return ()
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
         self._get("copy")

@@ -61,6 +61,8 @@ class VllmEngine(ModelEngine):
         clock: Callable[[], int] = time.monotonic_ns,
     ):
         super().__init__(model_path, slots, max_model_len, clock)
+        if self._config.value_head:
+            raise UserError(f"{model_path} is a reward model; serve it with --engine=jax")
         self._seed, self._slots, self._dtype = seed, slots, dtype
         self._hang_seconds = hang_seconds
         self._samples: dict[str, _Sample] = {}
