@@ -55,6 +55,10 @@ def default() -> ConfigDict:
     c.reward.terms = ()  # (name, weight) pairs, added and each logged; empty: reward.name alone
     c.reward.timeout_seconds = 5.0  # for one completion
     c.reward.workers = 1
+    c.reward.model = ConfigDict()  # a reward model that rlx trained: the reward named "model"
+    c.reward.model.path = ""  # HF directory, for JAX servers of the run's own; "": none
+    c.reward.model.addresses = ()  # host:port of running ones, in the TLS of fleet
+    c.reward.model.num_servers = 1  # how many to start, where there are no addresses
     c.agents = ConfigDict()  # their processes; reward.workers is how many
     c.agents.turn_discount = 1.0  # of the reward of a conversation's next completion, for one
     c.agents.individual = False  # a trajectory for each completion, not for each conversation
@@ -198,6 +202,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         raise unknown("fleet.engine", config.fleet.engine, ENGINES)
     _choice(config, "teacher.engine", ("", *ENGINES))
     _at_least(config, "teacher.num_servers", 1)
+    _at_least(config, "reward.model.num_servers", 1)
     _choice(config, "trainer", ("jax", "torch"))
     if config.trainer != "jax":
         raise UserError(f"trainer={config.trainer} is not wired into the loop yet; use trainer=jax")

@@ -1,8 +1,8 @@
-"""The teacher of a run: a second fleet, which scores what the first one generates.
+"""The teacher of a run, and its reward model: more fleets, which score what the first generates.
 
-Its servers are started by the run, of `teacher.path`, or run already, at `teacher.addresses`.
-Nothing is ever published to them. Where the path is known, its vocabulary is compared with the
-student's before anything starts; servers at an address can only refuse tokens they do not know.
+Their servers are started by the run, of a `path`, or run already, at `addresses`. Nothing is ever
+published to them. Where a teacher's path is known, its vocabulary is compared with the student's
+before anything starts; servers at an address can only refuse tokens they do not know.
 """
 
 import importlib.util
@@ -22,17 +22,19 @@ from rlx.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class TeacherOptions:
-    """Where a run's teacher is, and how much it has to score.
+class ScorerOptions:
+    """Where a run's teacher or reward model is, and how much it has to score.
 
     Attributes:
+      name: `teacher` or `reward model`, for messages.
       preset: of the run's algorithm, for messages.
       path: HF directory or hub name that servers are started with; "": not known.
       addresses: of running servers, which are used instead of starting any.
       engine, num_servers, slots: of servers to start.
-      longest: tokens of the longest rollout; evaluations, which may be longer, are not scored.
+      longest: tokens of what is scored.
     """
 
+    name: str
     preset: str
     path: str
     addresses: tuple[str, ...]
@@ -42,10 +44,11 @@ class TeacherOptions:
     longest: int
 
     @classmethod
-    def of(cls, config: Any) -> "TeacherOptions":
-        """Return those of a run's config."""
+    def of_teacher(cls, config: Any) -> "ScorerOptions":
+        """Return those of a run's teacher, which scores no evaluation."""
         engine = config.teacher.engine or config.fleet.engine
         return cls(
+            name="teacher",
             preset=config.algorithm.preset,
             path=config.teacher.path,
             addresses=tuple(config.teacher.addresses),
@@ -55,6 +58,16 @@ class TeacherOptions:
             slots=1 if engine == "jax" else config.fleet.slots,
             longest=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
         )
+
+    @classmethod
+    def of_reward_model(cls, config: Any) -> "ScorerOptions":
+        """Return those of a run's reward model; its tokenizer may need more tokens for a text."""
+        model, completion = config.reward.model, config.sampling.max_new_tokens
+        longest = config.data.max_prompt_tokens + max(completion, config.eval.max_new_tokens)
+        return cls(
+            "reward model", config.algorithm.preset, model.path, tuple(model.addresses), "jax",
+            model.num_servers, slots=1, longest=2 * longest,
+        )  # fmt: skip
 
     def __bool__(self) -> bool:
         return bool(self.path or self.addresses)
@@ -66,7 +79,7 @@ class TeacherOptions:
 
 
 def check(
-    options: TeacherOptions,
+    options: ScorerOptions,
     algorithm: Algorithm,
     student: Path,
     read: Callable[[Path], ModelConfig] = directory.load_config,
@@ -109,7 +122,7 @@ def check(
 
 
 def _check_model(
-    options: TeacherOptions, student: Path, read: Callable[[Path], ModelConfig]
+    options: ScorerOptions, student: Path, read: Callable[[Path], ModelConfig]
 ) -> None:
     path = directory.resolve(options.path, "teacher.path")
     model = read(path)
@@ -154,7 +167,7 @@ def vocabulary(model: Path) -> dict[str, int]:
 
 
 def servers(
-    options: TeacherOptions,
+    options: ScorerOptions,
     cores: Sequence[tuple[int, ...]],
     *,
     token: str | None,
@@ -162,7 +175,7 @@ def servers(
     on_message: Callable[[str], None],
     **local: Any,
 ) -> LocalServers | RunningServers:
-    """Return the teacher's servers, not started yet.
+    """Return the servers that score, not started yet.
 
     Args:
       cores: of each of the `num_local` servers.
@@ -171,20 +184,25 @@ def servers(
     """
     if options.addresses:
         return RunningServers(options.addresses, token=token, tls=tls)
-    own = {"engine": options.engine, "slots": options.slots, "max_model_len": options.longest}
+    model = directory.resolve(options.path, options.name)
+    longest = min(options.longest, directory.load_config(model).max_position)
+    own = {"engine": options.engine, "slots": options.slots, "max_model_len": longest}
     return LocalServers(
-        directory.resolve(options.path, "teacher.path"),
-        name="teacher",
+        model,
+        name=options.name.replace(" ", "-"),
         plan=CpuPlan((), tuple(cores)),
-        on_message=lambda text: on_message(f"teacher: {text}"),
+        on_message=lambda text: on_message(f"{options.name}: {text}"),
         **{**local, **own},
     )
 
 
 def fleet(
-    servers: LocalServers | RunningServers, limits: Timeouts, on_message: Callable[[str], None]
+    servers: LocalServers | RunningServers,
+    limits: Timeouts,
+    on_message: Callable[[str], None],
+    name: str = "teacher",
 ) -> Fleet:
-    """Return the fleet of the teacher's servers, not connected yet; waits until they are ready.
+    """Return the fleet of servers that score, not connected yet; waits until they are ready.
 
     Raises:
       UserError: one did not start.
@@ -192,14 +210,14 @@ def fleet(
     # Report an outage before the attempt that waits for its end is given up.
     limits = replace(limits, outage=min(limits.outage, limits.request / 2))
     try:
-        return servers.fleet(limits=limits, on_message=lambda text: on_message(f"teacher: {text}"))
+        return servers.fleet(limits=limits, on_message=lambda text: on_message(f"{name}: {text}"))
     except UserError as error:
-        raise UserError(f"the teacher: {error}") from error
+        raise UserError(f"the {name}: {error}") from error
 
 
-async def connect(fleet: Fleet) -> None:
-    """Connect the teacher's fleet; raise UserError when no server answers."""
+async def connect(fleet: Fleet, name: str = "teacher") -> None:
+    """Connect a fleet that scores; raise UserError when no server answers."""
     try:
         await fleet.connect()
     except UserError as error:
-        raise UserError(f"the teacher: {error}") from error
+        raise UserError(f"the {name}: {error}") from error

@@ -85,6 +85,8 @@ def arithmetic(
 REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithmetic}
 
 
+MODEL = "model"  # the reward that is no function but a model's: config.reward.model
+
 # Arguments of a function that gets a whole group in one call, besides the row's columns.
 OF_GROUP = ("prompts", "completions", "prompt_ids", "completion_ids")
 

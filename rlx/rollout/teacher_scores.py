@@ -1,12 +1,12 @@
-"""A workflow whose trajectories a teacher scores, for distillation.
+"""Workflows whose trajectories a second fleet scores: a teacher's, or a reward model's.
 
-    workflow ─▶ trajectories ─▶ Fleet.score of the teacher, all at once ─▶ reference_logprobs
+    workflow ─▶ trajectories ─▶ Fleet.score, all at once ─▶ reference_logprobs, or reward + w·value
 
-Evaluations, which bring their own sampling, are not trained on and so not scored.
+A teacher scores no evaluations, which bring their own sampling and are not trained on.
 """
 
 import asyncio
-import dataclasses
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,16 +14,65 @@ import numpy as np
 from rlx.base import Group, Trajectory, UserError
 from rlx.rollout import workflows
 from rlx.rollout.workflow_checks import checked
-from rlx.rollout.workflows import Generator, Task, Workflow
+from rlx.rollout.workflows import Generator, Prompts, Task, Workflow, encode
 
 
 class Scorer(Protocol):
-    """The teacher's fleet, as far as it is used here."""
+    """A fleet that scores, as far as it is used here."""
 
-    async def score(self, tokens: Any, first: int, *, temperature: float = 1.0) -> np.ndarray: ...
+    async def score(
+        self, tokens: Any, first: int, *, temperature: float = 1.0, values: bool = False
+    ) -> np.ndarray: ...
 
 
-class TeacherScored:
+class Scored:
+    """A workflow whose trajectories a second fleet scores.
+
+    Args:
+      workflow: makes them. scorer: the fleet.
+    """
+
+    _who = ""  # scores, in messages
+
+    def __init__(self, workflow: Workflow, scorer: Scorer):
+        self._workflow, self._scorer = workflow, scorer
+        self.name = workflows.name(workflow)
+
+    async def run(self, fleet: Generator, task: Task) -> Group:
+        """Return the workflow's group, scored.
+
+        Raises:
+          UserError: no scorer is alive, it refuses a trajectory, or its numbers are not finite.
+        """
+        group = await checked(self._workflow, fleet, task)
+        scored = await asyncio.gather(*(self._scored(t, task) for t in group.trajectories))
+        return replace(group, trajectories=tuple(scored))
+
+    async def aclose(self) -> None:
+        """End what the workflow holds."""
+        await workflows.close(self._workflow)
+
+    async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
+        raise NotImplementedError
+
+    async def _ask(self, t: Trajectory, tokens: np.ndarray, at: np.ndarray, **options: Any) -> Any:
+        """Return the fleet's numbers at the places `at`, ascending; they must be finite."""
+        try:
+            scores = (await self._scorer.score(tokens, int(at[0]), **options))[at]
+        except ValueError as error:
+            what = f"{self._who} does not score trajectory {t.trajectory_id}"
+            raise UserError(f"{what}: {error}") from error
+        except UserError as error:
+            raise type(error)(f"{self._who}: {error}") from error
+        if not np.isfinite(scores).all():
+            raise UserError(
+                f"{self._who} gives trajectory {t.trajectory_id} numbers that are not finite; "
+                "check its weights, or serve it in float32"
+            )
+        return scores
+
+
+class TeacherScored(Scored):
     """A workflow that adds the teacher's log-probabilities to another workflow's trajectories.
 
     Args:
@@ -32,46 +81,53 @@ class TeacherScored:
       temperature: of training, so that teacher and student are compared as they are sampled.
     """
 
+    _who = "the teacher"
+
     def __init__(self, workflow: Workflow, teacher: Scorer, temperature: float):
-        self._workflow, self._teacher, self._temperature = workflow, teacher, temperature
-        self.name = workflows.name(workflow)
+        super().__init__(workflow, teacher)
+        self._temperature = temperature
 
-    async def run(self, fleet: Generator, task: Task) -> Group:
-        """Return the workflow's group, with `reference_logprobs` unless the task brings sampling.
-
-        Raises:
-          UserError: no teacher is alive, it refuses a trajectory, or its numbers are not finite.
-        """
-        group = await checked(self._workflow, fleet, task)
+    async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
         if task.sampling is not None:
-            return group
-        scored = await asyncio.gather(*(self._scored(t) for t in group.trajectories))
-        return dataclasses.replace(group, trajectories=tuple(scored))
-
-    async def aclose(self) -> None:
-        """End what the workflow holds."""
-        await workflows.close(self._workflow)
-
-    async def _scored(self, trajectory: Trajectory) -> Trajectory:
+            return trajectory
+        tokens = trajectory.tokens
         trained = np.flatnonzero(trajectory.loss_mask[1:]) + 1  # nothing comes before token 0
-        logprobs = np.zeros(len(trajectory.tokens), np.float32)
+        logprobs = np.zeros(len(tokens), np.float32)
         if trained.size:
-            scores = await self._score(trajectory, int(trained[0]))
-            logprobs[trained] = scores[trained]
-            if not np.isfinite(logprobs).all():
-                raise UserError(
-                    f"the teacher gives trajectory {trajectory.trajectory_id} log-probabilities "
-                    "that are not finite; check its weights, or serve it in float32"
-                )
-        return dataclasses.replace(trajectory, reference_logprobs=logprobs)
+            options = {"temperature": self._temperature}
+            logprobs[trained] = await self._ask(trajectory, tokens, trained, **options)
+        return replace(trajectory, reference_logprobs=logprobs)
 
-    async def _score(self, trajectory: Trajectory, first: int) -> np.ndarray:
-        try:
-            return await self._teacher.score(
-                trajectory.tokens, first, temperature=self._temperature
-            )
-        except ValueError as error:
-            name = trajectory.trajectory_id
-            raise UserError(f"the teacher does not score trajectory {name}: {error}") from error
-        except UserError as error:
-            raise type(error)(f"the teacher: {error}") from error
+
+class ModelRewarded(Scored):
+    """A workflow that adds a reward model's values, after the last token, to another's rewards.
+
+    Args:
+      weight: of the values; `reward/model` is logged without it.
+      prompts: in the model's own tokens, where they are not the policy's; then completions are
+        read as texts, and end in the token `end` unless they were cut off.
+    """
+
+    _who = "the reward model"
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        scorer: Scorer,
+        weight: float,
+        prompts: Prompts | None = None,
+        end: int = 0,
+    ):
+        super().__init__(workflow, scorer)
+        self._weight, self._prompts, self._end = weight, prompts, end
+
+    async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
+        tokens = trajectory.tokens
+        if self._prompts:
+            answer = encode(self._prompts.tokenizer, trajectory.completion)
+            end = [] if trajectory.truncated else [self._end]
+            tokens = np.array([*self._prompts.ids(task.row), *answer, *end], np.int32)
+        last = np.array([len(tokens) - 1])
+        value = float((await self._ask(trajectory, tokens, last, values=True))[0])
+        info = {**trajectory.info, "reward/model": value}
+        return replace(trajectory, reward=trajectory.reward + self._weight * value, info=info)

@@ -25,7 +25,7 @@ from rlx.doctor.findings import Finding, attempt, problems
 from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
 from rlx.launch import teacher
-from rlx.launch.teacher import TeacherOptions
+from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
@@ -66,7 +66,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
 
 def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
     """Return the sizes of the teacher's servers that the run starts; None without any."""
-    options = TeacherOptions.of(config)
+    options = ScorerOptions.of_teacher(config)
     if not options.num_local:
         return None
     try:
@@ -103,7 +103,7 @@ def _model(
         words = f"names and shapes fit, by the headers of {count} file{'s' * (count > 1)}"
         rows.append(attempt(area, "tensors", partial(hf.check, place), lambda _: words)[0])
     rows += _tokenizer(config, place, model)
-    options = TeacherOptions.of(config)
+    options = ScorerOptions.of_teacher(config)
     if algorithm and options:
         known = "its vocabulary is the student's"
         words = known if options.path else f"at {', '.join(options.addresses)}"

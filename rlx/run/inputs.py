@@ -3,9 +3,10 @@
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from rlx.base import Group, UserError
 from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
-from rlx.launch.teacher import TeacherOptions
-from rlx.model import hf
+from rlx.launch.teacher import ScorerOptions
+from rlx.model import directory, hf
 from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards
@@ -30,6 +31,7 @@ from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
+from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.workflows import Prompts, Workflow, encode, render
 from rlx.train import dry_call
 from rlx.train.train_options import TrainOptions
@@ -49,6 +51,8 @@ class Inputs:
       prompts: of the rows, whichever workflow answers them.
       held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
         rollouts, whose held-out rows have to be answered.
+      model_rewarded: makes a workflow one that a reward model rewards too, given the fleet that
+        scores; None without such a model.
     """
 
     model_dir: Path
@@ -61,6 +65,7 @@ class Inputs:
     prompts: Prompts
     workflow: Workflow
     held_out: list[Group]
+    model_rewarded: Callable[..., Workflow] | None = None
 
 
 def prepare(config: ConfigDict) -> Inputs:
@@ -77,7 +82,7 @@ def prepare(config: ConfigDict) -> Inputs:
     algorithm = TrainOptions.of(config).algorithm
     dry_call.check(algorithm)
     check_kind(config, model_config, algorithm)
-    teacher.check(TeacherOptions.of(config), algorithm, model_dir, hf.check)
+    teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf.check)
     train_rows, eval_rows = rows(config, algorithm)
     reward = config.reward
     pool = RewardPool(weights, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
@@ -108,7 +113,7 @@ def prepare(config: ConfigDict) -> Inputs:
         named.try_out(rewarded[0])
     return Inputs(
         model_dir, model_config, algorithm, train_rows, eval_rows, ", ".join(left_out), pool,
-        prompts, workflow, held_out,
+        prompts, workflow, held_out, _model_rewarded(config, prompts),
     )  # fmt: skip
 
 
@@ -126,9 +131,42 @@ def check_reward(config: ConfigDict) -> dict[str, float]:
     if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
         return {}
     weights = rewards.weights_of(config.reward.name, config.reward.terms)
+    weights.pop(rewards.MODEL, None)
     for name in weights:
         rewards.resolve(name)
     return weights
+
+
+def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workflow] | None:
+    """Return what adds a reward model's values to a workflow, given its fleet; None without one.
+
+    Raises:
+      UserError: it is named without being given, or the reverse; is none, or too short.
+    """
+    options = ScorerOptions.of_reward_model(config)
+    weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.MODEL)
+    if (weight is None) == bool(options):
+        raise UserError(
+            "reward.model.path (or addresses) and the reward 'model' go together; set the path, and"
+            " give reward.terms a pair ('model', 1.0)"
+        )
+    make = partial(ModelRewarded, weight=weight or 0.0)
+    if not options.path:
+        return make if options else None
+    place = directory.resolve(options.path, "reward.model.path")
+    model, longest = hf.check(place), options.longest // 2
+    if not model.value_head or longest > model.max_position:
+        kind = "reward" if model.value_head else "language"
+        raise UserError(
+            f"reward.model.path={options.path} is a {kind} model of {model.max_position} tokens, "
+            f"wanted a reward model of {longest}; train one by preset reward_model"
+        )
+    own, given = load_tokenizer(place, config.data.system_prompt), prompts.tokenizer
+    if (own.get_vocab(), own.chat_template) == (given.get_vocab(), given.chat_template):
+        return make
+    system, question = config.data.system_prompt, config.data.question_key
+    read = Prompts(own, system_prompt=system, question_key=question)
+    return partial(make, prompts=read, end=end_token(own, model.eos_token_ids))
 
 
 def _try_rewards(config: ConfigDict, prompts: Prompts, row: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from rlx.fleet.tls import client_tls
 from rlx.launch import available_memory, teacher
 from rlx.launch.local import CpuPlan, cpu_plan
 from rlx.launch.servers import servers_of
-from rlx.launch.teacher import TeacherOptions
+from rlx.launch.teacher import ScorerOptions
 from rlx.launch.workdir_lock import Killed
 from rlx.mismatch.gate import Gate
 from rlx.model import hf
@@ -129,8 +129,9 @@ def build(
     if token:  # whoever runs again in this process has it again
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
     own = 0 if config.fleet.addresses else config.fleet.num_servers
-    taught = TeacherOptions.of(config)
-    plan = cpu_plan(cores, own + taught.num_local, config.fleet.threads)
+    taught, judged = ScorerOptions.of_teacher(config), ScorerOptions.of_reward_model(config)
+    first_judge = own + taught.num_local
+    plan = cpu_plan(cores, first_judge + judged.num_local, config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
     model_dir = _first_weights(config, workdir, inputs)
@@ -140,10 +141,13 @@ def build(
         "on_message": progress.message,
         **server_options(config),
     }
-    servers = tutors = None  # those started load and compile while the trainer is built
+    servers = tutors = judges = None  # those started load and compile while the trainer is built
     if taught:
-        tutors = teacher.servers(taught, plan.servers[own:], **given, **started)
+        tutors = teacher.servers(taught, plan.servers[own:first_judge], **given, **started)
         stack.enter_context(tutors)
+    if judged:
+        judges = teacher.servers(judged, plan.servers[first_judge:], **given, **started)
+        stack.enter_context(judges)
     if served:
         own_plan = CpuPlan(plan.trainer, plan.servers[:own])
         servers = servers_of(config.fleet.addresses, model_dir, plan=own_plan, **given, **started)
@@ -193,13 +197,15 @@ def build(
             limits=limits, kv_on_update=config.fleet.kv_on_update, on_message=progress.message
         )
     tutor = teacher.fleet(tutors, limits, progress.message) if tutors else None
-    executor = _executor(config, inputs, fleet, tutor, note_skip)
+    judge = teacher.fleet(judges, limits, progress.message, judged.name) if judges else None
+    executor = _executor(config, inputs, fleet, tutor, judge, note_skip)
     executor.start()
     stack.callback(executor.close)
     stack.callback(_close, executor, fleet)
-    if tutor:
-        stack.callback(_close, executor, tutor)
-        executor.run(teacher.connect(tutor))
+    for scorer, options in ((tutor, taught), (judge, judged)):
+        if scorer:
+            stack.callback(_close, executor, scorer)
+            executor.run(teacher.connect(scorer, options.name))
     executor.run(fleet.connect())
     if restored:
         changed = executor.restore(
@@ -299,6 +305,7 @@ def _executor(
     inputs: Inputs,
     fleet: Fleet | NoFleet,
     tutor: Fleet | None,
+    judge: Fleet | None,
     note_skip: Callable[[dict[str, Any]], None],
 ) -> Executor:
     """Return the executor of the run's workflow, not started yet."""
@@ -306,6 +313,8 @@ def _executor(
     workflow = inputs.workflow
     if tutor:
         workflow = TeacherScored(workflow, tutor, c.sampling.temperature)
+    if judge and inputs.model_rewarded:
+        workflow = inputs.model_rewarded(workflow, judge)
     return Executor(
         workflow,
         Cursor(inputs.train_rows, c.seed, c.data.shuffle),

@@ -39,8 +39,13 @@ def findings(
     if config is None:
         yield machine.check_shared_memory()
         return
-    for key in ("fleet", "teacher"):
-        name, given = f"{key}.addresses", config[key].addresses
+    sections = {
+        "fleet": config.fleet,
+        "teacher": config.teacher,
+        "reward.model": config.reward.model,
+    }
+    for key, section in sections.items():
+        name, given = f"{key}.addresses", section.addresses
         row, found = attempt("machine", name, partial(read_addresses, given), str)
         if found is None:
             yield row

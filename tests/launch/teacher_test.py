@@ -18,7 +18,7 @@ from rlx.config import check, default
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.launch import teacher
-from rlx.launch.teacher import TeacherOptions
+from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
 from rlx.run.inputs import server_options
 
@@ -27,7 +27,7 @@ GRPO, DISTILL, SFT = (presets.PRESETS[name] for name in ("grpo", "distill", "sft
 
 
 def options_of(**changes):
-    return TeacherOptions.of(config_of(**changes))
+    return ScorerOptions.of_teacher(config_of(**changes))
 
 
 def config_of(**changes):
@@ -79,10 +79,10 @@ def test_a_teacher_is_given_exactly_where_one_is_learned_from():
     c = config_of(path="rlx:arithmetic")
     c.algorithm.preset = "grpo"
     with pytest.raises(UserError, match=r"preset=grpo \(kl_anchor=reference\) learns from none"):
-        teacher.check(TeacherOptions.of(c), GRPO, STUDENT)
+        teacher.check(ScorerOptions.of_teacher(c), GRPO, STUDENT)
     rows = dataclasses.replace(SFT, kl_anchor="teacher")
     with pytest.raises(UserError, match="a teacher scores rollouts alone"):
-        teacher.check(TeacherOptions.of(c), rows, STUDENT)
+        teacher.check(ScorerOptions.of_teacher(c), rows, STUDENT)
 
 
 def test_another_vocabulary_is_named_by_its_first_token(other):

@@ -134,5 +134,5 @@ def test_a_teacher_that_gives_no_numbers_ends_the_run(fake_workflow, fake_fleet)
         async def score(self, tokens, first, *, temperature=1.0):
             return np.full(len(tokens), np.nan, np.float32)
 
-    with pytest.raises(UserError, match=r"trajectory 4.0 log-probabilities that are not finite"):
+    with pytest.raises(UserError, match=r"trajectory 4.0 numbers that are not finite"):
         run(TeacherScored(fake_workflow(n=1), Broken(), 1.0), fake_fleet())

@@ -1,9 +1,17 @@
-"""A run's rewards are tried on the first row before anything starts."""
+"""A run's rewards are tried before anything starts, and a reward model is served."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
 import pytest
 
 from rlx.base import UserError
 from rlx.config import default
+from rlx.model import hf
+from rlx.model import params as parameters
 from rlx.rewards import worker_process
 from rlx.rollout.workflows import Prompts
 from rlx.run import inputs
@@ -47,3 +55,68 @@ def test_rewards_that_work_or_come_with_rlx_pass(tokenizer, tmp_path, monkeypatc
     tried(tokenizer, "gsm8k", f"{tmp_path}/mine.py:score")
     monkeypatch.setattr(worker_process, "SupervisedProcess", None)
     tried(tokenizer, "gsm8k", "math")
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """The embedded model with a random value head, as preset reward_model exports it."""
+    policy, directory = hf.resolve("rlx:arithmetic"), tmp_path_factory.mktemp("reward") / "hf"
+    config, params = hf.load(policy)
+    params, config = parameters.with_value_head(params, config)
+    params["value_head"] = jax.random.normal(jax.random.key(0), params["value_head"].shape)
+    hf.save(directory, config, params, source=policy)
+    return directory
+
+
+def rewarded_by(tokenizer, path, *terms, **keys):
+    config = default()
+    config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, 128
+    config.reward.model.path, config.reward.terms = str(path), terms
+    config.update_from_flattened_dict(keys)
+    return inputs._model_rewarded(config, Prompts(tokenizer))
+
+
+def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_model):
+    assert rewarded_by(tokenizer, "") is None
+    for path, terms in ((reward_model, ()), ("", (("model", 1.0),))):
+        with pytest.raises(UserError, match="the reward 'model' go together; set the path"):
+            rewarded_by(tokenizer, path, *terms)
+    with pytest.raises(UserError, match=r"path=rlx:arithmetic is a language model of .*, wanted"):
+        rewarded_by(tokenizer, "rlx:arithmetic", ("model", 1.0))
+    with pytest.raises(UserError, match=r"wanted a reward model of 9064; train one by preset rew"):
+        rewarded_by(tokenizer, reward_model, ("model", 1.0), **{"sampling.max_new_tokens": 9000})
+    own = inputs.load_tokenizer(reward_model)
+    assert rewarded_by(own, reward_model, ("model", 0.5)).keywords == {"weight": 0.5}
+    other = rewarded_by(tokenizer, reward_model, ("model", 0.5)).keywords
+    assert other["prompts"].text(ROW) == Prompts(own).text(ROW)
+    assert other["end"] in hf.load_config(reward_model).eos_token_ids
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_a_reward_model_and_leaves_no_process(reward_model, tmp_path):
+    command = [
+        sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
+        f"--workdir={tmp_path}", f"--config.reward.model.path={reward_model}",
+        "--config.reward.terms=(('arithmetic', 1.0), ('model', -0.5))",
+        "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
+        "--config.total_steps=2", "--config.sampling.max_new_tokens=32", "--config.fleet.slots=4",
+        "--config.eval.num_questions=2", "--config.gate.enabled=False",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        assert record["reward/model"] != 0
+        wanted = record["reward/arithmetic"] - 0.5 * record["reward/model"]
+        assert record["task_reward"] == pytest.approx(wanted, abs=1e-4)
+    for record in map(json.loads, (tmp_path / "eval.jsonl").read_text().splitlines()):
+        assert "reward/model" in record
+    assert (tmp_path / "logs" / "reward-model-0.log").exists()
+    names = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    assert not [n for n in names if str(reward_model).encode() in _command(n)]
+
+
+def _command(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
