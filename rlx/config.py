@@ -239,10 +239,10 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "checkpoint.every_steps", "reward.memory_gb", "reward.max_processes",
                 "agents.memory_gb", "agents.max_processes"):  # fmt: skip
         _at_least(config, key, 0)
-    for key in ("connect_seconds", "probe_seconds", "hang_seconds", "outage_seconds",
-                "kill_seconds"):  # fmt: skip
-        if not 0 < config.fleet[key] < float("inf"):
-            raise UserError(f"fleet.{key}={config.fleet[key]:g} must be above 0 and finite")
+    for key in ("fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",
+                "fleet.outage_seconds", "fleet.kill_seconds", "agents.block_seconds"):  # fmt: skip
+        if not 0 < _get(config, key) < float("inf"):
+            raise UserError(f"{key}={_get(config, key):g} must be above 0 and finite")
     if not 0 <= config.rollout.max_failure_rate <= 1:
         raise UserError(
             f"rollout.max_failure_rate={config.rollout.max_failure_rate} must be in [0, 1]; 1: "
@@ -250,10 +250,6 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         )
     if not 0 <= config.agents.turn_discount <= 1:
         raise UserError(f"agents.turn_discount={config.agents.turn_discount} must be in [0, 1]")
-    if not 0 < config.agents.block_seconds < float("inf"):
-        raise UserError(
-            f"agents.block_seconds={config.agents.block_seconds:g} must be above 0 and finite"
-        )
     if config.reward.timeout_seconds <= 0:
         raise UserError(
             f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "

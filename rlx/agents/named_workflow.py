@@ -20,14 +20,10 @@ _GIVEN = ("prompts", "tokenizer", "sampling", "n", "reward_pool")
 
 
 def uses_rewards(name: str, key: str = "workflow") -> bool:
-    """Return whether the workflow has its trajectories graded by a reward pool.
-
-    Args:
-      name: of `_WORKFLOWS`, or of a class: `path/to/file.py:Class` or `package.module:Class`.
-      key: of the config, or the flag, that has the name.
+    """Return whether a workflow, `rlvr` or as `user_code.find` names it, gets a reward pool.
 
     Raises:
-      UserError: no such class, or it is neither an agent nor a workflow.
+      UserError: no such class, or it is neither an agent nor a workflow; begins with `key`.
     """
     cls = loading.load_class(name, key, _WORKFLOWS)
     return loading.kind(cls) == "workflow" and "reward_pool" in inspect.signature(cls).parameters

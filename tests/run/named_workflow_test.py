@@ -95,6 +95,9 @@ def test_an_agent_class_has_the_run_s_options(config):
     assert found.name.startswith(f"Repeat ({AGENTS}, line ")
     options = found._options
     assert (options.turn_discount, options.individual, options.workers) == (0.5, True, 3)
-    config.agents.turn_discount = 1.5
+    config.agents.block_seconds = 0.0
+    with pytest.raises(UserError, match=r"agents.block_seconds=0 must be above 0 and finite"):
+        check(config)
+    config.agents.block_seconds, config.agents.turn_discount = 300.0, 1.5
     with pytest.raises(UserError, match=r"agents.turn_discount=1.5 must be in \[0, 1\]"):
         check(config)
