@@ -25,7 +25,7 @@ LOSSES = {**surrogates.SURROGATES, **supervised.PAIR_LOSSES, "nll": supervised.n
 # Fields and the function whose docstring has a line for each of their choices, or an equation.
 BY_CHOICE = {"peers": advantages.peers, "kl_estimator": kl.estimate,
              "proximal": losses.proximal_logprobs, "weight_action": surrogates.control_weights,
-             "reduction": losses.loss_weights}  # fmt: skip
+             "reduction": losses.loss_weights, "divergence": surrogates.divergence}  # fmt: skip
 BY_FIELD = {"critic": critic.value_loss, "second_moment": losses.within_second_moment}
 STEPS = (advantages.shape_rewards, advantages.standardise, advantages.kl_penalty, advantages.gae,
          losses.policy_loss, kl.estimate)  # fmt: skip
@@ -49,7 +49,8 @@ def meaning(a: Algorithm, field: str) -> str:
         words = equation(BY_CHOICE[field], getattr(a, field))
         by_pair = a.data == "pairs" and field == "reduction"
         return f"`{words.rpartition(' / ')[0]} / pairs`" if by_pair else f"`{words}`"
-    own = {**BY_FIELD, "loss": choose("loss", a.loss, LOSSES)}
+    own = {**BY_FIELD, "loss": choose("loss", a.loss, LOSSES),
+           "advantage": choose("advantage", a.advantage, advantages.ADVANTAGES)}  # fmt: skip
     return f"`{equation(own[field])}`" if field in own else FIELDS[field].metadata["doc"]
 
 

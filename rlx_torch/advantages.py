@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlx.algorithms import signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
+from rlx.algorithms.signatures import AdvantageInputs
 from rlx_torch import kl
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
@@ -39,22 +41,27 @@ def advantages(flat: Mapping[str, Tensor], algorithm: Algorithm) -> dict[str, Te
     lengths = segment_sum(mask.int(), ids, valid.shape[0])
     shaped = shape_rewards(flat["rewards"].float(), lengths, algorithm)
     peers_N, peers_F = peers(flat, algorithm)
-    normalised = standardise(
-        shaped, peers_N, valid, mean=algorithm.reward_mean, std=algorithm.reward_std,
-        leave_one_out=algorithm.leave_one_out,
-    )  # fmt: skip
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
     values = flat["values"] if "values" in flat else torch.zeros_like(kl_rewards)
     after_end = torch.zeros_like(shaped)
     if algorithm.bootstrap_truncated and "bootstrap_values" in flat:
         after_end = torch.where(flat["truncated"], flat["bootstrap_values"], 0.0)
-    rewards = kl_rewards + token_rewards(normalised, mask, ids)
-    raw, returns = gae(rewards, values, mask, ids, after_end, algorithm)
+    inputs = AdvantageInputs(
+        rewards=shaped, group_ids=peers_N, valid=valid, truncated=flat["truncated"],
+        sequence_ids=ids, mask=mask, kl_rewards=kl_rewards, values=values, bootstrap=after_end,
+    )  # fmt: skip
+    known = mask
+    if algorithm.advantage_function is None:
+        raw = choose("advantage", algorithm.advantage, ADVANTAGES)(inputs, algorithm)
+    else:
+        raw = signatures.own_advantage(inputs, algorithm)
+        known = mask & torch.isfinite(raw)
+    out = standardise(
+        raw, peers_F, known, mean=algorithm.advantage_mean, std=algorithm.advantage_std
+    )
     return {
-        "advantages": standardise(
-            raw, peers_F, mask, mean=algorithm.advantage_mean, std=algorithm.advantage_std
-        ),
-        "returns": returns,
+        "advantages": out if known is mask else torch.where(mask & ~known, torch.nan, out),
+        "returns": torch.where(known, raw + values, 0.0),
         "shaped_rewards": torch.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
         "nonfinite_kl": nonfinite_kl,
@@ -114,7 +121,7 @@ def standardise(
 
     Args:
       x: [K] float32. group_ids: [K] int, any values. valid: [K] bool.
-      mean, std: group | batch | none.
+      mean, std: group | batch | none; std also mean, the one taken off.
 
     Returns:
       [K] float32, 0 where not valid.
@@ -122,8 +129,8 @@ def standardise(
     same_shape(x, group_ids, valid)
     x = torch.where(valid, x, 0.0)
     peers: dict[str, Tensor | None] = {"batch": None, "none": None, "group": None}
-    for name, how in (("mean", mean), ("std", std)):
-        choose(f"reward_{name} or advantage_{name}", how, peers)
+    choose("reward_mean or advantage_mean", mean, peers)
+    choose("reward_std or advantage_std", std, {**peers, "mean": None})
     if "group" in (mean, std):
         peers["group"] = dense_ranks(group_ids)
     out = x
@@ -132,7 +139,10 @@ def standardise(
         out = centred
         if leave_one_out:
             out = torch.where(n > 1, centred * (n / (n - 1).clamp(min=1)), x)
-    if std != "none":
+    if std == "mean":
+        centre = x - out
+        out = torch.where(centre > EPS, out / torch.where(centre > EPS, centre, 1.0), 0.0)
+    elif std != "none":
         centred, n = _centre(x, peers[std], valid)
         variance = _mean(centred**2, n, peers[std], valid) * (n / (n - 1).clamp(min=1))
         out = out / (torch.where(n > 1, variance.sqrt(), 1.0) + EPS)
@@ -198,7 +208,7 @@ def gae(
     sequence_ids_F: Tensor,
     bootstrap_N: Tensor,
     algorithm: Algorithm,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Estimate advantages over trained tokens only, generalised (1506.02438).
 
     δ_t = r_t + γ·V_{t'} − V_t and A_t = δ_t + γλ·A_{t'}, t' the next trained token of the same
@@ -209,7 +219,7 @@ def gae(
       bootstrap_N: [N] float32.
 
     Returns:
-      advantages and returns (A + V), each [F] float32, 0 where not trained.
+      [F] float32, 0 where not trained.
     """
     same_shape(rewards_F, values_F, loss_mask_F, sequence_ids_F)
     following, has_next = next_trained(loss_mask_F, sequence_ids_F)
@@ -220,8 +230,22 @@ def gae(
     # A = b + a·A_next at trained tokens, A = A_next between them
     a = torch.where(loss_mask_F, decay, 1.0)
     b = torch.where(loss_mask_F, delta, 0.0)
-    estimate = torch.where(loss_mask_F, _recur(a, b), 0.0)
-    return estimate, torch.where(loss_mask_F, estimate + values_F, 0.0)
+    return torch.where(loss_mask_F, _recur(a, b), 0.0)
+
+
+def gae_advantage(inputs: AdvantageInputs[Tensor], algorithm: Algorithm) -> Tensor:
+    """Return GAE of rewards normalised by their peers', and of the penalty of KL; [F] float32."""
+    normalised = standardise(
+        inputs.rewards, inputs.group_ids, inputs.valid, mean=algorithm.reward_mean,
+        std=algorithm.reward_std, leave_one_out=algorithm.leave_one_out,
+    )  # fmt: skip
+    rewards = inputs.kl_rewards + token_rewards(normalised, inputs.mask, inputs.sequence_ids)
+    given = inputs.values, inputs.mask, inputs.sequence_ids, inputs.bootstrap
+    return gae(rewards, *given, algorithm)
+
+
+# A of each token by `algorithm.advantage`; the one place where it is looked up.
+ADVANTAGES = {"gae": gae_advantage}
 
 
 def _recur(a: Tensor, b: Tensor) -> Tensor:

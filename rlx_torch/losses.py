@@ -50,6 +50,8 @@ def policy_loss(
     proximal = proximal_logprobs(target, batch, algorithm)
     behaviour = batch["behaviour_logprobs"]
     finite = _finite_ratio(target.detach() - proximal) & _finite_ratio(proximal - behaviour)
+    if algorithm.advantage_function is not None:
+        finite = finite & torch.isfinite(advantage)
     used = mask & finite
     # Swapped before any arithmetic: a NaN behind `where` would still poison the gradient.
     advantage, target = torch.where(used, advantage, 0.0), torch.where(used, target, 0.0)

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rlx.algorithms import kl
+from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
+from rlx.algorithms.signatures import AdvantageInputs
 
 EPS = 1e-5
 
@@ -25,8 +26,8 @@ EPS = 1e-5
 def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Array]:
     """Return the per-token advantages of one whole train batch.
 
-    In this order: shape_rewards, standardise (rewards), kl_penalty, token_rewards, gae, standardise
-    (advantages).
+    In this order: shape_rewards, kl_penalty, what `algorithm.advantage` names (ADVANTAGES, or a
+    user's own), standardise (advantages).
 
     Args:
       flat: loss_mask [F] bool; sequence_ids [F] int32, trajectories contiguous; rewards [N] f32;
@@ -38,7 +39,8 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
       algorithm: the row of the preset table.
 
     Returns:
-      advantages [F] f32, 0 where not trained; returns [F] f32 (A + V before normalisation);
+      advantages [F] f32, 0 where not trained, NaN where a user's own is not finite; returns [F] f32
+      (A + V before normalisation);
       shaped_rewards [N] f32 (after penalty, scale and clip, before normalisation);
       kl_rewards [F] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32: trained tokens whose KL was not
       finite and was left out.
@@ -52,22 +54,27 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     lengths = jax.ops.segment_sum(mask.astype(jnp.int32), ids, valid.shape[0])
     shaped = shape_rewards(flat["rewards"].astype(jnp.float32), lengths, algorithm)
     peers_N, peers_F = peers(flat, algorithm)
-    normalised = standardise(
-        shaped, peers_N, valid, mean=algorithm.reward_mean, std=algorithm.reward_std,
-        leave_one_out=algorithm.leave_one_out,
-    )  # fmt: skip
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
     values = flat.get("values", jnp.zeros(mask.shape, jnp.float32))
     after_end = jnp.zeros(valid.shape, jnp.float32)
     if algorithm.bootstrap_truncated and "bootstrap_values" in flat:
         after_end = jnp.where(flat["truncated"], flat["bootstrap_values"], 0.0)
-    rewards = kl_rewards + token_rewards(normalised, mask, ids)
-    raw, returns = gae(rewards, values, mask, ids, after_end, algorithm)
+    inputs = AdvantageInputs(
+        rewards=shaped, group_ids=peers_N, valid=valid, truncated=flat["truncated"],
+        sequence_ids=ids, mask=mask, kl_rewards=kl_rewards, values=values, bootstrap=after_end,
+    )  # fmt: skip
+    known = mask
+    if algorithm.advantage_function is None:
+        raw = choose("advantage", algorithm.advantage, ADVANTAGES)(inputs, algorithm)
+    else:
+        raw = signatures.own_advantage(inputs, algorithm)
+        known = mask & jnp.isfinite(raw)
+    out = standardise(
+        raw, peers_F, known, mean=algorithm.advantage_mean, std=algorithm.advantage_std
+    )
     return {
-        "advantages": standardise(
-            raw, peers_F, mask, mean=algorithm.advantage_mean, std=algorithm.advantage_std
-        ),
-        "returns": returns,
+        "advantages": out if known is mask else jnp.where(mask & ~known, jnp.nan, out),
+        "returns": jnp.where(known, raw + values, 0.0),
         "shaped_rewards": jnp.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
         "nonfinite_kl": nonfinite_kl,
@@ -139,7 +146,7 @@ def standardise(
 ) -> Array:
     """Standardise x over the valid entries of each group, of the batch, or not at all.
 
-        (x − μ) / (σ + 1e-5)
+        (x − μ) / (σ + 1e-5), or for std=mean (x − μ) / μ (2602.02710), 0 where μ ≤ 1e-5
 
     σ is the unbiased deviation, 1 where there is a single entry; without std there is no division
     at all. A leave-one-out μ is (Σ − x_i)/(n − 1), 0 where n = 1. Sums are two-pass around a
@@ -147,7 +154,7 @@ def standardise(
 
     Args:
       x: [K] float32. group_ids: [K] int, any values. valid: [K] bool.
-      mean, std: group | batch | none.
+      mean, std: group | batch | none; std also mean, the one taken off.
 
     Returns:
       [K] float32, 0 where not valid.
@@ -155,8 +162,8 @@ def standardise(
     chex.assert_equal_shape([x, group_ids, valid])
     x = jnp.where(valid, x, 0.0)
     peers: dict[str, Array | None] = {"batch": None, "none": None, "group": None}
-    for name, how in (("mean", mean), ("std", std)):
-        choose(f"reward_{name} or advantage_{name}", how, peers)
+    choose("reward_mean or advantage_mean", mean, peers)
+    choose("reward_std or advantage_std", std, {**peers, "mean": None})
     if "group" in (mean, std):
         peers["group"] = jnp.unique(group_ids, return_inverse=True, size=x.size)[1]
     out = x
@@ -165,7 +172,10 @@ def standardise(
         out = centred
         if leave_one_out:
             out = jnp.where(n > 1, centred * (n / jnp.maximum(n - 1, 1)), x)
-    if std != "none":
+    if std == "mean":
+        centre = x - out
+        out = jnp.where(centre > EPS, out / jnp.where(centre > EPS, centre, 1.0), 0.0)
+    elif std != "none":
         centred, n = _centre(x, peers[std], valid)
         variance = _mean(centred**2, n, peers[std], valid) * (n / jnp.maximum(n - 1, 1))
         sigma = jnp.where(n > 1, jnp.sqrt(variance), 1.0)
@@ -242,7 +252,7 @@ def gae(
     sequence_ids_F: Array,
     bootstrap_N: Array,
     algorithm: Algorithm,
-) -> tuple[Array, Array]:
+) -> Array:
     """Estimate advantages over trained tokens only, generalised (1506.02438).
 
         δ_t = r_t + gamma·V_t' − V_t
@@ -255,7 +265,7 @@ def gae(
       bootstrap_N: [N] float32; V after the end: 0 unless the trajectory was cut short.
 
     Returns:
-      advantages and returns (A + V), each [F] float32, 0 where not trained.
+      [F] float32, 0 where not trained.
     """
     chex.assert_equal_shape([rewards_F, values_F, loss_mask_F, sequence_ids_F])
     following, has_next = next_trained(loss_mask_F, sequence_ids_F)
@@ -267,8 +277,28 @@ def gae(
     # one cuts the trajectories apart.
     a = jnp.where(loss_mask_F, decay, has_next.astype(jnp.float32))
     b = jnp.where(loss_mask_F, delta, 0.0)
-    estimate = jnp.where(loss_mask_F, _recur(a, b), 0.0)
-    return estimate, jnp.where(loss_mask_F, estimate + values_F, 0.0)
+    return jnp.where(loss_mask_F, _recur(a, b), 0.0)
+
+
+def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array:
+    """Return GAE of rewards normalised by their peers', and of the penalty of KL.
+
+        r_i = (reward_i − μ) / σ at the last trained token, by reward_mean and reward_std
+
+    Returns:
+      [F] float32, 0 where not trained.
+    """
+    normalised = standardise(
+        inputs.rewards, inputs.group_ids, inputs.valid, mean=algorithm.reward_mean,
+        std=algorithm.reward_std, leave_one_out=algorithm.leave_one_out,
+    )  # fmt: skip
+    rewards = inputs.kl_rewards + token_rewards(normalised, inputs.mask, inputs.sequence_ids)
+    given = inputs.values, inputs.mask, inputs.sequence_ids, inputs.bootstrap
+    return gae(rewards, *given, algorithm)
+
+
+# A of each token by `algorithm.advantage`; the one place where it is looked up.
+ADVANTAGES = {"gae": gae_advantage}
 
 
 def _recur(a: Array, b: Array) -> Array:

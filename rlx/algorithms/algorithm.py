@@ -49,6 +49,8 @@ LOSS_KINDS = {
     "sapo": LossKind(ratio=True),
     "reinforce": LossKind(),
     "cispo": LossKind(ratio=True),
+    "gmpo": LossKind(ratio=True),
+    "dppo": LossKind(),
     "nll": LossKind("demonstrations"),
     "bradley_terry": LossKind("pairs", scores=True),
     "dpo": LossKind("pairs", reference=True),
@@ -108,12 +110,13 @@ class Algorithm:
 
     Frozen and hashable, so a static argument of jitted functions. `resolve` makes the row of a run.
     Fields without words of their own are no keys of a config: the row's name, the URL of the paper
-    it follows, and the user's function where `loss` names one (`signatures`).
+    it follows, and the user's functions where `loss` or `advantage` names one (`signatures`).
     """
 
     name: str
     source: str
     loss_function: Callable | None = None
+    advantage_function: Callable | None = None
     drop_equal_rewards: bool = _flag(
         False, "reject groups of equal rewards and sample others (DAPO's dynamic sampling)"
     )
@@ -129,7 +132,9 @@ class Algorithm:
     reward_scale: float = _number(1.0, *_ANY, "multiplies each reward, after the bias")
     reward_clip: float = _number(20.0, 0.0, math.inf, "largest absolute reward after scaling")
     reward_mean: str = _choice("none", LEVELS, "rewards whose mean is taken off")
-    reward_std: str = _choice("none", LEVELS, "rewards whose deviation divides")
+    reward_std: str = _choice(
+        "none", (*LEVELS, "mean"), "rewards whose deviation divides, or the mean taken off (MaxRL)"
+    )
     leave_one_out: bool = _flag(False, "a reward's mean is that of its peers without itself")
     peers: str = _choice(
         "prompt", ("prompt", "agent", "turn"), "a group: all of a prompt | one agent's | one turn's"
@@ -148,6 +153,9 @@ class Algorithm:
     critic: bool = _flag(False, "values come from a network of their own (config.critic), else 0")
     bootstrap_truncated: bool = _flag(
         True, "V of the end stands for what was never sampled after a cut by length"
+    )
+    advantage: str = _choice(
+        "gae", ("gae",), "how rewards become a number a token; or your own, FILE.py:name"
     )
     gamma: float = _number(1.0, 0.0, 1.0, "discount")
     lam: float = _number(1.0, 0.0, 1.0, "GAE's mixing of returns of different length")
@@ -182,8 +190,11 @@ class Algorithm:
         ("token", "sequence", "sequence_token"),
         "ratios of tokens | the geometric mean of the sequence's | that, with the token's gradient",
     )
-    clip_low: float = _number(0.2, 0.0, 1.0, "the ratio is clipped below 1 − clip_low")
-    clip_high: float = _number(0.2, 0.0, math.inf, "the ratio is clipped above 1 + clip_high")
+    clip_low: float = _number(0.2, 0.0, 1.0, "ratios are clipped below 1 − clip_low; or DPPO's δ")
+    clip_high: float = _number(
+        0.2, 0.0, math.inf, "ratios are clipped above 1 + clip_high; or DPPO's δ where A > 0"
+    )
+    divergence: str = _choice("tv", ("tv", "kl"), "what bounds DPPO's trust region")
     dual_clip: float = _number(
         0.0, 0.0, math.inf, "c > 1: at most −c·A where the advantage is negative; 0: off"
     )

@@ -47,7 +47,7 @@ def policy_loss(
     same mean at every lag.
 
     Tokens with a non-finite ratio are excluded from the loss and every mean, and counted; so are
-    those of which a user's own loss is not finite. Where the gradient is not, no
+    those of which a user's own loss or advantage is not finite. Where the gradient is not, no
     update is made.
 
     Args:
@@ -75,6 +75,8 @@ def policy_loss(
     proximal = proximal_logprobs(target, batch, algorithm)
     behaviour = batch["behaviour_logprobs"]
     finite = _finite_ratio(target - proximal) & _finite_ratio(proximal - behaviour)
+    if algorithm.advantage_function is not None:
+        finite = finite & jnp.isfinite(advantage)
     used = mask & finite
     # Swapped before any arithmetic: a NaN behind `where` would still poison the gradient.
     advantage = jnp.where(used, advantage, 0.0)

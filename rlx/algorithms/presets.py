@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlx.algorithms.algorithm import (
+    CHOICES,
     FIELDS,
     LOSS_KINDS,
     Algorithm,
@@ -67,9 +68,14 @@ PRESETS: dict[str, Algorithm] = {
             "m2po", "2510.01161", **_GROUP_SCORE,
             second_moment=0.04, clip_low=1.0, clip_high=math.inf, weight_action="none",
         ),
+        _row("maxrl", "2602.02710", reward_mean="group", reward_std="mean"),
         # ScaleRL's bound of 5 on the ratio (2510.13786); none below, as published.
         _row("cispo", "2506.13585", **_GROUP_SCORE, loss="cispo", decoupled=False,
              clip_low=1.0, clip_high=4.0),
+        _row("gmpo", "2507.20673", **_GROUP_SCORE, **_SEQUENCE_MEAN, loss="gmpo",
+             clip_low=1 - math.exp(-0.4), clip_high=math.exp(0.4) - 1),
+        _row("dppo", "2602.04879", **_GROUP_SCORE, loss="dppo", clip_low=0.15, clip_high=0.15,
+             weight_action="truncate", weight_upper=20.0),
         _row("sft", "2203.02155", loss="nll"),
         _row("reward_model", "2203.02155", loss="bradley_terry"),
         _row("dpo", "2305.18290", loss="dpo", reduction="sequence_mean_token_sum"),
@@ -99,7 +105,7 @@ def resolve(
       max_new_tokens: sampling.max_new_tokens; stands in for zero `overlong_limit` and
         `constant_length`.
       n_samples: sampling.n_samples; what compares the samples of a prompt needs two.
-      find: loads a user's own loss; without it there are those of the table alone.
+      find: loads a user's own loss or advantage; without it there are those of the table alone.
 
     Raises:
       UserError: for an unknown name, or values that cannot work together.
@@ -127,16 +133,18 @@ def resolve(
 
 
 def _loaded(algorithm: Algorithm, find: Find | None) -> Algorithm:
-    """Return the algorithm with the user's own function where its loss is none of the table."""
-    if find is None or algorithm.loss in LOSS_KINDS:
-        return algorithm
-    function = find("algorithm.loss", algorithm.loss, LOSS_KINDS)
-    if not callable(function):
-        raise UserError(f"algorithm.loss={algorithm.loss} is no function, got {function!r}")
-    return dataclasses.replace(algorithm, loss_function=function)
+    """Return the algorithm with the user's own functions where it names none of the table's."""
+    for field in ("loss", "advantage"):
+        key, name = f"algorithm.{field}", getattr(algorithm, field)
+        if find is not None and name not in CHOICES[field]:
+            function = find(key, name, dict.fromkeys(CHOICES[field]))
+            if not callable(function):
+                raise UserError(f"{key}={name} is no function, got {function!r}")
+            algorithm = dataclasses.replace(algorithm, **{f"{field}_function": function})
+    return algorithm
 
 
-OWN = "FILE.py:name"  # in ACTS: any loss of a user's own
+OWN = "FILE.py:name"  # in ACTS: a user's own, whichever
 _ROLLOUTS = (*(name for name, kind in LOSS_KINDS.items() if kind.data == "rollouts"), OWN)
 _RATIOS = (*(name for name, kind in LOSS_KINDS.items() if kind.ratio), OWN)
 _KL_NUMBERS = ("kl_estimator", "kl_coefficient", "kl_target", "kl_horizon")
@@ -145,8 +153,9 @@ _BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper
 # with one of these values, or any that is not 0. The first reason for doing nothing is named.
 ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (("overlong_", "reward_", "leave_one_out", "peers", "bootstrap_truncated", "gamma", "lam",
-      "advantage_", "proximal", "decoupled", "weight_", "ratio_level", "clip_", "dual_clip",
-      "sapo_", "value_clip", "entropy_coefficient"), {"loss": _ROLLOUTS}),
+      "advantage", "advantage_", "proximal", "decoupled", "weight_", "ratio_level", "clip_",
+      "dual_clip", "divergence", "sapo_", "value_clip", "entropy_coefficient"),
+     {"loss": _ROLLOUTS}),
     (("loss_kwargs",), {"loss": (OWN,)}),
     (("overlong_limit", "overlong_factor"), {"overlong_buffer": ()}),
     (("peers",), dict.fromkeys(("reward_mean", "reward_std", "advantage_mean", "advantage_std"),
@@ -160,8 +169,9 @@ ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (_BOUNDS, {"weight_action": ("mask", "truncate")}),
     (("weight_aggregate",), {"weight_level": ("sequence",)}),
     (("ratio_level",), {"loss": _RATIOS, "decoupled": (True,)}),
-    (("clip_",), {"loss": ("clip", "cispo", OWN)}),
+    (("clip_",), {"loss": ("clip", "cispo", "gmpo", "dppo", OWN)}),
     (("dual_clip",), {"loss": ("clip", OWN)}),
+    (("divergence",), {"loss": ("dppo", OWN)}),
     (("sapo_",), {"loss": ("sapo", OWN)}),
     (("pair_beta",), {"loss": ("dpo", "ipo")}),
     (("constant_length",), {"reduction": ("constant",)}),
@@ -263,6 +273,8 @@ def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
            f"to {value}") for field, value in off.items()),
         (a.kl_anchor == "teacher" and not a.needs_anchor,
          "kl_anchor=teacher without a KL term; set kl_placement to reward or loss"),
+        (a.reward_std == "mean" and a.reward_mean == "none",
+         "reward_std=mean divides by a mean and reward_mean=none; set it to group or batch"),
         (alone and a.drop_equal_rewards,
          "drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one reward is "
          "always equal; raise n_samples or set drop_equal_rewards=False"),

@@ -1,4 +1,4 @@
-"""What losses on rollouts are given and give back: rlx's own and a user's alike.
+"""What losses on rollouts and advantages are given and give back: rlx's own and a user's alike.
 
 Imports neither JAX nor torch: rlx_torch shares it, and its tensors stand where arrays stand.
 """
@@ -43,6 +43,37 @@ class LossInputs(Generic[T]):
     ops: Ops
 
 
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs(Generic[T]):
+    """What an advantage is given of a train batch: N trajectories, end to end as F tokens.
+
+    Both axes may be padded; what it says of tokens that are not trained on is left out.
+    """
+
+    rewards: T  # [N] float32, after overlong penalty, scale and clip
+    group_ids: T  # [N] int; equal for those that are compared (`peers`)
+    valid: T  # [N] bool, false for padding
+    truncated: T  # [N] bool, cut off by length
+    sequence_ids: T  # [F] int32, the trajectory of each token; N for padding
+    mask: T  # [F] bool; the tokens that are trained on
+    kl_rewards: T  # [F] float32, the penalty of KL in the reward; else 0
+    values: T  # [F] float32, the critic's; else 0
+    bootstrap: T  # [N] float32, V after the end of what length cut off; else 0
+
+
+def own_advantage(inputs: AdvantageInputs[T], algorithm: Algorithm) -> T:
+    """Return what a user's advantage(inputs, algorithm) says of each token, [F] float32.
+
+    Raises:
+      UserError: it gives anything else.
+    """
+    function = algorithm.advantage_function
+    assert function is not None
+    out, what = function(inputs, algorithm), f"algorithm.advantage={algorithm.advantage}"
+    check_array(what, "advantage", out, inputs.kl_rewards, function)
+    return out
+
+
 def own_loss(inputs: LossInputs[T], algorithm: Algorithm) -> tuple[T, Mapping[str, T]]:
     """Return what a user's loss says of each token: its loss and its statistics, [B, T] each.
 
@@ -69,7 +100,7 @@ def check_array(what: str, name: str, x: Any, like: Any, function: Callable) -> 
     """Raise UserError unless x has the shape of `like` and its dtype; a statistic may be bool."""
     wanted, got = ((str(getattr(a, "dtype", type(a).__name__)).removeprefix("torch."),
                     list(getattr(a, "shape", ()))) for a in (like, x))  # fmt: skip
-    if got != wanted and (got != ("bool", wanted[1]) or name == "loss"):
+    if got != wanted and (got != ("bool", wanted[1]) or name in ("loss", "advantage")):
         raise UserError(
             f"{what} returned {name!r} of {got[0]} {got[1]}; wanted one number a token, "
             f"{wanted[0]} {wanted[1]}{place(function)}"

@@ -6,6 +6,7 @@ Imports neither: `ops` has the library. Each loss returns ℓ and its statistics
 `actor_clip_ratio` is where the loss took a gradient away or bounded it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -72,12 +73,64 @@ def bounded_weight_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
     return loss, {"actor_clip_ratio": held != ratio}
 
 
+def geometric_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+    """Return GMPO's: the geometric mean of a sequence's clipped ratios (2507.20673, eq. 4).
+
+        −A·exp(mean x), x = min(log u, log(1 + clip_high)) or, A ≤ 0, max(log u, log(1 − clip_low))
+
+    The mean is over the trained tokens of the sequence, each clipped by the sign of its own A.
+    """
+    lib, log_ratio = inputs.ops.lib, inputs.log_ratio
+    low = math.log1p(-algorithm.clip_low) if algorithm.clip_low < 1 else -math.inf
+    high = math.log1p(algorithm.clip_high)
+    up, down = lib.clip(log_ratio, None, high), lib.clip(log_ratio, low, None)
+    held = lib.where(inputs.advantage > 0, up, down)
+    mean = inputs.ops.aggregate(held, inputs.mask, inputs.segment_ids, "mean")
+    return -inputs.advantage * lib.exp(mean), {"actor_clip_ratio": held != log_ratio}
+
+
+def divergence_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+    """Return DPPO's: REINFORCE inside a trust region around the behaviour policy (2602.04879).
+
+        −A·log π; 0 where A > 0, π > μ and D > clip_high, or A < 0, π < μ and D > clip_low
+
+    D is `divergence`. The paper's truncated ratio π / μ is w, at most weight_upper.
+    """
+    lib, advantage = inputs.ops.lib, inputs.advantage
+    far = divergence(inputs.target, inputs.behaviour, algorithm, lib)
+    rises, falls = inputs.target > inputs.behaviour, inputs.target < inputs.behaviour
+    left = (advantage > 0) & rises & (far > algorithm.clip_high)
+    left = left | ((advantage < 0) & falls & (far > algorithm.clip_low))
+    return lib.where(left, 0.0, -advantage * inputs.target), {"actor_clip_ratio": left}
+
+
+def divergence(target: T, behaviour: T, algorithm: Algorithm, lib: Any) -> T:
+    """Return how far the target is from the behaviour policy, of a token drawn or not drawn.
+
+        tv  |π − μ|
+        kl  μ·log(μ / π) + (1 − μ)·log((1 − μ) / (1 − π))
+
+    Log-probabilities are held at −1e-6 or less, so that 1 − π is not 0.
+    """
+    new, old = (lib.clip(x, None, -1e-6) for x in (target, behaviour))
+    table = {
+        "tv": lambda: lib.abs(lib.exp(new) - lib.exp(old)),
+        "kl": lambda: (
+            lib.exp(old) * (old - new)
+            - lib.expm1(old) * (lib.log(-lib.expm1(old)) - lib.log(-lib.expm1(new)))
+        ),
+    }
+    return choose("divergence", algorithm.divergence, table)()
+
+
 # ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
 SURROGATES: dict[str, Callable[[LossInputs, Algorithm], Said]] = {
     "clip": clipped_surrogate,
     "sapo": soft_surrogate,
     "reinforce": plain_surrogate,
     "cispo": bounded_weight_surrogate,
+    "gmpo": geometric_surrogate,
+    "dppo": divergence_surrogate,
 }
 
 

@@ -1,4 +1,4 @@
-"""Try a user's own loss on a few tokens, before anything is started."""
+"""Try a user's own loss and advantage on a few tokens, before anything is started."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx.algorithms import losses, signatures
+from rlx.algorithms import advantages, losses, signatures
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.cli.user_code import where
@@ -17,15 +17,33 @@ LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
 
 
 def check(algorithm: Algorithm) -> None:
-    """Compute a user's own loss with its gradient once, as a train step does, on the CPU.
+    """Compute a user's own advantage and loss, with its gradient, as a train step does, on the CPU.
 
     Raises:
       UserError: it fails, or gives something of another shape or type, or what is not finite; with
         the user's file and line.
     """
+    if algorithm.advantage_function:
+        function = algorithm.advantage_function
+        with _of_user(f"algorithm.advantage={algorithm.advantage}", function) as what:
+            _check_advantage(what, algorithm, function)
     if algorithm.loss_function:
         with _of_user(f"algorithm.loss={algorithm.loss}", algorithm.loss_function) as what:
             _check_loss(what, algorithm, algorithm.loss_function)
+
+
+def _check_advantage(what: str, algorithm: Algorithm, function: Callable) -> None:
+    rng, mask = np.random.default_rng(0), (SEGMENTS > 0).ravel()
+    flat: Any = {name: -rng.exponential(0.5, 16).astype(np.float32) * mask for name in LOGPROBS}
+    ids = np.where(SEGMENTS > 0, SEGMENTS - 1 + [[0], [2]], 4).ravel().astype(np.int32)
+    flat |= {"loss_mask": mask, "sequence_ids": ids, "turn_ids": 0 * ids}
+    flat |= {"rewards": np.array([0, 1, 1, 1], np.float32), "group_ids": np.array([0, 0, 1, 1])}
+    flat |= {"valid": np.ones(4, bool), "truncated": ids[:4] > 3, "agent_ids": 0 * ids[:4]}
+    run = jax.jit(advantages.advantages, static_argnums=1)
+    bad = int(np.sum(~np.isfinite(run(flat, algorithm)["advantages"])))
+    if bad:
+        words = f"the advantage of {bad} of {mask.sum()} tokens is not finite"
+        raise UserError(f"{what}: {words}{signatures.place(function)}")
 
 
 def _check_loss(what: str, algorithm: Algorithm, function: Callable) -> None:

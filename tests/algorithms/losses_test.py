@@ -115,6 +115,11 @@ VARIANTS = {
     "gspo_token": variant(ratio_level="sequence_token", clip_low=0.1, clip_high=0.3),
     "cispo": PRESETS["cispo"],
     "cispo_decoupled": variant(loss="cispo", clip_low=0.3, clip_high=0.4),
+    "gmpo": PRESETS["gmpo"],
+    "gmpo_narrow": variant(loss="gmpo", clip_low=0.1, clip_high=0.1, decoupled=False),
+    "dppo": PRESETS["dppo"],
+    "dppo_tv": variant(loss="dppo", clip_low=0.02, clip_high=0.05, weight_action="truncate"),
+    "dppo_kl": variant(loss="dppo", divergence="kl", clip_low=0.01, clip_high=0.005),
     "reinforce": PRESETS["rloo"],
     "reinforce_masked": variant(loss="reinforce", weight_upper=1.2, entropy_coefficient=0.1),
 }  # fmt: skip
@@ -200,6 +205,43 @@ def test_cispo_is_reinforce_at_ratio_one_and_reinforce_with_a_truncated_weight(c
     same(cases, fresh, cispo, plain, exactly=True)
     truncated = variant(loss="reinforce", weight_action="truncate", weight_upper=2.0)
     same(cases, batch, cispo, truncated)
+
+
+@few
+@given(SEEDS)
+def test_gmpo_without_a_clip_is_gspo_without_one(cases, seed):
+    """Value as well as gradient, at every ratio; w is 1, for GSPO has one for the sequence."""
+    batch = cases.random(seed)
+    plain = {"decoupled": False, "proximal": "recompute", "clip_low": 1.0, "clip_high": math.inf}
+    gspo = variant(ratio_level="sequence", **plain)
+    same(cases, batch, variant(loss="gmpo", **plain), gspo)
+
+
+@few
+@given(SEEDS)
+def test_dppo_whose_region_is_everything_is_reinforce_with_a_truncated_weight(cases, seed):
+    batch = cases.random(seed)
+    fields = {"weight_action": "truncate", "weight_upper": 1.5}
+    wide = variant(loss="dppo", clip_low=1.0, clip_high=1.0, **fields)
+    same(cases, batch, wide, variant(loss="reinforce", **fields), exactly=True)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_drops_what_has_left_its_region_in_the_direction_of_its_advantage(divergence):
+    """Behaviour ½ throughout. At ¾ and ¼ TV is ¼ and the binary KL ½·log(4/3) = 0.144."""
+    algorithm = variant(loss="dppo", divergence=divergence, clip_low=0.14, clip_high=0.14)
+    target = jnp.log(jnp.array([0.75, 0.75, 0.25, 0.25, 0.55]))
+    inputs = dataclasses.replace(
+        of_one(target, [1.0, -1.0, 1.0, -1.0, 1.0]), behaviour=jnp.log(jnp.full(5, 0.5))
+    )
+    loss, said = surrogates.divergence_surrogate(inputs, algorithm)
+    np.testing.assert_array_equal(said["actor_clip_ratio"], [True, False, False, True, False])
+    np.testing.assert_array_equal(loss == 0, [True, False, False, True, False])
+    wider = dataclasses.replace(algorithm, clip_low=0.26, clip_high=0.26)
+    assert not surrogates.divergence_surrogate(inputs, wider)[1]["actor_clip_ratio"].any()
+    far = surrogates.divergence(target, inputs.behaviour, algorithm, jnp)
+    want = {"tv": 0.25, "kl": 0.5 * math.log(4 / 3)}[divergence]
+    np.testing.assert_allclose(far[:4], want, rtol=1e-5)
 
 
 @few
@@ -565,6 +607,7 @@ WHERE = {
     "kl_estimator": {"kl_placement": "loss"},
     "kl_anchor": {"kl_placement": "loss"},
     "weight_aggregate": {"weight_level": "sequence"},
+    "divergence": {"loss": "dppo"},
 }
 
 

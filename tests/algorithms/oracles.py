@@ -60,6 +60,9 @@ def standardised(xs, groups, mean, std, leave_one_out=False):
                 y -= sum(others) / len(others) if others else 0.0
             else:
                 y -= sum(xs[j] for j in peers) / len(peers)
+        if std == "mean":  # MaxRL: what was taken off divides
+            out.append(y / (x - y) if x - y > 1e-5 else 0.0)
+            continue
         if std != "none":
             peers = [xs[j] for j in range(len(xs)) if std == "batch" or groups[j] == groups[i]]
             sigma = np.std(peers, ddof=1) if len(peers) > 1 else 1.0
@@ -171,7 +174,7 @@ def within_second_moment(batch, limit):
 
 def anchor(rollout, a, target_version):
     """The proximal logprobs of a rollout, [L]."""
-    if a.loss == "reinforce":
+    if a.loss in ("reinforce", "dppo"):
         return rollout.target
     if a.proximal == "behaviour":
         return rollout.behaviour
@@ -240,6 +243,25 @@ def surrogate(u, adv, a):
     return value, slope
 
 
+def outside(target, behaviour, adv, a):
+    """Whether DPPO's token has left its trust region, in the direction in which A pushes it."""
+    new, old = (math.exp(min(x, -1e-6)) for x in (target, behaviour))
+    far = abs(new - old)
+    if a.divergence == "kl":
+        far = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+    if adv > 0:
+        return target > behaviour and far > a.clip_high
+    return adv < 0 and target < behaviour and far > a.clip_low
+
+
+def geometric_mean(log_u, used, adv, a):
+    """GMPO's ratio of a sequence, and the tokens that are not clipped."""
+    low = math.log(1 - a.clip_low) if a.clip_low < 1 else -math.inf
+    high = math.log(1 + a.clip_high)
+    held = np.where(adv > 0, np.minimum(log_u, high), np.maximum(log_u, low))
+    return math.exp(held[used].mean()) if used.any() else 1.0, used & (held == log_u)
+
+
 def policy_terms(rollout, weight, a, target_version):
     """Σ weight·w·ℓ over one rollout, its gradient by target [L], Σ|terms|, tokens used, w·u [L]."""
     proximal = anchor(rollout, a, target_version)
@@ -252,18 +274,25 @@ def policy_terms(rollout, weight, a, target_version):
         log_u, log_w = (np.where(used, x[used].mean(), 0.0) for x in (log_u, log_w))
     w = behaviour_weights(log_w, used, a)
     loss, scale, slopes = 0.0, 0.0, np.zeros(len(used))
+    together, free = geometric_mean(log_u, used, rollout.advantages, a)
     for t in np.flatnonzero(used):
         adv = rollout.advantages[t]
-        if a.loss in ("reinforce", "cispo"):
+        if a.loss in ("reinforce", "dppo", "cispo"):
             factor = 1.0
             if a.loss == "cispo":
                 factor = min(max(math.exp(log_u[t]), 1 - a.clip_low), 1 + a.clip_high)
+            if a.loss == "dppo":
+                factor = 1.0 - outside(rollout.target[t], rollout.behaviour[t], adv, a)
             value, slope = -adv * factor * rollout.target[t], -adv * factor
+        elif a.loss == "gmpo":
+            value = slope = -adv * together
         else:
             value, slope = surrogate(math.exp(log_u[t]), adv, a)
         loss += weight[t] * w[t] * value
         scale += abs(weight[t] * w[t] * value)
-        if sequence and a.loss not in ("reinforce", "cispo"):
+        if a.loss == "gmpo":
+            slopes[free] += weight[t] * w[t] * slope / used.sum()
+        elif sequence and a.loss not in ("reinforce", "dppo", "cispo"):
             # every token of the sequence moves its ratio
             slopes[used] += weight[t] * w[t] * slope / used.sum()
         else:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rlx import config as config_lib
-from rlx.algorithms import losses, presets, surrogates
+from rlx.algorithms import advantages, losses, presets, surrogates
 from rlx.base import UserError
+from rlx_torch import advantages as torch_advantages
 from rlx_torch import losses as torch_losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
@@ -169,3 +170,43 @@ def test_arguments_that_are_no_json_object_are_an_error(text):
 def test_what_is_no_function_is_an_error():
     with pytest.raises(UserError, match=r"algorithm\.loss=mine\.py:x is no function, got 3"):
         own(3)
+
+
+def own_advantage(function):
+    config = config_lib.default().algorithm
+    config.advantage = "mine.py:x"
+    return presets.resolve(config, 20, find=lambda key, name, table: function)
+
+
+def test_a_copy_of_the_built_in_advantage_is_that_advantage_bitwise(cases):
+    flat = jax.tree.map(jnp.asarray, cases.flat(cases.random(3), "values"))
+    want = advantages.advantages(flat, GRPO)
+    got = advantages.advantages(flat, own_advantage(lambda i, a: advantages.gae_advantage(i, a)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("lib", [jnp, torch])
+def test_tokens_whose_advantage_is_not_finite_leave_the_loss_and_are_counted(lib, cases):
+    batch = cases.random(3, empty=False)
+    flat, make = cases.flat(batch), jnp.asarray if lib is jnp else torch.from_numpy
+    spot = int(np.flatnonzero(flat["loss_mask"])[2])
+    bad = np.where(np.arange(cases.flat_size) == spot, np.nan, 2.0).astype(np.float32)
+    algorithm = own_advantage(lambda inputs, algorithm: make(bad))
+    compute = advantages.advantages if lib is jnp else torch_advantages.advantages
+    out = compute({name: make(np.asarray(x)) for name, x in flat.items()}, algorithm)
+    want = np.where(flat["loss_mask"], bad, 0.0)
+    np.testing.assert_array_equal(np.asarray(out["advantages"]), want)
+    rows = batch_of(cases)
+    row, column = np.argwhere(rows["loss_mask"])[4]
+    rows["advantages"][row, column] = np.nan
+    _, stats, slope = (trained if lib is jnp else trained_in_torch)(rows, algorithm)
+    assert float(stats["n_nonfinite_tokens"]) == 1
+    assert np.isfinite(np.asarray(slope)).all()
+
+
+def test_an_advantage_whose_function_was_not_loaded_computes_nothing(cases):
+    with pytest.raises(UserError, match=r"unknown algorithm.advantage 'mine.py:x'"):
+        advantages.advantages(
+            jax.tree.map(jnp.asarray, cases.flat(cases.random(3))),
+            dataclasses.replace(GRPO, advantage="mine.py:x"),
+        )

@@ -43,6 +43,7 @@ def _variants():
             yield {"kl_placement": where, "kl_estimator": estimator, "kl_coefficient": 0.1}
     yield {"entropy_coefficient": 0.1}
     yield {"ratio_level": "sequence_token", "clip_low": 0.01, "clip_high": 0.01}
+    yield {"loss": "dppo", "divergence": "kl", "clip_low": 0.001, "clip_high": 0.001}
     yield {"ratio_level": "sequence", "clip_low": 0.01, "clip_high": 0.01}
     yield {"critic": True, "gamma": 0.99, "lam": 0.9, "bootstrap_truncated": False}
     yield {"reward_mean": "batch", "reward_std": "batch", "leave_one_out": True}
@@ -203,6 +204,7 @@ def test_the_coefficient_of_kl_adapts_as_in_jax(observed):
 WHERE = {
     "kl_estimator": {"kl_placement": "loss", "kl_coefficient": 0.1},
     "weight_aggregate": {"weight_level": "sequence"},
+    "divergence": {"loss": "dppo"},
 }
 
 

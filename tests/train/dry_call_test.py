@@ -68,3 +68,21 @@ def test_a_misspelt_function_suggests_the_nearest(tmp_path):
     path = written(tmp_path, "    return inputs.target, {}")
     with pytest.raises(UserError, match="did you mean 'mine'"):
         checked(path, "mime")
+
+
+ADVANTAGES = {
+    "not finite": ("    return jnp.log(inputs.kl_rewards - 1)", "of 15 of 15 tokens is not", 2),
+    "of trajectories": ("    return inputs.rewards", r"'advantage' of float32 \[4\]; wanted", 2),
+    "fails": ("    return inputs.nonesuch", "AttributeError", 3),
+}
+
+
+@pytest.mark.parametrize("what", ADVANTAGES)
+def test_an_advantage_that_fails_is_one_line_with_file_and_line(what, tmp_path):
+    body, words, line = ADVANTAGES[what]
+    path = written(tmp_path, body)
+    config = config_lib.default()
+    config.algorithm.advantage = f"{path}:mine"
+    with pytest.raises(UserError, match=rf"^algorithm\.advantage={path}:mine.*{words}") as raised:
+        dry_call.check(TrainOptions.of(config).algorithm)
+    assert str(raised.value).endswith(f"({path}, line {line})")
