@@ -35,6 +35,8 @@ def default() -> ConfigDict:
     c.data = ConfigDict()
     c.data.kind = "jsonl"  # jsonl | arithmetic (generated)
     c.data.train = ""  # .jsonl, .json, .csv or .parquet file, or hub name with an optional :split
+    c.data.mix = ()  # ((source, weight), …) in place of train; shares of the prompts
+    c.data.dataset = ""  # FILE.py:name, a function that returns rows, in place of train and mix
     c.data.eval = ""
     c.data.system_prompt = ""
     c.data.question_key = "question"  # of text, or of a list of chat messages
@@ -209,6 +211,11 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     _choice(config, "model.remat", ("none", "dots", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
     _choice(config, "data.overlong", ("error", "skip"))
+    for entry in config.data.mix:
+        kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
+        if kinds not in ([str, float], [str, int]) or not 0 < entry[1] < float("inf"):
+            wanted = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
+            raise UserError(f"data.mix has {entry!r}; write {wanted}")
     _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
     _choice(config, "fleet.publish", ("path", "stream", "delta", "adapter"))
     _check_lora(config)

@@ -169,13 +169,12 @@ def load_rows(path: str, config: Any = None) -> list[Mapping[str, Any]]:
     if config is not None:
         key, system = config.data.question_key, config.data.system_prompt
         answer = config.data.answer_key
-        path = path or config.data.train
     rows: Sequence[Mapping[str, Any]] = [SAMPLE]
-    if path:
-        rows = data.load(path, "", "" if answer == "answer" else answer)
+    names = [(path, 1.0)] if path else data.named_sources(config.data) if config else []
+    if names:
+        answer = "" if answer == "answer" else answer
+        rows = [row for name, _ in names for row in data.load(name, "", answer)]
     elif config is not None:
-        if config.data.kind != "arithmetic":
-            raise UserError("data.train of the config is empty; give --data=FILE.jsonl")
         rows = arithmetic.problems(config.seed, "train", _GENERATED)
     return [with_messages(row, key, system) for row in rows]
 

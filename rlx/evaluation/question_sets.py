@@ -58,7 +58,7 @@ def find(
         return BENCHMARKS[text]
     if name and "/" not in name:  # a/b=c.jsonl is a path
         reward = BENCHMARKS[name].reward if name in BENCHMARKS else reward
-    elif text.endswith(data.FORMATS):
+    elif text.endswith(data.FORMATS) or data.is_code(text):
         name, path = Path(text).stem, text
     else:
         raise unknown("dataset", text, BENCHMARKS)

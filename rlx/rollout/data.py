@@ -8,22 +8,27 @@ names file and line, or row.
 import csv
 import difflib
 import hashlib
+import inspect
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlx.base import UserError, install
-from rlx.rollout.workflows import Overlong
+from rlx.cli import user_code
 
 Row = dict[str, Any]
 
+MOST_ROWS = 1_000_000  # of a user's own code, which may have no end
 _NONE: Mapping[str, str] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
 
 
@@ -36,16 +41,16 @@ def load(
     needed: Iterable[str] = (),
     split: str = "train",
 ) -> list[Row]:
-    """Return the rows of a file or of a hub data set; `answer` is what `answer_key` names.
+    """Return the rows of a file, a hub data set or a user's code, with `answer` of `answer_key`.
 
     Args:
-      source: a path, or `owner/name`, `owner/name:split`, `owner/name:config:split`. A file is read
-        by its suffix: .csv, .parquet, others as .jsonl.
+      source: a path; `owner/name`, `owner/name:split`, `owner/name:config:split`; FILE.py:name or
+        module:name. A file is read by its suffix: .csv, .parquet, others as .jsonl.
       question_key: key of each row's text or chat messages; not looked at if empty.
       answer_key: key of the answer that rewards compare with; every row has it, unless empty.
       texts: keys of further texts that every row has → the option that names each.
       needed: keys of whatever else every row has.
-      split: of a hub data set whose name gives none.
+      split: of a hub data set whose name gives none, and of a function that takes one.
 
     Raises:
       UserError: a missing file, a bad row, an unreachable or unknown data set.
@@ -66,35 +71,37 @@ def load(
     return rows
 
 
-def fitting(
-    rows: Sequence[Row], name: str, check: Callable[[Row, str], None], overlong: str
-) -> list[Row]:
-    """Return the rows that pass `check`, which takes a row and its name.
+class Source(NamedTuple):
+    """Rows of one place, and how often they are dealt out beside those of others."""
+
+    name: str
+    rows: list[Row]
+    weight: float = 1.0
+
+
+def named_sources(options: Any) -> list[tuple[str, float]]:
+    """Return name and weight of each source of training rows; none where they are generated.
 
     Args:
-      overlong: error: a row that is too long is a mistake; skip: it is left out.
-
-    Raises:
-      UserError: of the first row that does not pass; with skip, all of them are too long.
+      options: as config.data: `dataset`, else `mix`, else `kind` and `train` say it.
     """
-    found: list[Row] = []
-    last = None
-    for index, row in enumerate(rows):
-        try:
-            check(row, f"row {index + 1} of {name}")
-            found.append(row)
-        except Overlong as error:
-            if overlong != "skip":
-                raise
-            last = error
-    if last and not found:
-        raise UserError(f"data.overlong=skip leaves no row of {name}: {last}")
-    return found
+    if options.mix or (options.kind == "arithmetic" and not options.dataset):
+        return [tuple(entry) for entry in options.mix if not options.dataset]
+    if not options.dataset and not options.train:
+        raise UserError("data.train is empty; give a .jsonl file or a hub name")
+    return [(options.dataset or options.train, 1.0)]
+
+
+def is_code(source: str) -> bool:
+    """Return whether a source is a user's own code: FILE.py:name or module:name."""
+    return bool(_CODE.fullmatch(source))
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     """Yield place and row of a source, in order."""
     path = Path(source)
+    if is_code(source):
+        return _own_rows(source, split)
     hub = _HUB_NAME.fullmatch(source) and not path.parent.is_dir()
     if hub and not path.exists() and path.suffix not in _READERS:
         return _hub_rows(source, split)
@@ -105,6 +112,36 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a .jsonl file") from None
     return _READERS.get(path.suffix, _json_lines)(content, path)
+
+
+def takes_split(source: str) -> bool:
+    """Return whether a source is a function that takes `split`, and so has held-out rows too."""
+    made = user_code.find("dataset", source)
+    return callable(made) and "split" in inspect.signature(made).parameters
+
+
+def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
+    """Yield place and row of a user's iterable, or of the one that a user's function returns."""
+    made, n = user_code.find("dataset", source), 0
+    try:
+        if callable(made):
+            made = made(split=split) if takes_split(source) else made()
+        for n, row in enumerate(made, 1):
+            if n > MOST_ROWS:
+                raise UserError(
+                    f"{source} gives more than {MOST_ROWS:,} rows and may never end, and a run "
+                    "reads all as it starts; end it, as by itertools.islice"
+                )
+            try:
+                plain = _plain(row, default=None)
+            except (TypeError, ValueError) as error:
+                wanted = "a dict of texts, numbers, lists and dicts, which checkpoints hold"
+                raise UserError(f"{source}, row {n} is not {wanted}: {error}") from None
+            yield f"{source}, row {n}", plain
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{source} gives no row {n + 1}: {user_code.where(error)}") from error
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
@@ -148,8 +185,7 @@ def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
                 n += 1
                 yield f"{path}, row {n}", _plain(row)
     except (ArrowException, OSError) as error:
-        words = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}, after row {n}: not Parquet: {words}; write it again") from None
+        raise UserError(f"{path}, after row {n}: not Parquet: {error!r:.200}") from None
 
 
 _READERS = {".jsonl": _json_lines, ".json": _json_lines, ".csv": _csv, ".parquet": _parquet}
@@ -186,26 +222,31 @@ class Cursor:
 
     Position p, from 0, is row p mod N of epoch ⌊p/N⌋. A prompt's group_id is its position, so
     a restored run finds the row of any prompt again.
+
+    Several sources share the positions by their weights, and each goes through epochs of its own.
+    The first takes ⌈p·w₁⌉ of the p positions from 0, the next as many of those that it leaves, and
+    so on, from the largest weight to the smallest: after any number of prompts, each of K sources
+    has had its share of them within 1 + ln K.
+
+    Args:
+      mix: number of rows and weight of each source, in the order of `rows`; empty: one source.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0, shuffle: bool = True):
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        seed: int = 0,
+        shuffle: bool = True,
+        mix: Sequence[tuple[int, float]] = (),
+    ):
         if not rows:
             raise UserError("the dataset has no rows; it needs at least one")
-        self._rows = rows
-        self._seed = seed
-        self._shuffle = shuffle
-        self._orders: dict[int, np.ndarray] = {}
+        self._mix = [list(part) for part in mix] if len(mix) > 1 else []
+        self._parts = _parts(mix or [(len(rows), 1.0)])
+        self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
         self._digest: str | None = None
         self.position = 0
-
-    def __len__(self) -> int:
-        """Return the rows of an epoch."""
-        return len(self._rows)
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch that the next row belongs to, from 0."""
-        return self.position // len(self._rows)
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
         """Return (position, row) and move on."""
@@ -219,8 +260,14 @@ class Cursor:
 
     def index(self, position: int) -> int:
         """Return the index, from 0, of the dataset's row at `position` ≥ 0."""
-        epoch, place = divmod(position, len(self._rows))
-        return int(self._order(epoch)[place])
+        place = position
+        for part in self._parts:
+            taken = math.ceil(place * part.share)
+            if math.ceil((place + 1) * part.share) > taken:
+                epoch, place = divmod(taken, part.size)
+                return part.first + int(self._order(part, epoch)[place])
+            place -= taken
+        raise AssertionError("the last part takes all that is left")
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON-able state for `load_state_dict`."""
@@ -230,6 +277,7 @@ class Cursor:
             "shuffle": self._shuffle,
             "rows": len(self._rows),
             "digest": self._content(),
+            "mix": self._mix,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], allow_change: bool = False) -> str:
@@ -250,13 +298,13 @@ class Cursor:
             ("shuffle", "data.shuffle"),
             ("rows", "number of rows"),
             ("digest", "dataset's content"),
+            ("mix", "rows and weights of data.mix"),
         ):
-            if mine[key] == state[key]:
+            if mine[key] == state.get(key, []):  # older states have no mix
                 continue
-            found = (
-                f"the {what} changed since the checkpoint ({state[key]} before, {mine[key]} now)"
-            )
-            of_rows = key in ("rows", "digest")
+            numbers = f"{state.get(key)} before, {mine[key]} now"
+            found = f"the {what} changed since the checkpoint ({numbers})"
+            of_rows = key in ("rows", "digest", "mix")
             if not (of_rows and allow_change):
                 remedy = ", set data.allow_change=True" if of_rows else ""
                 raise UserError(f"{found}; change it back{remedy}, or start in a fresh --workdir")
@@ -264,14 +312,16 @@ class Cursor:
         self.position = int(state["position"])
         return changed
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            if len(self._orders) > 2:  # an epoch's stragglers need the one before, no more
-                self._orders.pop(min(self._orders))
-            n = len(self._rows)
-            rng = np.random.default_rng([self._seed, epoch])
-            self._orders[epoch] = rng.permutation(n) if self._shuffle else np.arange(n)
-        return self._orders[epoch]
+    def _order(self, part: "_Part", epoch: int) -> np.ndarray:
+        key = part.number, epoch
+        if key not in self._orders:
+            own = [other for other in self._orders if other[0] == part.number]
+            if len(own) > 2:  # an epoch's stragglers need the one before, no more
+                self._orders.pop(min(own))
+            seeds = [self._seed, epoch, *([part.number] if part.number else [])]
+            rng, n = np.random.default_rng(seeds), part.size
+            self._orders[key] = rng.permutation(n) if self._shuffle else np.arange(n)
+        return self._orders[key]
 
     def _content(self) -> str:
         """Return a digest of all rows, computed once: rows do not change during a run."""
@@ -281,6 +331,26 @@ class Cursor:
                 digest.update(json.dumps(row, sort_keys=True, default=str).encode())
             self._digest = digest.hexdigest()
         return self._digest
+
+
+class _Part(NamedTuple):
+    """A source of a cursor: its `size` rows from `first` on."""
+
+    number: int
+    first: int
+    size: int
+    share: Fraction  # of the positions that the parts before leave; 1 for the last
+
+
+def _parts(mix: Sequence[tuple[int, float]]) -> list[_Part]:
+    """Return the parts of a mix, of falling weight; weights are as their decimals say."""
+    weights = [Fraction(str(weight)) for _, weight in mix]
+    firsts = np.cumsum([0, *(count for count, _ in mix)]).tolist()
+    parts, left = [], sum(weights)
+    for i in sorted(range(len(mix)), key=lambda i: -weights[i]):
+        parts.append(_Part(i, firsts[i], mix[i][0], weights[i] / left))
+        left -= weights[i]
+    return parts
 
 
 def _row(line: bytes, where: str) -> Row:
@@ -303,9 +373,9 @@ def _row(line: bytes, where: str) -> Row:
     return row
 
 
-def _plain(row: Mapping[str, Any]) -> Row:
-    """Return a row of JSON values: dates and bytes, which checkpoints cannot hold, as texts."""
-    return json.loads(json.dumps(dict(row), default=str))
+def _plain(row: Mapping[str, Any], default: Callable[[Any], Any] | None = str) -> Row:
+    """Return a row of JSON values, as checkpoints hold; `default` makes them of dates and bytes."""
+    return json.loads(json.dumps({**row}, default=default))
 
 
 def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[str, str]) -> None:

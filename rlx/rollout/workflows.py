@@ -160,9 +160,9 @@ class Prompts:
         try:
             text = self.text(row)
         except Exception as error:  # of Jinja, or what the template raises on purpose
-            words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-            what = "mend its messages, or set data.chat_template"
-            raise UserError(f"the chat template fails on {name} ({words}); {what}") from error
+            raise UserError(
+                f"the chat template fails on {name} ({error!r:.200}); mend the row's messages"
+            ) from error
         if limit and len(text.encode()) + 8 > limit:  # 8: what a tokenizer may put in front
             self._encode(text, row, name)
 

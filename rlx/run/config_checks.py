@@ -174,8 +174,11 @@ def _blame(
 
 
 def _rows(inputs: Inputs) -> str:
-    counts = f"{len(inputs.train_rows)} to train on, {len(inputs.eval_rows)} held out"
-    return f"{counts}, {inputs.left_out or 'none is bad'}"
+    counts = [f"{len(s.rows)} of {s.name}" for s in inputs.sources]
+    if len(counts) > 1:
+        counts = [f"{c} (weight {s.weight:g})" for c, s in zip(counts, inputs.sources, strict=True)]
+    held_out = f"{len(inputs.eval_rows)} held out, {inputs.left_out or 'none is bad'}"
+    return f"{', '.join(counts)} to train on, {held_out}"
 
 
 def _prompt_tokens(inputs: Inputs) -> np.ndarray:

@@ -24,15 +24,15 @@ from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory, hf
 from rlx.model.model_config import ModelConfig
-from rlx.observe.jsonl import read_jsonl
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout import arithmetic, data
 from rlx.rollout.attempts import Patience
+from rlx.rollout.data import Source
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
 from rlx.rollout.teacher_scores import ModelRewarded
-from rlx.rollout.workflows import Prompts, Workflow, encode, render
+from rlx.rollout.workflows import Overlong, Prompts, Workflow, encode, render
 from rlx.train import dry_call
 from rlx.train.train_options import TrainOptions
 
@@ -47,6 +47,7 @@ class Inputs:
     """Model, algorithm, dataset rows and workflow of a run; reward workers are not started yet.
 
     Attributes:
+      sources: of `train_rows`, one after the other.
       left_out: how many rows were too long, in words; empty where all are there.
       prompts: of the rows, whichever workflow answers them.
       held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
@@ -58,6 +59,7 @@ class Inputs:
     model_dir: Path
     model_config: ModelConfig
     algorithm: Algorithm
+    sources: list[Source]
     train_rows: list[dict]
     eval_rows: list[dict]
     left_out: str
@@ -83,7 +85,7 @@ def prepare(config: ConfigDict) -> Inputs:
     dry_call.check(algorithm)
     check_kind(config, model_config, algorithm)
     teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf.check)
-    train_rows, eval_rows = rows(config, algorithm)
+    given = rows(config, algorithm)
     reward = config.reward
     pool = RewardPool(weights, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
     prompts = Prompts(
@@ -100,21 +102,46 @@ def prepare(config: ConfigDict) -> Inputs:
     workflow = _workflow(config, algorithm, model_config, prompts, answering)
     answers = workflow if isinstance(workflow, AnswerWorkflow) else None
     check = answers.check if answers else prompts.check
-    fitting, left_out = [], []
-    for name, given in (("data.train", train_rows), ("data.eval", eval_rows)):
-        fitting.append(data.fitting(given, name, check, config.data.overlong))
-        if lost := len(given) - len(fitting[-1]):
-            left_out.append(f"{lost} of {len(given)} rows of {name} are too long and left out")
-    train_rows, eval_rows = fitting
+    kept, left_out = [], []
+    for name, found, weight in given:
+        kept.append(Source(name, fitting(found, name, check, config.data.overlong), weight))
+        if lost := len(found) - len(kept[-1].rows):
+            left_out.append(f"{lost} of {len(found)} rows of {name} are too long and left out")
+    *sources, (_, eval_rows, _) = kept
+    train_rows = [row for source in sources for row in source.rows]
     held_out = [answers.group(row, i) for i, row in enumerate(eval_rows)] if answers else []
     rewarded = train_rows if algorithm.data == "rollouts" else eval_rows
     if rewarded and has_servers(config):
         _try_rewards(config, prompts, rewarded[0])
         named.try_out(rewarded[0])
     return Inputs(
-        model_dir, model_config, algorithm, train_rows, eval_rows, ", ".join(left_out), pool,
-        prompts, workflow, held_out, _model_rewarded(config, prompts),
+        model_dir, model_config, algorithm, sources, train_rows, eval_rows, ", ".join(left_out),
+        pool, prompts, workflow, held_out, _model_rewarded(config, prompts),
     )  # fmt: skip
+
+
+def fitting(
+    rows: list[dict], name: str, check: Callable[[dict, str], None], overlong: str
+) -> list[dict]:
+    """Return the rows that are not too long, by `check` of a row and its name.
+
+    Args:
+      overlong: error: a row that is too long is a mistake; skip: it is left out.
+
+    Raises:
+      UserError: of the first row that does not pass; with skip, all of them are too long.
+    """
+    found: list[dict] = []
+    for index, row in enumerate(rows):
+        try:
+            check(row, f"row {index + 1} of {name}")
+            found.append(row)
+        except Overlong as error:
+            if overlong != "skip":
+                raise
+            if index + 1 == len(rows) and not found:
+                raise UserError(f"data.overlong=skip leaves no row of {name}: {error}") from None
+    return found
 
 
 def has_servers(config: ConfigDict) -> bool:
@@ -250,18 +277,19 @@ def _workflow(
     return Demonstrations(prompts, answering, keys.completion_key, **limits)
 
 
-def rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:
-    """Return training and held-out rows with the columns `algorithm` needs; read or generated.
+def rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
+    """Return sources of training rows, then the held-out rows; with the columns they need.
 
     Raises:
       UserError: naming the row that lacks something, or cannot be rewarded.
     """
-    train, held_out = _read_rows(config, algorithm)
+    *train, held_out = found = _read_rows(config, algorithm)
     if algorithm.data == "rollouts":
-        _check_answers(config, train)
+        for source in train:
+            _check_answers(config, source.rows)
     if has_servers(config):
-        _check_answers(config, held_out)
-    return train, held_out
+        _check_answers(config, held_out.rows)
+    return found
 
 
 def _check_answers(config: ConfigDict, rows: list[dict]) -> None:
@@ -269,27 +297,28 @@ def _check_answers(config: ConfigDict, rows: list[dict]) -> None:
         rewards.check_rows(name, rows)
 
 
-def _read_rows(config: ConfigDict, algorithm: Algorithm) -> tuple[list[dict], list[dict]]:
+def _read_rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
     n, names = config.eval.num_questions, _answer_options(algorithm)
+    named = data.named_sources(config.data)
     texts = {config.data[name]: f"data.{name}" for name in names}
-    if config.data.kind == "arithmetic":
+    if not named:
         held_out = arithmetic.problems(0, "held_out", n) if n else []
         train = arithmetic.problems(config.seed, "train", TRAIN_PROBLEMS)
-        return _solved(train, config, names), _solved(held_out, config, names)
-    if not config.data.train:
-        raise UserError("data.train is empty; give a .jsonl file or a hub name")
+        return [Source("arithmetic", _solved(each, config, names)) for each in (train, held_out)]
 
     def load(source: str, rewarded: bool, split: str) -> list[dict]:
-        question, named = config.data.question_key, check_reward(config) if rewarded else ()
-        answers = [rewards.answer_key(name, config.data.answer_key) for name in named]
-        needed = {key for name in named for key in rewards.columns(name)} - {"answer"}
+        question, graded = config.data.question_key, check_reward(config) if rewarded else ()
+        answers = [rewards.answer_key(name, config.data.answer_key) for name in graded]
+        needed = {key for name in graded for key in rewards.columns(name)} - {"answer"}
         answer = max(answers, default="")  # a key, where one of the rewards needs it
         return data.load(source, question, answer, texts=texts, needed=needed, split=split)
 
-    train, held_out = load(config.data.train, not names, "train"), []
-    if config.data.eval:
-        held_out = load(config.data.eval, has_servers(config), "test")[:n]
-    return train, held_out
+    found = [Source(name, load(name, not names, "train"), weight) for name, weight in named]
+    own, held_out = config.data.dataset, config.data.eval
+    if own and data.takes_split(own):
+        held_out = own
+    rows = load(held_out, has_servers(config), "test")[:n] if held_out else []
+    return [*found, Source(held_out, rows)]
 
 
 def _answer_options(algorithm: Algorithm) -> tuple[str, ...]:
@@ -393,21 +422,21 @@ def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
     """Return up to `count` prompts, [T] int32 each, rendered by the chat template.
 
     Args:
-      path: .jsonl whose rows have `question`, or text with a prompt a line; "": arithmetic.
+      path: a file of rows with `question`, or of text with a prompt a line; "": arithmetic.
     """
     if not path:
         rows = arithmetic.problems(0, "held_out", count)
-    elif path.endswith(".jsonl"):
-        rows = list(read_jsonl(Path(path)))[:count]
+    elif path.endswith(data.FORMATS):
+        rows = data.load(path, answer_key="")[:count]
     else:
         try:
             lines = Path(path).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read prompts from {path}: {error}") from error
         rows = [{"question": line} for line in lines if line.strip()][:count]
-    if not rows or any("question" not in row for row in rows):
+    if not rows:
         raise UserError(f"{path} has no prompts; wanted rows with `question`, or lines of text")
-    texts = [render(tokenizer, str(row["question"])) for row in rows]
+    texts = [render(tokenizer, row["question"]) for row in rows]
     return [np.array(encode(tokenizer, text), np.int32) for text in texts]
 
 

@@ -309,15 +309,20 @@ def _executor(
     note_skip: Callable[[dict[str, Any]], None],
 ) -> Executor:
     """Return the executor of the run's workflow, not started yet."""
-    c = config
-    workflow = inputs.workflow
+    c, workflow = config, inputs.workflow
+    mix = [(len(source.rows), source.weight) for source in inputs.sources]
     if tutor:
         workflow = TeacherScored(workflow, tutor, c.sampling.temperature)
     if judge and inputs.model_rewarded:
         workflow = inputs.model_rewarded(workflow, judge)
     return Executor(
         workflow,
-        Cursor(inputs.train_rows, c.seed, c.data.shuffle),
+        Cursor(
+            inputs.train_rows,
+            c.seed,
+            c.data.shuffle,
+            mix,
+        ),
         Limits(
             c.rollout.batch_prompts,
             c.rollout.max_staleness,

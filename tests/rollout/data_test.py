@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,6 +295,84 @@ def test_the_real_package_offline():
     assert "give the path of a .jsonl file" in done.stdout
 
 
+# A user's own code.
+
+
+OWN = """
+import datetime
+import itertools
+
+
+def three(split):
+    return ({"question": f"{split} {i}", "answer": (i,)} for i in range(3))
+
+
+def endless():
+    return ({"question": "q", "answer": i} for i in itertools.count())
+
+
+def breaks():
+    yield {"question": "q", "answer": "a"}
+    yield {"question": "q", "answer": 1 / 0}
+
+
+def dates():
+    yield {"question": "q", "answer": datetime.date(2024, 5, 6)}
+
+
+def none():
+    return None
+
+
+numbers = [{"question": "q", "answer": "a"}, 5]
+empty = []
+"""
+
+
+@pytest.fixture
+def own(write, monkeypatch):
+    monkeypatch.setattr(data, "MOST_ROWS", 1000)
+    return write(OWN, "mine.py")
+
+
+def test_rows_of_a_function_with_splits(own):
+    assert data.takes_split(f"{own}:three")
+    assert not data.takes_split(f"{own}:endless")
+    assert not data.takes_split(f"{own}:numbers")
+    assert data.load(f"{own}:three")[2] == {"question": "train 2", "answer": [2]}, "as JSON has it"
+    assert data.load(f"{own}:three", split="test")[0]["question"] == "test 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("thre", "has no 'thre'; did you mean 'three'?"),
+        ("endless", "gives more than 1,000 rows and may never end"),
+        ("breaks", "gives no row 2: ZeroDivisionError: division by zero (FILE, line 16)"),
+        ("none", "gives no row 1: TypeError: 'NoneType' object is not iterable"),
+        ("dates", "dicts, which checkpoints hold: Object of type date is not JSON"),
+        ("numbers", "row 2 is not a dict of texts"),
+        ("empty", "has no rows"),
+    ],
+)
+def test_mistakes_in_a_user_s_code_are_one_line_with_the_row(own, name, message):
+    with pytest.raises(UserError) as error:
+        data.load(f"{own}:{name}")
+    assert message.replace("FILE", str(own)) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("mine.py:rows", True), ("a/b/mine.py:rows", True), ("package.module:rows", True),
+        ("openai/gsm8k:main:test", False), ("openai/gsm8k:test", False), ("rows.jsonl", False),
+    ],
+)  # fmt: skip
+def test_code_is_told_from_hub_names_and_files(source, code):
+    assert data.is_code(source) == code
+
+
 # The cursor.
 
 ROWS = [{"question": str(i), "answer": str(i)} for i in range(10)]
@@ -314,7 +393,7 @@ def test_every_epoch_has_every_row_in_its_own_order():
 def test_without_shuffling_rows_come_in_order():
     cursor = Cursor(ROWS, shuffle=False)
     assert deal(cursor, 12) == [str(i % 10) for i in range(12)]
-    assert (cursor.position, cursor.epoch, len(cursor)) == (12, 1, 10)
+    assert cursor.position == 12
 
 
 def test_the_row_of_any_position_is_found_again():
@@ -359,6 +438,61 @@ def test_other_rows_are_taken_where_that_is_allowed_but_not_another_order():
     assert Cursor(ROWS, seed=9).load_state_dict(state, allow_change=True) == ""
     with pytest.raises(UserError, match="the seed changed"):
         Cursor(ROWS[:9], seed=8).load_state_dict(state, allow_change=True)
+
+
+WEIGHTS = st.lists(
+    st.integers(1, 10_000).map(lambda n: n / 1000), min_size=2, max_size=6
+)  # fmt: skip
+
+
+@given(WEIGHTS, st.integers(0, 5), st.booleans(), st.data())
+def test_sources_have_their_shares_of_every_prefix_and_epochs_of_their_own(
+    weights, seed, shuffle, draw
+):
+    counts = [draw.draw(st.integers(1, 5)) for _ in weights]
+    rows = [{"source": k, "row": i} for k, count in enumerate(counts) for i in range(count)]
+    cursor = Cursor(rows, seed, shuffle, list(zip(counts, weights, strict=True)))
+    dealt = [[] for _ in weights]
+    bound = sum(1 / k for k in range(1, len(weights) + 1))
+    for n in range(1, 120):
+        position, row = cursor.next()
+        dealt[row["source"]].append(row["row"])
+        assert cursor.row(position) is row
+        for own, weight in zip(dealt, weights, strict=True):
+            assert abs(len(own) - n * weight / sum(weights)) <= bound + 1e-9
+    for k, (own, count) in enumerate(zip(dealt, counts, strict=True)):
+        for epoch in range(len(own) // count):
+            assert sorted(own[epoch * count :][:count]) == list(range(count))
+        if k == 0:
+            alone = Cursor(rows[:count], seed, shuffle)
+            assert own == [alone.row(p)["row"] for p in range(len(own))], "as without the others"
+
+
+@given(st.integers(0, 60), st.integers(1, 30))
+def test_a_mixture_continues_exactly(before, after):
+    mix = [(3, 0.7), (7, 0.3)]
+    cursor, again = Cursor(ROWS, 9, mix=mix), Cursor(ROWS, 9, mix=mix)
+    deal(cursor, before)
+    again.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
+    assert deal(again, after) == deal(cursor, after)
+
+
+def test_a_changed_mixture_is_refused_unless_that_is_allowed():
+    state = Cursor(ROWS, 9, mix=[(3, 0.7), (7, 0.3)]).state_dict() | {"position": 7}
+    other = Cursor(ROWS, 9, mix=[(3, 0.5), (7, 0.5)])
+    with pytest.raises(UserError, match=r"weights of data.mix changed .*set data.allow_change"):
+        other.load_state_dict(state)
+    assert "data.mix changed" in other.load_state_dict(state, allow_change=True)
+    assert other.position == 7
+
+
+def test_a_checkpoint_from_before_there_were_mixtures_is_continued():
+    state = Cursor(ROWS, 9).state_dict() | {"position": 12}
+    assert state.pop("mix") == []
+    assert state["digest"] == "5b0898dfce469d73", "of rows, the same as ever"
+    for one in (Cursor(ROWS, 9), Cursor(ROWS, 9, mix=[(10, 0.3)])):
+        assert one.load_state_dict(state) == ""
+        assert one.row(12) is ROWS[np.random.default_rng([9, 1]).permutation(10)[2]]
 
 
 def test_no_rows():

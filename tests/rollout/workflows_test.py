@@ -10,8 +10,8 @@ from rlx.base import UserError, info_means
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardError, RewardPool
-from rlx.rollout import data
 from rlx.rollout.workflows import RLVR, Prompts, Task
+from rlx.run import inputs
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}
 
@@ -118,7 +118,7 @@ def test_a_reward_that_raises_names_the_row(tokenizer, pool):
 
 
 def fitting(rows, prompts, name="data.train", overlong="error"):
-    return data.fitting(rows, name, prompts.check, overlong)
+    return inputs.fitting(rows, name, prompts.check, overlong)
 
 
 def test_prompts_over_a_limit_name_the_row_and_both_numbers(tokenizer):
@@ -153,5 +153,5 @@ def test_multi_byte_text_is_not_mistaken_for_short(tokenizer):
 def test_messages_that_the_template_refuses_name_the_row(tokenizer):
     strict = copy.copy(tokenizer)
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match=r"fails on row 1 of data.train \(.*roles must alternate\)"):
+    with pytest.raises(UserError, match=r"fails on row 1 of data.train .*roles must alternate"):
         fitting([ROW], Prompts(strict), overlong="skip")

@@ -155,9 +155,48 @@ def test_rows_that_are_too_long_are_left_out_and_counted(config, tmp_path):
     file.write_text("\n".join(json.dumps(r) for r in (row, {**row, "question": "1" * 99}, row)))
     config.data.kind, config.data.train, config.data.overlong = "jsonl", str(file), "skip"
     found = rows_of(config, tmp_path)["rows"]
+    left_out = f"1 of 3 rows of {file} are too long and left out"
     assert (found.level, found.found) == (
-        "ok", "2 to train on, 0 held out, 1 of 3 rows of data.train are too long and left out"
+        "ok", f"2 of {file} to train on, 0 held out, {left_out}"
     )  # fmt: skip
+    mix = tmp_path / "mix.csv"
+    mix.write_text("question,answer\n2+2=?,4\n")
+    config.data.mix = ((str(file), 0.75), (str(mix), 1))
+    assert rows_of(config, tmp_path)["rows"].found == (
+        f"2 of {file} (weight 0.75), 1 of {mix} (weight 1) to train on, 0 held out, {left_out}"
+    )
+    config.data.mix = ("rows.jsonl", 0.7)
+    assert "data.mix has 'rows.jsonl'" in rows_of(config, tmp_path)["values"].found
+
+
+OWN_ROWS = """
+def rows(split):
+    for a in range(3 if split == "train" else 2):
+        yield {"problem": f"{a}+1=?", "total": str(a + 1)}
+
+
+def endless():
+    while True:
+        yield {}
+
+
+TABLE = [{"problem": "1+1=?", "total": "2"}]
+"""
+
+
+def test_rows_of_one_s_own_code_are_read_and_counted(config, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_ROWS)
+    config.data.question_key, config.data.answer_key = "problem", "total"
+    config.data.dataset = f"{file}:rows"
+    found = rows_of(config, tmp_path)
+    assert not [row for row in found.values() if row.level == "problem"]
+    assert found["rows"].found == f"3 of {file}:rows to train on, 2 held out, none is bad"
+    config.data.dataset = f"{file}:TABLE"
+    assert rows_of(config, tmp_path)["rows"].found.startswith(f"1 of {file}:TABLE to train on, 0 ")
+    config.data.dataset = f"{file}:row"
+    row = rows_of(config, tmp_path)["rows"]
+    assert (row.level, row.remedy) == ("problem", "did you mean 'rows'?")
 
 
 @pytest.mark.parametrize(
