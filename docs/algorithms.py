@@ -28,7 +28,7 @@ BY_CHOICE = {"peers": advantages.peers, "kl_estimator": kl.estimate,
              "reduction": losses.loss_weights, "divergence": surrogates.divergence}  # fmt: skip
 BY_FIELD = {"critic": critic.value_loss, "second_moment": losses.within_second_moment}
 STEPS = (advantages.shape_rewards, advantages.standardise, advantages.kl_penalty, advantages.gae,
-         losses.policy_loss, kl.estimate)  # fmt: skip
+         losses.policy_loss, kl.estimate, surrogates.kept_sequences)  # fmt: skip
 
 
 def equation(function: Callable, choice: str = "") -> str:

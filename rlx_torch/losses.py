@@ -12,7 +12,7 @@ from torch import Tensor
 from rlx.algorithms import signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 from rlx.algorithms.signatures import LossInputs, Ops
-from rlx.algorithms.surrogates import SURROGATES, control_weights
+from rlx.algorithms.surrogates import SURROGATES, control_weights, kept_sequences
 from rlx_torch import kl
 from rlx_torch.segments import dense_ranks, same_shape, segment_extreme, segment_sum, take
 
@@ -77,6 +77,8 @@ def policy_loss(
         segment_ids=segments,
         ops=OPS,
     )
+    kept = kept_sequences(inputs, algorithm)
+    weight, in_bounds = torch.where(kept, weight, 0.0), in_bounds & kept
     if algorithm.loss_function is None:
         surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
     else:

@@ -44,9 +44,9 @@ ENGINES = (  # programs of JAX and torch in a light room
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 60
-TOTAL_LINES = 31_860
+TOTAL_LINES = 31_870
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 15, "base": 140, "algorithms": 1_800, "config": 370, "cli": 533, "model": 2_245,
+    "": 15, "base": 140, "algorithms": 1_845, "config": 370, "cli": 533, "model": 2_245,
     "train": 2_180, "observe": 2_105, "fleet": 2_650, "engines": 4_010, "rewards": 1_775,
     "rollout": 2_360, "agents": 3_900, "launch": 1_240, "mismatch": 830, "evaluation": 970,
     "doctor": 1_200, "run": 2_445, "commands": 390, "rlx_torch": 920,

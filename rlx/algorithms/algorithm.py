@@ -177,6 +177,18 @@ class Algorithm:
     )
     weight_upper: float = _number(5.0, *_ANY, "upper bound of the statistic")
     weight_lower: float = _number(-math.inf, *_ANY, "lower bound of the statistic")
+    sequence_upper: float = _number(
+        math.inf, 1.0, math.inf,
+        "sequences whose geometric mean of proximal / behaviour is above leave the loss",
+    )  # fmt: skip
+    sequence_lower: float = _number(0.0, 0.0, 1.0, "and so do those where it is below")
+    veto: float = _number(
+        0.0, 0.0, 1.0, "sequences with a token whose proximal / behaviour is below leave; 0: off"
+    )
+    off_policy_limit: float = _number(
+        0.0, 0.0, math.inf,
+        "nats a token: sequences farther from behaviour leave where A is negative (OPSM); 0: off",
+    )  # fmt: skip
     second_moment: float = _number(
         0.0, 0.0, math.inf, "M2PO's limit on the mean of (behaviour − proximal)², nats²; 0: off"
     )

@@ -15,7 +15,7 @@ from jax import Array, lax
 from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 from rlx.algorithms.signatures import LossInputs, Ops
-from rlx.algorithms.surrogates import SURROGATES, control_weights
+from rlx.algorithms.surrogates import SURROGATES, control_weights, kept_sequences
 
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
@@ -102,6 +102,8 @@ def policy_loss(
         segment_ids=segments,
         ops=OPS,
     )
+    kept = kept_sequences(inputs, algorithm)
+    weight, in_bounds = jnp.where(kept, weight, 0.0), in_bounds & kept
     if algorithm.loss_function is None:
         surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
     else:

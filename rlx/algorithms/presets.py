@@ -153,7 +153,8 @@ _BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper
 # with one of these values, or any that is not 0. The first reason for doing nothing is named.
 ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (("overlong_", "reward_", "leave_one_out", "peers", "bootstrap_truncated", "gamma", "lam",
-      "advantage", "advantage_", "proximal", "decoupled", "weight_", "ratio_level", "clip_",
+      "advantage", "advantage_", "proximal", "decoupled", "weight_", "sequence_", "veto",
+      "off_policy_limit", "ratio_level", "clip_",
       "dual_clip", "divergence", "sapo_", "value_clip", "entropy_coefficient"),
      {"loss": _ROLLOUTS}),
     (("loss_kwargs",), {"loss": (OWN,)}),
@@ -165,7 +166,7 @@ ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (("kl_horizon",), {"kl_target": ()}),
     (("bootstrap_truncated", "value_clip"), {"critic": (True,)}),
     (("proximal",), {"loss": _RATIOS, "kl_placement": ("reward",)}),
-    (("weight_",), {"decoupled": (True,)}),
+    (("weight_", "sequence_", "veto"), {"decoupled": (True,)}),
     (_BOUNDS, {"weight_action": ("mask", "truncate")}),
     (("weight_aggregate",), {"weight_level": ("sequence",)}),
     (("ratio_level",), {"loss": _RATIOS, "decoupled": (True,)}),

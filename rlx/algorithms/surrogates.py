@@ -123,6 +123,36 @@ def divergence(target: T, behaviour: T, algorithm: Algorithm, lib: Any) -> T:
     return choose("divergence", algorithm.divergence, table)()
 
 
+def kept_sequences(inputs: LossInputs, algorithm: Algorithm) -> Any:
+    """Return the tokens whose sequences stay in the loss, however each token is weighed.
+
+        exp(mean log ρ) ≤ sequence_upper, and ≥ sequence_lower     ρ = proximal / behaviour
+        min ρ ≥ veto
+        A ≥ 0, or mean(behaviour − target) ≤ off_policy_limit      (OPSM, 2512.02556)
+
+    Means and least ratios are over the trained tokens of the sequence.
+
+    Returns:
+      [B, T] bool, without gradient.
+    """
+    ops, kept = inputs.ops, inputs.mask
+    ahead = ops.frozen(inputs.behaviour - inputs.proximal)
+
+    def over(x: Any, how: str) -> Any:
+        return ops.aggregate(x, inputs.mask, inputs.segment_ids, how)
+
+    if algorithm.sequence_upper < math.inf:
+        kept = kept & (over(ahead, "mean") >= -math.log(algorithm.sequence_upper))
+    if algorithm.sequence_lower:
+        kept = kept & (over(ahead, "mean") <= -math.log(algorithm.sequence_lower))
+    if algorithm.veto:
+        kept = kept & (over(ahead, "max") <= -math.log(algorithm.veto))
+    if algorithm.off_policy_limit:
+        far = over(ops.frozen(inputs.behaviour - inputs.target), "mean")
+        kept = kept & ((inputs.advantage >= 0) | (far <= algorithm.off_policy_limit))
+    return kept
+
+
 # ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
 SURROGATES: dict[str, Callable[[LossInputs, Algorithm], Said]] = {
     "clip": clipped_surrogate,
@@ -149,7 +179,8 @@ def control_weights(
 
     Truncated is the token's ratio; or the whole sequence's, then one weight for all its tokens
     (aggregate sum: the product of their ratios, mean: its geometric mean). With max each token
-    keeps its own, scaled until the largest is the bound.
+    keeps its own, scaled until the largest is the bound. `kept_sequences` may take sequences out
+    besides.
 
     Args:
       log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool, which tokens count.

@@ -106,6 +106,11 @@ VARIANTS = {
         weight_upper={"mean": 1.1, "sum": 1.5, "max": 2.0}[how])
        for how in ("mean", "sum", "max") for action in ("mask", "truncate")},
     "sequence_k3": variant(weight_level="sequence", weight_statistic="k3", weight_upper=0.15),
+    "geometric_mask": variant(sequence_lower=0.95, sequence_upper=1.05),
+    "masked_and_capped": variant(sequence_lower=0.9, sequence_upper=1.1, weight_action="truncate",
+                                 weight_upper=1.2),
+    "icepop": variant(weight_lower=0.7, weight_upper=1.4, veto=0.5),
+    "opsm": variant(off_policy_limit=0.02, loss="reinforce"),
     # One ratio a sequence, yet advantages that differ from token to token.
     "gspo": PRESETS["gspo"],
     "gspo_truncated": variant(ratio_level="sequence", clip_low=0.1, clip_high=0.3,
@@ -652,3 +657,18 @@ def test_it_compiles_once_for_one_shape(cases):
         rows, _ = cases.packed(cases.random(seed))
         rows["loss_weights"] = rows["loss_mask"].astype(np.float32)
         traced(rows["target"], rows["entropy"], rows, GRPO)
+
+
+@pytest.mark.parametrize("name", ["geometric_mask", "masked_and_capped", "icepop", "opsm"])
+def test_a_mask_of_sequences_takes_some_out_and_keeps_some(name, cases):
+    """Else the oracle would agree with a mask that never acts."""
+    algorithm = VARIANTS[name]
+    off = dataclasses.replace(
+        algorithm, sequence_lower=0.0, sequence_upper=np.inf, veto=0.0, off_policy_limit=0.0
+    )
+    counts = np.zeros(3)
+    for seed in range(5):
+        batch = cases.random(seed)
+        out = [run(cases, batch, a)[1]["behaviour_weight_out_of_bounds"] for a in (off, algorithm)]
+        counts += [*out, sum(len(r.trained()) for r in batch)]
+    assert counts[0] < counts[1] < counts[2]

@@ -262,6 +262,19 @@ def geometric_mean(log_u, used, adv, a):
     return math.exp(held[used].mean()) if used.any() else 1.0, used & (held == log_u)
 
 
+def staying(rollout, proximal, used, a):
+    """1 for the tokens whose sequence is not masked as a whole, [L]."""
+    if not used.any():
+        return np.ones(len(used))
+    ratios = np.exp(proximal[used] - rollout.behaviour[used])
+    mean = np.prod(ratios ** (1 / used.sum()))
+    if not a.sequence_lower <= mean <= a.sequence_upper or min(ratios) < a.veto:
+        return np.zeros(len(used))
+    drift = np.mean(rollout.behaviour[used] - rollout.target[used])
+    far = a.off_policy_limit > 0 and drift > a.off_policy_limit
+    return np.where(far & (rollout.advantages < 0), 0.0, 1.0)
+
+
 def policy_terms(rollout, weight, a, target_version):
     """Σ weight·w·ℓ over one rollout, its gradient by target [L], Σ|terms|, tokens used, w·u [L]."""
     proximal = anchor(rollout, a, target_version)
@@ -272,7 +285,7 @@ def policy_terms(rollout, weight, a, target_version):
     sequence = a.ratio_level == "sequence"
     if a.ratio_level != "token" and used.any():  # (Π ratios)^(1/n), of either ratio
         log_u, log_w = (np.where(used, x[used].mean(), 0.0) for x in (log_u, log_w))
-    w = behaviour_weights(log_w, used, a)
+    w = behaviour_weights(log_w, used, a) * staying(rollout, proximal, used, a)
     loss, scale, slopes = 0.0, 0.0, np.zeros(len(used))
     together, free = geometric_mean(log_u, used, rollout.advantages, a)
     for t in np.flatnonzero(used):
