@@ -1,6 +1,7 @@
 """The nouns every room shares. Imports neither JAX nor torch and does no I/O."""
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,12 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
 def install(extra: str) -> str:
     """Return the command that installs an extra, in a clone of rlx: it is on no index."""
     return f"pip install -e '.[{extra}]'"
+
+
+def place(function: Any) -> str:
+    """Return `(FILE, line N)` of a function's beginning; empty where Python does not know it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
 
 class Unavailable(UserError):

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlx.agents import loading, returns, trajectories
 from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
-from rlx.base import Group, Trajectory, UserError, install
-from rlx.cli import user_code
+from rlx.base import Group, Trajectory, UserError, install, place
 from rlx.fleet.requests import Sampling
 from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
 from rlx.rollout.workflows import Generator, Task, conversation
@@ -110,7 +109,7 @@ class AgentWorkflow:
         if loading.kind(cls) != "agent":
             raise UserError(f"{cls.__name__} is a workflow of rlx, not an agent; use it as it is")
         self.agent, run = cls.__name__, getattr(cls, "run", None)
-        self.name = f"{self.agent} {user_code.place(run)}".rstrip()
+        self.name = f"{self.agent} {place(run)}".rstrip()
         self._gateway_class = _gateway_class()
         self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
         self._options = options

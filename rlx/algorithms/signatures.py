@@ -3,14 +3,13 @@
 Imports neither JAX nor torch: rlx_torch shares it, and its tensors stand where arrays stand.
 """
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlx.algorithms.algorithm import Algorithm
-from rlx.base import UserError
+from rlx.base import UserError, place
 
 T = TypeVar("T")
 
@@ -89,7 +88,7 @@ def own_loss(inputs: LossInputs[T], algorithm: Algorithm) -> tuple[T, Mapping[st
         got = f"{len(out)} values" if isinstance(out, tuple) else "one value"
         raise UserError(
             f"algorithm.loss={algorithm.loss} returned {got}; return (loss, {{name: statistic}}), "
-            f"arrays of one number a token{place(function)}"
+            f"arrays of one number a token {place(function)}"
         )
     for name, x in {**out[1], "loss": out[0]}.items():
         check_array(f"algorithm.loss={algorithm.loss}", name, x, inputs.target, function)
@@ -103,7 +102,7 @@ def check_array(what: str, name: str, x: Any, like: Any, function: Callable) -> 
     if got != wanted and (got != ("bool", wanted[1]) or name in ("loss", "advantage")):
         raise UserError(
             f"{what} returned {name!r} of {got[0]} {got[1]}; wanted one number a token, "
-            f"{wanted[0]} {wanted[1]}{place(function)}"
+            f"{wanted[0]} {wanted[1]} {place(function)}"
         )
 
 
@@ -111,9 +110,3 @@ def check_new(name: str, statistics: Mapping[str, Any]) -> None:
     """Raise UserError where a loss returned a statistic that rlx computes itself."""
     if name in statistics:
         raise UserError(f"algorithm.loss returned {name!r}, which is rlx's own; use another name")
-
-
-def place(function: Callable) -> str:
-    """Return ` (FILE, line N)` of a function; nothing where it is not known."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""

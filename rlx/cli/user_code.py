@@ -10,7 +10,6 @@ What fails in a user's module is the user's: a UserError of one line, with file 
 import difflib
 import importlib
 import importlib.util
-import inspect
 import pkgutil
 import sys
 import traceback
@@ -19,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlx.base import UserError, unknown
+from rlx.base import UserError, place, unknown
 
 _NONE: Mapping[str, Any] = {}
-_STANDARD, _RLX = (str(Path(file).parent) for file in (traceback.__file__, Path(__file__).parent))
+_STANDARD, _RLX = (f"{Path(file).parent}/" for file in (traceback.__file__, Path(__file__).parent))
 _LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
 
 
@@ -74,12 +73,6 @@ def load(place: str) -> ModuleType:
       UserError: no such file or module, or it cannot be imported.
     """
     return _of_file(Path(place)) if place.endswith(".py") else _by_name(place)
-
-
-def place(function: Any) -> str:
-    """Return `(FILE, line N)` of a function's beginning; empty where Python does not know it."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
 
 def where(error: BaseException, function: Any = None) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, place
 from rlx.cli import user_code
 from rlx.rewards import rewards, symbolic
 from rlx.rewards.reward_pool import EACH, GROUP, TOGETHER, RewardCall, problem
@@ -54,7 +54,7 @@ def _load(names: Sequence[str], send: _Send) -> dict[str, Callable]:
     """Import the reward functions, and math-verify where one uses it; send what they are."""
     try:
         functions = {name: rewards.resolve(name) for name in names}
-        kinds = {name: (_kind(f), user_code.place(f)) for name, f in functions.items()}
+        kinds = {name: (_kind(f), place(f)) for name, f in functions.items()}
         if {rewards.math, rewards.arithmetic} & set(functions.values()):
             symbolic.warm()
     except BaseException as error:  # SystemExit of a module, too
@@ -159,7 +159,7 @@ def _message(function: Callable, index: int | None, start: int, found: Any) -> d
         message["traceback"] = "".join(traceback.format_exception(found))[-_MOST:]
         return {**message, "error": user_code.where(found, function)}
     if error := problem(found):
-        return {**message, "error": f"it returned {error} {user_code.place(function)}"}
+        return {**message, "error": f"it returned {error} {place(function)}"}
     return {**message, "value": float(found)}
 
 

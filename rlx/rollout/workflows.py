@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError
-from rlx.cli import user_code
+from rlx.base import Group, Trajectory, UserError, place
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
@@ -63,7 +62,7 @@ class Workflow(Protocol):
 def name(workflow: Workflow) -> str:
     """Return what messages call a workflow: its own name, or its class and where its run begins."""
     cls = type(workflow)
-    return str(getattr(workflow, "name", f"{cls.__name__} {user_code.place(cls.run)}"))
+    return str(getattr(workflow, "name", f"{cls.__name__} {place(cls.run)}"))
 
 
 async def close(workflow: Workflow) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx.algorithms import advantages, losses, signatures
+from rlx.algorithms import advantages, losses
 from rlx.algorithms.algorithm import Algorithm
-from rlx.base import UserError
+from rlx.base import UserError, place
 from rlx.cli.user_code import where
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]], np.int32)
@@ -43,7 +43,7 @@ def _check_advantage(what: str, algorithm: Algorithm, function: Callable) -> Non
     bad = int(np.sum(~np.isfinite(run(flat, algorithm)["advantages"])))
     if bad:
         words = f"the advantage of {bad} of {mask.sum()} tokens is not finite"
-        raise UserError(f"{what}: {words}{signatures.place(function)}")
+        raise UserError(f"{what}: {words} {place(function)}")
 
 
 def _check_loss(what: str, algorithm: Algorithm, function: Callable) -> None:
@@ -62,7 +62,7 @@ def _check_loss(what: str, algorithm: Algorithm, function: Callable) -> None:
     wrong += ["the gradient"] * (not all(np.isfinite(g).all() for g in gradients))
     wrong += [f"the statistic {name!r}" for name, x in stats.items() if not np.isfinite(x)]
     if wrong:
-        raise UserError(f"{what}: {wrong[0]} is not finite{signatures.place(function)}")
+        raise UserError(f"{what}: {wrong[0]} is not finite {place(function)}")
 
 
 @contextmanager
@@ -77,5 +77,4 @@ def _of_user(what: str, function: Callable) -> Iterator[str]:
     except UserError:
         raise
     except Exception as error:
-        text, own = where(error), signatures.place(function)
-        raise UserError(f"{what}: {text}{'' if own.partition(',')[0] in text else own}") from error
+        raise UserError(f"{what}: {where(error, function)}") from error

@@ -57,3 +57,10 @@ def test_a_failure_names_the_users_line_and_not_a_librarys(mine):
     with pytest.raises(ZeroDivisionError) as caught:
         fails()
     assert user_code.where(caught.value).endswith("mine.py, line 5)")
+
+
+def test_a_directory_whose_name_begins_as_the_librarys_is_the_users(tmp_path):
+    place = f"{user_code.__file__.removesuffix('/cli/user_code.py')}_mine/loss.py"
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("\n1 / 0", place, "exec"))
+    assert user_code.line(caught.value) == f"({place}, line 2)"

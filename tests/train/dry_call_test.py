@@ -64,6 +64,14 @@ def test_arguments_that_a_loss_does_not_take_are_named(tmp_path):
         checked(path, loss_kwargs='{"scal": 2}')
 
 
+def test_a_signature_that_is_not_a_losss_is_told_with_one_place(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def mine(inputs):\n    return inputs.target, {}\n")
+    with pytest.raises(UserError, match=rf"TypeError: .* \({path}, line 1\)$") as raised:
+        checked(path)
+    assert str(raised.value).count(", line ") == 1
+
+
 def test_a_misspelt_function_suggests_the_nearest(tmp_path):
     path = written(tmp_path, "    return inputs.target, {}")
     with pytest.raises(UserError, match="did you mean 'mine'"):
