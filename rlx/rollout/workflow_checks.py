@@ -1,6 +1,7 @@
 """What is asked of a workflow, whoever wrote it: of each group, and once before a run begins."""
 
 import asyncio
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,10 @@ from rlx.rollout import workflows
 from rlx.rollout.attempts import describe
 from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.workflows import Generator, Task, Workflow
+
+_ARRAYS = ("tokens", "loss_mask", "behaviour_logprobs", "versions")
+_OPTIONAL = ("turn_ids", "reference_logprobs")
+_TEXTS = ("stop_reason", "trajectory_id", "agent", "prompt", "completion")
 
 
 class TrajectoryError(RuntimeError):
@@ -90,9 +95,15 @@ def _unfit(trajectory: Trajectory, max_tokens: int) -> str:
     """Return why a trajectory cannot be trained on; empty where it can."""
     if found := reward_pool.problem(trajectory.reward):
         return f"the reward {found}"
-    for name in ("tokens", "loss_mask", "behaviour_logprobs", "versions"):
+    for name in (*_ARRAYS, *(each for each in _OPTIONAL if getattr(trajectory, each) is not None)):
         if not isinstance(array := getattr(trajectory, name), np.ndarray) or array.ndim != 1:
             return f"{name} that are no array of one dimension: {str(array)[:60]!r}"
+    for name in _TEXTS:
+        if not isinstance(text := getattr(trajectory, name), str):
+            return f"{name} that is no text: {str(text)[:60]!r}"
+    for name, value in trajectory.info.items():
+        if not isinstance(value, numbers.Real | np.bool_):
+            return f"info[{name!r}] that is no number: {str(value)[:60]!r}"
     if found := malformed(trajectory):
         return f"a shape that is none: {found}"
     if not np.isfinite(trajectory.behaviour_logprobs).all():

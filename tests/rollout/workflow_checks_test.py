@@ -110,7 +110,11 @@ def changed(**what):
         ({"loss_mask": lambda m: m | True}, "its first token is trained on"),
         ({"turn_ids": np.zeros(1, np.int32)}, "per-token arrays have lengths [1, "),
         ({"behaviour_logprobs": lambda p: p * np.nan}, "behaviour_logprobs that are not finite"),
+        ({"turn_ids": lambda ids: [0]}, "turn_ids that are no array of one dimension: '[0]'"),
         ({"reward": "1"}, "the reward '1'; a reward is a finite number"),
+        ({"info": {"same": "yes"}}, "info['same'] that is no number: 'yes'"),
+        ({"info": {"same": None}}, "info['same'] that is no number: 'None'"),
+        ({"prompt": b"20 + 52?"}, "prompt that is no text: "),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_where_it_was_made(
