@@ -153,12 +153,17 @@ def check_reward(config: ConfigDict) -> dict[str, float]:
     """Return name → weight of the run's rewards; none where its workflow has no use for them.
 
     Raises:
-      UserError: `reward.terms` is malformed, or there is no such function or workflow.
+      UserError: `reward.terms` is malformed, or for nobody; there is no such function or workflow.
     """
-    if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
-        return {}
     weights = rewards.weights_of(config.reward.name, config.reward.terms)
     weights.pop(rewards.MODEL, None)
+    if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
+        if config.reward.terms and weights:
+            raise UserError(
+                f"reward.terms has {', '.join(weights)}, and rollout.workflow="
+                f"{config.rollout.workflow} gives rewards by itself; leave them out, but for model"
+            )
+        return {}
     for name in weights:
         rewards.resolve(name)
     return weights
@@ -308,9 +313,10 @@ def _read_rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
 
     def load(source: str, rewarded: bool, split: str) -> list[dict]:
         question, graded = config.data.question_key, check_reward(config) if rewarded else ()
-        answers = [rewards.answer_key(name, config.data.answer_key) for name in graded]
-        needed = {key for name in graded for key in rewards.columns(name)} - {"answer"}
-        answer = max(answers, default="")  # a key, where one of the rewards needs it
+        needed, answer = {key for name in graded for key in rewards.columns(name)}, ""
+        if rewarded and ("answer" in needed or config.data.answer_key != "answer"):
+            answer = config.data.answer_key  # it is needed, or was chosen
+        needed -= {"answer"}
         return data.load(source, question, answer, texts=texts, needed=needed, split=split)
 
     found = [Source(name, load(name, not names, "train"), weight) for name, weight in named]

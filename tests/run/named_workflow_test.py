@@ -71,6 +71,20 @@ def test_a_workflow_that_is_graded_needs_what_its_reward_needs(config, tmp_path)
     assert "the row has no 'answer'" in refused(config)
 
 
+def test_a_workflow_that_gives_rewards_itself_gets_the_answer_that_was_named(config, tmp_path):
+    own(config, tmp_path, reward='float(len(task.row["answer"]))')
+    rows = [{"question": f"{i}a+1=?", "total": str(i)} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.data.answer_key = "total"
+    assert inputs.prepare(config).train_rows[3]["answer"] == "3"
+
+
+def test_terms_that_no_workflow_asks_for_are_refused(config, tmp_path):
+    own(config, tmp_path)
+    config.reward.terms = (("gsm8k", 1.0), ("model", 0.5))
+    assert "reward.terms has gsm8k, and rollout.workflow=" in refused(config)
+
+
 def test_what_cannot_work_is_one_line_before_anything_starts(config, tmp_path):
     own(config, tmp_path, reward='task.row["good"]')
     said = refused(config)
