@@ -53,7 +53,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis = ALIASES.get(name, name)
         if axis not in AXES:
             raise unknown("axis of train.mesh", name, (*AXES, *ALIASES))
-        if not size.isdigit() or int(size) < 1 or axis in axes:
+        if not size.isdecimal() or int(size) < 1 or axis in axes:
             raise UserError(f"train.mesh={text!r} is not like 'fsdp:4,tensor:2'; mend {part!r}")
         axes[axis] = int(size)
     return axes

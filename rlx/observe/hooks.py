@@ -58,7 +58,7 @@ class Hooks:
             try:
                 if hasattr(hook, "on_begin"):
                     hook.on_begin(copy.deepcopy(config), workdir, step)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 what = f"{name}: on_begin fails: {where(error)}"
                 raise UserError(f"{what}; mend it, or leave it out") from error
             self._begun[name] = hook
@@ -69,7 +69,7 @@ class Hooks:
             try:
                 if hasattr(hook, method):
                     getattr(hook, method)(*copy.deepcopy(arguments))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 logging.getLogger(__name__).debug("%s: %s", name, method, exc_info=error)
                 del self._begun[name]
                 self.say(

@@ -68,6 +68,18 @@ def test_a_hook_that_fails_is_said_once_and_called_no_more(tmp_path, caplog):
     assert "in _note" in caplog.text
 
 
+def test_a_hook_that_exits_does_not_end_the_run(tmp_path):
+    class Leaves:
+        def on_step(self, step, record):
+            raise SystemExit(3)
+
+    said = []
+    hooks = Hooks([("mine.py:Leaves", Leaves())], said.append)
+    hooks.begin({}, tmp_path, 0)
+    hooks.tell("on_step", 1, {})
+    assert "SystemExit: 3" in said[0]
+
+
 def test_a_hook_that_cannot_begin_ends_the_run_and_those_that_have(tmp_path):
     first, second, third = Notes(), Notes("on_begin"), Notes()
     hooks = Hooks([("first", first), ("second", second), ("third", third)], pytest.fail)
