@@ -89,12 +89,25 @@ def tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
 
 def learning(run: Run) -> list[dict[str, Any]]:
     """Return the charts of reward or loss, and of held-out questions."""
-    return _charts(run, _ON_DATASET if on_dataset(run) else _ON_ROLLOUTS)
+    return _charts(run, _ON_DATASET if on_dataset(run) else (*_ON_ROLLOUTS, *_by_prefix(run)))
 
 
 def optimisation(run: Run) -> list[dict[str, Any]]:
     """Return the charts of the update: entropy, gradients, ratios, lengths."""
     return _charts(run, _OPTIMISATION)
+
+
+def _by_prefix(run: Run) -> Iterator[Chart]:
+    """Yield a chart of the rewards where there are several, and one of what a workflow counts."""
+    found = sorted({name for record in run.metrics for name in record})
+    for prefix, title, about, least in (
+        ("reward/", "Rewards", "mean of each in a batch, before its weight", 2),
+        ("info/", "The workflow's own", "means over the batch's trajectories", 1),
+    ):
+        names = [name for name in found if name.startswith(prefix)][:8]  # colors
+        lines = ((name, name.removeprefix(prefix), f"c{i}") for i, name in enumerate(names, 1))
+        if len(names) >= least:
+            yield Chart(title, about, tuple(lines), low=None)
 
 
 def _charts(run: Run, charts: tuple[Chart, ...]) -> list[dict[str, Any]]:

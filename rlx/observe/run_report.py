@@ -101,7 +101,9 @@ def _header(run: Run) -> dict[str, Any]:
         [_fact(run, "{} rows a batch", "rollout.batch_prompts")]
         if report_learning.on_dataset(run)
         else [
-            _fact(run, "reward {}", "reward.name"),
+            _fact(run, "reward {}", "reward.name")
+            if not (terms := run.setting("reward.terms"))
+            else "reward " + " + ".join(f"{weight:g}·{name}" for name, weight in terms),
             _fact(run, "{} prompts × {} samples", "rollout.batch_prompts", "sampling.n_samples"),
             _fact(run, "max staleness {}", "rollout.max_staleness"),
         ]

@@ -55,6 +55,23 @@ def run(make_run, tmp_path):
     return make_run(tmp_path / "arithmetic-0", steps=40)
 
 
+def test_several_rewards_and_a_workflow_s_numbers_have_charts_and_one_reward_has_none(run):
+    path, config = run / "metrics.jsonl", json.loads((run / "config.json").read_text())
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def shown(**more):
+        path.write_text("".join(json.dumps({**r, **more}) + "\n" for r in records))
+        return " ".join(Page(page(load(run))).text)
+
+    assert "before its weight" not in shown(**{"reward/arithmetic": 1.0})
+    config["reward"]["terms"] = [["arithmetic", 1.0], ["mine.py:brevity", 0.5]]
+    (run / "config.json").write_text(json.dumps(config))
+    text = shown(**{"reward/arithmetic": 1.0, "reward/brevity": 0.5, "info/turns": 2.0})
+    assert "before its weight" in text
+    assert "The workflow's own" in text
+    assert "reward 1·arithmetic + 0.5·mine.py:brevity" in text
+
+
 def test_a_finished_run_shows_all_it_has(run):
     path = write_report(run)
     assert path == run / "report.html"
