@@ -83,13 +83,23 @@ def named_sources(options: Any) -> list[tuple[str, float]]:
     """Return name and weight of each source of training rows; none where they are generated.
 
     Args:
-      options: as config.data: `dataset`, else `mix`, else `kind` and `train` say it.
+      options: as config.data: `dataset` or `mix`, else `kind` and `train` say it.
+
+    Raises:
+      UserError: they contradict each other, or none is given.
     """
-    if options.mix or (options.kind == "arithmetic" and not options.dataset):
-        return [tuple(entry) for entry in options.mix if not options.dataset]
-    if not options.dataset and not options.train:
+    if options.dataset and options.mix:
+        raise UserError("data.dataset and data.mix are both set; name the one in the other")
+    if options.dataset or options.mix:
+        return [tuple(entry) for entry in options.mix] or [(options.dataset, 1.0)]
+    if options.kind == "arithmetic" and options.train:
+        raise UserError(
+            f"data.train={options.train} is not read, as data.kind=arithmetic makes the rows; "
+            "set data.kind=jsonl"
+        )
+    if options.kind != "arithmetic" and not options.train:
         raise UserError("data.train is empty; give a .jsonl file or a hub name")
-    return [(options.dataset or options.train, 1.0)]
+    return [(options.train, 1.0)] if options.train else []
 
 
 def is_code(source: str) -> bool:

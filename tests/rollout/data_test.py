@@ -510,3 +510,26 @@ def test_further_texts_are_wanted_and_named(write):
         data.load(str(path), "question", "", texts=texts)
     with pytest.raises(UserError, match=r":1: the row has no 'answer'"):
         data.load(str(path), texts={})
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"kind": "arithmetic"}, []),
+        ({"train": "a.jsonl"}, [("a.jsonl", 1.0)]),
+        ({"train": "a.jsonl", "dataset": "mine.py:rows"}, [("mine.py:rows", 1.0)]),
+        ({"kind": "arithmetic", "mix": (("a.csv", 2.0),)}, [("a.csv", 2.0)]),
+        ({"kind": "arithmetic", "train": "a.jsonl"}, "is not read, as data.kind=arithmetic"),
+        ({"dataset": "mine.py:rows", "mix": (("a.csv", 1),)}, "are both set"),
+        ({}, "data.train is empty"),
+    ],
+)
+def test_sources_are_those_that_the_config_names_and_none_is_left_unread(keys, wanted):
+    options = types.SimpleNamespace(
+        **{"kind": "jsonl", "train": "", "mix": (), "dataset": "", **keys}
+    )
+    if isinstance(wanted, str):
+        with pytest.raises(UserError, match=wanted):
+            data.named_sources(options)
+    else:
+        assert data.named_sources(options) == wanted
