@@ -3,6 +3,7 @@
 import asyncio
 import numbers
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,15 @@ class TrajectoryError(RuntimeError):
 
 
 async def checked(workflow: Workflow, fleet: Generator, task: Task, max_tokens: int = 0) -> Group:
-    """Return a task's group; raise TrajectoryError where it is unfit or above `max_tokens` > 0."""
-    group = await workflow.run(fleet, task)
+    """Return a task's group; raise TrajectoryError where it is unfit or above `max_tokens` > 0.
+
+    The workflow may do what it likes with its row: checkpoints hold the row as it was read.
+    """
+    group = await workflow.run(fleet, replace(task, row=dict(task.row)))
     if found := _wrong(group, task, max_tokens):
         name, row = workflows.name(workflow), describe(task.row)
         raise TrajectoryError(f"workflow {name} gave, for row {row}, {found}")
-    return group
+    return replace(group, row=task.row)
 
 
 def dry_run(workflow: Workflow, row: Mapping[str, Any], name: str, token: int) -> None:
@@ -98,11 +102,10 @@ def _unfit(trajectory: Trajectory, max_tokens: int) -> str:
     for name in (*_ARRAYS, *(each for each in _OPTIONAL if getattr(trajectory, each) is not None)):
         if not isinstance(array := getattr(trajectory, name), np.ndarray) or array.ndim != 1:
             return f"{name} that are no array of one dimension: {str(array)[:60]!r}"
-    for name in _TEXTS:
-        if not isinstance(text := getattr(trajectory, name), str):
-            return f"{name} that is no text: {str(text)[:60]!r}"
+    if texts := [name for name in _TEXTS if not isinstance(getattr(trajectory, name), str)]:
+        return f"{texts[0]} that is no text: {str(getattr(trajectory, texts[0]))[:60]!r}"
     for name, value in trajectory.info.items():
-        if not isinstance(value, numbers.Real | np.bool_):
+        if not isinstance(name, str) or not isinstance(value, numbers.Real | np.bool_):
             return f"info[{name!r}] that is no number: {str(value)[:60]!r}"
     if found := malformed(trajectory):
         return f"a shape that is none: {found}"

@@ -43,7 +43,7 @@ def write_groups(stem: Path, groups: Sequence[Group]) -> None:
         arrays[name] = np.concatenate([np.zeros(0, dtype), *there]).astype(dtype)
     arrays["sizes"] = np.array([len(t.tokens) for t in trajectories], np.int64)
     described = {"format": FORMAT, "groups": [_describe_group(g) for g in groups]}
-    text = json.dumps(described, ensure_ascii=False)
+    text = json.dumps(described)  # escapes lone surrogates, which are no UTF-8
     with open(f"{stem}.npz", "wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     Path(f"{stem}.json").write_text(text, encoding="utf-8")

@@ -114,6 +114,7 @@ def changed(**what):
         ({"reward": "1"}, "the reward '1'; a reward is a finite number"),
         ({"info": {"same": "yes"}}, "info['same'] that is no number: 'yes'"),
         ({"info": {"same": None}}, "info['same'] that is no number: 'None'"),
+        ({"info": {1: 0.5}}, "info[1] that is no number: '0.5'"),
         ({"prompt": b"20 + 52?"}, "prompt that is no text: "),
     ],
 )
@@ -124,6 +125,18 @@ def test_what_cannot_be_trained_on_is_refused_where_it_was_made(
     with pytest.raises(TrajectoryError, match=re.escape(said)) as error:
         asyncio.run(checked(workflow, fake_fleet(), Task(ROW, 4, 7)))
     assert re.match(r"workflow Changed \(.*_test.py, line \d+\) gave, for row ", str(error.value))
+
+
+def test_a_workflow_cannot_change_the_row_that_checkpoints_hold(fake_workflow, fake_fleet):
+    class Notes:
+        async def run(self, fleet, task):
+            task.row["seen"] = object()
+            group = await fake_workflow().run(fleet, task)
+            return dataclasses.replace(group, row={"seen": task.row["seen"]})
+
+    row = dict(ROW)
+    assert asyncio.run(checked(Notes(), fake_fleet(), Task(row, 4, 7))).row is row
+    assert row == ROW
 
 
 def test_a_teacher_s_wrapper_has_the_name_of_the_workflow_inside(fake_workflow, fake_fleet):

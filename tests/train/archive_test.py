@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rlx.base import Group, Trajectory
 from rlx.train import archive
 
-_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_text = st.text(max_size=20)  # lone surrogates too: JSON escapes them, and UTF-8 has none
 _row = st.dictionaries(_text, st.one_of(_text, st.integers(), st.booleans(), st.none()), max_size=3)
 
 
