@@ -39,7 +39,7 @@ def step_record(
       generated_tokens: finished since the last record.
       data: what the algorithm is trained on; of a dataset OF_ROLLOUTS is left out.
     """
-    record = {
+    own = {
         "step": step,
         "global_step": step,
         "epoch": epoch,
@@ -50,8 +50,8 @@ def step_record(
         "generated_tokens_per_second": generated_tokens / step_seconds,
         "consumed_tokens_per_second": metrics["n_valid_tokens"] / step_seconds,
         **counters,
-        **metrics,
     }
+    record = {**own, **metrics, **own}  # whatever a user's statistic is called
     left_out = () if data == "rollouts" else OF_ROLLOUTS
     return {name: value for name, value in record.items() if name not in left_out}
 

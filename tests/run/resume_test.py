@@ -7,7 +7,7 @@ import pytest
 from rlx import config as config_lib
 from rlx.base import UserError
 from rlx.observe.metrics import MetricsWriter
-from rlx.run import resume
+from rlx.run import resume, run_records
 from rlx.run.inputs import as_json
 
 
@@ -112,3 +112,10 @@ def test_another_place_is_told_once_and_the_same_not():
     assert resume.moved(here, there) == (
         "not where the run began, so its bits will differ: trainer_cores 1 → 2; packages.jax 1 → 2"
     )
+
+
+def test_no_statistic_of_a_user_takes_the_place_of_a_records_own_number():
+    counted = {"n_valid_tokens": 3, "mine": 0.5, "step": 0.25, "version": 0.25}
+    numbers = {"epoch": 0, "step_seconds": 1.0, "elapsed_seconds": 1.0, "generated_tokens": 4}
+    record = run_records.step_record(7, counted, {}, {}, version=6, **numbers)
+    assert (record["step"], record["version"], record["mine"]) == (7, 6, 0.5)
