@@ -25,6 +25,7 @@ from rlx.agents import loading, returns
 from rlx.agents.http_clients import HttpClients
 from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
 from rlx.base import UserError
+from rlx.cli.user_code import words
 from rlx.rewards.worker_process import inherited_socket
 
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
@@ -94,8 +95,7 @@ class Worker:
         except asyncio.CancelledError:
             self.say(id=number, error="it was cancelled", traceback="")
         except BaseException as error:  # SystemExit too: the process has other runs
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
-            self.say(id=number, error=text, traceback=traceback.format_exc()[-8000:])
+            self.say(id=number, error=words(error, 1000), traceback=traceback.format_exc()[-8000:])
         finally:
             del self._runs[number]
 

@@ -81,8 +81,12 @@ def where(error: BaseException, function: Any = None) -> str:
         return str(error)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-    return f"{text} {line(error) or place(function) or line(error, ())}".rstrip()
+    return f"{words(error)} {line(error) or place(function) or line(error, ())}".rstrip()
+
+
+def words(error: BaseException, most: int = 300) -> str:
+    """Return kind and message of an exception in one line of at most `most` characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:most]
 
 
 def line(error: BaseException, libraries: tuple[str, ...] = _LIBRARIES) -> str:

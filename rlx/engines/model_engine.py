@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rlx.base import UserError
+from rlx.cli.user_code import words
 from rlx.engines.engine import EngineStopped
 from rlx.engines.stop_strings import Decode, StopStrings, load_decode
 from rlx.fleet.requests import EngineStatus, Request, Sampling, ScoreRequest
@@ -127,10 +128,5 @@ class ModelEngine:
             raise self._stopped() from self._failure
 
     def _stopped(self) -> EngineStopped:
-        reason = cause(self._failure) if self._failure else "it was closed"
+        reason = words(self._failure, 500) if self._failure else "it was closed"
         return EngineStopped(f"the engine has stopped: {reason}")
-
-
-def cause(error: BaseException) -> str:
-    """Return `Type: message` of an error, on one line of at most 500 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

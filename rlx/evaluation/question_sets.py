@@ -74,7 +74,7 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
     if not benchmark.source:
         found = arithmetic.problems(0, "held_out", limit or 200)
     else:
-        answer_key = rewards.answer_key(benchmark.reward, benchmark.answer_key)
+        answer_key = rewards.answer_key([benchmark.reward], benchmark.answer_key)
         found = data.load(benchmark.source, benchmark.question_key, answer_key, split="test")
     if limit < 0:
         raise UserError(f"--limit={limit} is negative; give 0 for all questions")

@@ -141,12 +141,12 @@ def columns(name: str) -> list[str]:
     return [p.name for p in (*placed[4:], *named) if p.default is p.empty]
 
 
-def answer_key(name: str, key: str = "answer") -> str:
+def answer_key(names: Iterable[str], key: str = "answer") -> str:
     """Return `key`, of the rows' answers, if rows must have it; else "".
 
-    They must if reward `name` takes an answer, or if the key is not the usual one: it was chosen.
+    They must if one of the rewards takes an answer, or if the key is another: it was chosen.
     """
-    return key if key != "answer" or "answer" in columns(name) else ""
+    return key if key != "answer" or any("answer" in columns(name) for name in names) else ""
 
 
 def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from rlx.agents.workflow import AgentOptions
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
 from rlx.cli import user_code
+from rlx.cli.user_code import words
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
@@ -313,10 +314,8 @@ def _read_rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
 
     def load(source: str, rewarded: bool, split: str) -> list[dict]:
         question, graded = config.data.question_key, check_reward(config) if rewarded else ()
-        needed, answer = {key for name in graded for key in rewards.columns(name)}, ""
-        if rewarded and ("answer" in needed or config.data.answer_key != "answer"):
-            answer = config.data.answer_key  # it is needed, or was chosen
-        needed -= {"answer"}
+        needed = {key for name in graded for key in rewards.columns(name)} - {"answer"}
+        answer = rewards.answer_key(graded, config.data.answer_key) if rewarded else ""
         return data.load(source, question, answer, texts=texts, needed=needed, split=split)
 
     found = [Source(name, load(name, not names, "train"), weight) for name, weight in named]
@@ -361,7 +360,7 @@ def _template(given: str, tokenizer: Any) -> str:
     try:
         return Path(given).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read ({_words(error)}); give a Jinja file, or none for raw prompts"
+        what = f"cannot be read ({words(error)}); give a Jinja file, or none for raw prompts"
         raise UserError(f"data.chat_template={given} {what}") from None
 
 
@@ -385,7 +384,7 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except Exception as error:  # of any kind, from whatever the files hold
         raise UserError(
-            f"the tokenizer in {model_dir} cannot be read ({_words(error)}); get its files again"
+            f"the tokenizer in {model_dir} cannot be read ({words(error)}); get its files again"
         ) from error
     if chat_template:
         tokenizer.chat_template = _template(chat_template, tokenizer)
@@ -405,10 +404,10 @@ def _check_template(tokenizer: Any, what: str, system_prompt: str) -> None:
     try:
         text = render(tokenizer, _QUESTION, system_prompt)
     except Exception as error:  # of Jinja, or what the template raises on purpose
-        words, why = _words(error), again
+        why = again
         if system_prompt and _renders(tokenizer):
             why = "it takes no system message, so leave data.system_prompt empty"
-        raise UserError(f"{what} fails ({words}); {why}") from error
+        raise UserError(f"{what} fails ({words(error)}); {why}") from error
     if _QUESTION not in text:
         raise UserError(f"{what} leaves the question out of the prompt; {again}")
 
@@ -418,10 +417,6 @@ def _renders(tokenizer: Any) -> bool:
         return bool(render(tokenizer, _QUESTION))
     except Exception:
         return False
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:

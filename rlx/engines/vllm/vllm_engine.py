@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
+from rlx.cli.user_code import words
 from rlx.engines.engine import EngineStopped
-from rlx.engines.model_engine import ModelEngine, cause
+from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
 from rlx.engines.vllm.vllm_start import start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
@@ -94,7 +95,7 @@ class VllmEngine(ModelEngine):
             await self._call("rlx_setup", "\n".join(map(str, shards(self.model_path))))
         except Exception as error:
             self.llm.shutdown()
-            raise UserError(f"vLLM cannot serve {self.model_path}: {cause(error)}") from error
+            raise UserError(f"vLLM cannot serve {self.model_path}: {words(error, 500)}") from error
         await self.llm.update_weight_version("0")
         await self._try_out()
         self._watcher = asyncio.create_task(self._watch())

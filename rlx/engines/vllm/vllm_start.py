@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlx.base import UserError
+from rlx.cli.user_code import words
 from rlx.engines.kv_memory import token_bytes, vllm_advice
-from rlx.engines.model_engine import cause
 from rlx.model.model_config import ModelConfig
 
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
@@ -81,9 +81,9 @@ def start_llm(
             torch.cpu._init_amx()
         return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
-        words = cause(error)
-        more = vllm_advice(words, slots, max_model_len)
-        raise UserError(f"vLLM cannot serve {model_path}: {words}{more}") from error
+        text = words(error, 500)
+        more = vllm_advice(text, slots, max_model_len)
+        raise UserError(f"vLLM cannot serve {model_path}: {text}{more}") from error
 
 
 def _set_environment(cpu: bool) -> None:
