@@ -17,6 +17,7 @@ from rlx.rollout.attempts import describe
 from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.workflows import Generator, Task, Workflow
 
+DRY_SECONDS = 60.0  # of a dry run, which waits for no model
 _ARRAYS = ("tokens", "loss_mask", "behaviour_logprobs", "versions")
 _OPTIONAL = ("turn_ids", "reference_logprobs")
 _TEXTS = ("stop_reason", "trajectory_id", "agent", "prompt", "completion")
@@ -47,17 +48,17 @@ def dry_run(workflow: Workflow, row: Mapping[str, Any], name: str, token: int) -
 
     async def once() -> None:
         try:
-            async with asyncio.timeout(60.0):  # it waits for no model
-                await checked(workflow, _OneToken(token), Task(row, 0, 0))
+            made = checked(workflow, _OneToken(token), Task(row, 0, 0))
+            await asyncio.wait_for(made, DRY_SECONDS)
         finally:
             await workflows.close(workflow)
 
-    loop = LoopThread("dry run")
+    loop, run = LoopThread("dry run"), type(workflow).run
     loop.start()
     try:
         loop.run(once())
     except Exception as error:
-        why = str(error) if isinstance(error, TrajectoryError) else user_code.where(error)
+        why = str(error) if isinstance(error, TrajectoryError) else user_code.where(error, run)
         what = f"workflow {name} failed in a dry run on row {describe(row)}"
         raise UserError(f"{what}: {why}") from error
     finally:
@@ -72,6 +73,7 @@ class _OneToken:
 
     async def generate(self, prompt_tokens: Any, sampling: Any, n: int, **_: Any) -> list:
         """Return `n` answers; raise TypeError where the prompt is no list of token ids."""
+        await asyncio.sleep(0)  # else who asks until an answer is right could not be timed out
         prompt = np.asarray(prompt_tokens)
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise TypeError(f"generate takes token ids of a prompt, not {prompt_tokens!r}"[:100])

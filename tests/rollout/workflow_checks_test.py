@@ -10,6 +10,7 @@ import pytest
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
+from rlx.rollout import workflow_checks
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.rollout.workflow_checks import TrajectoryError, checked
 from rlx.rollout.workflows import Prompts, Task
@@ -30,6 +31,8 @@ class Own:
         if self.mistake == "text":
             prompt = self.prompts.text(task.row)
         done = await fleet.generate(prompt, self.sampling, self.n)
+        while self.mistake == "never ends":
+            await fleet.generate(prompt, self.sampling, 1)
         if self.mistake == "key":
             task.row["solution"]
         reward = float("nan") if self.mistake == "nan" else 1.0
@@ -83,6 +86,13 @@ def test_a_mistake_is_one_line_with_file_line_and_row(own, tokenizer, mistake, s
     )
     assert said in text
     assert f"({own.removesuffix(':Own')}, line {line_of(at)})" in text
+
+
+def test_a_workflow_that_asks_until_it_is_content_ends_too(own, tokenizer, monkeypatch):
+    monkeypatch.setattr(workflow_checks, "DRY_SECONDS", 0.05)
+    named = NamedWorkflow(own, {"mistake": "never ends"}, Prompts(tokenizer), Sampling(), 3)
+    with pytest.raises(UserError, match=r"TimeoutError: .*own\.py, line \d+\)"):
+        named.try_out(ROW)
 
 
 def changed(**what):
