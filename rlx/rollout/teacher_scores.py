@@ -122,6 +122,8 @@ class ModelRewarded(Scored):
         self._weight, self._prompts, self._end = weight, prompts, end
 
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
+        if trajectory.oldest_version < 0:  # a row's own answer, for SFT or a pair
+            return trajectory
         tokens = trajectory.tokens
         if self._prompts:
             answer = encode(self._prompts.tokenizer, trajectory.completion)

@@ -8,6 +8,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
+from rlx.rollout.datasets import Preferences
 from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.workflows import Prompts, Task
 
@@ -44,6 +45,16 @@ def test_the_weighted_value_of_the_last_token_is_added_in_evaluations_too(
         assert found.reward == pytest.approx(was.reward - 2.0 * value)
         assert found.tokens is not None
     assert judge.asked == [(t.tokens.tolist(), len(t.tokens) - 1, True) for t in alone.trajectories]
+
+
+def test_the_answers_that_rows_give_are_trained_on_and_not_valued(
+    fake_workflow, fake_fleet, tokenizer
+):
+    pairs = Preferences(Prompts(tokenizer), fake_workflow(), end=9)
+    row, judge = {**ROW, "chosen": "so 4", "rejected": "so 5"}, Values()
+    group = asyncio.run(ModelRewarded(pairs, judge, 1.0).run(fake_fleet(), Task(row, 4, 7)))
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+    assert not judge.asked
 
 
 class Texts:
