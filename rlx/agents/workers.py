@@ -208,10 +208,13 @@ class _Process:
             self.over = True
             if self._kept:
                 self._kept.stop()
-                await asyncio.to_thread(self._kept.end)
-            if self._writer:
-                self._writer.close()
-            self._end(code)
+            if self._writer:  # before whatever can be cancelled, and without what nobody reads
+                self._writer.transport.abort()
+            try:
+                if self._kept:
+                    await asyncio.to_thread(self._kept.end)
+            finally:
+                self._end(code)
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if "ready" in message or "wrong" in message:

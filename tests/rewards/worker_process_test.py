@@ -257,3 +257,20 @@ def test_variables_that_a_config_names_are_passed_on(monkeypatch):
     monkeypatch.setenv("A_SECRET", "planted")
     assert "A_SECRET" not in worker_process.environment()
     assert worker_process.environment(("A_SECRET",))["A_SECRET"] == "planted"
+
+
+def test_a_process_that_is_cancelled_while_it_ends_leaves_no_socket_open(tmp_path):
+    async def main():
+        own = Agents()
+        await own.run("return", tmp_path / "pids")
+        process = own.workers._processes[0]
+        for _ in range(2):  # while it is waited for, and while it is ended
+            process._main.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(process._main, return_exceptions=True)
+        assert process._writer.transport.is_closing()
+        await own.close()
+        await asyncio.to_thread(process._kept.end)
+
+    asyncio.run(main())
+    gone(tmp_path / "pids")
