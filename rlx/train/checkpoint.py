@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,7 +88,7 @@ def save(
         _flush([*temporary.rglob("*"), temporary])
         _rename(temporary, final)
     except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_failed(temporary)
         if _is_no_space(error):
             raise _no_space(directory, size) from error
         raise
@@ -340,6 +341,19 @@ def _remove_temporary(directory: Path) -> None:
             path.rename(final)
         else:
             shutil.rmtree(path)
+
+
+def _remove_failed(temporary: Path, patience: float = 10.0) -> None:
+    """Remove what a failed save wrote; the other leaves' writers may go on for a while.
+
+    tensorstore's threads are not told of the leaf that failed: they make files, and directories for
+    them, while these are removed. A directory that is gone twice in a row stays away.
+    """
+    deadline, gone = time.monotonic() + patience, 0
+    while gone < 2 and time.monotonic() < deadline:
+        gone = 0 if temporary.exists() else gone + 1
+        shutil.rmtree(temporary, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def _no_space(directory: Path, needed: int) -> DiskFull:

@@ -1,11 +1,14 @@
 """Checkpoints come back bit for bit, and no way of dying leaves a broken one."""
 
 import collections
+import contextlib
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -14,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlx.base import Group, Trajectory, UserError
+from rlx.base import DiskFull, Group, Trajectory, UserError
 from rlx.train import checkpoint
 
 
@@ -124,7 +127,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
 _CHILD = """
 import resource, sys
 import jax.numpy as jnp, numpy as np
-from rlx.base import Group, UserError
+from rlx.base import DiskFull, Group, UserError
 from rlx.train import checkpoint
 directory, mode = sys.argv[1:]
 noise = np.random.default_rng(0).normal(size=(5_000_000,)).astype(np.float32)
@@ -147,6 +150,31 @@ def _start(tmp_path, mode):
         [sys.executable, "-c", _CHILD, str(tmp_path), mode],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
+
+
+def test_writers_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch):
+    """As tensorstore's do: one leaf fails, and the others' files still appear, in directories."""
+    begun, late = threading.Event(), []
+
+    def fail(path, state):
+        def write():
+            for index in range(50):
+                (path / str(index)).mkdir(parents=True, exist_ok=True)
+                begun.set()
+                with contextlib.suppress(OSError):
+                    (path / str(index) / "leaf").write_bytes(b"x")
+                time.sleep(0.002)
+
+        late.append(threading.Thread(target=write))
+        late[0].start()
+        begun.wait()
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(checkpoint, "_write_state", fail)
+    with pytest.raises(DiskFull):
+        checkpoint.save(tmp_path, 3, state_of(3), {})
+    late[0].join()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_half_way_leaves_nothing_half_written(tmp_path):
