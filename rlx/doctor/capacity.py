@@ -69,7 +69,7 @@ def judge_trainer(
     """Return the row of a train step's peak, against the device's memory or the machine's."""
     total = sum(pieces.values())
     there = available if devices.platform == "cpu" else devices.memory
-    what = f"a step is estimated at {size(total)}: {listed(pieces)}"
+    what = memory.estimate(pieces, sizes.train.mesh)
     what += f"; {size(there)} free" if there else ""
     if not there or total <= _TIGHT * there:
         return Finding("memory", "trainer", "ok", what)

@@ -2,9 +2,9 @@
 
 State (parameters, moments, critic, reference) is counted exactly. What a step needs beside it is an
 estimate, since a doctor on a laptop cannot compile for the GPUs of a run, and a remedy compares
-half a dozen settings. It is fitted to `compiled.memory_analysis()` of small models' steps, which
-tests/doctor/memory_test.py compares it with: within a sixth where activations count, and rather
-above than below.
+half a dozen settings. It is fitted to `compiled.memory_analysis()` of small models' steps, on one
+device and on meshes of eight, which tests/doctor/memory_test.py compares it with: within a sixth
+where activations count, and rather above than below.
 """
 
 import dataclasses
@@ -123,49 +123,66 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     """Return the peak memory of a train step on one device: the state and what a step adds to it.
 
     Args:
-      devices: that the trainer has; `sizes.train.mesh` says how they are used. A CPU computes half
-        precision in float32.
+      devices: that the trainer has on all its hosts; `sizes.train.mesh` says how they are used. A
+        CPU computes half precision in float32.
 
     Returns:
       name → bytes, adding up to the peak.
     """
-    train = sizes.train
-    mesh = sharding.mesh_axes(train.mesh, devices.count)
-    tensor = mesh["tensor"]
-    places = tensor * mesh["fsdp"]
+    train, model = sizes.train, sizes.model
+    axes = sharding.mesh_axes(train.mesh, devices.count)
+    shards, tensor = sharding.num_row_shards(axes), axes["tensor"]
+    share = sharding.share(model, parameters.table(model), axes)
+    own = sharding.share(model, lora.table(model, train.lora), axes) if train.lora else share
     held = state(sizes)
     width = jnp.dtype(train.dtype).itemsize
     if train.lora:
-        held["frozen base"] = parameters.count(sizes.model) * width
+        held["frozen base"] = parameters.count(model) * width
     elif train.algorithm.needs_reference and not sizes.steps.follows:
-        held["reference"] = parameters.count(sizes.model) * width
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(_abstract_state(sizes).params))
-    gradients = numbers * width
+        held["reference"] = parameters.count(model) * width
+    trained = ("parameters", "optimizer")
+    out = {name: part * (own if name in trained else share) for name, part in held.items()}
+    numbers = own * sum(leaf.size for leaf in jax.tree.leaves(_abstract_state(sizes).params))
+    out["gradients"] = numbers * width
     # At their longest, trajectories fill the budget sooner than on average.
-    whole = sizes.minibatch * sizes.longest
+    whole = math.ceil(sizes.minibatch / shards) * sizes.longest
     tokens = min(train.token_budget, whole)
     if whole > train.token_budget:
-        gradients += 4 * numbers  # the accumulator
+        out["gradients"] += 4 * numbers  # the accumulator
     if devices.platform == "cpu" and width < 4:
-        gradients += 4 * numbers  # computed in float32
-    kept, layer = _activations(sizes, tokens, devices.platform)
-    head = 0 if sizes.model.value_head else _logits(sizes, tokens)
-    out: dict[str, float] = {name: part / places for name, part in held.items()}
-    out["gradients"] = gradients / places
-    out["activations"] = (kept + layer) / tensor
-    out["logits"] = max(head - layer, 0) / tensor
-    passing = out["activations"] + out["logits"] + numbers * width / places
-    out["optimizer update"] = max(_UPDATE * 4 * numbers / places - passing, 0)
+        out["gradients"] += 4 * numbers  # computed in float32
+    kept, layer = _activations(sizes, tokens, devices.platform, tensor)
+    head = 0 if model.value_head else _logits(sizes, tokens) / tensor
+    gathered = _gathered(sizes, devices.platform) / tensor if axes["fsdp"] > 1 else 0
+    out["gathered weights"] = gathered
+    out["activations"] = kept + layer
+    out["logits"] = max(head - layer, 0)
+    passing = kept + max(layer, head) + gathered + numbers * width
+    out["optimizer update"] = max(_UPDATE * 4 * numbers - passing, 0)
     return {name: int(part) for name, part in out.items() if part >= 1}
 
 
-def _activations(sizes: RunSizes, tokens: float, platform: str) -> tuple[float, float]:
-    """Return bytes (kept for the backward pass, of the layer that is computed).
+def _gathered(sizes: RunSizes, platform: str) -> float:
+    """Return bytes of what `fsdp` makes whole on a device: a layer, embedding and head.
 
-    Coefficients are floats a token: fitted to XLA's memory analysis on a CPU, see the tests.
+    Each as it is computed with, and its gradient in float32 before it is scattered.
     """
     model = sizes.model
-    wide, mlp, layers = model.model_dim, model.mlp_dim, model.num_layers
+    half = platform != "cpu" and jnp.dtype(sizes.train.compute_dtype).itemsize == 2
+    rows = parameters.table(model)
+    layer = sum(math.prod(row.shape[1:]) for row in rows if row.stacked)
+    tables = 2 * model.vocab_size * model.model_dim  # one that is both is gathered for each
+    return ((2 if half else 4) + 4) * (layer + tables)
+
+
+def _activations(sizes: RunSizes, tokens: float, platform: str, tensor: int) -> tuple[float, float]:
+    """Return bytes (kept for the backward pass, of the layer that is computed).
+
+    Coefficients are floats a token: fitted to XLA's memory analysis on a CPU, see the tests. What
+    a block reads and gives is whole on each of `tensor` devices, what is inside it is cut.
+    """
+    model = sizes.model
+    wide, mlp, layers = model.model_dim, model.mlp_dim / tensor, model.num_layers
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     half = jnp.dtype(sizes.train.compute_dtype).itemsize == 2
     width = 2.0 if half else 4.0
@@ -177,11 +194,12 @@ def _activations(sizes: RunSizes, tokens: float, platform: str) -> tuple[float, 
     if platform == "gpu" and half:
         scores = length / 2  # cuDNN's kernel reads a mask alone
     if sizes.train.remat == "none":
-        kept = layers * (7.5 * wide + 4.5 * q + 2 * kv + 3 * mlp) * width
+        cut = (5.5 * wide + 4.5 * q + 2 * kv) / tensor
+        kept = layers * (2 * wide + cut + 3 * mlp) * width
         working = (4 * wide + 5 * mlp) * width
     else:  # of `dots` too: a product inside a custom derivative is not seen by its policy
-        kept = layers * 2 * wide * width
-        working = (3.5 * wide + 6.5 * mlp) * width + 4 * scores
+        kept = layers * 2 * wide / tensor * width
+        working = (3.5 * wide + 6.5 * mlp) * width + 4 * scores / tensor
     return tokens * kept, tokens * working
 
 
@@ -274,9 +292,10 @@ def listed(pieces: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size(part)}" for name, part in sorted(large, key=lambda p: -p[1]))
 
 
-def estimate(pieces: Mapping[str, int]) -> str:
-    """Return the sentence about a train step's pieces."""
-    return f"a step is estimated at {size(sum(pieces.values()))} ({listed(pieces)})"
+def estimate(pieces: Mapping[str, int], mesh: str = "") -> str:
+    """Return the sentence about a train step's pieces, on one device of a mesh."""
+    each = f" on each device of {mesh}" if mesh else ""
+    return f"a step is estimated at {size(sum(pieces.values()))}{each} ({listed(pieces)})"
 
 
 def advice(sizes: RunSizes, *, started: bool = True) -> str:
@@ -289,7 +308,7 @@ def advice(sizes: RunSizes, *, started: bool = True) -> str:
     first = ""
     if not started and devices.platform == "gpu":
         first = "end what else uses the GPU (nvidia-smi lists it); "
-    return f"{first}{estimate(trainer(sizes, devices))}; {remedy(sizes, devices)}"
+    return f"{first}{estimate(trainer(sizes, devices), sizes.train.mesh)}; {remedy(sizes, devices)}"
 
 
 def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = False) -> str:
@@ -303,7 +322,7 @@ def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = Fa
     if jax.default_backend() != "cpu":
         return ""
     pieces = trainer(sizes)
-    what = f"{estimate(pieces)}, {there}"
+    what = f"{estimate(pieces, sizes.train.mesh)}, {there}"
     if sum(pieces.values()) <= there.free:
         return what if always else ""
     return f"memory may not do: {what}; {remedy(sizes, there=there.free)}"

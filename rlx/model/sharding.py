@@ -11,6 +11,7 @@ from the constraints of `Layout`: without them XLA's partitioner spreads the cut
 the activations, and reduces the tokens of all rows over all devices in every layer.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlx.base import UserError, unknown
 from rlx.model import params as parameters
@@ -110,6 +111,13 @@ def named_shardings(
     return parameters.build(
         {row.path: NamedSharding(mesh, spec(config, row, mesh)) for row in rows}
     )
+
+
+def share(config: ModelConfig, rows: tuple[parameters.Row, ...], axes: Mapping[str, int]) -> float:
+    """Return which part of these parameters one device of a mesh keeps, in (0, 1]."""
+    mesh: Any = AbstractMesh(tuple(axes.values()), tuple(axes))
+    cut = (NamedSharding(mesh, spec(config, row, mesh)).shard_shape(row.shape) for row in rows)
+    return sum(map(math.prod, cut)) / sum(math.prod(row.shape) for row in rows)
 
 
 @dataclass(frozen=True)

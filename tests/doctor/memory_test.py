@@ -1,6 +1,11 @@
 """The memory estimate against the compiler's own account of the same step."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -111,8 +116,35 @@ def test_a_mesh_divides_the_state_and_a_reference_is_counted():
     pieces = memory.trainer(sizes_of(alone, MODEL), Devices("gpu"))
     four = memory.trainer(sizes_of(alone, MODEL), Devices("gpu", count=4))
     assert pieces["reference"] == pieces["parameters"]
-    assert four["optimizer"] == pieces["optimizer"] // 4
+    vectors = 4 * ((2 * MODEL.num_layers + 1) * MODEL.model_dim + MODEL.num_layers * 256)
+    cut = (pieces["parameters"] - vectors) / 4
+    assert four["parameters"] == pytest.approx(cut + vectors), "norms and biases are whole"
     assert four["activations"] == pieces["activations"], "the budget is each device's"
+    assert "gathered weights" in four
+    assert "gathered weights" not in pieces
+
+
+@pytest.mark.slow
+def test_the_estimate_on_a_mesh_is_what_the_compiler_plans():
+    """Within 15 %: for fsdp, tensor and replica, where activations count and where weights do."""
+    cases = [
+        ["wide", "fsdp:8", "full", 2048],
+        ["wide", "fsdp:2,tensor:4", "full", 8192],
+        ["deep", "fsdp:8", "full", 512],
+        ["deep", "replica:2,fsdp:2,tensor:2", "full", 1024],
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("mesh_memory.py"), json.dumps(cases)],
+        env={**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        check=True, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
+        found = json.loads(line)
+        ratio = sum(found["estimate"].values()) / found["planned"]
+        print(f"{case}: {ratio:.2f} of {found['planned'] / 1e6:.0f} MB, {found['estimate']}")
+        assert 0.85 < ratio < 1.15, (case, ratio)
 
 
 def test_every_saving_is_a_setting_that_saves_as_much():
