@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from rlx.algorithms import losses
 from rlx.algorithms.algorithm import Algorithm
-from rlx_torch import losses
 from rlx_torch.model import logprobs
 
 

@@ -32,7 +32,8 @@ LIGHT_ROOMS = (
 )  # fmt: skip
 LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/signatures.py",
-    "algorithms/surrogates.py",
+    "algorithms/surrogates.py", "algorithms/array_ops.py", "algorithms/advantages.py",
+    "algorithms/critic.py", "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
     "train/packing.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
     "model/model_config.py", "model/tensors.py",
@@ -46,10 +47,10 @@ HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rl
 COMMAND_LINES = 60
 TOTAL_LINES = 33_501
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 15, "base": 143, "algorithms": 1_836, "config": 420, "cli": 560, "model": 3_000,
+    "": 15, "base": 143, "algorithms": 2_010, "config": 420, "cli": 560, "model": 3_000,
     "train": 3_200, "observe": 2_116, "fleet": 2_800, "engines": 4_000, "rewards": 1_775,
     "rollout": 2_383, "agents": 3_897, "launch": 1_300, "mismatch": 850, "evaluation": 980,
-    "doctor": 1_300, "run": 2_650, "commands": 390, "rlx_torch": 885,
+    "doctor": 1_300, "run": 2_650, "commands": 390, "rlx_torch": 140,
 }  # fmt: skip
 
 FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))

@@ -4,10 +4,10 @@
 
 From rewards and log-probabilities to the gradient with respect to the target's log-probabilities,
 1,048,576 tokens in rows of 1,024: 512 prompts of 16 completions with log-normal lengths. rlx's side
-is one jitted program; torch's is `rlx_torch`, which the tests hold to equal numbers, eager and
-compiled by inductor. Each side is a process pinned to the same cores; they step in turns, and the
-ratios are those of neighbouring steps. Printed are medians and quartiles, for wall and CPU time,
-and the most memory a side took beyond its inputs and libraries.
+is one jitted program; torch's is the same code on its tensors, eager and compiled by inductor. Each
+side is a process pinned to the same cores; they step in turns, and the ratios are those of
+neighbouring steps. Printed are medians and quartiles, for wall and CPU time, and the most memory a
+side took beyond its inputs and libraries.
 """
 
 import argparse

@@ -163,9 +163,9 @@ def torch_gradient(algorithm: Algorithm, compiled: str = "") -> Callable:
     """
     import torch
 
-    from rlx_torch import losses, supervised
-    from rlx_torch.advantages import advantages, next_trained
-    from rlx_torch.segments import take
+    from rlx.algorithms import losses, supervised
+    from rlx.algorithms.advantages import advantages, next_trained
+    from rlx.algorithms.torch_ops import take
 
     @torch.no_grad()
     def weigh(flat, rows):

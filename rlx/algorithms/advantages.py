@@ -11,13 +11,9 @@ layout of training rows plays no part.
 
 from collections.abc import Mapping
 
-import chex
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
-
 from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
+from rlx.algorithms.array_ops import Array, ops_of, same_shape
 from rlx.algorithms.signatures import AdvantageInputs
 
 EPS = 1e-5
@@ -49,16 +45,18 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
       UserError: KL in the reward without `reference_logprobs`.
     """
     mask, ids, valid = flat["loss_mask"], flat["sequence_ids"], flat["valid"]
-    chex.assert_equal_shape([mask, ids, flat["behaviour_logprobs"]])
-    chex.assert_equal_shape([flat["rewards"], flat["group_ids"], flat["truncated"], valid])
-    lengths = jax.ops.segment_sum(mask.astype(jnp.int32), ids, valid.shape[0])
-    shaped = shape_rewards(flat["rewards"].astype(jnp.float32), lengths, algorithm)
+    same_shape(mask, ids, flat["behaviour_logprobs"])
+    same_shape(flat["rewards"], flat["group_ids"], flat["truncated"], valid)
+    ops = ops_of(mask)
+    lib = ops.lib
+    lengths = ops.segment_sum(lib.where(mask, 1, 0), ids, valid.shape[0])
+    shaped = shape_rewards(ops.float32(flat["rewards"]), lengths, algorithm)
     peers_N, peers_F = peers(flat, algorithm)
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
-    values = flat.get("values", jnp.zeros(mask.shape, jnp.float32))
-    after_end = jnp.zeros(valid.shape, jnp.float32)
+    values = flat.get("values", lib.zeros_like(kl_rewards))
+    after_end = lib.zeros_like(shaped)
     if algorithm.bootstrap_truncated and "bootstrap_values" in flat:
-        after_end = jnp.where(flat["truncated"], flat["bootstrap_values"], 0.0)
+        after_end = lib.where(flat["truncated"], flat["bootstrap_values"], 0.0)
     inputs = AdvantageInputs(
         rewards=shaped, group_ids=peers_N, valid=valid, truncated=flat["truncated"],
         sequence_ids=ids, mask=mask, kl_rewards=kl_rewards, values=values, bootstrap=after_end,
@@ -68,14 +66,14 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
         raw = choose("advantage", algorithm.advantage, ADVANTAGES)(inputs, algorithm)
     else:
         raw = signatures.own_advantage(inputs, algorithm)
-        known = mask & jnp.isfinite(raw)
+        known = mask & lib.isfinite(raw)
     out = standardise(
         raw, peers_F, known, mean=algorithm.advantage_mean, std=algorithm.advantage_std
     )
     return {
-        "advantages": out if known is mask else jnp.where(mask & ~known, jnp.nan, out),
-        "returns": jnp.where(known, raw + values, 0.0),
-        "shaped_rewards": jnp.where(valid, shaped, 0.0),
+        "advantages": out if known is mask else lib.where(mask & ~known, lib.nan, out),
+        "returns": lib.where(known, raw + values, 0.0),
+        "shaped_rewards": lib.where(valid, shaped, 0.0),
         "kl_rewards": kl_rewards,
         "nonfinite_kl": nonfinite_kl,
     }
@@ -92,13 +90,14 @@ def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array
     each token, for its advantage, to its own.
     """
     groups, ids = flat["group_ids"], flat["sequence_ids"]
+    ops = ops_of(groups)
 
     def own(groups: Array) -> tuple[Array, Array]:
-        return groups, groups.at[ids].get(mode="fill", fill_value=-1)
+        return groups, ops.take(groups, ids, -1)
 
     def by_turn() -> tuple[Array, Array]:
         last = flat["loss_mask"] & ~next_trained(flat["loss_mask"], ids)[1]
-        turns = jax.ops.segment_sum(jnp.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
+        turns = ops.segment_sum(ops.lib.where(last, flat["turn_ids"], 0), ids, groups.shape[0])
         return _pairs(groups, turns), _pairs(own(groups)[1], flat["turn_ids"])
 
     table = {
@@ -111,7 +110,7 @@ def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array
 
 def _pairs(a: Array, b: Array) -> Array:
     """Return one integer for each pair of integers; b is not negative, negative a stay so."""
-    return a * (jnp.max(b) + 1) + b
+    return a * (b.max() + 1) + b
 
 
 def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> Array:
@@ -126,13 +125,14 @@ def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> A
     Returns:
       [N] float32.
     """
-    chex.assert_equal_shape([rewards_N, lengths_N])
+    same_shape(rewards_N, lengths_N)
+    lib = ops_of(rewards_N).lib
     if algorithm.overlong_buffer:
         excess = lengths_N - (algorithm.overlong_limit - algorithm.overlong_buffer)
         penalty = -excess / algorithm.overlong_buffer * algorithm.overlong_factor
-        rewards_N = rewards_N + jnp.minimum(penalty, 0.0)
+        rewards_N = rewards_N + lib.clip(penalty, None, 0.0)
     scaled = (rewards_N + algorithm.reward_bias) * algorithm.reward_scale
-    return jnp.clip(scaled, -algorithm.reward_clip, algorithm.reward_clip)
+    return lib.clip(scaled, -algorithm.reward_clip, algorithm.reward_clip)
 
 
 def standardise(
@@ -159,28 +159,30 @@ def standardise(
     Returns:
       [K] float32, 0 where not valid.
     """
-    chex.assert_equal_shape([x, group_ids, valid])
-    x = jnp.where(valid, x, 0.0)
+    same_shape(x, group_ids, valid)
+    ops = ops_of(x)
+    lib = ops.lib
+    x = lib.where(valid, x, 0.0)
     peers: dict[str, Array | None] = {"batch": None, "none": None, "group": None}
     choose("reward_mean or advantage_mean", mean, peers)
     choose("reward_std or advantage_std", std, {**peers, "mean": None})
     if "group" in (mean, std):
-        peers["group"] = jnp.unique(group_ids, return_inverse=True, size=x.size)[1]
+        peers["group"] = ops.dense_ranks(group_ids)
     out = x
     if mean != "none":
         centred, n = _centre(x, peers[mean], valid)
         out = centred
         if leave_one_out:
-            out = jnp.where(n > 1, centred * (n / jnp.maximum(n - 1, 1)), x)
+            out = lib.where(n > 1, centred * (n / lib.clip(n - 1, 1, None)), x)
     if std == "mean":
         centre = x - out
-        out = jnp.where(centre > EPS, out / jnp.where(centre > EPS, centre, 1.0), 0.0)
+        out = lib.where(centre > EPS, out / lib.where(centre > EPS, centre, 1.0), 0.0)
     elif std != "none":
         centred, n = _centre(x, peers[std], valid)
-        variance = _mean(centred**2, n, peers[std], valid) * (n / jnp.maximum(n - 1, 1))
-        sigma = jnp.where(n > 1, jnp.sqrt(variance), 1.0)
+        variance = _mean(centred**2, n, peers[std], valid) * (n / lib.clip(n - 1, 1, None))
+        sigma = lib.where(n > 1, lib.sqrt(variance), 1.0)
         out = out / (sigma + EPS)
-    return jnp.where(valid, out, 0.0)
+    return lib.where(valid, out, 0.0)
 
 
 def _centre(x: Array, index: Array | None, valid: Array) -> tuple[Array, Array]:
@@ -188,29 +190,31 @@ def _centre(x: Array, index: Array | None, valid: Array) -> tuple[Array, Array]:
 
     Peers are the valid entries of equal index; all of them when index is None.
     """
-    n = _total(jnp.ones(x.shape, jnp.float32), index, valid)
-    candidates = jnp.where(valid, x, jnp.inf)
+    ops = ops_of(x)
+    lib, n = ops.lib, _total(ops.lib.ones_like(x), index, valid)
+    candidates = lib.where(valid, x, lib.inf)
     if index is None:
         least = candidates.min()
     else:
-        least = jax.ops.segment_min(candidates, index, x.size)[index]
-    x = x - jnp.where(valid, least, 0.0)  # exact zeros where all are equal
+        least = ops.segment_min(candidates, index, x.shape[0])[index]
+    x = x - lib.where(valid, least, 0.0)  # exact zeros where all are equal
     return x - _mean(x, n, index, valid), n
 
 
 def _mean(x: Array, n: Array, index: Array | None, valid: Array) -> Array:
     """Return the mean of each entry's n valid peers, [K]; a second pass corrects the rounding."""
-    n = jnp.maximum(n, 1)
+    n = ops_of(n).lib.clip(n, 1, None)
     first = _total(x, index, valid) / n
     return first + _total(x - first, index, valid) / n
 
 
 def _total(x: Array, index: Array | None, valid: Array) -> Array:
     """Return the sum over each entry's valid peers, [K]."""
-    x = jnp.where(valid, x, 0.0)
+    ops = ops_of(x)
+    x = ops.lib.where(valid, x, 0.0)
     if index is None:
-        return jnp.broadcast_to(x.sum(), x.shape)
-    return jax.ops.segment_sum(x, index, x.size)[index]
+        return ops.lib.broadcast_to(x.sum(), x.shape)
+    return ops.segment_sum(x, index, x.shape[0])[index]
 
 
 def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
@@ -225,14 +229,15 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
       UserError: without `reference_logprobs`; a missing reference is not one of logprob 0.
     """
     mask = flat["loss_mask"]
+    lib = ops_of(mask).lib
     if not algorithm.kl_in_reward:
-        return jnp.zeros(mask.shape, jnp.float32), jnp.zeros((), jnp.int32)
+        return lib.zeros_like(mask, dtype=lib.float32), lib.sum(lib.zeros_like(mask))
     reference = require_reference(flat)
     policy = flat.get("proximal_logprobs", flat["behaviour_logprobs"])
-    finite = jnp.isfinite(policy - reference)
+    finite = lib.isfinite(policy - reference)
     coefficient = flat.get("kl_coefficient", algorithm.kl_coefficient)
     penalty = -coefficient * kl.estimate(policy, reference, algorithm.kl_estimator)
-    return jnp.where(mask & finite, penalty, 0.0), jnp.sum(mask & ~finite, dtype=jnp.int32)
+    return lib.where(mask & finite, penalty, 0.0), lib.sum(mask & ~finite)
 
 
 def token_rewards(rewards_N: Array, loss_mask_F: Array, sequence_ids_F: Array) -> Array:
@@ -240,9 +245,10 @@ def token_rewards(rewards_N: Array, loss_mask_F: Array, sequence_ids_F: Array) -
 
     The last *trained* one: a trajectory that ends on tool output keeps its reward.
     """
-    chex.assert_equal_shape([loss_mask_F, sequence_ids_F])
+    same_shape(loss_mask_F, sequence_ids_F)
+    ops = ops_of(loss_mask_F)
     last = loss_mask_F & ~next_trained(loss_mask_F, sequence_ids_F)[1]
-    return jnp.where(last, rewards_N.at[sequence_ids_F].get(mode="fill", fill_value=0.0), 0.0)
+    return ops.lib.where(last, ops.take(rewards_N, sequence_ids_F, 0.0), 0.0)
 
 
 def gae(
@@ -267,17 +273,19 @@ def gae(
     Returns:
       [F] float32, 0 where not trained.
     """
-    chex.assert_equal_shape([rewards_F, values_F, loss_mask_F, sequence_ids_F])
+    same_shape(rewards_F, values_F, loss_mask_F, sequence_ids_F)
+    ops = ops_of(rewards_F)
+    lib = ops.lib
     following, has_next = next_trained(loss_mask_F, sequence_ids_F)
-    after_end = bootstrap_N.at[sequence_ids_F].get(mode="fill", fill_value=0.0)
-    next_values = jnp.where(has_next, values_F[following], after_end)
+    after_end = ops.take(bootstrap_N, sequence_ids_F, 0.0)
+    next_values = lib.where(has_next, values_F[following], after_end)
     delta = rewards_F + algorithm.gamma * next_values - values_F
     decay = algorithm.gamma * algorithm.lam * has_next
     # A = b + a·A_next at trained tokens, A = A_next between them; a = 0 after a trajectory's last
     # one cuts the trajectories apart.
-    a = jnp.where(loss_mask_F, decay, has_next.astype(jnp.float32))
-    b = jnp.where(loss_mask_F, delta, 0.0)
-    return jnp.where(loss_mask_F, _recur(a, b), 0.0)
+    a = lib.where(loss_mask_F, decay, ops.float32(has_next))
+    b = lib.where(loss_mask_F, delta, 0.0)
+    return lib.where(loss_mask_F, ops.recur(a, b), 0.0)
 
 
 def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array:
@@ -301,37 +309,14 @@ def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array
 ADVANTAGES = {"gae": gae_advantage}
 
 
-def _recur(a: Array, b: Array) -> Array:
-    """Return x with x[t] = b[t] + a[t]·x[t + 1] and x[F] = 0, in at most ⌈log₂ F⌉ doublings.
-
-    No further than zeros of a let anything reach: ⌈log₂⌉ of the longest trajectory suffices. A loop
-    of shifts compiles in a tenth of the time of `lax.associative_scan`; slices are shifts at the
-    speed of memory, which gathers on a CPU are not.
-    """
-    size = a.shape[0]
-
-    def ahead(x: Array, distance: Array) -> Array:
-        return lax.dynamic_slice(jnp.concatenate([x, jnp.zeros_like(x)]), (distance,), (size,))
-
-    def unfinished(state: tuple[Array, Array, Array]) -> Array:
-        distance, a, _ = state
-        return (distance < size) & jnp.any(a != 0)
-
-    def double(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        distance, a, b = state
-        return 2 * distance, a * ahead(a, distance), b + a * ahead(b, distance)
-
-    return lax.while_loop(unfinished, double, (jnp.int32(1), a, b))[2]
-
-
 def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Array]:
     """Return the index of the next trained token ([F] int32, in range), and whether there is one.
 
     One of the same trajectory, [F] bool.
     """
-    size = loss_mask_F.shape[0]
-    index = jnp.where(loss_mask_F, jnp.arange(size), size)
-    at_or_after = lax.cummin(index, reverse=True)
-    following = jnp.append(at_or_after[1:], size)
-    safe = jnp.minimum(following, size - 1)
+    ops, size = ops_of(loss_mask_F), loss_mask_F.shape[0]
+    index = ops.lib.where(loss_mask_F, ops.row_index(loss_mask_F)[:, 0], size)
+    at_or_after = ops.least_from(index)
+    following = ops.lib.concatenate([at_or_after[1:], ops.lib.full_like(index[:1], size)])
+    safe = ops.lib.clip(following, None, size - 1)
     return safe, (following < size) & (sequence_ids_F[safe] == sequence_ids_F)

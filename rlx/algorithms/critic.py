@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 
-import chex
-import jax.numpy as jnp
-from jax import Array, lax
-
 from rlx.algorithms.algorithm import Algorithm
+from rlx.algorithms.array_ops import Array, ops_of, same_shape
 
 
 def value_loss(
@@ -28,23 +25,23 @@ def value_loss(
       The summed loss, float32 scalar, and stats as sums: value_loss, value (mean V), value_error
       (V − R, squared), value_clip_ratio.
     """
-    mask = batch["loss_mask"]
-    chex.assert_equal_shape([values_BT, mask, batch["values"], batch["returns"]])
-    value = jnp.where(mask, values_BT.astype(jnp.float32), 0.0)
-    target = jnp.where(mask, batch["returns"], 0.0)
+    mask, ops = batch["loss_mask"], ops_of(values_BT)
+    lib = ops.lib
+    same_shape(values_BT, mask, batch["values"], batch["returns"])
+    value = lib.where(mask, ops.float32(values_BT), 0.0)
+    target = lib.where(mask, batch["returns"], 0.0)
     plain = (value - target) ** 2
-    square, clipped = plain, jnp.zeros_like(mask)
+    square, clipped = plain, lib.zeros_like(mask)
     if algorithm.value_clip:
-        before = jnp.where(mask, batch["values"], 0.0)
-        held = jnp.clip(value, before - algorithm.value_clip, before + algorithm.value_clip)
-        square = jnp.maximum(plain, (held - target) ** 2)
+        before = lib.where(mask, batch["values"], 0.0)
+        held = lib.clip(value, before - algorithm.value_clip, before + algorithm.value_clip)
+        square = lib.maximum(plain, (held - target) ** 2)
         clipped = square > plain
-    loss = 0.5 * jnp.sum(square)
+    loss = 0.5 * lib.sum(square)
     stats = {
         "value_loss": loss,
         "value": value,
         "value_error": plain,
         "value_clip_ratio": clipped & mask,
     }
-    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
-    return loss, lax.stop_gradient(stats)
+    return loss, ops.totals(stats)

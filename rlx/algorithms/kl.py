@@ -1,9 +1,7 @@
 """Estimators of the KL divergence between two policies from one sampled token."""
 
-import jax.numpy as jnp
-from jax import Array
-
 from rlx.algorithms.algorithm import choose
+from rlx.algorithms.array_ops import Array, ops_of
 
 CLAMP = 10.0  # nats: the exponential in k3 must not overflow on one unlucky token
 
@@ -24,11 +22,12 @@ def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Arra
     Returns:
       Same shape, float32, nats.
     """
-    delta = jnp.clip(logprobs - reference_logprobs, -CLAMP, CLAMP)
+    lib = ops_of(logprobs).lib
+    delta = lib.clip(logprobs - reference_logprobs, -CLAMP, CLAMP)
     table = {
         "k1": lambda: delta,
         "k2": lambda: 0.5 * delta**2,
-        "k3": lambda: jnp.expm1(-delta) + delta,
+        "k3": lambda: lib.expm1(-delta) + delta,
     }
     return choose("kl_estimator", estimator, table)()
 
@@ -45,7 +44,8 @@ def adapt(
       observed: mean KL of the batch's trained tokens, nats; what is not finite leaves β as it is.
       trajectories: of the batch. target: nats, > 0. horizon: trajectories, ≥ 1.
     """
-    error = jnp.clip(observed / target - 1.0, -0.2, 0.2)
+    lib = ops_of(observed).lib
+    error = lib.clip(observed / target - 1.0, -0.2, 0.2)
     # A batch far beyond the horizon must not turn the sign of β.
-    share = jnp.minimum(trajectories / horizon, 1.0)
-    return jnp.where(jnp.isfinite(error), coefficient * (1.0 + error * share), coefficient)
+    share = lib.clip(trajectories / horizon, None, 1.0)
+    return lib.where(lib.isfinite(error), coefficient * (1.0 + error * share), coefficient)

@@ -5,16 +5,13 @@ by the minibatch's denominator comes last. `loss_weights` has the per-token weig
 denominator of every reduction, so the loss itself knows only one.
 """
 
+import math
 from collections.abc import Mapping
-
-import chex
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
 
 from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
-from rlx.algorithms.signatures import LossInputs, Ops
+from rlx.algorithms.array_ops import Array, ops_of, same_shape
+from rlx.algorithms.signatures import LossInputs
 from rlx.algorithms.surrogates import SURROGATES, control_weights, kept_sequences
 
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
@@ -69,80 +66,78 @@ def policy_loss(
         something else than a loss does.
     """
     mask, advantage, segments = batch["loss_mask"], batch["advantages"], batch["segment_ids"]
-    chex.assert_rank([target_logprobs_BT, mask], 2)
-    chex.assert_equal_shape([target_logprobs_BT, entropy_BT, mask, advantage])
-    target = target_logprobs_BT.astype(jnp.float32)
+    same_shape(target_logprobs_BT, entropy_BT, mask, advantage)
+    ops = ops_of(target_logprobs_BT)
+    lib, target = ops.lib, ops.float32(target_logprobs_BT)
     proximal = proximal_logprobs(target, batch, algorithm)
     behaviour = batch["behaviour_logprobs"]
-    finite = _finite_ratio(target - proximal) & _finite_ratio(proximal - behaviour)
+    finite = _finite_ratio(ops.frozen(target) - proximal) & _finite_ratio(proximal - behaviour)
     if algorithm.advantage_function is not None:
-        finite = finite & jnp.isfinite(advantage)
+        finite = finite & lib.isfinite(advantage)
     used = mask & finite
     # Swapped before any arithmetic: a NaN behind `where` would still poison the gradient.
-    advantage = jnp.where(used, advantage, 0.0)
-    log_ratio = jnp.where(used, target, 0.0) - jnp.where(used, proximal, 0.0)
-    log_weight = jnp.where(used, proximal - behaviour, 0.0)
+    advantage, target = lib.where(used, advantage, 0.0), lib.where(used, target, 0.0)
+    log_ratio = target - lib.where(used, proximal, 0.0)
+    log_weight = lib.where(used, proximal - behaviour, 0.0)
     levels = {
         "token": lambda x: x,
-        "sequence": lambda x: aggregate(x, used, segments, "mean"),
-        "sequence_token": lambda x: lax.stop_gradient(aggregate(x, used, segments, "mean") - x) + x,
+        "sequence": lambda x: ops.aggregate(x, used, segments, "mean"),
+        "sequence_token": lambda x: ops.frozen(ops.aggregate(x, used, segments, "mean") - x) + x,
     }
     leveled = choose("ratio_level", algorithm.ratio_level, levels)
     log_ratio, log_weight = leveled(log_ratio), leveled(log_weight)
-    weight, in_bounds = control_weights(log_weight, used, segments, algorithm, OPS)
-    entropy = jnp.where(used, entropy_BT, 0.0)
+    weight, in_bounds = control_weights(log_weight, used, segments, algorithm, ops)
+    entropy = lib.where(used, entropy_BT, 0.0)
     inputs = LossInputs(
-        target=jnp.where(used, target, 0.0),
-        proximal=jnp.where(used, proximal, 0.0),
-        behaviour=jnp.where(used, behaviour, 0.0),
+        target=target,
+        proximal=lib.where(used, proximal, 0.0),
+        behaviour=lib.where(used, behaviour, 0.0),
         log_ratio=log_ratio,
         advantage=advantage,
         entropy=entropy,
         mask=used,
         segment_ids=segments,
-        ops=OPS,
+        ops=ops,
     )
     kept = kept_sequences(inputs, algorithm)
-    weight, in_bounds = jnp.where(kept, weight, 0.0), in_bounds & kept
+    weight, in_bounds = lib.where(kept, weight, 0.0), in_bounds & kept
     if algorithm.loss_function is None:
         surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
     else:
         surrogate, own = signatures.own_loss(inputs, algorithm)
-        finite = finite & jnp.isfinite(surrogate)
-        used, surrogate = mask & finite, jnp.where(finite, surrogate, 0.0)
-        advantage, entropy = (jnp.where(used, x, 0.0) for x in (advantage, entropy))
-    scale = jnp.where(used, batch["loss_weights"], 0.0)
-    actor_loss = jnp.sum(scale * weight * surrogate)
-    drawn = lax.stop_gradient(weight * jnp.exp(log_ratio))
+        finite = finite & lib.isfinite(surrogate)
+        used, surrogate = mask & finite, lib.where(finite, surrogate, 0.0)
+        advantage, entropy = (lib.where(used, x, 0.0) for x in (advantage, entropy))
+    scale = lib.where(used, batch["loss_weights"], 0.0)
+    actor_loss = lib.sum(scale * weight * surrogate)
+    drawn = weight * lib.exp(ops.frozen(log_ratio))
     kl_loss = _kl_loss(target, batch, scale * drawn, used, algorithm)
-    entropy_loss = -algorithm.entropy_coefficient * jnp.sum(scale * entropy)
+    entropy_loss = -algorithm.entropy_coefficient * lib.sum(scale * entropy)
     stats = {
         "n_valid_tokens": used,
         "n_nonfinite_tokens": mask & ~finite,
         "actor_loss": actor_loss,
         "kl_loss": kl_loss,
         "entropy_loss": entropy_loss,
-        "importance_weight": jnp.where(used, jnp.exp(log_ratio), 0.0),
-        "ppo_approx_kl": jnp.where(used, -log_ratio, 0.0),
-        "behaviour_weight": jnp.where(used, weight, 0.0),
-        "behaviour_weight_out_of_bounds": used & ~in_bounds,
-        "behaviour_kl": jnp.where(
-            used, kl.estimate(-log_weight, jnp.zeros_like(log_weight), "k3"), 0.0
-        ),
-        "entropy": entropy,
-        "advantage": advantage,
     }
-    if "reference_logprobs" in batch:
-        reference = batch["reference_logprobs"]
-        known = used & jnp.isfinite(reference)
-        stats["reference_kl"] = kl.estimate(
-            jnp.where(known, target, 0.0), jnp.where(known, reference, 0.0), "k3"
-        )
-    for name, x in {"actor_clip_ratio": jnp.zeros_like(used), **own}.items():
-        signatures.check_new(name, stats)
-        stats[name] = x & used if x.dtype == bool else jnp.where(used, x, 0.0)
-    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
-    return actor_loss + kl_loss + entropy_loss, lax.stop_gradient(stats)
+    with ops.constant():
+        stats |= {
+            "importance_weight": lib.where(used, lib.exp(log_ratio), 0.0),
+            "ppo_approx_kl": lib.where(used, -log_ratio, 0.0),
+            "behaviour_weight": lib.where(used, weight, 0.0),
+            "behaviour_weight_out_of_bounds": used & ~in_bounds,
+            "behaviour_kl": lib.where(used, _k3(-log_weight), 0.0),
+            "entropy": entropy,
+            "advantage": advantage,
+        }
+        if "reference_logprobs" in batch:
+            reference = batch["reference_logprobs"]
+            known = used & lib.isfinite(reference)
+            stats["reference_kl"] = _k3(lib.where(known, target - reference, 0.0))
+        for name, x in {"actor_clip_ratio": lib.zeros_like(used), **own}.items():
+            signatures.check_new(name, stats)
+            stats[name] = x & used if x.dtype == used.dtype else lib.where(used, x, 0.0)
+    return actor_loss + kl_loss + entropy_loss, ops.totals(stats)
 
 
 def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
@@ -156,12 +151,11 @@ def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
       target_BT: [B, T] float32, nats.
       batch: behaviour_logprobs and `sampled` (bool; by default loss_mask), [B, T].
     """
-    log_ratio = target_BT - batch["behaviour_logprobs"]
+    ops = ops_of(target_BT)
+    log_ratio = ops.frozen(target_BT) - batch["behaviour_logprobs"]
     used = batch.get("sampled", batch["loss_mask"]) & _finite_ratio(log_ratio)
-    log_ratio = jnp.where(used, log_ratio, 0.0)
-    sums = kl.estimate(-log_ratio, jnp.zeros_like(log_ratio), "k3"), used
-    lag_kl, count = (jnp.sum(x, dtype=jnp.float32) for x in sums)
-    return lax.stop_gradient({"lag_kl": lag_kl, "n_sampled_tokens": count})
+    lag_kl = _k3(-ops.lib.where(used, log_ratio, 0.0))
+    return ops.totals({"lag_kl": lag_kl, "n_sampled_tokens": used})
 
 
 def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
@@ -200,28 +194,27 @@ def loss_weights(
     Returns:
       weights, float32 of loss_mask's shape, 0 where not trained; denominator, float32 scalar, ≥ 1.
     """
-    chex.assert_equal_shape([loss_mask, sequence_ids])
-    mask = loss_mask.astype(jnp.float32)
-    size = group_ids_N.shape[0]
-    per_sequence = jax.ops.segment_sum(mask.ravel(), sequence_ids.ravel(), size)
-    prompts = jnp.unique(group_ids_N, return_inverse=True, size=size)[1]
-    per_prompt = jax.ops.segment_sum(per_sequence, prompts, size)[prompts]
-    num_sequences = jnp.sum(per_sequence > 0)
-    num_prompts = jnp.sum(jnp.zeros(size, bool).at[prompts].max(per_sequence > 0))
+    same_shape(loss_mask, sequence_ids)
+    ops = ops_of(loss_mask)
+    lib, mask, size = ops.lib, ops.float32(loss_mask), group_ids_N.shape[0]
+    per_sequence = ops.segment_sum(mask.reshape(-1), sequence_ids.reshape(-1), size)
+    prompts = ops.dense_ranks(group_ids_N)
+    per_prompt = ops.segment_sum(per_sequence, prompts, size)
+    num_sequences, num_prompts = (lib.sum(x > 0) for x in (per_sequence, per_prompt))
 
     def shared(sizes: Array) -> Array:
-        return mask / jnp.maximum(sizes.at[sequence_ids].get(mode="fill", fill_value=1.0), 1.0)
+        return mask / lib.clip(ops.take(sizes, sequence_ids, 1.0), 1.0, None)
 
     table = {
-        "token_mean": lambda: (mask, jnp.sum(mask)),
+        "token_mean": lambda: (mask, lib.sum(mask)),
         "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
         "sequence_mean_token_sum": lambda: (mask, num_sequences),
         "constant": lambda: (mask, num_sequences * algorithm.constant_length),
-        "prompt_mean": lambda: (shared(per_prompt), num_prompts),
+        "prompt_mean": lambda: (shared(per_prompt[prompts]), num_prompts),
     }
     weights, count = choose("reduction", algorithm.reduction, table)()
     count = num_prompts if algorithm.data == "pairs" else count
-    return weights, jnp.maximum(count.astype(jnp.float32), 1.0)
+    return weights, lib.clip(ops.float32(count), 1.0, None)
 
 
 def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algorithm) -> Array:
@@ -241,7 +234,7 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
       float32 of target's shape, nats; carries no gradient.
     """
     behaviour = batch["behaviour_logprobs"]
-    frozen = lax.stop_gradient(target)
+    frozen = ops_of(target).frozen(target)
     if not algorithm.kind.ratio:
         return frozen
     table = {
@@ -255,10 +248,11 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
 def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
     """Return what lies between behaviour and target, as far along as the versions do."""
     behaviour = batch["behaviour_logprobs"]
-    version = jnp.asarray(batch["target_version"], jnp.float32)
+    ops = ops_of(frozen)
+    lib, version = ops.lib, ops.float32(batch["target_version"])
     age = version - batch["versions"]
-    alpha = (jnp.floor(version) - batch["versions"]) / jnp.where(age == 0, 1.0, age)
-    alpha = jnp.where(age == 0, 0.0, jnp.clip(alpha, 0.0, 1.0))
+    alpha = (lib.floor(version) - batch["versions"]) / lib.where(age == 0, 1.0, age)
+    alpha = lib.where(age == 0, 0.0, lib.clip(alpha, 0.0, 1.0))
     return behaviour + alpha * (frozen - behaviour)
 
 
@@ -275,60 +269,40 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
     Returns:
       [F] bool.
     """
-    square = jnp.where(used, log_weight**2, jnp.inf)
-    square = jnp.where(jnp.isnan(square), jnp.inf, square)
-    # Integers sort several times faster on a CPU, and the bits of such floats have their order.
-    bits = jnp.sort(lax.bitcast_convert_type(square, jnp.int32))
-    ordered = lax.bitcast_convert_type(bits, jnp.float32)
-    means = jnp.cumsum(ordered) / jnp.arange(1, square.size + 1)  # never falls
-    count = jnp.sum(means < limit)
-    first_dropped = ordered.at[count].get(mode="fill", fill_value=jnp.inf)
+    ops = ops_of(log_weight)
+    lib = ops.lib
+    square = lib.where(used, log_weight**2, lib.inf)
+    square = lib.where(lib.isnan(square), lib.inf, square)
+    ordered = ops.sort(square)
+    means = lib.cumsum(ordered, 0) / lib.cumsum(lib.ones_like(ordered), 0)  # never falls
+    count = lib.sum(means < limit)
+    first_dropped = ops.take(ordered, count, lib.inf)
     nearer, ties = square < first_dropped, square == first_dropped
-    room = count - jnp.sum(nearer)  # of equal ones, those that come first
-    return used & (nearer | (ties & (jnp.cumsum(ties) <= room)))
-
-
-def aggregate(x: Array, used: Array, segment_ids: Array, how: str) -> Array:
-    """Return on every token the mean, sum or max of x over the used tokens of its segment.
-
-    Args:
-      x: [B, T] float32. used: [B, T] bool; 0 is returned elsewhere. segment_ids: [B, T] int32.
-    """
-    rows, width = x.shape
-    # A row of `width` tokens has at most that many segments, and 0 for padding.
-    index = (jnp.arange(rows)[:, None] * (width + 1) + segment_ids).ravel()
-    size = rows * (width + 1)
-
-    def total(x: Array) -> Array:
-        return jax.ops.segment_sum(jnp.where(used, x, 0.0).ravel(), index, size)
-
-    table = {
-        "mean": lambda: total(x) / jnp.maximum(total(jnp.ones_like(x)), 1.0),
-        "sum": lambda: total(x),
-        "max": lambda: jax.ops.segment_max(jnp.where(used, x, -jnp.inf).ravel(), index, size),
-    }
-    per = choose("weight_aggregate", how, table)()
-    return jnp.where(used, per[index].reshape(x.shape), 0.0)
-
-
-OPS = Ops(jnp, jax.nn.sigmoid, lax.stop_gradient, aggregate)
+    room = count - lib.sum(nearer)  # of equal ones, those that come first
+    return used & (nearer | (ties & (lib.cumsum(ties, 0) <= room)))
 
 
 def _kl_loss(
     target: Array, batch: Mapping[str, Array], scale: Array, used: Array, algorithm: Algorithm
 ) -> Array:
     """Return β·Σ scale·KL(target ‖ reference), differentiated; 0 unless KL is in the loss."""
+    lib = ops_of(target).lib
     if not algorithm.kl_in_loss:
-        return jnp.zeros((), jnp.float32)
+        return lib.zeros_like(target[0, 0])
     reference = require_reference(batch)
-    used = used & jnp.isfinite(reference)
+    used = used & lib.isfinite(reference)
     penalty = kl.estimate(
-        jnp.where(used, target, 0.0), jnp.where(used, reference, 0.0), algorithm.kl_estimator
+        lib.where(used, target, 0.0), lib.where(used, reference, 0.0), algorithm.kl_estimator
     )
     coefficient = batch.get("kl_coefficient", algorithm.kl_coefficient)
-    return coefficient * jnp.sum(jnp.where(used, scale, 0.0) * penalty)
+    return coefficient * lib.sum(lib.where(used, scale, 0.0) * penalty)
+
+
+def _k3(log_ratio: Array) -> Array:
+    """Return k3 of two policies' log-ratio, log π − log π_ref."""
+    return kl.estimate(log_ratio, ops_of(log_ratio).lib.zeros_like(log_ratio), "k3")
 
 
 def _finite_ratio(log_ratio: Array) -> Array:
     """Return whether both the log-ratio and its exponential are finite numbers."""
-    return (log_ratio > -jnp.inf) & (log_ratio < LARGEST_LOG)
+    return (log_ratio > -math.inf) & (log_ratio < LARGEST_LOG)

@@ -1,6 +1,6 @@
 """What losses on rollouts and advantages are given and give back: rlx's own and a user's alike.
 
-Imports neither JAX nor torch: rlx_torch shares it, and its tensors stand where arrays stand.
+Imports neither JAX nor torch: tensors stand where arrays stand.
 """
 
 import json
@@ -9,19 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlx.algorithms.algorithm import Algorithm
+from rlx.algorithms.array_ops import Ops
 from rlx.base import UserError, place
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Ops:
-    """What a loss computes with, so that one is written once for JAX and for torch."""
-
-    lib: Any  # jax.numpy, or torch
-    sigmoid: Callable
-    frozen: Callable  # its argument without gradient
-    aggregate: Callable  # (x, mask, segment_ids, mean | sum | max), of a sequence on each token
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,8 @@ weight is 1 at the last trained token alone.
 
 from collections.abc import Mapping
 
-import chex
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
-
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
+from rlx.algorithms.array_ops import Array, ops_of, same_shape
 
 
 def nll_loss(
@@ -33,17 +29,17 @@ def nll_loss(
     Returns:
       The summed loss, float32 scalar, and stats as sums.
     """
-    mask = batch["loss_mask"]
-    chex.assert_equal_shape([target_logprobs_BT, mask, batch["loss_weights"]])
-    nll = -jnp.where(mask, target_logprobs_BT, 0.0)
-    loss = jnp.sum(jnp.where(mask, batch["loss_weights"], 0.0) * nll)
+    mask, ops = batch["loss_mask"], ops_of(target_logprobs_BT)
+    lib = ops.lib
+    same_shape(target_logprobs_BT, mask, batch["loss_weights"])
+    nll = -lib.where(mask, target_logprobs_BT, 0.0)
+    loss = lib.sum(lib.where(mask, batch["loss_weights"], 0.0) * nll)
     stats = {
         "n_valid_tokens": mask,
         "sft_loss": loss,
-        "entropy": jnp.where(mask, entropy_BT, 0.0),
+        "entropy": lib.where(mask, entropy_BT, 0.0),
     }
-    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
-    return loss, lax.stop_gradient(stats)
+    return loss, ops.totals(stats)
 
 
 def bradley_terry(z: Array, algorithm: Algorithm) -> Array:
@@ -53,7 +49,7 @@ def bradley_terry(z: Array, algorithm: Algorithm) -> Array:
 
     z and the result: float32, one number a pair.
     """
-    return -jax.nn.log_sigmoid(z)
+    return -ops_of(z).log_sigmoid(z)
 
 
 def dpo(z: Array, algorithm: Algorithm) -> Array:
@@ -63,7 +59,7 @@ def dpo(z: Array, algorithm: Algorithm) -> Array:
 
     z and the result: float32, one number a pair.
     """
-    return -jax.nn.log_sigmoid(algorithm.pair_beta * z)
+    return -ops_of(z).log_sigmoid(algorithm.pair_beta * z)
 
 
 def ipo(z: Array, algorithm: Algorithm) -> Array:
@@ -99,29 +95,29 @@ def pair_loss(
     Raises:
       UserError: DPO or IPO without `reference_logprobs`.
     """
-    mask, segments = batch["loss_mask"], batch["segment_ids"]
-    chex.assert_equal_shape([x_BT, mask, segments, batch["loss_weights"]])
-    x = jnp.where(mask, x_BT.astype(jnp.float32), 0.0)
+    mask, segments, ops = batch["loss_mask"], batch["segment_ids"], ops_of(x_BT)
+    lib = ops.lib
+    same_shape(x_BT, mask, segments, batch["loss_weights"])
+    x = lib.where(mask, ops.float32(x_BT), 0.0)
     if algorithm.kind.reference:
-        x = x - jnp.where(mask, require_reference(batch), 0.0)
-    weights = jnp.where(mask, batch["loss_weights"], 0.0)
+        x = x - lib.where(mask, require_reference(batch), 0.0)
+    weights = lib.where(mask, batch["loss_weights"], 0.0)
     chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
-    z, present = chosen - rejected, _by_pair(mask.astype(jnp.float32), mask, segments, 1) > 0
+    z, present = chosen - rejected, _by_pair(ops.float32(mask), mask, segments, 1) > 0
     scale = algorithm.pair_beta if algorithm.kind.reference else 1.0
     margin = scale * z
     each = choose("loss", algorithm.loss, PAIR_LOSSES)(z, algorithm)
-    loss = jnp.sum(jnp.where(present, each, 0.0))
+    loss = lib.sum(lib.where(present, each, 0.0))
     stats = {
         "n_valid_tokens": mask,
         "n_pairs": present,
         "pair_loss": loss,
         "pair_accuracy": (z > 0) & present,
-        "pair_margin": jnp.where(present, margin, 0.0),
-        "pair_chosen": jnp.where(present, scale * chosen, 0.0),
-        "pair_rejected": jnp.where(present, scale * rejected, 0.0),
+        "pair_margin": lib.where(present, margin, 0.0),
+        "pair_chosen": lib.where(present, scale * chosen, 0.0),
+        "pair_rejected": lib.where(present, scale * rejected, 0.0),
     }
-    stats = {name: jnp.sum(x, dtype=jnp.float32) for name, x in stats.items()}
-    return loss, lax.stop_gradient(stats)
+    return loss, ops.totals(stats)
 
 
 def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
@@ -131,15 +127,16 @@ def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
     the small differences that pairs are made of.
     """
     rows, width = x_BT.shape
+    ops = ops_of(x_BT)
     own = mask & (segments % 2 == odd) & (segments > 0)
     slots = rows * (width // 2 + 1)
-    index = jnp.arange(rows)[:, None] * (width // 2 + 1) + (segments - 1) // 2
-    index = jnp.where(own, index, slots).ravel()  # beyond the end: dropped
+    index = ops.row_index(x_BT) * (width // 2 + 1) + (segments - 1) // 2
+    index = ops.lib.where(own, index, slots).reshape(-1)  # beyond the end: dropped
 
     def total(x):
-        return jax.ops.segment_sum(x.ravel(), index, slots)
+        return ops.segment_sum(x.reshape(-1), index, slots)
 
-    count = total(own.astype(jnp.float32))
-    mean = total(x_BT) / jnp.maximum(count, 1.0)
-    near = mean.at[index].get(mode="fill", fill_value=0.0).reshape(x_BT.shape)
+    count = total(ops.float32(own))
+    mean = total(x_BT) / ops.lib.clip(count, 1.0, None)
+    near = ops.take(mean, index, 0.0).reshape(x_BT.shape)
     return mean * count + total(x_BT - near)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from rlx.algorithms.algorithm import Algorithm, choose
-from rlx.algorithms.signatures import LossInputs, Ops
+from rlx.algorithms.array_ops import Ops
+from rlx.algorithms.signatures import LossInputs
 
 T = TypeVar("T")
 Said = tuple[Any, Mapping[str, Any]]

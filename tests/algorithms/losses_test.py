@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlx.algorithms import advantages, losses, supervised, surrogates
 from rlx.algorithms.algorithm import CHOICES, REDUCTIONS
+from rlx.algorithms.jax_ops import OPS
 from rlx.algorithms.presets import PRESETS
 from rlx.algorithms.signatures import LossInputs
 from rlx.base import UserError
@@ -34,13 +35,13 @@ def of_one(log_ratio, advantage):
     return LossInputs(
         target=log_ratio, proximal=zeros, behaviour=zeros, log_ratio=log_ratio,
         advantage=jnp.asarray(advantage, jnp.float32), entropy=zeros, mask=zeros == 0,
-        segment_ids=zeros, ops=losses.OPS,
+        segment_ids=zeros, ops=OPS,
     )  # fmt: skip
 
 
 # The loss does not know the reduction, nor the weights anything else: each compiles less often.
 plain_loss = jax.jit(losses.policy_loss, static_argnums=3)
-controlled = partial(surrogates.control_weights, ops=losses.OPS)
+controlled = partial(surrogates.control_weights, ops=OPS)
 plain_weights = jax.jit(losses.loss_weights, static_argnums=3)
 
 

@@ -13,8 +13,6 @@ import torch
 from rlx import config as config_lib
 from rlx.algorithms import advantages, losses, presets, surrogates
 from rlx.base import UserError
-from rlx_torch import advantages as torch_advantages
-from rlx_torch import losses as torch_losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 GRPO = presets.PRESETS["grpo"]
@@ -46,7 +44,7 @@ def trained(rows, algorithm):
 def trained_in_torch(rows, algorithm):
     tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in rows.items()}
     target = tensors["target"].requires_grad_()
-    value, stats = torch_losses.policy_loss(target, tensors["entropy"], tensors, algorithm)
+    value, stats = losses.policy_loss(target, tensors["entropy"], tensors, algorithm)
     value.backward()
     return value.detach(), stats, target.grad
 
@@ -192,7 +190,7 @@ def test_tokens_whose_advantage_is_not_finite_leave_the_loss_and_are_counted(lib
     spot = int(np.flatnonzero(flat["loss_mask"])[2])
     bad = np.where(np.arange(cases.flat_size) == spot, np.nan, 2.0).astype(np.float32)
     algorithm = own_advantage(lambda inputs, algorithm: make(bad))
-    compute = advantages.advantages if lib is jnp else torch_advantages.advantages
+    compute = advantages.advantages
     out = compute({name: make(np.asarray(x)) for name, x in flat.items()}, algorithm)
     want = np.where(flat["loss_mask"], bad, 0.0)
     np.testing.assert_array_equal(np.asarray(out["advantages"]), want)

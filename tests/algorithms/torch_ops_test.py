@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from experiments.bench import algorithms_workers as workers
-from rlx.algorithms import advantages as jax_advantages
-from rlx.algorithms import critic as jax_critic
-from rlx.algorithms import kl as jax_kl
-from rlx.algorithms import losses as jax_losses
-from rlx.algorithms import presets
+from rlx.algorithms import advantages, critic, kl, losses, presets, supervised
 from rlx.algorithms.algorithm import CHOICES, REDUCTIONS
 from rlx.base import Group, Trajectory, UserError
-from rlx_torch import advantages, critic, kl, losses, supervised
 
 BOUND = 1e-5
 GRPO = workers.resolved("grpo")
@@ -111,7 +106,7 @@ def one_thread():
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.data == "rollouts"])
 def test_advantages_are_those_of_jax(name):
     flat, _ = make_inputs(ROWS[name])
-    want = jax_advantages.advantages(jax.tree.map(jax.numpy.asarray, flat), ROWS[name])
+    want = advantages.advantages(jax.tree.map(jax.numpy.asarray, flat), ROWS[name])
     got = advantages.advantages(workers.torch_inputs(flat), ROWS[name])
     assert set(got) == set(want)
     for key in want:
@@ -149,7 +144,7 @@ def test_the_entropy_bonus_has_the_gradient_of_jax():
     _, rows = make_inputs(algorithm)
     batch = {**rows, "advantages": rows["entropy"] - 1, "loss_weights": rows["loss_mask"] * 0.5}
     want = jax.grad(
-        lambda h: jax_losses.policy_loss(rows["target"], h, batch, algorithm)[0]
+        lambda h: losses.policy_loss(rows["target"], h, batch, algorithm)[0]
     )(rows["entropy"])  # fmt: skip
     tensors = workers.torch_inputs(batch)
     entropy = tensors["entropy"].requires_grad_()
@@ -181,7 +176,7 @@ def test_value_loss_is_that_of_jax(value_clip):
     values = rng.normal(size=(4, 32)).astype(np.float32)
     batch = {"loss_mask": rng.random((4, 32)) < 0.7}
     batch |= {k: rng.normal(size=(4, 32)).astype(np.float32) for k in ("values", "returns")}
-    (want, stats), grad = jax.value_and_grad(jax_critic.value_loss, has_aux=True)(
+    (want, stats), grad = jax.value_and_grad(critic.value_loss, has_aux=True)(
         values, batch, algorithm
     )
     tensor = torch.from_numpy(values).requires_grad_()
@@ -196,7 +191,7 @@ def test_value_loss_is_that_of_jax(value_clip):
 @pytest.mark.parametrize("observed", [0.0, 0.011, 0.4, np.nan])
 def test_the_coefficient_of_kl_adapts_as_in_jax(observed):
     given = (0.2, observed, 512.0)
-    want = jax_kl.adapt(*map(jax.numpy.float32, given), target=0.01, horizon=10_000)
+    want = kl.adapt(*map(jax.numpy.float32, given), target=0.01, horizon=10_000)
     got = kl.adapt(*map(torch.tensor, given), target=0.01, horizon=10_000)
     close(got, want, "coefficient")
 
