@@ -2,14 +2,21 @@
 
 Both directions are copies and transposes driven by the parameter table, so a round trip is bit for
 bit. Exported directories load in transformers unchanged.
+
+On a mesh each device's part of a parameter is read by itself, and at most BUCKET bytes of it are on
+the host at a time: a model need fit neither the host nor any one device.
 """
 
 import json
+import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,16 +42,26 @@ COMPANIONS = (
 # Tensors that old exporters wrote and no decoder reads.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
+BUCKET = 1 << 30  # bytes of parameters on the way from a file to a device
+_WIDEST = 4  # bytes a number
 
-def load(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
+Slices = tuple[slice, ...]  # one an axis, of step 1; start and stop may be None
+
+
+def load(
+    path: str | Path, dtype: Any = jnp.float32, shardings: Params | None = None
+) -> tuple[ModelConfig, Params]:
     """Return the model of an HF directory, its parameters as JAX arrays of `dtype`.
+
+    Args:
+      shardings: where each parameter goes; None: all to the default device.
 
     Raises:
       UserError: naming the file or tensor that is missing, extra or mis-shaped.
     """
     config = load_config(path)
     with open_tensors(path) as tensors:
-        return config, from_hf(tensors, config, dtype)
+        return config, from_hf(tensors, config, dtype, shardings)
 
 
 def check(path: str | Path) -> ModelConfig:
@@ -68,19 +85,34 @@ def check_tensors(tensors: LazyTensors, config: ModelConfig) -> None:
             _check_shape(name, tensors.shape(name), row)
 
 
-def from_hf(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any = None) -> Params:
+def from_hf(
+    tensors: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    dtype: Any = None,
+    shardings: Params | None = None,
+    bucket: int = BUCKET,
+) -> Params:
     """Return the pytree of tensors with HF's names.
 
     Args:
       tensors: HF name → array; read one at a time, so it may be lazy.
       dtype: of the parameters; None keeps each tensor's own.
+      shardings: where each parameter goes, with memory of its own; None: to the default device.
+      bucket: bytes of parameters on the host at a time, where there are shardings.
 
     Raises:
       UserError: naming the tensor that is missing, extra or mis-shaped.
     """
     rows = parameters.table(config)
     _check_names(tensors, config, rows)
-    return parameters.build({row.path: jnp.asarray(_gather(tensors, row, dtype)) for row in rows})
+    leaves = {}
+    for row in rows:
+        read = partial(_read, tensors, row, dtype)
+        if shardings is None:
+            leaves[row.path] = jnp.asarray(read((slice(None),) * len(row.shape)))
+        else:
+            leaves[row.path] = _placed(read, row.shape, parameters.leaf(shardings, row), bucket)
+    return parameters.build(leaves)
 
 
 def to_hf(params: Params, config: ModelConfig, dtype: Any = None) -> dict[str, np.ndarray]:
@@ -162,17 +194,84 @@ def _tensors(names: list[str]) -> str:
     return f"{len(names)} tensors are" if len(names) > 1 else "1 tensor is"
 
 
-def _gather(tensors: Mapping[str, Any], row: Row, dtype: Any) -> np.ndarray:
-    """Return the row's array, copied from HF's tensors into the pytree's layout."""
+def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np.ndarray:
+    """Return a slice of the row's array, copied from HF's tensors into the pytree's layout."""
+    inner = index[1:] if row.stacked else index
+    theirs = inner[::-1] if row.transposed else inner
+    names = row.names[index[0]] if row.stacked else row.names
     out: Any = None
-    for index, name in enumerate(row.names):
-        tensor = np.asarray(tensors[name])
-        _check_shape(name, tensor.shape, row)
+    for position, name in enumerate(names):
+        part = _part(tensors, name, theirs, row)
+        part = part.T if row.transposed else part
         if out is None:
-            out = np.empty(row.shape, dtype or tensor.dtype)
-        target = out[index] if row.stacked else out
-        target[...] = tensor.T if row.transposed else tensor
+            shape = (len(names), *part.shape) if row.stacked else part.shape
+            out = np.empty(shape, dtype or part.dtype)
+        target = out[position] if row.stacked else out
+        target[...] = part
     return out
+
+
+def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.ndarray:
+    """Return a slice of one of HF's tensors, whose shape is checked."""
+    if isinstance(tensors, LazyTensors):
+        _check_shape(name, tensors.shape(name), row)
+        return tensors.part(name, index)
+    whole = np.asarray(tensors[name])
+    _check_shape(name, whole.shape, row)
+    return whole[index]
+
+
+def _placed(
+    read: Callable[[Slices], np.ndarray],
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    bucket: int,
+) -> jax.Array:
+    """Return an array of which every device of this host got its own slice of what is read."""
+    owners = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = (part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        owners[tuple(bounds)].append(device)
+    shards = [
+        shard
+        for bounds, devices in owners.items()
+        for shard in _on_devices(read, bounds, devices, bucket)
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _on_devices(
+    read: Callable[[Slices], np.ndarray],
+    bounds: tuple[tuple[int, int], ...],
+    devices: list[jax.Device],
+    bucket: int,
+) -> list[jax.Array]:
+    """Return one and the same slice on each device, read in parts of at most `bucket` bytes.
+
+    Its first axis is what is cut; one entry of it is the least that is read.
+    """
+    (start, stop), *rest = bounds
+    inner = tuple(slice(*each) for each in rest)
+    some = math.prod(stop - start for start, stop in rest) * _WIDEST
+    size = min(max(1, bucket // some), stop - start)
+    wholes: list[jax.Array] = []
+    for first in range(start, stop, size):
+        part = read((slice(first, min(first + size, stop)), *inner))
+        if size < stop - start and not wholes:
+            shape = (stop - start, *part.shape[1:])
+            wholes = [jnp.zeros(shape, part.dtype, device=device) for device in devices]
+        # Its own memory, as what is trained is given up to its update.
+        parts = [jax.device_put(part, device, may_alias=False) for device in devices]
+        if wholes:
+            parts = [_fill(w, p, first - start) for w, p in zip(wholes, parts, strict=True)]
+        wholes = jax.block_until_ready(parts)
+    return wholes
+
+
+@partial(jax.jit, donate_argnums=0)
+def _fill(whole: jax.Array, part: jax.Array, start: int) -> jax.Array:
+    """Return `whole` with `part` from entry `start` of the first axis on."""
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
 
 
 def _check_shape(name: str, got: tuple[int, ...], row: Row) -> None:

@@ -31,6 +31,10 @@ class LazyTensors(Mapping):
         """Return a tensor's dtype in safetensors' words (F32, BF16, …), without reading it."""
         return self._files[name].get_slice(name).get_dtype()
 
+    def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a slice of a tensor; nothing else of it is read."""
+        return self._files[name].get_slice(name)[index]
+
     def __getitem__(self, name: str) -> np.ndarray:
         return self._files[name].get_tensor(name)
 

@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -19,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from rlx.base import UserError
 from rlx.model import hf
 from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 KINDS = list(itertools.product(("Qwen2", "Qwen3", "Llama"), (True, False), DTYPES))
@@ -117,6 +121,38 @@ def test_a_sharded_directory_is_the_same_model(small_dir, sharded_dir):
     assert len(list(sharded_dir.glob("*.safetensors"))) > 2
     assert same_bits(hf.load(sharded_dir)[1], hf.load(small_dir)[1])
     assert hf.check(sharded_dir) == hf.load_config(small_dir)
+
+
+# Loading on a mesh, in a process with 8 devices.
+
+# 44 M parameters.
+LARGE = ModelConfig(
+    architecture="Qwen2ForCausalLM", vocab_size=8192, num_layers=8, model_dim=512, mlp_dim=2304,
+    num_heads=8, num_kv_heads=4, head_dim=64, tie_embeddings=False, attention_bias=True,
+)  # fmt: skip
+
+
+def load_sharded(mode: str, *paths: Path) -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("sharded_load.py"), mode, *map(str, paths)],
+        check=True, timeout=300, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
+def test_each_device_has_its_slice_of_the_whole(make_small, tmp_path):
+    kinds = itertools.product(("Qwen2", "Qwen3", "Llama"), (True, False))
+    paths = [tmp_path / f"{name}-{tied}" for name, tied in kinds]
+    for path in paths:
+        architecture, tied = path.name.split("-")
+        make_small(architecture, tied == "True").save_pretrained(path)
+    load_sharded("slices", *paths)
+
+
+def test_loading_takes_no_more_memory_than_the_model_and_a_bucket(small_dir, tmp_path):
+    weights = parameters.init(LARGE, jax.random.key(0), jnp.bfloat16)
+    hf.save(tmp_path / "large", LARGE, weights)
+    load_sharded("memory", tmp_path / "large", small_dir)
 
 
 # Writing whole or not at all.
