@@ -2,47 +2,86 @@
 
 Queries are taken a block at a time, each against the keys up to its end, so half of the T² scores
 are never computed and long rows fit. The backward pass recomputes the scores from the row's
-log-normaliser (as FlashAttention does, arXiv 2205.14135), so nothing of size T² is kept. On NVIDIA
-GPUs half-precision attention is cuDNN's kernel instead, which reads a [B, 1, T, T] mask.
+log-normaliser (as FlashAttention does, arXiv 2205.14135), so nothing of size T² is kept.
+
+On NVIDIA GPUs half-precision attention is cuDNN's kernel instead: of packed rows, or with a mask of
+[B, 1, T, T] where the GPU is older than Hopper or nothing tells how long the segments are. In
+float32 (model.compute_dtype) it is the blocks there too: cuDNN has no kernel for it.
 """
 
 import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from rlx.model.packed_attention import LARGEST_OFFSET, packed_attention
+from rlx.model.sharding import ONE_DEVICE, Layout
+
 QUERY_BLOCK = 256  # rows of scores at one time; more where that would make over 16 blocks
 _MASKED = -1e30  # finite: −inf − −inf would be NaN in an empty row
 
 
-def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    segment_sizes: Array | None = None,
+    layout: Layout = ONE_DEVICE,
+) -> Array:
     """Return softmax(q·k / √H) v over the segment's tokens so far; softmax in float32.
 
-    Padding (segment 0) attends to itself, so no row of the softmax is empty.
+    At padding (segment 0) it is finite, and no gradient comes from there.
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (query head n reads k/v head n·K//N).
       segment_ids: [B, T] int32.
+      segment_sizes: [B, M] int32, see `packed_attention`; wanted where `attention_kind` is packed.
+      layout: of the activations on a mesh.
 
     Returns:
       [B, T, N, H] in q's dtype.
     """
+    how = attention_kind(q.dtype, q.shape[-1])
+    if how == "packed" and (segment_sizes is None or q.size // layout.row_shards >= LARGEST_OFFSET):
+        how = "mask"
+    return {
+        "packed": lambda: packed_attention(q, k, v, cast(Array, segment_sizes), layout),
+        "mask": lambda: _masked(q, k, v, segment_ids),
+        "blocks": lambda: _in_blocks(q, k, v, segment_ids),
+    }[how]()
+
+
+def attention_kind(dtype: Any, head_dim: int) -> str:
+    """Return how this machine computes attention: packed | mask | blocks."""
+    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    if not half or head_dim % 8 or head_dim > 128 or not cuda_capability():
+        return "blocks"
+    return "packed" if cuda_capability() >= (9, 0) else "mask"
+
+
+def cuda_capability() -> tuple[int, ...]:
+    """Return the compute capability of the CUDA devices, as (9, 0); () where JAX uses none."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return ()
+    return tuple(int(part) for part in device.compute_capability.split("."))
+
+
+def _masked(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
+
+
+def _in_blocks(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     batch, length, heads, width = q.shape
-    if _has_fused_kernel(q):
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
     groups = heads // k.shape[2]
     q = (q * width**-0.5).reshape(batch, length, -1, groups, width).transpose(0, 2, 3, 1, 4)
     mixed = _mix(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
-
-
-def _has_fused_kernel(q: Array) -> bool:
-    """Return whether cuDNN's attention takes q: half precision, narrow heads, an NVIDIA GPU."""
-    half, width = q.dtype in (jnp.bfloat16, jnp.float16), q.shape[-1]
-    return half and width % 8 == 0 and width <= 128 and jax.default_backend() == "gpu"
 
 
 @jax.custom_vjp

@@ -127,6 +127,7 @@ def hidden(
     positions: jax.Array,
     segment_ids: jax.Array,
     *,
+    segment_sizes: jax.Array | None = None,
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
     layout: Layout = ONE_DEVICE,
@@ -137,6 +138,7 @@ def hidden(
       tokens: [B, T] int32, in [0, V).
       positions: [B, T] int32, from 0 within each segment.
       segment_ids: [B, T] int32; equal ids attend to each other (causally), 0 is padding.
+      segment_sizes: [B, M] int32, of the segments in their order; see `packed_attention`.
       remat: none (keep everything for the backward pass) | dots (keep matrix products) | full.
       compute_dtype: of activations; parameters are cast where they are used.
       layout: of weights and activations on a mesh; row_shards divides B.
@@ -147,7 +149,7 @@ def hidden(
     cos, sin = rope_tables(config, positions)
 
     def attend(q, k, v):
-        return attention(q, k, v, segment_ids)
+        return attention(q, k, v, segment_ids, segment_sizes, layout)
 
     def body(x, layer):
         return layer_block(layer, config, x, cos, sin, attend, layout), None
@@ -178,7 +180,7 @@ def logprobs(
     exist at a time on each device that has rows of its own, in the backward pass too.
 
     Args:
-      batch: tokens, positions, segment_ids, each [B, T] int32.
+      batch: tokens, positions, segment_ids, each [B, T] int32; segment_sizes where there are.
       temperature: > 0; the one the tokens were sampled with.
       chunk: tokens whose logits exist together.
 
@@ -189,7 +191,8 @@ def logprobs(
     tokens, segments = batch["tokens"], batch["segment_ids"]
     x = hidden(
         params, config, tokens, batch["positions"], segments,
-        remat=remat, compute_dtype=compute_dtype, layout=layout,
+        segment_sizes=batch.get("segment_sizes"), remat=remat, compute_dtype=compute_dtype,
+        layout=layout,
     )  # fmt: skip
     targets = jnp.roll(tokens, -1, axis=1)
     place = layout.place("embed" if config.tie_embeddings else "lm_head")
@@ -228,7 +231,8 @@ def values(
     segments = batch["segment_ids"]
     x = hidden(
         params, config, batch["tokens"], batch["positions"], segments,
-        remat=remat, compute_dtype=compute_dtype, layout=layout,
+        segment_sizes=batch.get("segment_sizes"), remat=remat, compute_dtype=compute_dtype,
+        layout=layout,
     )  # fmt: skip
     place = layout.place("value_head")
     weights = used(scattered_gradient(params["value_head"], place), x.dtype, place)[0]

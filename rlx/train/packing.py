@@ -19,6 +19,7 @@ Arrays = dict[str, np.ndarray]
 
 MIN_FLAT = 1024  # smallest flat bucket, tokens
 MIN_SEQUENCES = 8  # smallest sequence bucket
+MIN_SEGMENTS = 4  # smallest bucket of segments in a row
 ROW_CANDIDATES = 3  # row buckets weighed against each other
 NEAR_TIE = 1.03  # of plans that cost the same but for this, the longest rows: shapes change less
 FILL_CANDIDATES = 64  # sizes tried for the rest of a row
@@ -343,6 +344,21 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
     cuts = np.cumsum(packed.microbatch_rows)[:-1]
     parts = {name: np.split(values, cuts) for name, values in shaped.items()}
     return [{name: parts[name][i] for name in parts} for i in range(len(packed.microbatch_rows))]
+
+
+def segment_sizes(segment_ids: np.ndarray) -> np.ndarray:
+    """Return the tokens of each segment: [B, M] int32, 0 for none; of [B, T] as `microbatches` has.
+
+    M is the least of 4, 16, 64, … that holds the segments of every row: few shapes, and the
+    kernel's log-normalisers, which are [B · M, heads, T], stay small.
+    """
+    rows, most = len(segment_ids), int(segment_ids.max(initial=0))
+    width = MIN_SEGMENTS
+    while width < most:
+        width *= 4
+    keys = (np.arange(rows)[:, None] * (width + 1) + segment_ids).ravel()
+    counts = np.bincount(keys, minlength=rows * (width + 1)).reshape(rows, width + 1)
+    return counts[:, 1:].astype(np.int32)
 
 
 _PACKERS = (first_fit_decreasing, fullest_rows)

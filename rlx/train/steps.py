@@ -33,7 +33,7 @@ from rlx.model.sharding import ONE_DEVICE, Layout
 from rlx.train.optimizer import make_optimizer
 from rlx.train.train_options import TrainOptions
 
-MODEL_INPUTS = ("tokens", "positions", "segment_ids")
+MODEL_INPUTS = ("tokens", "positions", "segment_ids", "segment_sizes")
 LOSS_INPUTS = (*MODEL_INPUTS, "loss_mask", "behaviour_logprobs", "versions")
 
 Batch = Mapping[str, Array]
@@ -421,7 +421,7 @@ class Steps:
             name: values.at[index].get(mode="fill", fill_value=0.0)
             for name, values in per_token.items()
         }
-        kept = {name: batch[name] for name in LOSS_INPUTS}
+        kept = {name: batch[name] for name in LOSS_INPUTS if name in batch}
         kept["sampled"] = batch["loss_mask"]
         kept["loss_mask"] = kept["loss_mask"] & (rows["loss_weights"] > 0)
         scalars = {

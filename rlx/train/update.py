@@ -23,6 +23,7 @@ from rlx.base import Group, UserError
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model import sharding
+from rlx.model.attention import attention_kind
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.train import packing, step_metrics, steps
@@ -234,6 +235,9 @@ class Update:
             together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
         )
         parts = packing.microbatches(flat, ids, plan)
+        if attention_kind(self._options.compute_dtype, self._base.head_dim) == "packed":
+            for part in parts:
+                part["segment_sizes"] = packing.segment_sizes(part["segment_ids"])
         return plan, [self._put(part, sharding.BATCH) for part in parts]
 
     def _score(self, params: Any, batches: Sequence[dict], size: int) -> Any:
@@ -380,7 +384,7 @@ class Update:
 
 
 def _model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in steps.MODEL_INPUTS}
+    return {name: batch[name] for name in steps.MODEL_INPUTS if name in batch}
 
 
 # How much longer attention takes than its arithmetic says, against matrix products. Measured on a

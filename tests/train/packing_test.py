@@ -182,3 +182,14 @@ def test_minibatches_are_whole_groups():
     parts = packing.minibatch_ids(flat, 2)
     assert [p.tolist() for p in parts] == [[0, 1, 2, 3], [4, 5]]
     assert len(packing.minibatch_ids(flat, 8)) == 3
+
+
+@pytest.mark.parametrize(("most", "width"), [(0, 4), (4, 4), (5, 16), (16, 16), (17, 64)])
+def test_segment_sizes_hold_every_segment_of_a_row(most, width):
+    ids = np.zeros((3, 80), np.int32)
+    ids[1, : 2 * most] = np.repeat(np.arange(most) + 1, 2)
+    sizes = packing.segment_sizes(ids)
+    assert sizes.shape == (3, width)
+    assert sizes.dtype == np.int32
+    assert sizes.tolist()[1] == [2] * most + [0] * (width - most)
+    assert not sizes[[0, 2]].any()

@@ -1,0 +1,72 @@
+"""cuDNN's attention over packed rows: each segment by itself, and nothing of size T².
+
+Needs CUDA, half precision and a GPU of compute capability 9.0 (Hopper). JAX has no public name for
+the packed layout yet: what is inside it is imported here alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from rlx.model.sharding import ONE_DEVICE, ROWS, Layout
+
+KERNEL = "dot_product_attention_fwd_wrapper"  # JAX's primitive: (mixed, log-normalisers)
+# Before this version JAX took the key heads' offsets times the number of query heads.
+GROUPED_SINCE = (0, 11, 2)
+LARGEST_OFFSET = 2**31  # elements of q on one device: the kernel counts them in int32
+
+
+def packed_attention(
+    q: Array, k: Array, v: Array, segment_sizes: Array, layout: Layout = ONE_DEVICE
+) -> Array:
+    """Return attention within segments as `attention.attention`; 0 at padding.
+
+    Args:
+      q: [B, T, N, H]; k, v: [B, T, K, H]; bfloat16 or float16.
+      segment_sizes: [B, M] int32, M > 1: tokens of each segment of a row, in the row's order and
+        from its first token on; 0 for none. What follows the last one is padding.
+      layout: rows and heads on a mesh.
+    """
+    heads, groups = q.shape[2], q.shape[2] // k.shape[2]
+    mesh = layout.mesh
+    tensor = 1 if mesh is None else mesh.shape["tensor"]
+    if jax.__version_info__ < GROUPED_SINCE or k.shape[2] % tensor:
+        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+    if mesh is None:
+        return _on_one_device(q, k, v, segment_sizes)
+    cut = PartitionSpec(ROWS, None, "tensor" if heads % tensor == 0 else None)
+    rows = PartitionSpec(ROWS)
+    mapped = jax.shard_map(
+        _on_one_device, mesh=mesh, in_specs=(cut, cut, cut, rows), out_specs=cut, check_vma=False
+    )
+    return mapped(q, k, v, segment_sizes)
+
+
+def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array) -> Array:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    lengths, starts = segment_table(segment_sizes)
+    tokens = jnp.arange(q.shape[1]) < jnp.sum(segment_sizes, axis=1, keepdims=True)
+    tokens = tokens[:, :, None, None]
+
+    def real(x: Array) -> Array:  # the kernel leaves padding as it finds it, gradients too
+        return jnp.where(tokens, x, 0)
+
+    mixed = cudnn.dot_product_attention(
+        real(q), real(k), real(v),
+        q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts,
+        scale=q.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )  # fmt: skip
+    return real(mixed)
+
+
+def segment_table(segment_sizes: Array) -> tuple[Array, Array]:
+    """Return lengths [B, M] and first tokens [B, M + 1] of segments; −1 where there is none.
+
+    The last column of the first tokens is always −1: JAX joins those of all rows, and the end of
+    one row would stand before the beginning of the next.
+    """
+    there, sizes = segment_sizes > 0, segment_sizes.astype(jnp.int32)
+    starts = jnp.where(there, jnp.cumsum(sizes, axis=1) - sizes, -1)
+    return jnp.where(there, sizes, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)

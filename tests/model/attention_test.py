@@ -1,0 +1,166 @@
+"""Attention on CUDA: what is lowered for it, and cuDNN's packed layout by its documented rules."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.sharding import AbstractMesh, AxisType
+
+from rlx.model import attention as module
+from rlx.model import packed_attention as packed
+from rlx.model import sharding
+from rlx.model.attention import attention
+from rlx.train import packing
+
+LENGTHS = [[5, 3, 9], [20], [], [1, 1, 1, 1, 1, 1]]  # of the segments of four rows
+TOKENS = 21
+
+
+def segment_ids(lengths=LENGTHS, tokens=TOKENS):
+    ids = np.zeros((len(lengths), tokens), np.int32)
+    for row, sizes in zip(ids, lengths, strict=True):
+        row[: sum(sizes)] = np.repeat(np.arange(len(sizes)) + 1, sizes)
+    return ids
+
+
+def inputs(heads, key_heads, width=8, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = [(len(LENGTHS), TOKENS, n, width) for n in (heads, key_heads, key_heads)]
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def by_documented_rules(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
+    """Stand in for cuDNN: segments are where the offsets, in elements, say; the rest is not made.
+
+    The offsets are those that the installed JAX would hand over.
+    """
+    assert mask_type is cudnn.MaskType.PADDING_CAUSAL
+    table = cudnn._fix_seqlen_offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, q, k)
+    lengths, key_lengths, starts, key_starts = (np.asarray(part).ravel() for part in table)
+
+    @jax.custom_vjp
+    def run(q, k, v):
+        return forward(q, k, v, jnp.full(q.shape, jnp.nan).ravel())
+
+    def forward(q, k, v, out):
+        groups, width = q.shape[2] // k.shape[2], q.shape[3]
+        flat_k, flat_v = k.ravel(), v.ravel()
+        for i, (length, key_length) in enumerate(zip(lengths, key_lengths, strict=True)):
+            if length <= 0:
+                continue
+            assert length == key_length
+            shape, key_shape = (length, *q.shape[2:]), (length, *k.shape[2:])
+            rows = slice(starts[i], starts[i] + np.prod(shape))
+            keys = slice(key_starts[i], key_starts[i] + np.prod(key_shape))
+            queries = q.ravel()[rows].reshape(length, -1, groups, width)
+            own = [x[keys].reshape(key_shape) for x in (flat_k, flat_v)]
+            scores = jnp.einsum("qkgh,skh->kgqs", queries, own[0]) * scale
+            scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf)
+            mixed = jnp.einsum("kgqs,skh->qkgh", jax.nn.softmax(scores), own[1])
+            out = out.at[rows].set(mixed.ravel())
+        return out.reshape(q.shape)
+
+    def backward(kept, grad):
+        grads = jax.vjp(lambda *x: forward(*x, jnp.zeros(q.size)), *kept)[1](grad)
+        there = (segment_ids() > 0)[..., None, None]
+        return tuple(jnp.where(there, g, jnp.nan) for g in grads)
+
+    run.defvjp(lambda *x: (run(*x), x), backward)
+    return run(q, k, v)
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_packed_segments_are_attended_to_as_in_blocks(monkeypatch, heads, key_heads):
+    """With grouped heads too, which some versions of JAX count wrongly."""
+    monkeypatch.setattr(cudnn, "dot_product_attention", by_documented_rules)
+    ids = segment_ids()
+    sizes, there = packing.segment_sizes(ids), (ids > 0)[..., None, None]
+    weights = np.random.default_rng(1).normal(size=(*ids.shape, heads, 8))
+
+    def loss(function, *qkv):
+        mixed = function(*qkv)
+        return jnp.sum(jnp.where(there, mixed, 0) * weights), mixed
+
+    of_packed = partial(packed.packed_attention, segment_sizes=jnp.asarray(sizes))
+    of_blocks = partial(attention, segment_ids=jnp.asarray(ids))
+    results = []
+    for function in (of_packed, of_blocks):
+        run = jax.value_and_grad(partial(loss, function), argnums=(0, 1, 2), has_aux=True)
+        (_, mixed), grads = run(*inputs(heads, key_heads))
+        results.append((mixed, *grads))
+    for ours, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(
+            np.where(there, ours, 0), np.where(there, wanted, 0), rtol=1e-5, atol=1e-5
+        )
+        assert not np.asarray(ours)[ids == 0].any(), "padding: the kernel writes nothing there"
+
+
+def test_segments_are_told_in_the_layout_that_jax_documents():
+    lengths, starts = packed.segment_table(jnp.asarray(packing.segment_sizes(segment_ids())))
+    assert lengths.shape == (4, 16)
+    assert starts.shape == (4, 17)
+    assert lengths[:, :4].tolist() == [[5, 3, 9, -1], [20, *[-1] * 3], [-1] * 4, [1] * 4]
+    assert starts[:, :4].tolist() == [[0, 5, 8, -1], [0, *[-1] * 3], [-1] * 4, [0, 1, 2, 3]]
+    assert starts[3, 4:].tolist() == [4, 5, *[-1] * 11]
+
+
+def lowered(run, *args):
+    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def loss_of(layout, sizes, ids):
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, ids, sizes, layout).astype(jnp.float32))
+
+    return jax.grad(loss, argnums=(0, 1, 2))
+
+
+def test_on_hopper_packed_rows_are_attended_to_without_a_mask(hopper):
+    tokens = 512
+    ids = jnp.asarray(segment_ids([[300, 200], [512]], tokens))
+    sizes = jnp.asarray(packing.segment_sizes(np.asarray(ids)))
+    q, k = (jnp.ones((2, tokens, n, 64), jnp.bfloat16) for n in (4, 2))
+    text = lowered(loss_of(sharding.ONE_DEVICE, sizes, ids), q, k, k)
+    calls = re.findall(r"custom_call @(__cudnn\S+?)\(", text)
+    assert calls == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert text.count("PADDING_CAUSAL") == 2
+    assert re.findall(r"max_seg_per_batch\\22: (\d+)", text) == ["4", "4"]
+    assert f"{tokens}x{tokens}" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "sizes", "name"),
+    [
+        (jnp.float32, (9, 0), True, None),
+        (jnp.bfloat16, (8, 0), True, "__cudnn$fmhaScaleBiasSoftmax"),
+        (jnp.bfloat16, (9, 0), False, "__cudnn$fmhaScaleBiasSoftmax"),
+        (jnp.bfloat16, (), True, None),
+    ],
+)
+def test_elsewhere_there_is_a_mask_or_there_are_blocks(
+    hopper, monkeypatch, dtype, capability, sizes, name
+):
+    monkeypatch.setattr(module, "cuda_capability", lambda: capability)
+    ids = segment_ids([[30, 20]], 64)
+    q = jnp.ones((1, 64, 2, 64), dtype)
+    known = jnp.asarray(packing.segment_sizes(ids)) if sizes else None
+    text = lowered(loss_of(sharding.ONE_DEVICE, known, jnp.asarray(ids)), q, q, q)
+    calls = re.findall(r"custom_call @(__cudnn\S+?)\(", text)
+    assert calls == ([name, f"{name}Backward"] if name else [])
+
+
+@pytest.mark.parametrize(("key_heads", "local"), [(4, (2, 2)), (1, (2, 2))])
+def test_on_a_mesh_each_device_has_its_own_rows_and_heads(hopper, key_heads, local):
+    mesh = AbstractMesh((1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    ids = jnp.asarray(segment_ids([[30, 20], [64], [10], [1, 2]], 64))
+    sizes = jnp.asarray(packing.segment_sizes(np.asarray(ids)))
+    q, k = (jnp.ones((4, 64, n, 64), jnp.bfloat16) for n in (4, key_heads))
+    text = lowered(loss_of(sharding.Layout(mesh), sizes, ids), q, k, k)
+    [call] = re.findall(r"custom_call @__cudnn\$fmhaSoftmax\(.*", text)
+    rows, heads = 2, local
+    wanted = [f"tensor<{rows}x64x{n}x64xbf16>" for n in (*heads, heads[1])]
+    assert re.findall(r"tensor<\S+bf16>", call)[:3] == wanted

@@ -1,0 +1,30 @@
+"""The train step as it is lowered for CUDA; no GPU is needed to look at it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx.train import packing
+
+
+def test_the_step_on_hopper_is_of_packed_attention(hopper, trainer, params, make_groups):
+    """Forward, once more in the backward pass (remat), and backward; no mask of a whole row."""
+    keys = {"model.compute_dtype": "bfloat16", "model.remat": "full"}
+    update = trainer(**keys, **{"train.row_buckets": (48,)})
+    flat = packing.flatten(make_groups())
+    plan, batches = update._pack(flat, np.arange(flat.num_sequences))
+    [batch] = batches
+    rows = sum(plan.microbatch_rows)
+    assert batch["segment_sizes"].shape == (rows, 16 if batch["segment_ids"].max() > 4 else 4)
+    assert np.sum(batch["segment_sizes"]) == flat.num_tokens
+
+    def loss(params, batch):
+        return jnp.sum(update._steps.logprobs(params, None, batch)[0])
+
+    text = jax.jit(jax.grad(loss)).trace(params, batch).lower(lowering_platforms=("cuda",))
+    text = text.as_text()
+    calls = re.findall(r"custom_call @(__cudnn\S+?)\(", text)
+    assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * 2 + ["__cudnn$fmhaSoftmaxBackward"]
+    assert "48x48" not in text
