@@ -1,6 +1,7 @@
 """Every file in configs/ is a run that could start, and every preset has one."""
 
 import ast
+import math
 import sys
 from pathlib import Path
 
@@ -10,9 +11,13 @@ import pytest
 from rlx.algorithms.presets import PRESETS
 from rlx.cli import flags
 from rlx.config import check
-from rlx.model import hf
+from rlx.doctor import memory
+from rlx.doctor.machine import Devices
+from rlx.model import hf, sharding
+from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import prepare
+from rlx.run.room_options import sizes_of
 from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
 
@@ -25,6 +30,22 @@ SMALL = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=32, num_layers=1, model_dim=8, mlp_dim=16, num_heads=2,
     num_kv_heads=1, head_dim=4,
 )  # fmt: skip
+
+
+def qwen2(layers, width, heads, kv_heads, mlp, vocabulary=152_064):
+    return ModelConfig(
+        "Qwen2ForCausalLM", vocab_size=vocabulary, num_layers=layers, model_dim=width, mlp_dim=mlp,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=128, attention_bias=True,
+    )  # fmt: skip
+
+
+# of configs/math_*.py: the model's config.json, its billions of parameters, the trainer's GPUs
+LARGE = {
+    "math_1_5b": (qwen2(28, 1536, 12, 2, 8960, 151_936), 1.78, 4),
+    "math_7b": (qwen2(28, 3584, 28, 4, 18_944), 7.62, 16),
+    "math_14b": (qwen2(48, 5120, 40, 8, 13_824), 14.77, 32),
+    "math_32b": (qwen2(64, 5120, 40, 8, 27_648), 32.76, 64),
+}
 
 
 def load(path):
@@ -52,6 +73,21 @@ def test_a_config_says_command_hardware_and_what_to_expect(path):
         "Hardware",
         "Expect",
     ]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
+    """Nothing is allocated: shapes alone. XLA takes 3/4 of a GPU's memory unless told otherwise."""
+    config, (model, billions, gpus) = load(ROOT / "configs" / f"{name}.py"), LARGE[name]
+    assert parameters.count(model) / 1e9 == pytest.approx(billions, abs=0.005)
+    axes = sharding.mesh_axes(config.train.mesh, gpus)
+    assert math.prod(axes.values()) == gpus
+    pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
+    print(f"{name}: {sum(pieces.values()) / 1e9:.0f} GB: {memory.listed(pieces)}")
+    assert sum(pieces.values()) < 0.75 * 80e9
+    assert model.num_heads % axes["tensor"] == model.num_kv_heads % axes["tensor"] == 0
+    trajectories = config.rollout.batch_prompts // config.train.minibatches
+    assert trajectories * config.sampling.n_samples >= 2 * sharding.num_row_shards(axes)
 
 
 @pytest.mark.parametrize("name", RL)

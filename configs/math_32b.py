@@ -1,0 +1,20 @@
+"""GRPO on competition mathematics with R1-Distill-Qwen 32B, on sixteen nodes.
+
+Command:   srun -N8 --ntasks-per-node=1 python -m rlx.main --config=configs/math_32b.py
+           --config.fleet.addresses=@servers.txt    (on eight nodes; docs/scale.md)
+Hardware:  8 nodes of 8 GPUs of 80 GB for the trainer. A server has one GPU, whose weights alone are
+           66 GB: 64 GPUs of 141 GB (H200) for servers.
+Expect:    published for this size, 512 × 32 on 16 nodes: 6,707 s a step (AReaL's guide, which did
+           not train it to the end). Not yet run by rlx.
+"""
+
+from configs import math_14b
+
+
+def get_config():
+    """The run described above."""
+    c = math_14b.get_config()
+    c.model.path = "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"
+    c.sampling.n_samples = 32
+    c.train.mesh = "fsdp:32,tensor:2"  # the inputs of 64 layers at 17,408 tokens: 23 GB, halved
+    return c

@@ -1,0 +1,20 @@
+"""GRPO on competition mathematics with R1-Distill-Qwen 7B, on four nodes.
+
+Command:   srun -N2 --ntasks-per-node=1 python -m rlx.main --config=configs/math_7b.py
+           --config.fleet.addresses=@servers.txt    (on two nodes; docs/scale.md starts it by hand)
+Hardware:  4 nodes of 8 GPUs of 80 GB: 2 for the trainer, 2 for 16 servers.
+Expect:    published for this size, 512 × 16: 2,275 s a step on 4 nodes, 815 s on 16, 400 steps
+           (AReaL's guide). Not yet run by rlx.
+"""
+
+from configs import math_1_5b
+
+
+def get_config():
+    """The run described above."""
+    c = math_1_5b.get_config()
+    c.total_steps = 400
+    c.model.path = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+    c.rollout.max_concurrent_rollouts = 1024
+    c.train.mesh = "replica:2,fsdp:8"  # weights are gathered within a node
+    return c
