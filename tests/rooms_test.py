@@ -34,7 +34,7 @@ LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/signatures.py",
     "algorithms/surrogates.py", "algorithms/array_ops.py", "algorithms/advantages.py",
     "algorithms/critic.py", "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
-    "train/packing.py",
+    "train/contract.py", "train/packing.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
     "model/model_config.py", "model/tensors.py",
 )  # fmt: skip
@@ -51,6 +51,11 @@ BUDGET = {  # room → lines of Python, generated files left out
     "train": 3_200, "observe": 2_116, "fleet": 2_800, "engines": 4_000, "rewards": 1_775,
     "rollout": 2_383, "agents": 3_897, "launch": 1_300, "mismatch": 850, "evaluation": 980,
     "doctor": 1_300, "run": 2_650, "commands": 390, "rlx_torch": 140,
+}  # fmt: skip
+
+TRAINERS = "run/trainers.py"  # builds the trainer; the rest of the room sees its contract alone
+OF_JAX = HEAVY | {
+    f"rlx.train.{name}" for name in ("update", "steps", "optimizer", "step_metrics")
 }  # fmt: skip
 
 FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
@@ -111,7 +116,7 @@ def test_the_checks_see_what_they_forbid():
     ]
     assert downward("fleet/client.py", "from rlx.run import loop") == ["rlx.run.loop"]
     assert downward("serve.py", "from rlx import doctor, main") == ["rlx.main"]
-    assert downward("run/loop.py", "from rlx.train.update import Update") == []
+    assert downward("run/loop.py", "from rlx.train.update import JaxUpdate") == []
     with pytest.raises(AssertionError, match="relative import"):
         imports("from . import base")
     assert light("rollout/executor.py")
@@ -149,6 +154,14 @@ def test_importing_every_light_file_loads_no_heavy_module():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "run" and p != TRAINERS])
+def test_a_run_sees_its_trainer_through_the_contract_alone(path):
+    """So that one in PyTorch takes the place of JAX's."""
+    names = {".".join(name.split(".")[:3]) for name in imports((PACKAGE / path).read_text())}
+    found = {name for name in names if name in OF_JAX or name.split(".")[0] in HEAVY}
+    assert not found, f"rlx/{path} imports {sorted(found)}; ask for it in rlx/train/contract.py"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -63,13 +63,13 @@ def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Itera
     from rlx.rollout.staleness import Limits
     from rlx.run.inputs import prepare
     from rlx.train.train_options import TrainOptions
-    from rlx.train.update import Update
+    from rlx.train.update import JaxUpdate
 
     c = get_config()
     c.optimizer.learning_rate, c.model.publish_dtype = rate, "bfloat16"
     inputs = prepare(c)
     _, weights = hf.load(inputs.model_dir, "float32")
-    update = Update(inputs.model_config, TrainOptions.of(c))
+    update = JaxUpdate(inputs.model_config, TrainOptions.of(c))
     state = update.init(weights)
     options = {"slots": c.fleet.slots, "max_model_len": 192, "dtype": "bfloat16"}
     with LocalServers(inputs.model_dir, workdir=directory, plan=_plan(cores), **options) as local:

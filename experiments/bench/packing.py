@@ -93,8 +93,8 @@ def shares(lengths: Lengths, batches: int) -> list[dict]:
     """Real tokens over computed tokens, by budget and model shape."""
     from rlx.config import default
     from rlx.model.model_config import ModelConfig
+    from rlx.model.params import attention_cost
     from rlx.train import packing
-    from rlx.train.update import attention_cost
 
     buckets = default().train.row_buckets
     rows = []
@@ -129,7 +129,7 @@ def compilations(
     from rlx.model import params
     from rlx.model.model_config import ModelConfig
     from rlx.train.train_options import TrainOptions
-    from rlx.train.update import Update
+    from rlx.train.update import JaxUpdate
 
     total = 0
     marks = []
@@ -143,7 +143,7 @@ def compilations(
     config.train.max_tokens_per_microbatch = UPDATE_BUDGET
     config.train.row_buckets = buckets or config.train.row_buckets
     model = ModelConfig.from_hf(TINY)
-    update = Update(model, TrainOptions.of(config))
+    update = JaxUpdate(model, TrainOptions.of(config))
     state = update.init(params.init(model, jax.random.key(0), "float32"))
     for _ in range(2):
         rng = np.random.default_rng(1)

@@ -99,18 +99,18 @@ def jax_side(options: dict) -> tuple[Step, dict]:
     from rlx.model import params
     from rlx.train import packing
     from rlx.train.train_options import TrainOptions
-    from rlx.train.update import Update, attention_cost
+    from rlx.train.update import JaxUpdate
 
     if options["platform"] != "cpu":
         jax.config.update("jax_platforms", options["platform"])
     model = MODELS[options["model"]]
     config = make_config(options)
-    update = Update(model, TrainOptions.of(config))
+    update = JaxUpdate(model, TrainOptions.of(config))
     state = update.init(jax.jit(lambda key: params.init(model, key))(jax.random.key(0)))
     groups = make_groups(make_lengths(options["lengths"], options["sequences"]), model.vocab_size)
     plan = packing.plan(
         packing.flatten(groups).sizes[: options["sequences"]], options["budget"],
-        options["row_buckets"], attention_cost=attention_cost(model),
+        options["row_buckets"], attention_cost=params.attention_cost(model),
     )  # fmt: skip
 
     def step() -> float:

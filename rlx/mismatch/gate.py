@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import UserError
+from rlx.base import Group, UserError
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.mismatch.diagnose import Explanation, MismatchCase, advice, diagnose
 from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer
 from rlx.model import hf
-from rlx.model.params import Params
 from rlx.rollout.executor import Executor
+from rlx.rollout.workflows import trajectory
 
 POLL_SECONDS = 0.2  # how long a waiting trainer is deaf to Ctrl-C
 PRIORITY = 1 << 20  # above whatever training asks for: a probe does not wait for free slots
@@ -84,11 +84,18 @@ class Gate:
         """Whether a check is under way."""
         return self._asked is not None
 
-    def verdict(self, params: Params, stopping: Callable[[], bool]) -> Verdict | None:
+    def verdict(
+        self,
+        score: Callable[[Sequence[Group]], list[np.ndarray]],
+        weights: Callable[[], Mapping[str, Any]],
+        stopping: Callable[[], bool],
+    ) -> Verdict | None:
         """Wait for the answers and end the check; return None when `stopping` says so first.
 
         Args:
-          params: the weights of the version that `ask` was for.
+          score: gives the trainer's log-probabilities, [tokens] a trajectory, by the weights of the
+            version that `ask` was for.
+          weights: gives these, by HF's names, to find out what is wrong.
         """
         assert self._asked is not None, "ask comes first"
         while not self._asked.done():
@@ -96,7 +103,7 @@ class Gate:
                 return None
             wait([self._asked], POLL_SECONDS)
         asked, self._asked = self._asked, None
-        return self._check(asked.result(), params)
+        return self._check(asked.result(), score, weights)
 
     async def _probe(self, fleet: Fleet, version: int, publish: Future | None) -> Probe:
         if publish:
@@ -106,13 +113,17 @@ class Gate:
         answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
         return Probe(version, answers, time.monotonic() - begun)
 
-    def _check(self, probe: Probe, params: Params) -> Verdict:
+    def _check(self, probe: Probe, score: Callable, weights: Callable) -> Verdict:
         begun, servers, errors = time.monotonic(), {}, []
         self._checked |= frozenset(probe.answers)
-        for address, completions in probe.answers.items():
-            case = self._case(completions, probe.version, params)
-            found = case.compare(case.score())
-            causes = [] if found.ok or not found.tokens else diagnose(case, found)
+        cases = [self._case(found, probe.version) for found in probe.answers.values()]
+        scores, params = iter(score([_group(*pair) for pair in enumerate(cases)])), None
+        for address, case in zip(probe.answers, cases, strict=True):
+            ours = [next(scores)[len(sample.prompt) :] for sample in case.samples]
+            found, causes = case.compare(ours), []
+            if found.tokens and not found.ok:
+                params = params or hf.from_hf(weights(), self.scorer.model, self.dtype)
+                causes = diagnose(dataclasses.replace(case, params=params), found)
             servers[address] = _server_record(found, causes)
             if not found.ok:
                 errors.append(_error(address, probe.version, found, causes))
@@ -129,7 +140,7 @@ class Gate:
         }
         return Verdict(record, errors[0] if errors else None)
 
-    def _case(self, completions: Sequence[Completion], version: int, params: Params):
+    def _case(self, completions: Sequence[Completion], version: int) -> MismatchCase:
         earlier = {
             name: lambda path=path: hf.load(path, self.dtype)[1]
             for name, path in self.earlier.items()
@@ -137,7 +148,7 @@ class Gate:
         }
         samples = [EngineSample(p, c) for p, c in zip(self.prompts, completions, strict=True)]
         return MismatchCase(
-            self.scorer, params, samples, self.tolerance, self.sampling.top_p,
+            self.scorer, {}, samples, self.tolerance, self.sampling.top_p,
             self.sampling.top_k, earlier, version,
         )  # fmt: skip
 
@@ -149,6 +160,14 @@ def sentence(record: Mapping[str, Any]) -> str:
         f"gate: {record['tokens']} tokens of {servers} server{'s' * (servers != 1)}, version "
         f"{record['step']}, score the same in the trainer: |Δ logprob| mean "
         f"{record['mean_delta']:.1e}, max {record['max_delta']:.1e}"
+    )
+
+
+def _group(index: int, case: MismatchCase) -> Group:
+    """Return a server's answers as trajectories, which the trainer scores."""
+    names = (f"{index}.{number}" for number in range(len(case.samples)))
+    return Group(
+        index, tuple(trajectory(s.prompt, s.completion, 0.0, next(names)) for s in case.samples)
     )
 
 

@@ -143,6 +143,17 @@ def save(
     source: str | Path | None = None,
     chat_template: str = "",
 ) -> None:
+    """Write an HF directory of parameters; see `write`."""
+    write(path, config, to_hf(params, config, dtype), source, chat_template)
+
+
+def write(
+    path: str | Path,
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    source: str | Path | None = None,
+    chat_template: str = "",
+) -> None:
     """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
 
     A `chat_template` takes the place of the one that is among them.
@@ -152,7 +163,6 @@ def save(
     Raises:
       UserError: it cannot be written; nothing is left behind.
     """
-    tensors = to_hf(params, config, dtype)
     with atomic_directory(Path(path)) as fresh:
         name = str(next(iter(tensors.values())).dtype)
         record = {**config.to_hf(), "dtype": name, "torch_dtype": name}

@@ -84,15 +84,22 @@ def save(
     adapters: Params,
     base: str = "",
 ) -> None:
+    """Write a PEFT directory of adapters; see `write`."""
+    write(path, settings, to_peft(adapters, config, settings), base)
+
+
+def write(
+    path: str | Path, settings: LoraConfig, tensors: Mapping[str, np.ndarray], base: str = ""
+) -> None:
     """Write a PEFT directory, whole or not at all.
 
     Args:
+      tensors: as `to_peft` has them.
       base: directory or hub name of the model that the adapters belong to, for PEFT to find.
 
     Raises:
       UserError: it cannot be written; nothing is left behind.
     """
-    tensors = to_peft(adapters, config, settings)
     with atomic_directory(Path(path)) as fresh:
         (fresh / CONFIG).write_text(json.dumps(_to_json(settings, base), indent=2) + "\n")
         save_tensors(tensors, fresh / WEIGHTS)

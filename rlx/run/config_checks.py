@@ -36,7 +36,6 @@ from rlx.run import inputs as run_inputs
 from rlx.run.inputs import Inputs
 from rlx.run.room_options import sizes_of
 from rlx.train import packing
-from rlx.train.update import attention_cost
 
 SAMPLED_ROWS = 256  # whose prompts are counted in tokens
 
@@ -212,7 +211,7 @@ def arithmetic(
     yield judge_batch(sizes, len(inputs.train_rows))
     expected = expected_tokens(config, prompts, workdir)
     shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
-    cost = attention_cost(inputs.model_config, devices.platform)
+    cost = parameters.attention_cost(inputs.model_config, devices.platform)
     yield judge_microbatches(sizes, expected, cost, shards)
     if inputs.algorithm.data == "rollouts":
         yield judge_staleness(config, sizes.group)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
@@ -14,15 +15,14 @@ from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
-from rlx.model.params import Params
 from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint
+from rlx.train.contract import State, Update
 from rlx.train.train_options import lora_of
-from rlx.train.update import Update
 
 
 class Export:
-    """Convert the train state's parameters to the forms that others read.
+    """Convert the trainer's weights to the forms that others read.
 
     Args:
       config, update: of the run.
@@ -38,26 +38,30 @@ class Export:
         self, config: ConfigDict, update: Update, model_dir: Path, source: Path, template: str = ""
     ):
         self._update, self._model_dir, self._source = update, model_dir, source
-        self._template = template
+        self._template, self._lora = template, lora_of(config.lora)
         self._dtype = config.model.publish_dtype
         self._by_adapter = config.fleet.publish == "adapter"
-        self.base = adapter.digest(model_dir) if update.lora else b""
+        self.base = adapter.digest(model_dir) if self._lora else b""
 
-    def weights(self, params: Params) -> Mapping[str, Any] | Adapter:
-        """Return the policy of `params` as the fleet takes it, on the host."""
-        model, lora = self._update.model, self._update.lora
-        if lora and self._by_adapter:
-            tensors = peft.to_peft(params, model, lora)
-            return Adapter(tensors, lora.scale, self._dtype, self.base)
-        return hf.to_hf(self._update.merged(params), model, self._dtype)
+    def weights(self, state: State) -> Mapping[str, Any] | Adapter:
+        """Return the policy of `state` as the fleet takes it, on the host."""
+        if self._lora and self._by_adapter:
+            tensors = self.tensors(state, adapters=True)
+            return Adapter(tensors, self._lora.scale, self._dtype, self.base)
+        return self.tensors(state)
 
-    def save(self, workdir: Path, params: Params) -> None:
+    def tensors(self, state: State, adapters: bool = False) -> dict[str, np.ndarray]:
+        """Return all buckets of `Update.weights` as one."""
+        buckets = self._update.weights(state, adapters)
+        return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+
+    def save(self, workdir: Path, state: State) -> None:
         """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads."""
-        model, lora = self._update.model, self._update.lora
-        merged = self._update.merged(params)
-        hf.save(workdir / "hf", model, merged, self._dtype, self._source, self._template)
-        if lora:
-            peft.save(workdir / "adapter", model, lora, params, str(self._model_dir))
+        model, merged = self._update.model, self.tensors(state)
+        hf.write(workdir / "hf", model, merged, self._source, self._template)
+        if self._lora:
+            adapters = self.tensors(state, adapters=True)
+            peft.write(workdir / "adapter", self._lora, adapters, str(self._model_dir))
 
     def require_base(self, host: Mapping[str, Any]) -> None:
         """Raise UserError when a checkpoint's adapters were trained on another model."""

@@ -2,7 +2,7 @@
 
     executor thread   admit ─▶ generate (gRPC) ─▶ reward ─▶ buffer       publish ─▶ set_version
                                                      │                      ▲
-    this thread       collect ◀──────────────────────┘ ─▶ update ─▶ to_hf ──┘ ─▶ record, save
+    this thread       collect ◀──────────────────────┘ ─▶ update ─▶ weights ┘ ─▶ record, save
 
 `collect` blocks only while no batch is ready. A publish runs beside what follows it, and at most
 one is under way. A cluster runs this same file: a laptop has the same processes, only fewer.
@@ -22,7 +22,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from rlx.base import DiskFull, Group, UserError
@@ -33,18 +32,17 @@ from rlx.fleet.no_fleet import NoFleet
 from rlx.launch.host_memory import keep_freed_memory
 from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.mismatch.gate import sentence
-from rlx.model import compile_cache
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
 from rlx.observe.jsonl import read_jsonl
 from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
-from rlx.run import resume, run_records
+from rlx.run import resume, run_records, trainers
 from rlx.run.inputs import as_json, has_servers, prepare
 from rlx.run.parts import Parts, build, disk_warning
 from rlx.run.room_options import sizes_of
 from rlx.train import checkpoint
-from rlx.train.steps import TrainState
+from rlx.train.contract import State
 
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
@@ -89,8 +87,7 @@ def run(
     config, workdir = config.copy_and_resolve_references(), Path(workdir)
     check(config)
     keep_freed_memory()
-    for name, value in compile_cache.options().items():
-        jax.config.update(name, value)
+    trainers.use_compile_cache()
     hooks, stop = Hooks(writers.load(config.observe.writers, callbacks)), stop or Event()
     inputs = prepare(config)
     make_directory(workdir)
@@ -116,7 +113,7 @@ class _Loop:
       seconds: of each phase since the last record. published: record of the last publish.
     """
 
-    def __init__(self, parts: Parts, state: TrainState, step: int):
+    def __init__(self, parts: Parts, state: State, step: int):
         self.parts, self.config, self.state, self.step = parts, parts.config, state, step
         self.served, self.data = has_servers(parts.config), parts.inputs.algorithm.data
         self.executor, self.fleet, self.gate = parts.executor, parts.fleet, parts.gate
@@ -174,7 +171,7 @@ class _Loop:
             with self.timeline.span("trainer", "pack and dispatch", step=self.step + 1):
                 self.state, metrics = self.parts.update.update(self.state, groups)
             with self.timeline.span("trainer", "compute", step=self.step + 1):
-                jax.block_until_ready(self.state.step)
+                self.parts.update.wait(self.state)
             self.step, self.whole = self.step + 1, True
         self._measure()
         self._publish()
@@ -189,7 +186,7 @@ class _Loop:
         with self._phase("publish", version=self.step):
             if self.publishing:
                 self.publishing.result()
-            weights = self.parts.export.weights(self.state.params) if self.served else {}
+            weights = self.parts.export.weights(self.state) if self.served else {}
         self.publishing = self.executor.submit(self._deliver(self.step, weights))
         if self._due(self.config.gate.every_steps):
             self._ask_servers()
@@ -216,8 +213,11 @@ class _Loop:
         if not self.gate or not self.gate.asked:
             return
         with self._phase("gate", version=self.step):
-            whole = self.parts.update.whole(self.state.params)
-            verdict = self.gate.verdict(whole, self.parts.stop.is_set)
+            verdict = self.gate.verdict(
+                partial(self.parts.update.logprobs, self.state),
+                partial(self.parts.export.tensors, self.state),
+                self.parts.stop.is_set,
+            )
         if verdict:
             self.writer.write("gate.jsonl", verdict.record)
             if verdict.error:
@@ -318,10 +318,11 @@ class _Loop:
         """Save a checkpoint of everything, and export the HF directory."""
         with self._phase("checkpoint", step=self.step):
             host, groups = self.executor.state()
-            directory = checkpoint.save(
+            directory = checkpoint.write(
                 self.parts.workdir / "checkpoints",
                 self.step,
-                self.state,
+                self._write_state,
+                self.parts.update.state_bytes,
                 {
                     "step": self.step,
                     "elapsed_seconds": self.parts.elapsed(),
@@ -334,10 +335,14 @@ class _Loop:
                 keep=self.config.checkpoint.keep,
                 beside=memory.exported(sizes_of(self.config, self.parts.inputs.model_config)),
             )
-            self.parts.export.save(self.parts.workdir, self.state.params)
+            self.parts.export.save(self.parts.workdir, self.state)
         self.parts.hooks.tell("on_checkpoint", self.step, directory)
         self.saved = self.step
         self.last_save = time.monotonic()
+
+    def _write_state(self, path: Path) -> None:
+        self.parts.update.save(path, self.state)
+        self.parts.update.saved()
 
     def _show(self) -> Path | None:
         """Write the timeline and the report of what there is; return the report's path."""

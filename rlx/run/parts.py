@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import Event, current_thread, main_thread
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from rlx.cli.signals import interrupts
@@ -30,8 +29,6 @@ from rlx.launch.servers import servers_of
 from rlx.launch.teacher import ScorerOptions
 from rlx.launch.workdir_lock import Killed
 from rlx.mismatch.gate import Gate
-from rlx.model import hf
-from rlx.model import params as parameters
 from rlx.observe.hooks import Hooks
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.observe.metrics import MetricsWriter
@@ -42,14 +39,12 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
-from rlx.run import resume
+from rlx.run import resume, trainers
 from rlx.run.export import Export
-from rlx.run.inputs import INITIAL, Inputs, as_json, has_servers, patience, server_options
+from rlx.run.inputs import Inputs, as_json, has_servers, patience, server_options
 from rlx.run.room_options import gate_of, held_out_options, sizes_of
 from rlx.train import checkpoint
-from rlx.train.steps import TrainState
-from rlx.train.train_options import TrainOptions
-from rlx.train.update import Update
+from rlx.train.contract import State, Update
 
 SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all
 
@@ -93,7 +88,7 @@ def build(
     said: Sequence[str],
     hooks: Hooks,
     stop: Event,
-) -> tuple[Parts, TrainState, int]:
+) -> tuple[Parts, State, int]:
     """Build and start everything; `stack` ends it, in reverse order.
 
     Args:
@@ -134,7 +129,7 @@ def build(
     plan = cpu_plan(cores, first_judge + judged.num_local, config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
-    model_dir = _first_weights(config, workdir, inputs)
+    model_dir = trainers.first_weights(config, workdir, inputs)
     given: dict[str, Any] = {"token": token, "tls": client_tls(**config.fleet.tls)}
     started: dict[str, Any] = {
         "workdir": workdir,
@@ -156,34 +151,31 @@ def build(
     if served:
         inputs.reward_pool.start()
 
-    def first() -> parameters.Params:
-        """The policy the run began with; KL terms and LoRA's adapters begin there too."""
-        return hf.load(model_dir, config.model.dtype)[1]
-
-    update = Update(
-        inputs.model_config,
-        TrainOptions.of(config),
-        reference_params=first,
-        base_params=first,
-    )
+    update = trainers.make(config, inputs.model_config, model_dir)
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
     export = Export(config, update, model_dir, inputs.model_dir, template)
     restored = None
     if config.checkpoint.recover_mode == "auto":
         checkpoints = workdir / "checkpoints"
-        restored = checkpoint.restore_latest(checkpoints, update.abstract_state, progress.message)
+        restored = checkpoint.restore_latest(checkpoints, update.restore, progress.message)
     if restored:
         export.require_base(restored.host)
         state, step = restored.state, restored.host["step"]
         earlier = restored.host["elapsed_seconds"]
     else:
-        state, step, earlier = update.init({} if update.lora else first()), 0, 0.0
+        state, step, earlier = update.init(), 0, 0.0
 
     def elapsed() -> float:
         return earlier + time.monotonic() - begun
 
     hooks.say = progress.message
-    writer = _records(config, workdir, step, len(cores), restored, hooks, progress.message)
+    place = {
+        "cores": len(cores),
+        "trainer_cores": len(plan.trainer),
+        "devices": update.devices,
+        "servers": len(config.fleet.addresses) or config.fleet.num_servers,
+    }
+    writer = _records(config, workdir, step, place, restored, hooks, progress.message)
     stack.push(lambda kind, *_: hooks.end("stopped" if kind is KeyboardInterrupt else "failed"))
     hooks.begin(as_json(config), workdir, step)
     note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
@@ -214,7 +206,7 @@ def build(
         if changed:
             progress.message(f"{changed}; going on, as data.allow_change is set")
     if restored or config.fleet.addresses:  # local servers have just read these very weights
-        executor.run(fleet.publish(step, export.weights(state.params), config.fleet.publish))
+        executor.run(fleet.publish(step, export.weights(state), config.fleet.publish))
     executor.set_version(step)
     gate = None
     if served and config.gate.enabled:
@@ -259,21 +251,11 @@ def _warn_low_memory(
         say(text)
 
 
-def _first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:
-    """Return the HF directory of the run's first weights; write it where they are random."""
-    if not config.model.random_init:
-        return inputs.model_dir
-    directory, model = workdir / INITIAL, inputs.model_config
-    weights = parameters.init(model, jax.random.key(config.seed), config.model.dtype)
-    hf.save(directory, model, weights, config.model.publish_dtype, source=inputs.model_dir)
-    return directory
-
-
 def _records(
     config: ConfigDict,
     workdir: Path,
     step: int,
-    cores: int,
+    place: dict[str, Any],
     restored: checkpoint.Restored | None,
     hooks: Hooks,
     say: Callable[[str], None],
@@ -281,12 +263,6 @@ def _records(
     """Open the run's records after `step`; say what a continued run does again, and where."""
     path = workdir / "environment.json"
     before, last = read_json(path), resume.last_step(workdir)
-    place = {
-        "cores": cores,
-        "trainer_cores": len(os.sched_getaffinity(0)),
-        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
-        "servers": len(config.fleet.addresses) or config.fleet.num_servers,
-    }
     writer = MetricsWriter(workdir, hooks, step + 1, place)
     if writer.unreadable:
         say(

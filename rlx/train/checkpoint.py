@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +46,18 @@ class Restored(NamedTuple):
     groups: list[Group]
 
 
-def save(
+def save(directory: str | Path, step: int, state: Any, host: dict, *rest: Any, **more: Any) -> Path:
+    """Write a checkpoint of a pytree of arrays, of any dtype and sharding; see `write`."""
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(state))
+    write_this = partial(write_state, state=state)
+    return write(directory, step, write_this, size, host, *rest, **more)
+
+
+def write(
     directory: str | Path,
     step: int,
-    state: Any,
+    write_state: Callable[[Path], None],
+    size: int,
     host: dict,
     groups: Sequence[Group] = (),
     keep: int = 2,
@@ -59,7 +68,8 @@ def save(
     Args:
       directory: where checkpoints live; made if missing.
       step: train batches done; a checkpoint of the same step is replaced.
-      state: pytree of arrays, of any dtype and sharding.
+      write_state: puts the train state into a directory, and returns when it is on disk.
+      size: bytes of the state.
       host: JSON-able; the dataset's cursor, staleness counters, seeds, config.
       groups: finished but unconsumed.
       keep: how many to keep, ≥ 1.
@@ -74,14 +84,13 @@ def save(
     directory = Path(directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     _remove_temporary(directory)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(state))
     if shutil.disk_usage(directory).free < (needed := size + beside + _SPACE_MARGIN):
         raise _no_space(directory, needed)
     temporary = directory / f"{_TEMPORARY}{step:08d}"
     final = directory / f"step_{step:08d}"
     try:
         temporary.mkdir()
-        _write_state(temporary / "state", state)
+        write_state(temporary)
         (temporary / "host.json").write_text(json.dumps(host, ensure_ascii=False, indent=1))
         write_groups(temporary / "groups", groups)
         (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
@@ -116,7 +125,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def restore_latest(
-    directory: str | Path, abstract_state: Any, say: Callable[[str], None] | None = None
+    directory: str | Path,
+    read_state: Callable[[Path], Any],
+    say: Callable[[str], None] | None = None,
 ) -> Restored | None:
     """Read the newest checkpoint that is whole; None where there is none.
 
@@ -124,15 +135,16 @@ def restore_latest(
     What a killed save left is removed.
 
     Args:
-      abstract_state: pytree of arrays or `jax.ShapeDtypeStruct` (with a sharding where the restored
-        array should have one) of the state's structure.
+      read_state: gives the train state of a checkpoint, as `Update.restore` does.
 
     Raises:
       UserError: checkpoints exist but none is whole, or the state is of another shape.
     """
     _remove_temporary(Path(directory))
     path = _newest_whole(directory, say)
-    return restore(path, abstract_state) if path else None
+    if not path:
+        return None
+    return Restored(read_state(path), read_host(path), read_groups(path / "groups"))
 
 
 def _newest_whole(directory: str | Path, say: Callable[[str], None] | None = None) -> Path | None:
@@ -173,14 +185,17 @@ def find(source: str | Path) -> Path | None:
     return _newest_whole(source) or _newest_whole(source / "checkpoints")
 
 
-def restore(path: Path, abstract_state: Any) -> Restored:
-    """Read one checkpoint.
+def restore_state(path: Path, abstract_state: Any) -> Any:
+    """Read the state of a checkpoint.
+
+    Args:
+      abstract_state: pytree of arrays or `jax.ShapeDtypeStruct` (with a sharding where the restored
+        array should have one) of the state's structure.
 
     Raises:
       UserError: its state has other parameters or shapes than `abstract_state`.
     """
-    state = _read_state(path, abstract_state, whole=True)
-    return Restored(state, read_host(path), read_groups(Path(path) / "groups"))
+    return _read_state(path, abstract_state, whole=True)
 
 
 def restore_part(path: Path, abstract_part: Any) -> Any:
@@ -234,11 +249,12 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _write_state(path: Path, state: Any) -> None:
+def write_state(path: Path, state: Any) -> None:
+    """Write a pytree of arrays into a checkpoint's directory; every process what it has of it."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(path, args=ocp.args.StandardSave(_named_leaves(state)))
+        checkpointer.save(_state(path), args=ocp.args.StandardSave(_named_leaves(state)))
 
 
 def _reader() -> Any:

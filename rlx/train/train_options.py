@@ -19,7 +19,7 @@ class TrainOptions:
     Attributes:
       token_budget: train.max_tokens_per_microbatch; tokens on each data-parallel device.
       mesh: train.mesh; "" or `fsdp:4,tensor:2`.
-      dtype, compute_dtype: of parameters and of activations.
+      dtype, compute_dtype, publish_dtype: of parameters, of activations, of exported weights.
       chunk: model.logprob_chunk; tokens whose logits exist at one time.
       temperature: > 0, the one the tokens were sampled with.
       critic_warmup: train batches in which the critic alone learns.
@@ -45,6 +45,7 @@ class TrainOptions:
     reference_decay: float = 0.0
     lora: LoraConfig | None = None
     seed: int = 0
+    publish_dtype: str = "float32"
 
     @classmethod
     def of(cls, config: Any) -> "TrainOptions":
@@ -74,6 +75,7 @@ class TrainOptions:
             config.reference.decay,
             lora_of(config.lora),
             config.seed,
+            model.publish_dtype,
         )
         _check(options)
         return options

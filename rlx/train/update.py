@@ -9,7 +9,8 @@ and DPO come the same way: what differs is the row of the preset table.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,13 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from rlx.algorithms import losses
 from rlx.base import Group, UserError
+from rlx.model import hf, sharding
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
-from rlx.model import sharding
 from rlx.model.attention import attention_kind
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
-from rlx.train import packing, step_metrics, steps
+from rlx.train import checkpoint, packing, step_metrics, steps
 from rlx.train.optimizer import make_schedule
 from rlx.train.step_metrics import Metrics
 from rlx.train.steps import Critic, Steps, TrainState
@@ -35,20 +36,20 @@ from rlx.train.train_options import TrainOptions
 ParamsSource = Callable[[], Params]
 
 
-class Update:
-    """The trainer: jitted steps and where arrays go; holds nothing that changes.
+class JaxUpdate:
+    """The trainer in JAX: jitted steps and where arrays go; holds nothing that changes.
+
+    It is an `Update` as rlx/train/contract.py has it.
 
     Args:
       model_config: the model.
       options: of the run.
-      reference_params: gives the frozen policy of KL terms; called only when there is one.
-      base_params: gives what LoRA's adapters are added to, which then is the frozen policy of KL
-        terms as well; called only with adapters.
+      source: gives the weights that the run begins with, which are the frozen policy of KL terms
+        too, and what LoRA's adapters are added to; called when one of these is made.
       mesh: devices to use; made from `options.mesh` when None.
 
     Attributes:
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
-      model: the config of what is trained; a reward model's has a value head.
       lora: of the adapters, which then are all that `state.params` holds; None without.
 
     Raises:
@@ -60,11 +61,10 @@ class Update:
         model_config: ModelConfig,
         options: TrainOptions,
         *,
-        reference_params: ParamsSource | None = None,
-        base_params: ParamsSource | None = None,
+        source: ParamsSource | None = None,
         mesh: Mesh | None = None,
     ):
-        self._options, self._base = options, model_config
+        self._options, self._base, self._source = options, model_config, source
         self._algorithm = algorithm = options.algorithm
         self.lora = options.lora
         self._mesh: Any = sharding.make_mesh(options.mesh) if mesh is None else mesh
@@ -72,24 +72,27 @@ class Update:
         self._steps = s = Steps(model_config, options, self._layout)
         self.model = s.model
         self._schedule = make_schedule(options.optimizer, options.policy_updates)
-        self._attention_cost = attention_cost(model_config, jax.default_backend())
+        self._attention_cost = parameters.attention_cost(model_config, jax.default_backend())
         self._frozen: Any = None
         self._reference: Any = None  # stays so with LoRA: the base without adapters
         if self.lora:
-            if base_params is None:
-                raise UserError("lora.rank without a base; give base_params")
-            self._frozen = self._place(base_params(), model_config)
+            if source is None:
+                raise UserError("lora.rank without a base; give a source of its weights")
+            self._frozen = self._place(source(), model_config)
         elif algorithm.needs_reference:
-            if reference_params is None:
+            if source is None:
                 raise UserError(
                     f"algorithm {algorithm.name} with kl_placement={algorithm.kl_placement} needs "
-                    "a reference policy and there is none; give reference_params or set "
+                    "a reference policy and there is none; give a source of its weights or set "
                     "algorithm.kl_placement=none"
                 )
             if not s.follows:
-                self._reference = self._place(reference_params(), model_config)
+                self._reference = self._place(source(), model_config)
         places = self._state_shardings()
         self.abstract_state = self._abstract_state(places)
+        leaves = jax.tree.leaves(self.abstract_state)
+        self.state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        self.devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         self._compile(places)
 
     def _compile(self, places: Any) -> None:
@@ -107,6 +110,7 @@ class Update:
         self._logprob_step, self._value_step = jax.jit(s.logprob_step), jax.jit(s.value_step)
         self._loss = jax.jit(s.loss)
         self._prepare = jax.jit(s.prepare, static_argnums=4)
+        self._replicate = jax.jit(lambda leaf: leaf, out_shardings=everywhere)
         self._gather, self._waits = jax.jit(s.gather), jax.jit(s.waits)
         self._end_batch = jax.jit(s.end_batch, donate_argnums=0, out_shardings=places)
         self._scatter = jax.jit(steps.scatter, donate_argnums=0)
@@ -190,11 +194,14 @@ class Update:
 
     # The parameters.
 
-    def init(self, params: Params) -> TrainState:
+    def init(self, params: Params | None = None) -> TrainState:
         """Return the state before the first update, with a copy of params on the mesh.
 
         A critic begins as a copy of them, a reward model is one, both with a value head of zeros.
         With LoRA the state begins with adapters that add nothing, and params are not looked at.
+
+        Args:
+          params: in place of those of `source`.
         """
         model, critic = self._base, None
         if self.lora:
@@ -205,6 +212,9 @@ class Update:
                     adapters, sharding.named_shardings(model, self._mesh, rows)
                 )
             return self._init(adapters, None)
+        if params is None:
+            assert self._source is not None, "params or a source of them"
+            params = self._source()
         if self._algorithm.critic:
             valued, critic_model = parameters.with_value_head(params, model)
             critic = self._place(valued, critic_model)
@@ -219,6 +229,37 @@ class Update:
     def merged(self, params: Params) -> Params:
         """Return `state.params` as parameters of `model` alone, to publish and to export."""
         return lora_lib.merge(self._frozen, params, self.lora) if self.lora else params
+
+    def weights(self, state: TrainState, adapters: bool = False) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the policy's tensors, a row of its table at a time; see the contract."""
+        if adapters:
+            assert self.lora, "a run without adapters has none to give"
+            params, dtype = state.params, "float32"
+            rows = lora_lib.table(self._base, self.lora)
+        else:
+            params, dtype = self.merged(state.params), self._options.publish_dtype
+            rows = parameters.table(self.model)
+        for row in rows:
+            leaf = parameters.leaf(params, row)
+            leaf = leaf if leaf.is_fully_addressable else self._replicate(leaf)
+            yield hf.export(parameters.build({row.path: leaf}), (row,), dtype)
+
+    # The state as a whole.
+
+    def wait(self, state: TrainState) -> None:
+        """Return once the update that makes `state` is done."""
+        jax.block_until_ready(state.step)
+
+    def restore(self, path: Path) -> TrainState:
+        """Return the state of a checkpoint; UserError where it is of another model."""
+        return checkpoint.restore_state(path, self.abstract_state)
+
+    def save(self, path: Path, state: TrainState) -> None:
+        """Write the state to `path`, for `restore`; every process writes what it has of it."""
+        checkpoint.write_state(path, state)
+
+    def saved(self) -> None:
+        """Return at once: `save` has written everything."""
 
     # One batch.
 
@@ -372,32 +413,16 @@ class Update:
         stats = {name: float(sum(part[name] for part in totals)) for name in totals[0]}
         return losses.summarise(stats, float(denominator))
 
-    def logprobs(self, params: Params, groups: Sequence[Group]) -> list[np.ndarray]:
+    def logprobs(self, state: TrainState, groups: Sequence[Group]) -> list[np.ndarray]:
         """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them.
 
         Log-probabilities of the tempered policy, nats.
         """
         flat = packing.flatten(groups)
         _, batches = self._pack(flat, np.arange(flat.num_sequences))
-        scores = np.asarray(self._score(params, batches, len(flat.tokens["tokens"])))
+        scores = np.asarray(self._score(state.params, batches, len(flat.tokens["tokens"])))
         return [scores[a : a + n] for a, n in zip(flat.starts, flat.sizes, strict=True)]
 
 
 def _model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in steps.MODEL_INPUTS if name in batch}
-
-
-# How much longer attention takes than its arithmetic says, against matrix products. Measured on a
-# CPU: a 4-layer model 256 wide takes 1.35 times as long per token in rows of 512 as in rows of 128.
-ATTENTION_SLOWDOWN = {"cpu": 2.0}
-
-
-def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
-    """Return the time of attention per token and key over that of everything else per token.
-
-    Arithmetic: 4 · layers · heads · head width over 2 · parameters used per token.
-    """
-    unused = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
-    dense = 2 * (parameters.count(config) - unused)
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / dense

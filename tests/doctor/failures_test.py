@@ -31,7 +31,7 @@ from rlx.model import params
 from rlx.model.model_config import ModelConfig
 from rlx.run.room_options import sizes_of
 from rlx.train.train_options import TrainOptions
-from rlx.train.update import Update
+from rlx.train.update import JaxUpdate
 
 model = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=64, num_layers=4, model_dim=64, mlp_dim=1024, num_heads=2,
@@ -47,7 +47,7 @@ one = Trajectory(np.ones(n, np.int32), mask, np.where(mask, -4, 0).astype(np.flo
 groups = [Group(i, (one,) * 8) for i in range(16)]
 
 def main():
-    update = Update(model, TrainOptions.of(config))
+    update = JaxUpdate(model, TrainOptions.of(config))
     state = update.init(params.init(model, jax.random.key(0)))
     jax.block_until_ready(state)
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -10,7 +10,7 @@ from rlx.algorithms import presets
 from rlx.config import default
 from rlx.model import hf
 from rlx.train.train_options import TrainOptions
-from rlx.train.update import Update
+from rlx.train.update import JaxUpdate
 from rlx_torch import model as torch_model
 from rlx_torch import train
 
@@ -32,7 +32,7 @@ def test_one_update_gives_the_same_weights(tiny_model_dir):
     torch.set_num_threads(1)
     config, groups = make_run()
     model_config, params = hf.load(tiny_model_dir)
-    update = Update(model_config, TrainOptions.of(config))
+    update = JaxUpdate(model_config, TrainOptions.of(config))
     state, metrics = update.update(update.init(params), groups)
 
     model = torch_model.load(tiny_model_dir)

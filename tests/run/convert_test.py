@@ -20,7 +20,7 @@ from rlx.model import params as parameters
 from rlx.run import export
 from rlx.train import checkpoint
 from rlx.train.train_options import TrainOptions
-from rlx.train.update import Update
+from rlx.train.update import JaxUpdate
 
 
 def run(*arguments):
@@ -36,7 +36,7 @@ def workdir(tiny_model_dir, tmp_path_factory):
     config.model.path = str(tiny_model_dir)
     model, params = hf.load(tiny_model_dir)
     params = jax.tree.map(lambda leaf: leaf * 1.5, params)
-    state = Update(model, TrainOptions.of(config)).init(params)
+    state = JaxUpdate(model, TrainOptions.of(config)).init(params)
     path = tmp_path_factory.mktemp("run")
     (path / "config.json").write_text("{}")  # the run's own, not HF's
     host = {"config": {"model": {"path": str(tiny_model_dir)}}}
@@ -66,8 +66,8 @@ def lora_run(tiny_model_dir, tmp_path_factory):
     config = default()
     config.model.path, config.lora.rank = str(tiny_model_dir), 3
     model, params = hf.load(tiny_model_dir)
-    update = Update(model, TrainOptions.of(config), base_params=lambda: params)
-    state = update.init({})
+    update = JaxUpdate(model, TrainOptions.of(config), source=lambda: params)
+    state = update.init()
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
     path = tmp_path_factory.mktemp("lora")
     host = {

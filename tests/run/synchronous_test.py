@@ -23,7 +23,7 @@ from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import RLVR, Prompts, Task
 from rlx.train.train_options import TrainOptions
-from rlx.train.update import Update
+from rlx.train.update import JaxUpdate
 
 STEPS, PROMPTS, SAMPLES, SEED = 3, 3, 4, 11
 ROWS = [{"question": f"{i} + {2 * i} =", "answer": str(3 * i)} for i in range(8)]
@@ -55,7 +55,7 @@ def servers(tiny_model_dir, tmp_path_factory):
 def trainer(tiny_model_dir, config):
     """(model config, weights, update)"""
     model_config, weights = hf.load(tiny_model_dir, "float32")
-    return model_config, weights, Update(model_config, TrainOptions.of(config))
+    return model_config, weights, JaxUpdate(model_config, TrainOptions.of(config))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -32,6 +33,11 @@ def state_of(seed: int, size: int = 7):
     return {"params": params, "optimizer": moments, "step": jnp.int32(seed)}
 
 
+def into(abstract):
+    """A reader of a checkpoint's state, as `Update.restore` is one."""
+    return functools.partial(checkpoint.restore_state, abstract_state=abstract)
+
+
 def a_group(group_id=3):
     trajectory = Trajectory(
         np.arange(4, dtype=np.int32), np.array([False, False, True, True]),
@@ -53,7 +59,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     host = {"cursor": {"epoch": 1, "seed": 2**63}, "text": "Ω", "x": 0.1}
     checkpoint.save(tmp_path, 5, state, host, [a_group()])
     abstract = jax.eval_shape(lambda: state)
-    back = checkpoint.restore_latest(tmp_path, abstract)
+    back = checkpoint.restore_latest(tmp_path, into(abstract))
     assert_same_bits(back.state, state)
     assert back.host == host
     assert checkpoint.read_host(checkpoint.checkpoints(tmp_path)[-1]) == host
@@ -65,13 +71,13 @@ def test_keeps_the_newest(tmp_path):
     for step in (1, 2, 3, 12):
         checkpoint.save(tmp_path, step, state_of(step), {"step": step}, keep=2)
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step_00000003", "step_00000012"]
-    assert checkpoint.restore_latest(tmp_path, state_of(0)).host == {"step": 12}
+    assert checkpoint.restore_latest(tmp_path, into(state_of(0))).host == {"step": 12}
 
 
 def test_the_same_step_again_replaces_it(tmp_path):
     checkpoint.save(tmp_path, 4, state_of(1), {"try": 1})
     checkpoint.save(tmp_path, 4, state_of(2), {"try": 2})
-    back = checkpoint.restore_latest(tmp_path, state_of(0))
+    back = checkpoint.restore_latest(tmp_path, into(state_of(0)))
     assert back.host == {"try": 2}
     assert_same_bits(back.state, state_of(2))
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000004"]
@@ -80,11 +86,11 @@ def test_the_same_step_again_replaces_it(tmp_path):
 def test_a_replacement_killed_between_its_renames_is_undone(tmp_path):
     path = checkpoint.save(tmp_path, 4, state_of(1), {"try": 1})
     path.rename(tmp_path / f".writing-replaced-{path.name}")
-    assert checkpoint.restore_latest(tmp_path, state_of(0)).host == {"try": 1}
+    assert checkpoint.restore_latest(tmp_path, into(state_of(0))).host == {"try": 1}
 
 
 def test_nothing_to_restore(tmp_path):
-    assert checkpoint.restore_latest(tmp_path / "none", state_of(0)) is None
+    assert checkpoint.restore_latest(tmp_path / "none", into(state_of(0))) is None
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
@@ -100,19 +106,19 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, caplog):
         victim.write_bytes(data)
     else:
         victim.unlink()
-    assert checkpoint.restore_latest(tmp_path, state_of(0)).host == {"step": 1}
+    assert checkpoint.restore_latest(tmp_path, into(state_of(0))).host == {"step": 1}
     assert str(newest) in caplog.text
     shutil.rmtree(tmp_path / "step_00000001")
     with pytest.raises(UserError, match=r"none of the 1 checkpoints .* is whole"):
-        checkpoint.restore_latest(tmp_path, state_of(0))
+        checkpoint.restore_latest(tmp_path, into(state_of(0)))
 
 
 def test_another_model_is_refused_with_the_parameters_name(tmp_path):
     checkpoint.save(tmp_path, 1, state_of(1), {})
     with pytest.raises(UserError, match=r"embed as float32\[7, 3\], .* wants float32\[8, 3\]"):
-        checkpoint.restore_latest(tmp_path, state_of(1, size=8))
+        checkpoint.restore_latest(tmp_path, into(state_of(1, size=8)))
     with pytest.raises(UserError, match=r"has extra as nothing"):
-        checkpoint.restore_latest(tmp_path, {**state_of(1), "extra": jnp.zeros(2)})
+        checkpoint.restore_latest(tmp_path, into({**state_of(1), "extra": jnp.zeros(2)}))
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
@@ -170,7 +176,7 @@ def test_writers_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch)
         begun.wait()
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(checkpoint, "_write_state", fail)
+    monkeypatch.setattr(checkpoint, "write_state", fail)
     with pytest.raises(DiskFull):
         checkpoint.save(tmp_path, 3, state_of(3), {})
     late[0].join()
@@ -185,7 +191,7 @@ def test_a_disk_that_fills_half_way_leaves_nothing_half_written(tmp_path):
     assert output.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     abstract = {"x": jax.ShapeDtypeStruct((5_000_000,), jnp.float32)}
-    assert checkpoint.restore_latest(tmp_path, abstract).host == {"step": 1}
+    assert checkpoint.restore_latest(tmp_path, into(abstract)).host == {"step": 1}
 
 
 @pytest.mark.parametrize("when", ["state*", "manifest.json"])
@@ -202,14 +208,14 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path, whe
         child.communicate(timeout=60)
     assert list(tmp_path.glob(".writing-*")), "the process was not killed in the middle of a save"
     abstract = {"x": jax.ShapeDtypeStruct((5_000_000,), jnp.float32)}
-    back = checkpoint.restore_latest(tmp_path, abstract)
+    back = checkpoint.restore_latest(tmp_path, into(abstract))
     step = back.host["step"]
     assert step == checkpoint.step_of(checkpoint.checkpoints(tmp_path)[-1])
     noise = np.random.default_rng(0).normal(size=(5_000_000,)).astype(np.float32)
     assert np.array_equal(back.state["x"], noise + step if step > 1 else noise)
     checkpoint.save(tmp_path, step + 1, back.state, {"step": step + 1})
     assert not list(tmp_path.glob(".writing-*"))
-    assert checkpoint.restore_latest(tmp_path, abstract).host == {"step": step + 1}
+    assert checkpoint.restore_latest(tmp_path, into(abstract)).host == {"step": step + 1}
 
 
 _SHARDED = """
@@ -222,7 +228,8 @@ value = np.arange(64, dtype=np.float32).reshape(8, 8)
 first, second = NamedSharding(mesh, P("data", "tensor")), NamedSharding(mesh, P("tensor"))
 checkpoint.save(sys.argv[1], 1, {"x": jax.device_put(value, first)}, {})
 abstract = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=second)}
-x = checkpoint.restore_latest(sys.argv[1], abstract).state["x"]
+read = lambda path: checkpoint.restore_state(path, abstract)
+x = checkpoint.restore_latest(sys.argv[1], read).state["x"]
 assert x.sharding == second, x.sharding
 assert np.array_equal(x, value)
 """
@@ -235,5 +242,5 @@ def test_a_sharded_state_is_restored_to_another_sharding_and_to_one_device(tmp_p
         check=True, timeout=120, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     abstract = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    x = checkpoint.restore_latest(tmp_path, abstract).state["x"]
+    x = checkpoint.restore_latest(tmp_path, into(abstract)).state["x"]
     assert np.array_equal(x, np.arange(64).reshape(8, 8))

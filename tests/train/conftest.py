@@ -39,13 +39,13 @@ def make_config():
 
 @pytest.fixture(scope="session")
 def trainer(model_config, make_config):
-    """trainer(**overrides) → an Update; equal overrides share one, and so its compiled steps."""
+    """trainer(**overrides) → a JaxUpdate; equal overrides share one, and so its compiled steps."""
     made = {}
 
     def make(**overrides):
         key = tuple(sorted(overrides.items()))
         if key not in made:
-            made[key] = update.Update(model_config, TrainOptions.of(make_config(**overrides)))
+            made[key] = update.JaxUpdate(model_config, TrainOptions.of(make_config(**overrides)))
         return made[key]
 
     return make

@@ -32,15 +32,15 @@ WHOLE = {
 
 @pytest.fixture(scope="module")
 def trainers(model_config, make_config, params):
-    """trainers(**overrides) → an Update whose frozen reference is the first policy."""
+    """trainers(**overrides) → a JaxUpdate whose frozen reference is the first policy."""
     made = {}
 
     def make(**overrides):
         key = tuple(sorted(overrides.items()))
         if key not in made:
             config = make_config(**overrides)
-            made[key] = update.Update(
-                model_config, TrainOptions.of(config), reference_params=lambda: params
+            made[key] = update.JaxUpdate(
+                model_config, TrainOptions.of(config), source=lambda: params
             )
         return made[key]
 
@@ -362,7 +362,7 @@ def test_resuming_ppo_gives_the_bits_of_the_run_that_never_stopped(
         if index == 1:
             checkpoint.save(tmp_path, 2, state, {})
             halfway = host(state)
-    back = checkpoint.restore_latest(tmp_path, trainer.abstract_state).state
+    back = checkpoint.restore_latest(tmp_path, trainer.restore).state
     assert same_bits(back, halfway)
     for groups in batches[2:]:
         back, _ = trainer.update(back, groups)

@@ -21,12 +21,12 @@ KL = {"algorithm.kl_placement": "loss", "algorithm.kl_coefficient": 0.1}
 
 @pytest.fixture(scope="module")
 def adapted(model_config, make_config, params):
-    """adapted(**overrides) → an Update of adapters of `params`; equal overrides share one."""
+    """adapted(**overrides) → a JaxUpdate of adapters of `params`; equal overrides share one."""
 
     @functools.cache
     def make(overrides):
         config = make_config(**{**LORA, **dict(overrides)})
-        return update.Update(model_config, TrainOptions.of(config), base_params=lambda: params)
+        return update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
 
     return lambda **overrides: make(tuple(sorted(overrides.items())))
 
@@ -55,18 +55,18 @@ def test_rewarded_sequences_become_likelier_and_the_base_stays(
 ):
     params = {**params, "embed": 10 * params["embed"]}  # a head with which logits can differ
     before = raw(params)
-    trainer = update.Update(
-        model_config, TrainOptions.of(make_config(**LORA)), base_params=lambda: params
+    trainer = update.JaxUpdate(
+        model_config, TrainOptions.of(make_config(**LORA)), source=lambda: params
     )
     groups, state = rewarded(make_groups()), trainer.init(params)
-    first = trainer.logprobs(state.params, groups)
+    first = trainer.logprobs(state, groups)
     for _ in range(15):
         state, metrics = trainer.update(state, groups)
     assert metrics["skipped_updates"] == 0
     gain = [
         (new - old)[t.loss_mask].mean()
         for new, old, t in zip(
-            trainer.logprobs(state.params, groups),
+            trainer.logprobs(state, groups),
             first,
             [t for g in groups for t in g.trajectories],
             strict=True,
@@ -113,7 +113,7 @@ def test_the_state_is_adapters_and_their_moments_and_resumes_bit_for_bit(
     checkpoint.save(tmp_path, 2, state, {})
     state, _ = one.update(state, batches[2])
 
-    back = checkpoint.restore_latest(tmp_path, one.abstract_state).state
+    back = checkpoint.restore_latest(tmp_path, one.restore).state
     assert jax.tree.map(lambda x: (x.shape, x.dtype), back) == jax.tree.map(
         lambda x: (x.shape, x.dtype), one.abstract_state
     )
@@ -126,8 +126,8 @@ def test_a_checkpoint_has_no_byte_of_the_base(model_config, make_config, tmp_pat
     base = parameters.init(wide, jax.random.key(0))
 
     def saved(name, **overrides):
-        trainer = update.Update(
-            wide, TrainOptions.of(make_config(**overrides)), base_params=lambda: base
+        trainer = update.JaxUpdate(
+            wide, TrainOptions.of(make_config(**overrides)), source=lambda: base
         )
         return size_of(checkpoint.save(tmp_path / name, 0, trainer.init(base), {}))
 
@@ -173,7 +173,7 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
     model_config, make_config, params, make_groups
 ):
     config = make_config(**{**LORA, "model.dtype": "bfloat16"})
-    trainer = update.Update(model_config, TrainOptions.of(config), base_params=lambda: params)
+    trainer = update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
     adapters = trainer.init(params).params
     assert {leaf.dtype for leaf in jax.tree.leaves(adapters)} == {np.dtype(np.float32)}
     assert trainer.whole(adapters)["embed"].dtype == jnp.bfloat16
@@ -199,9 +199,9 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
 def test_what_needs_a_value_head_is_refused(overrides, words, model_config, make_config, params):
     config = make_config(**{**LORA, **overrides})
     with pytest.raises(UserError, match=words):
-        update.Update(model_config, TrainOptions.of(config), base_params=lambda: params)
+        update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
 
 
 def test_a_base_is_asked_for(model_config, make_config):
     with pytest.raises(UserError, match=r"lora\.rank without a base"):
-        update.Update(model_config, TrainOptions.of(make_config(**LORA)))
+        update.JaxUpdate(model_config, TrainOptions.of(make_config(**LORA)))

@@ -50,12 +50,11 @@ def run(mesh_text, minibatches, budget, rank, preset):
     else:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), sharding.AXES)
     params = parameters.init(MODEL, jax.random.key(0))
-    trainer = update.Update(
+    trainer = update.JaxUpdate(
         MODEL,
         TrainOptions.of(config),
         mesh=mesh,
-        base_params=lambda: params,
-        reference_params=lambda: params,
+        source=lambda: params,
     )
     state = trainer.init(params)
     for seed in range(2):

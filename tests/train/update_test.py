@@ -160,7 +160,7 @@ def test_resuming_gives_the_bits_of_the_run_that_never_stopped(
     straight, _ = run(trainer(), params, batches)
     halfway, _ = run(trainer(), params, batches[:2])
     checkpoint.save(tmp_path, 2, halfway, {})
-    state = checkpoint.restore_latest(tmp_path, trainer().abstract_state).state
+    state = checkpoint.restore_latest(tmp_path, trainer().restore).state
     assert int(state.step) == 2
     for groups in batches[2:]:
         state, _ = trainer().update(state, groups)
@@ -180,7 +180,7 @@ def test_decoupled_is_plain_ppo_when_the_behaviour_is_the_policy_itself(
 
 def _with_own_logprobs(trainer, params, groups):
     """The groups as if `params` itself had sampled them."""
-    scores = iter(trainer.logprobs(params, groups))
+    scores = iter(trainer.logprobs(trainer.init(params), groups))
     return [
         dataclasses.replace(
             g,
@@ -196,7 +196,7 @@ def _with_own_logprobs(trainer, params, groups):
 def test_logprobs_are_those_of_each_sequence_alone(model_config, trainer, params, make_groups):
     groups = make_groups()
     alone = jax.jit(functools.partial(decoder.logprobs, config=model_config))
-    scores = iter(trainer(**TWO).logprobs(params, groups))
+    scores = iter(trainer(**TWO).logprobs(trainer().init(params), groups))
     for t in (t for g in groups for t in g.trajectories):
         size = len(t.tokens)
         batch = {
@@ -232,7 +232,7 @@ def test_an_interpolated_anchor_knows_which_minibatch_it_is_for(trainer, params,
         (scores - t.behaviour_logprobs)[t.loss_mask]
         for t, scores in zip(
             (t for g in groups for t in g.trajectories),
-            still.logprobs(params, groups),
+            still.logprobs(state, groups),
             strict=True,
         )
     ]
@@ -281,7 +281,7 @@ def test_learning_raises_the_rewarded_sequence(trainer, params, make_groups):
     group = Group(0, (dataclasses.replace(good, reward=1.0), dataclasses.replace(bad, reward=0.0)))
 
     def totals(params):
-        scores = trainer().logprobs(params, [group])
+        scores = trainer().logprobs(trainer().init(params), [group])
         return [s[t.loss_mask].sum() for s, t in zip(scores, group.trajectories, strict=True)]
 
     before = totals(params)
@@ -312,7 +312,7 @@ def test_kl_pulls_towards_the_reference(
         Group(g.group_id, tuple(dataclasses.replace(t, reward=1.0) for t in g.trajectories))
         for g in groups
     ]
-    pulled = update.Update(model_config, TrainOptions.of(config), reference_params=lambda: params)
+    pulled = update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
     _, metrics = run(pulled, params, [groups])
     assert float(metrics["grad_norm"]) < 1e-5
     assert metrics["kl_reward"] == pytest.approx(0.0, abs=1e-9)
@@ -326,7 +326,7 @@ def test_kl_pulls_towards_the_reference(
 
 def test_kl_without_a_reference_is_an_error(model_config, make_config):
     with pytest.raises(UserError, match="needs a reference policy"):
-        update.Update(
+        update.JaxUpdate(
             model_config, TrainOptions.of(make_config(**{"algorithm.preset": "reinforce_pp"}))
         )
 

@@ -1,0 +1,70 @@
+"""What a run asks of its trainer: one interface, whoever computes. Neither JAX nor torch here.
+
+The run keeps the state and never looks into it: it hands it in and takes back what comes out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlx.base import Group
+from rlx.model.model_config import ModelConfig
+
+State = Any  # a trainer's own: parameters, optimizer, counters, on its devices
+
+
+class Update(Protocol):
+    """A trainer. Calls are made in one order, by one thread at a time.
+
+    On many hosts every process makes the same calls with equal arguments in the same order
+    (rlx/train/conductor.py), so whatever has to happen on all of them happens inside these methods,
+    each step of the iterator of `weights` included.
+
+    Attributes:
+      model: of what is trained; a reward model's has a value head.
+      devices: how many there are and of which kind, for the run's records.
+      state_bytes: of the whole state, on all devices together.
+    """
+
+    model: ModelConfig
+    devices: str
+    state_bytes: int
+
+    def init(self) -> State:
+        """Return the state before the first update, with the weights that the run begins with."""
+
+    def restore(self, path: Path) -> State:
+        """Return the state that `save` wrote to `path`; UserError where it is of another model."""
+
+    def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
+        """Begin to train on a batch; return the new state, and metrics that wait when read.
+
+        `state` is given up: whoever needs its parameters must have read them.
+        """
+
+    def wait(self, state: State) -> None:
+        """Return once `state` has been computed."""
+
+    def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the metrics of the loss on groups that are not trained on; waits for them."""
+
+    def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them.
+
+        Log-probabilities of the tempered policy, nats.
+        """
+
+    def weights(self, state: State, adapters: bool = False) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the policy in buckets, HF name → array of the dtype that is published.
+
+        Args:
+          adapters: of LoRA alone, with PEFT's names, float32; else they are merged.
+        """
+
+    def save(self, path: Path, state: State) -> None:
+        """Begin to write the state to `path`, which does not exist yet."""
+
+    def saved(self) -> None:
+        """Return once all that `save` began is on disk; raise what kept it from getting there."""
