@@ -29,7 +29,8 @@ def default() -> ConfigDict:
     c.model.dtype = "float32"  # of parameters; bfloat16 loses small updates, fine for a LoRA base
     c.model.compute_dtype = "float32"  # activations
     c.model.publish_dtype = "float32"  # what the fleet receives and the exported directory has
-    c.model.remat = "none"  # none | dots | full
+    c.model.remat = "none"  # what is computed again in the backward pass: none of a layer | dots
+    # (all but products) | attention (all but qkv and attention) | full (all); bytes: model/remat.py
     c.model.logprob_chunk = 1024  # tokens whose logits exist at one time
 
     c.data = ConfigDict()
@@ -208,7 +209,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     _choice(config, "trainer", ("jax", "torch"))
     if config.trainer != "jax":
         raise UserError(f"trainer={config.trainer} is not wired into the loop yet; use trainer=jax")
-    _choice(config, "model.remat", ("none", "dots", "full"))
+    _choice(config, "model.remat", ("none", "dots", "attention", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
     _choice(config, "data.overlong", ("error", "skip"))
     for entry in config.data.mix:

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="a microbatch's")
     parser.add_argument("--row", type=int, default=512, help="tokens a row")
     parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--remat", default="full", help="none | dots | full")
+    parser.add_argument("--remat", default="full", help="none | dots | attention | full")
     parser.add_argument("--run", action="store_true")
     a = parser.parse_args()
     print(f"# python -m experiments.bench.memory {' '.join(sys.argv[1:])}")

@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=400, help="GPU: trajectories a step")
     parser.add_argument("--budget", type=int, default=32_768, help="GPU: tokens a microbatch")
     parser.add_argument("--chunk", type=int, default=4096, help="GPU: tokens with logits at once")
-    parser.add_argument("--remat", default="full", help="GPU: none | dots | full")
+    parser.add_argument("--remat", default="full", help="GPU: none | dots | attention | full")
     parser.add_argument("--dry-run", action="store_true", help="GPU's code path on a CPU, tiny")
     a = parser.parse_args()
     print(f"# python -m experiments.bench.train_step {' '.join(sys.argv[1:])}", flush=True)

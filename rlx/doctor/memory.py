@@ -21,7 +21,7 @@ from rlx.cli.text import size
 from rlx.doctor.machine import Devices
 from rlx.engines.jax.programs import make_plan
 from rlx.launch.available_memory import MemoryLimit
-from rlx.model import lora, sharding
+from rlx.model import lora, remat, sharding
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.train.steps import Steps
@@ -38,6 +38,7 @@ _OPTIONS = {  # config key → field of TrainOptions, of settings that may save 
     "model.compute_dtype": "compute_dtype",
 }
 _UPDATE = 2.6  # float32 copies of the parameters at an optimizer update, beside the state
+_GPU_SEGMENTS = 16  # a row's bucket of segments, see packing.segment_sizes
 _VLLM_CPU_KV = 4 << 30  # the most that rlx.engines.vllm.vllm_start asks for on a CPU
 
 
@@ -191,14 +192,22 @@ def _activations(sizes: RunSizes, tokens: float, platform: str, tensor: int) -> 
     length = sizes.row_length
     block = max(256, length // 16)
     scores = model.num_heads * block * (length / block + 1) * 2 / 3  # float32, see attention.py
-    if platform == "gpu" and half:
-        scores = length / 2  # cuDNN's kernel reads a mask alone
+    normalisers = 4 * model.num_heads / width
+    if platform == "gpu" and half:  # cuDNN's kernel keeps no scores but normalisers per segment
+        scores, normalisers = 0.0, normalisers * _GPU_SEGMENTS
     if sizes.train.remat == "none":
         cut = (5.5 * wide + 4.5 * q + 2 * kv) / tensor
         kept = layers * (2 * wide + cut + 3 * mlp) * width
         working = (4 * wide + 5 * mlp) * width
-    else:  # of `dots` too: a product inside a custom derivative is not seen by its policy
-        kept = layers * 2 * wide / tensor * width
+    else:
+        named = {
+            "qkv": q + 2 * kv,
+            "attention": q + normalisers,
+            "o": wide,
+            "mlp": 2 * mlp * tensor,
+        }
+        cut = 2 * wide + sum(named[name] for name in remat.KEPT[sizes.train.remat])
+        kept = layers * cut / tensor * width
         working = (3.5 * wide + 6.5 * mlp) * width + 4 * scores / tensor
     return tokens * kept, tokens * working
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from rlx.model.packed_attention import LARGEST_OFFSET, packed_attention
 from rlx.model.sharding import ONE_DEVICE, Layout
@@ -101,7 +102,8 @@ def _mix_forward(q, k, v, segment_ids):
         block = _apply(weights.astype(v.dtype), values)
         mixed.append((block / total).astype(q.dtype))
         normalisers.append(highest + jnp.log(total))
-    mixed, normaliser = _join(mixed, 3), _join(normalisers, 3)
+    mixed = checkpoint_name(_join(mixed, 3), "attention")
+    normaliser = checkpoint_name(_join(normalisers, 3), "attention")
     return mixed, (q, k, v, segment_ids, mixed, normaliser)
 
 

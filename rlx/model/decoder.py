@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from rlx.model import remat as remat_lib
 from rlx.model import rope
 from rlx.model.attention import attention
 from rlx.model.cross_entropy import target_logprobs
@@ -58,7 +60,8 @@ def project_qkv(
     """Return queries [..., N, H], keys and values [..., K, H] of normed x [..., D], with RoPE."""
     heads = (*x.shape[:-1], -1, config.head_dim)
     q, k, v = (
-        layout.heads(linear(layer, name, x, layout).reshape(heads)) for name in ("q", "k", "v")
+        checkpoint_name(layout.heads(linear(layer, name, x, layout).reshape(heads)), "qkv")
+        for name in ("q", "k", "v")
     )
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.rms_eps)
@@ -68,7 +71,10 @@ def project_qkv(
 
 def mlp(layer: Params, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
     """Return SwiGLU: down(silu(gate x) · up x); [..., D] → [..., D]."""
-    gate, up = (layout.columns(linear(layer, name, x, layout)) for name in ("gate", "up"))
+    gate, up = (
+        checkpoint_name(layout.columns(linear(layer, name, x, layout)), "mlp")
+        for name in ("gate", "up")
+    )
     return linear(layer, "down", swiglu(gate, up), layout)
 
 
@@ -93,7 +99,7 @@ def layer_block(
     normed = layout.tokens(rms_norm(x, layer["input_norm"], config.rms_eps))
     mixed = attend(*project_qkv(layer, config, normed, cos, sin, layout))
     mixed = layout.columns(mixed.reshape(*x.shape[:-1], config.num_heads * config.head_dim))
-    x = x + layout.stream(linear(layer, "o", mixed, layout))
+    x = x + checkpoint_name(layout.stream(linear(layer, "o", mixed, layout)), "o")
     normed = layout.tokens(rms_norm(x, layer["post_norm"], config.rms_eps))
     return x + layout.stream(mlp(layer, normed, layout))
 
@@ -112,12 +118,6 @@ def unembed(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """Return the logits [..., V] float32 of hidden states [..., D] after `final_norm`."""
     weights = head(params, config).astype(x.dtype)
     return jnp.einsum("...d,vd->...v", x, weights, preferred_element_type=jnp.float32)
-
-
-_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 def hidden(
@@ -139,7 +139,8 @@ def hidden(
       positions: [B, T] int32, from 0 within each segment.
       segment_ids: [B, T] int32; equal ids attend to each other (causally), 0 is padding.
       segment_sizes: [B, M] int32, of the segments in their order; see `packed_attention`.
-      remat: none (keep everything for the backward pass) | dots (keep matrix products) | full.
+      remat: what is kept for the backward pass: none (of it is computed again) | a key of
+        `remat.KEPT`.
       compute_dtype: of activations; parameters are cast where they are used.
       layout: of weights and activations on a mesh; row_shards divides B.
 
@@ -155,7 +156,7 @@ def hidden(
         return layer_block(layer, config, x, cos, sin, attend, layout), None
 
     if remat != "none":
-        body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
+        body = jax.checkpoint(body, policy=remat_lib.policy(remat), prevent_cse=False)
     x = layout.stream(embed(params, tokens, compute_dtype, layout))
     x, _ = jax.lax.scan(body, x, params["layers"])
     return layout.tokens(final_norm(params, config, x))

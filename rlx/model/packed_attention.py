@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from rlx.model.sharding import ONE_DEVICE, ROWS, Layout
 
-KERNEL = "dot_product_attention_fwd_wrapper"  # JAX's primitive: (mixed, log-normalisers)
+KERNEL = "dot_product_attention_fwd_wrapper"  # JAX's primitive: mixed and the log-normalisers
 # Before this version JAX took the key heads' offsets times the number of query heads.
 GROUPED_SINCE = (0, 11, 2)
 LARGEST_OFFSET = 2**31  # elements of q on one device: the kernel counts them in int32

@@ -66,6 +66,8 @@ def compiled_peak(config, tokens):
     [
         (8192, {"model__remat": "none"}),
         (8192, {"model__remat": "full"}),
+        (8192, {"model__remat": "attention"}),
+        (8192, {"model__remat": "dots"}),
         (2048, {"model__remat": "full", "model__logprob_chunk": 2048}),
         (4096, {"model__remat": "none", "model__compute_dtype": "bfloat16"}),
         (512, {"model__dtype": "bfloat16", "model__remat": "full"}),

@@ -63,7 +63,9 @@ def test_packed_logprobs_and_entropies(few, rows, chunk):
     assert not np.asarray(entropies)[~mask].any()
 
 
-@pytest.mark.parametrize(("chunk", "remat"), [(1000, "none"), (25, "dots"), (25, "full")])
+@pytest.mark.parametrize(
+    ("chunk", "remat"), [(1000, "none"), (25, "dots"), (25, "attention"), (25, "full")]
+)
 def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
     model, path = few
     config, params = hf.load(path)

@@ -5,13 +5,17 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rlx.train import packing
 
 
-def test_the_step_on_hopper_is_of_packed_attention(hopper, trainer, params, make_groups):
-    """Forward, once more in the backward pass (remat), and backward; no mask of a whole row."""
-    keys = {"model.compute_dtype": "bfloat16", "model.remat": "full"}
+@pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("attention", 1), ("none", 1)])
+def test_the_step_on_hopper_is_of_packed_attention(
+    hopper, trainer, params, make_groups, remat, forward
+):
+    """Forward, once more in the backward pass of a full remat, and backward; no T × T mask."""
+    keys = {"model.compute_dtype": "bfloat16", "model.remat": remat}
     update = trainer(**keys, **{"train.row_buckets": (48,)})
     flat = packing.flatten(make_groups())
     plan, batches = update._pack(flat, np.arange(flat.num_sequences))
@@ -26,5 +30,5 @@ def test_the_step_on_hopper_is_of_packed_attention(hopper, trainer, params, make
     text = jax.jit(jax.grad(loss)).trace(params, batch).lower(lowering_platforms=("cuda",))
     text = text.as_text()
     calls = re.findall(r"custom_call @(__cudnn\S+?)\(", text)
-    assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * 2 + ["__cudnn$fmhaSoftmaxBackward"]
+    assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * forward + ["__cudnn$fmhaSoftmaxBackward"]
     assert "48x48" not in text
