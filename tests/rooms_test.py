@@ -34,7 +34,8 @@ LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/signatures.py",
     "algorithms/surrogates.py", "algorithms/array_ops.py", "algorithms/advantages.py",
     "algorithms/critic.py", "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
-    "train/contract.py", "train/packing.py",
+    "train/contract.py", "train/objective.py", "train/optimizer_options.py", "train/packing.py",
+    "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
     "model/model_config.py", "model/tensors.py",
 )  # fmt: skip

@@ -29,6 +29,7 @@ from rlx import serve
 from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
 from rlx.launch.local import LocalServers
+from rlx.model.lora_config import LoraConfig
 
 
 async def compare(local: LocalServers, base: Path, rank: int, rounds: int) -> None:
@@ -38,7 +39,7 @@ async def compare(local: LocalServers, base: Path, rank: int, rounds: int) -> No
     from rlx.model import hf, lora, peft
 
     config, params = hf.load(base, None)
-    settings = lora.LoraConfig(rank, 2.0 * rank)
+    settings = LoraConfig(rank, 2.0 * rank)
     adapters = lora.init(config, settings, jax.random.key(1))
     adapters = jax.tree.map(lambda leaf: leaf + 1e-3, adapters)
     print(f"{lora.count(config, settings) / 1e6:.1f} M numbers in adapters of rank {rank}")

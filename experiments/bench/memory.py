@@ -48,7 +48,7 @@ def worker(options: dict) -> dict:
     from rlx.algorithms import presets
     from rlx.config import default
     from rlx.model import decoder, params
-    from rlx.train.optimizer import OptimizerOptions
+    from rlx.train.optimizer_options import OptimizerOptions
     from rlx.train.steps import Steps
     from rlx.train.train_options import TrainOptions
 

@@ -20,7 +20,7 @@ from rlx.model import hf, lora
 from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
 from rlx.model.directory import read_json
-from rlx.model.lora import LoraConfig
+from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.tensors import save_tensors

@@ -7,7 +7,6 @@ read, so the loop may start step n before it reads the metrics of n − 1.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from rlx.algorithms import losses
@@ -96,7 +95,7 @@ def device_metrics(
     num_sequences: int,
     schedule: Callable[[Any], Any],
 ) -> dict[str, float]:
-    """Return metrics of the sums that the device made.
+    """Return metrics of the sums that the device made, which are on the host by now.
 
     task_reward: mean reward as the environment gave it. kl_reward: mean per trained token.
     n_left_out: tokens that a filter (overlong_filter, M2PO) took out. kl_coefficient: β.
@@ -104,7 +103,6 @@ def device_metrics(
     minibatches, before clipping. lag_kl: of the first minibatch (`losses.lag_stats`). The rest as
     `losses.summarise` has it.
     """
-    minibatches, denominators, sums = jax.device_get((minibatches, denominators, sums))
     total = {key: float(sum(stats[key] for stats in minibatches)) for key in minibatches[0]}
     skipped, norms = total.pop("skipped_updates"), total.pop("grad_norm")
     critic = {}

@@ -7,7 +7,7 @@ Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tok
 
 Losses and gradients are sums over tokens; the minibatch's denominator divides once, in `apply`.
 A `Learner` is a loss and an optimizer. A run has one for the policy (or reward model), and PPO a
-second one for its critic. `prepare` and `end_batch` stand around a batch's minibatches.
+second one for its critic. `objective.prepare` and `end_batch` stand around a batch's minibatches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from rlx.algorithms import advantages as advantages_lib
 from rlx.algorithms import critic as critic_lib
-from rlx.algorithms import kl, losses, supervised
+from rlx.algorithms import kl
 from rlx.algorithms.algorithm import Algorithm
 from rlx.model import decoder
 from rlx.model import lora as lora_lib
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.sharding import ONE_DEVICE, Layout
+from rlx.train import objective
 from rlx.train.optimizer import make_optimizer
 from rlx.train.train_options import TrainOptions
 
@@ -311,24 +311,13 @@ class Steps:
     # Losses.
 
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
-        """Return the microbatch's summed loss and its summed stats.
-
-        The loss itself is looked up by name in `losses.SURROGATES` or `supervised.PAIR_LOSSES`.
-        """
-        algorithm = self.algorithm
-        if algorithm.kind.scores:
-            return supervised.pair_loss(self.values(params, self.model, batch), batch, algorithm)
-        target, entropy = self.logprobs(params, frozen, batch)
-
-        def policy_loss() -> tuple[Array, Stats]:
-            total, stats = losses.policy_loss(target, entropy, batch, algorithm)
-            return total, stats | losses.lag_stats(target, batch)
-
-        return {
-            "rollouts": policy_loss,
-            "demonstrations": lambda: supervised.nll_loss(target, entropy, batch),
-            "pairs": lambda: supervised.pair_loss(target, batch, algorithm),
-        }[algorithm.data]()
+        """Return the microbatch's summed loss and its summed stats."""
+        return objective.loss(
+            batch,
+            self.algorithm,
+            logprobs=lambda: self.logprobs(params, frozen, batch),
+            scores=lambda: self.values(params, self.model, batch),
+        )
 
     def value_loss(
         self, params: Params, frozen: Params | None, batch: Batch
@@ -338,97 +327,6 @@ class Steps:
         return critic_lib.value_loss(self.value_step(params, batch)[0], batch, self.algorithm)
 
     # Around the minibatches.
-
-    def prepare(
-        self,
-        flat: Batch,
-        minibatch_of: Array,
-        step: Array,
-        kl_coefficient: Array,
-        num_minibatches: int,
-    ) -> tuple[Batch, tuple[tuple[Array, Array], ...], Stats]:
-        """Compute what the loss needs of each token of a flat batch.
-
-        Args:
-          flat: as `advantages.advantages` takes it, but `values_after` [F] (V of the state after
-            each token) in place of bootstrap_values.
-          minibatch_of: [N] int32; the minibatch each sequence belongs to, −1 at padding.
-          step: int32, the version before the batch.
-          kl_coefficient: float32, β of this batch.
-          num_minibatches: M.
-
-        Returns:
-          [F] float32 arrays to gather from (advantages, loss_weights, and where they exist
-          proximal_logprobs, reference_logprobs, values and returns); for each minibatch the
-          denominator of its loss and its number of trained tokens, float32; sums for metrics.
-        """
-        algorithm, ids = self.algorithm, flat["sequence_ids"]
-        flat = {**flat, "kl_coefficient": kl_coefficient}
-        if "values_after" in flat:
-            flat["bootstrap_values"] = _last(flat.pop("values_after"), ids, flat["valid"].shape[0])
-        out = advantages_lib.advantages(flat, algorithm)
-        mask = trained = self._trained(flat)
-        part_of = minibatch_of.at[ids].get(mode="fill", fill_value=-1)
-        weights = jnp.zeros(mask.shape, jnp.float32)
-        divisors = []
-        for index in range(num_minibatches):
-            part = mask & (part_of == index)
-            own, denominator = losses.loss_weights(part, ids, flat["group_ids"], algorithm)
-            if algorithm.second_moment:
-                log_weight = flat["behaviour_logprobs"] - flat["proximal_logprobs"]
-                kept = losses.within_second_moment(log_weight, part, algorithm.second_moment)
-                own, trained = jnp.where(kept, own, 0.0), trained & (kept | (part_of != index))
-            weights = weights + own
-            divisors.append((denominator, jnp.sum(part, dtype=jnp.float32)))
-        per_token = {"advantages": out["advantages"], "loss_weights": weights}
-        if "values" in flat:
-            per_token["returns"] = out["returns"]
-        for name in ("proximal_logprobs", "reference_logprobs", "values"):
-            if name in flat:
-                per_token[name] = flat[name]
-        sums = {
-            "task_reward": jnp.sum(jnp.where(flat["valid"], flat["rewards"], 0.0)),
-            "shaped_reward": jnp.sum(out["shaped_rewards"]),
-            "kl_reward": jnp.sum(out["kl_rewards"]),
-            "n_nonfinite_kl": out["nonfinite_kl"],
-            "n_left_out": jnp.sum(flat["loss_mask"] & ~trained),
-            "kl_coefficient": kl_coefficient,
-            "version": step.astype(jnp.float32),
-        }
-        return per_token, tuple(divisors), sums
-
-    def _trained(self, flat: Batch) -> Array:
-        """Return the tokens that are trained on: [F] bool."""
-        mask, ids = flat["loss_mask"], flat["sequence_ids"]
-        if self.algorithm.kind.scores:  # one score: of the whole answer
-            return mask & ~advantages_lib.next_trained(mask, ids)[1]
-        if self.algorithm.overlong_filter:
-            return mask & ~flat["truncated"].at[ids].get(mode="fill", fill_value=False)
-        return mask
-
-    def gather(self, per_token: Batch, batch: Batch, sums: Stats, progress: Array) -> Batch:
-        """Return the microbatch with its rows of the flat arrays, and the minibatch's scalars.
-
-        A token whose weight is 0 (filtered, or dropped by M2PO) is not trained on.
-
-        Args:
-          per_token: [F] float32 arrays; 0 is gathered at padding.
-          batch: [B, T] arrays with `flat_index`.
-          sums: of `prepare`. progress: float32, share of the batch's minibatches done.
-        """
-        index = batch["flat_index"]
-        rows = {
-            name: values.at[index].get(mode="fill", fill_value=0.0)
-            for name, values in per_token.items()
-        }
-        kept = {name: batch[name] for name in LOSS_INPUTS if name in batch}
-        kept["sampled"] = batch["loss_mask"]
-        kept["loss_mask"] = kept["loss_mask"] & (rows["loss_weights"] > 0)
-        scalars = {
-            "target_version": sums["version"] + progress,
-            "kl_coefficient": sums["kl_coefficient"],
-        }
-        return {**kept, **rows, **scalars}
 
     def waits(self, step: Array) -> Array:
         """Return whether the policy waits for its critic at this train batch; bool scalar."""
@@ -467,12 +365,6 @@ class Steps:
 def scatter(flat_F: Array, flat_index_BT: Array, values_BT: Array) -> Array:
     """Return flat_F with values_BT put at flat_index_BT; what points beyond F is padding."""
     return flat_F.at[flat_index_BT].set(values_BT, mode="drop")
-
-
-def _last(x_F: Array, sequence_ids_F: Array, size: int) -> Array:
-    """Return x at the last token of each sequence; [size] float32, 0 for none."""
-    last_N = jax.ops.segment_max(jnp.arange(x_F.shape[0]), sequence_ids_F, size)
-    return jnp.where(last_N >= 0, x_F[jnp.clip(last_N, 0)], 0.0)
 
 
 def _float32(tree: Any) -> Any:

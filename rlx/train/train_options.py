@@ -8,8 +8,8 @@ from rlx.algorithms import presets
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.cli.user_code import find
-from rlx.model.lora import LoraConfig
-from rlx.train.optimizer import OptimizerOptions
+from rlx.model.lora_config import LoraConfig
+from rlx.train.optimizer_options import OptimizerOptions
 
 
 @dataclass(frozen=True)

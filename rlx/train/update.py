@@ -27,7 +27,7 @@ from rlx.model import params as parameters
 from rlx.model.attention import attention_kind
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
-from rlx.train import checkpoint, packing, step_metrics, steps
+from rlx.train import checkpoint, objective, packing, step_metrics, steps
 from rlx.train.optimizer import make_schedule
 from rlx.train.step_metrics import Metrics
 from rlx.train.steps import Critic, Steps, TrainState
@@ -109,9 +109,9 @@ class JaxUpdate:
             self._learn_values = s.critic_learner.compiled(critic, everywhere)
         self._logprob_step, self._value_step = jax.jit(s.logprob_step), jax.jit(s.value_step)
         self._loss = jax.jit(s.loss)
-        self._prepare = jax.jit(s.prepare, static_argnums=4)
+        self._prepare = jax.jit(objective.prepare, static_argnums=(4, 5))
         self._replicate = jax.jit(lambda leaf: leaf, out_shardings=everywhere)
-        self._gather, self._waits = jax.jit(s.gather), jax.jit(s.waits)
+        self._gather, self._waits = jax.jit(objective.gather), jax.jit(s.waits)
         self._end_batch = jax.jit(s.end_batch, donate_argnums=0, out_shardings=places)
         self._scatter = jax.jit(steps.scatter, donate_argnums=0)
 
@@ -303,7 +303,7 @@ class JaxUpdate:
         """Pack groups, ask other networks about their tokens, and compute what the loss needs.
 
         Returns:
-          The flat batch; of each minibatch the plan and the microbatches; what `Steps.prepare` has.
+          The flat batch; of each minibatch the plan and the microbatches; what `prepare` has.
         """
         flat = packing.flatten(groups)
         self._require(groups, flat)
@@ -322,7 +322,8 @@ class JaxUpdate:
         if state.critic is not None:
             arrays["values"], arrays["values_after"] = self._values(state.critic, batches, size)
         scalars = state.step, state.kl_coefficient
-        return flat, plans, packed, self._prepare(arrays, minibatch_of, *scalars, len(parts))
+        given = arrays, minibatch_of, *scalars, len(parts), self._algorithm
+        return flat, plans, packed, self._prepare(*given)
 
     def _minibatch(self, state, batches, divisors, waits) -> tuple[TrainState, dict[str, Any]]:
         """Make one minibatch's update of the policy, and that of its critic."""
@@ -388,12 +389,12 @@ class JaxUpdate:
         denominators = [denominator for denominator, _ in divisors]
 
         def compute() -> dict[str, Any]:
+            made, divided, whole = jax.device_get((results, denominators, sums))
+            count = flat.num_sequences
             return {
-                **step_metrics.device_metrics(
-                    results, denominators, sums, flat.num_sequences, self._schedule
-                ),
+                **step_metrics.device_metrics(made, divided, whole, count, self._schedule),
                 **known,
-                **step_metrics.staleness(versions, int(sums["version"])),
+                **step_metrics.staleness(versions, int(whole["version"])),
             }
 
         return state, Metrics(compute)
@@ -425,4 +426,4 @@ class JaxUpdate:
 
 
 def _model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in steps.MODEL_INPUTS if name in batch}
+    return {name: batch[name] for name in objective.MODEL_INPUTS if name in batch}

@@ -19,7 +19,7 @@ from rlx.fleet.publish import Adapter
 from rlx.fleet.requests import Request, Sampling
 from rlx.launch.local import LocalServers
 from rlx.model import hf, lora, peft
-from rlx.model.lora import LoraConfig
+from rlx.model.lora_config import LoraConfig
 
 CODE = grpc.StatusCode
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")

@@ -16,7 +16,7 @@ from rlx.base import UserError
 from rlx.config import LORA_TARGETS
 from rlx.model import decoder, hf, lora, peft
 from rlx.model import params as parameters
-from rlx.model.lora import LoraConfig
+from rlx.model.lora_config import LoraConfig
 
 TOKENS = np.random.default_rng(3).integers(0, 97, (2, 40)).astype(np.int32)
 SOME = LoraConfig(rank=3, alpha=5.0, targets=("v", "o", "gate"))

@@ -10,6 +10,7 @@ import pytest
 
 from rlx.fleet.adapter import digest
 from rlx.model import hf, lora, peft
+from rlx.model.lora_config import LoraConfig
 from rlx.train import checkpoint
 
 COMMAND = [
@@ -50,7 +51,7 @@ def test_the_exports_are_the_checkpoints_adapters(finished):
     base = hf.resolve("rlx:arithmetic")
     config, params = hf.load(base)
     settings, adapters = peft.load(finished / "adapter", config)
-    assert settings == lora.LoraConfig(2, 32.0, ("q", "up"))
+    assert settings == LoraConfig(2, 32.0, ("q", "up"))
     path = checkpoint.find(finished)
     part = {"params": lora.shapes(config, settings)}
     saved = checkpoint.restore_part(path, part)["params"]

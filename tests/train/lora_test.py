@@ -11,6 +11,7 @@ import pytest
 from rlx.base import Group, UserError
 from rlx.model import decoder, lora
 from rlx.model import params as parameters
+from rlx.model.lora_config import LoraConfig
 from rlx.train import checkpoint, update
 from rlx.train.train_options import TrainOptions
 
@@ -86,7 +87,7 @@ def test_the_first_gradient_is_the_models_own_projected_on_a(
     model_config, adapted, trainer, params, make_groups
 ):
     """With B = 0: dL/dB = scale · Aᵀ · dL/dW and dL/dA = 0."""
-    groups, settings = make_groups(), lora.LoraConfig(4, 8.0)
+    groups, settings = make_groups(), LoraConfig(4, 8.0)
     whole, _ = trainer(**SGD).update(trainer(**SGD).init(params), groups)
     start = adapted(**SGD).init(params)
     before = jax.tree.map(np.array, start.params["layers"])
@@ -132,7 +133,7 @@ def test_a_checkpoint_has_no_byte_of_the_base(model_config, make_config, tmp_pat
         return size_of(checkpoint.save(tmp_path / name, 0, trainer.init(base), {}))
 
     whole, adapters = saved("whole"), saved("adapters", **LORA)
-    needed = 12 * lora.count(wide, lora.LoraConfig(4, 8.0))  # and two moments, float32
+    needed = 12 * lora.count(wide, LoraConfig(4, 8.0))  # and two moments, float32
     assert adapters < needed + 100_000 < 0.2 * whole
 
 

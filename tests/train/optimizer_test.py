@@ -7,11 +7,12 @@ import pytest
 from rlx import config as config_lib
 from rlx.base import UserError
 from rlx.train import optimizer
+from rlx.train.optimizer_options import OptimizerOptions
 
 
 def options(**overrides):
     config = {**config_lib.default().optimizer, "learning_rate": 1.0, **overrides}
-    return optimizer.OptimizerOptions(**config)
+    return OptimizerOptions(**config)
 
 
 @pytest.mark.parametrize(

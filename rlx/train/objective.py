@@ -1,0 +1,146 @@
+"""From a flat batch to what each microbatch's loss is given, and the loss: for JAX and torch.
+
+Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tokens of a row.
+Imports neither library.
+"""
+
+from collections.abc import Callable, Mapping
+
+from rlx.algorithms import losses, supervised
+from rlx.algorithms.advantages import advantages, next_trained
+from rlx.algorithms.algorithm import Algorithm
+from rlx.algorithms.array_ops import Array, ops_of
+
+MODEL_INPUTS = ("tokens", "positions", "segment_ids", "segment_sizes")
+LOSS_INPUTS = (*MODEL_INPUTS, "loss_mask", "behaviour_logprobs", "versions")
+
+Batch = Mapping[str, Array]
+Stats = dict[str, Array]
+
+
+def prepare(
+    flat: Batch,
+    minibatch_of: Array,
+    step: Array,
+    kl_coefficient: Array,
+    num_minibatches: int,
+    algorithm: Algorithm,
+) -> tuple[Batch, tuple[tuple[Array, Array], ...], Stats]:
+    """Compute what the loss needs of each token of a flat batch.
+
+    Args:
+      flat: as `advantages.advantages` takes it, but `values_after` [F] (V of the state after
+        each token) in place of bootstrap_values.
+      minibatch_of: [N] int32; the minibatch each sequence belongs to, −1 at padding.
+      step: int32, the version before the batch.
+      kl_coefficient: float32, β of this batch.
+      num_minibatches: M.
+
+    Returns:
+      [F] float32 arrays to gather from (advantages, loss_weights, and where they exist
+      proximal_logprobs, reference_logprobs, values and returns); for each minibatch the
+      denominator of its loss and its number of trained tokens, float32; sums for metrics.
+    """
+    ids, ops = flat["sequence_ids"], ops_of(flat["loss_mask"])
+    lib, flat = ops.lib, {**flat, "kl_coefficient": kl_coefficient}
+    if "values_after" in flat:
+        flat["bootstrap_values"] = _last(flat.pop("values_after"), ids, flat["valid"].shape[0])
+    out = advantages(flat, algorithm)
+    mask = trained = _trained(flat, algorithm)
+    part_of = ops.take(minibatch_of, ids, -1)
+    weights = lib.zeros_like(mask, dtype=lib.float32)
+    divisors = []
+    for index in range(num_minibatches):
+        part = mask & (part_of == index)
+        own, denominator = losses.loss_weights(part, ids, flat["group_ids"], algorithm)
+        if algorithm.second_moment:
+            log_weight = flat["behaviour_logprobs"] - flat["proximal_logprobs"]
+            kept = losses.within_second_moment(log_weight, part, algorithm.second_moment)
+            own, trained = lib.where(kept, own, 0.0), trained & (kept | (part_of != index))
+        weights = weights + own
+        divisors.append((denominator, lib.sum(part, dtype=lib.float32)))
+    per_token = {"advantages": out["advantages"], "loss_weights": weights}
+    if "values" in flat:
+        per_token["returns"] = out["returns"]
+    for name in ("proximal_logprobs", "reference_logprobs", "values"):
+        if name in flat:
+            per_token[name] = flat[name]
+    sums = {
+        "task_reward": lib.sum(lib.where(flat["valid"], flat["rewards"], 0.0)),
+        "shaped_reward": lib.sum(out["shaped_rewards"]),
+        "kl_reward": lib.sum(out["kl_rewards"]),
+        "n_nonfinite_kl": out["nonfinite_kl"],
+        "n_left_out": lib.sum(flat["loss_mask"] & ~trained),
+        "kl_coefficient": kl_coefficient,
+        "version": ops.float32(step),
+    }
+    return per_token, tuple(divisors), sums
+
+
+def _trained(flat: Batch, algorithm: Algorithm) -> Array:
+    """Return the tokens that are trained on: [F] bool."""
+    mask, ids = flat["loss_mask"], flat["sequence_ids"]
+    if algorithm.kind.scores:  # one score: of the whole answer
+        return mask & ~next_trained(mask, ids)[1]
+    if algorithm.overlong_filter:
+        return mask & ~ops_of(mask).take(flat["truncated"], ids, False)
+    return mask
+
+
+def _last(x_F: Array, sequence_ids_F: Array, size: int) -> Array:
+    """Return x at the last token of each sequence; [size] float32, 0 for none."""
+    ops = ops_of(x_F)
+    after = ops.lib.concatenate([sequence_ids_F[1:], ops.lib.full_like(sequence_ids_F[:1], size)])
+    last = sequence_ids_F != after
+    return ops.segment_sum(ops.lib.where(last, x_F, 0.0), sequence_ids_F, size)
+
+
+def gather(per_token: Batch, batch: Batch, sums: Stats, progress: Array) -> Batch:
+    """Return the microbatch with its rows of the flat arrays, and the minibatch's scalars.
+
+    A token whose weight is 0 (filtered, or dropped by M2PO) is not trained on.
+
+    Args:
+      per_token: [F] float32 arrays; 0 is gathered at padding.
+      batch: [B, T] arrays with `flat_index`.
+      sums: of `prepare`. progress: float32, share of the batch's minibatches done.
+    """
+    index, ops = batch["flat_index"], ops_of(batch["flat_index"])
+    rows = {name: ops.take(values, index, 0.0) for name, values in per_token.items()}
+    kept = {name: batch[name] for name in LOSS_INPUTS if name in batch}
+    kept["sampled"] = batch["loss_mask"]
+    kept["loss_mask"] = kept["loss_mask"] & (rows["loss_weights"] > 0)
+    scalars = {
+        "target_version": sums["version"] + progress,
+        "kl_coefficient": sums["kl_coefficient"],
+    }
+    return {**kept, **rows, **scalars}
+
+
+def loss(
+    batch: Batch,
+    algorithm: Algorithm,
+    *,
+    logprobs: Callable[[], tuple[Array, Array]],
+    scores: Callable[[], Array],
+) -> tuple[Array, Stats]:
+    """Return the microbatch's summed loss and its summed stats.
+
+    Args:
+      batch: of `gather`.
+      logprobs: gives the target's log-probabilities and entropies, [B, T] float32 each; called for
+        all but reward models. scores: gives the value head's numbers, [B, T] float32.
+    """
+    if algorithm.kind.scores:
+        return supervised.pair_loss(scores(), batch, algorithm)
+    target, entropy = logprobs()
+
+    def policy_loss() -> tuple[Array, Stats]:
+        total, stats = losses.policy_loss(target, entropy, batch, algorithm)
+        return total, stats | losses.lag_stats(target, batch)
+
+    return {
+        "rollouts": policy_loss,
+        "demonstrations": lambda: supervised.nll_loss(target, entropy, batch),
+        "pairs": lambda: supervised.pair_loss(target, batch, algorithm),
+    }[algorithm.data]()
