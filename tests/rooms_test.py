@@ -37,7 +37,7 @@ LIGHT_FILES = (
     "train/contract.py", "train/objective.py", "train/optimizer_options.py", "train/packing.py",
     "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
-    "model/model_config.py", "model/tensors.py",
+    "model/mesh.py", "model/model_config.py", "model/tensors.py",
 )  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/programs.py",

@@ -23,6 +23,7 @@ from rlx.engines.jax.programs import make_plan
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora, remat, sharding
 from rlx.model import params as parameters
+from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
@@ -131,8 +132,8 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
       name → bytes, adding up to the peak.
     """
     train, model = sizes.train, sizes.model
-    axes = sharding.mesh_axes(train.mesh, devices.count)
-    shards, tensor = sharding.num_row_shards(axes), axes["tensor"]
+    axes = mesh_axes(train.mesh, devices.count)
+    shards, tensor = num_row_shards(axes), axes["tensor"]
     share = sharding.share(model, parameters.table(model), axes)
     own = sharding.share(model, lora.table(model, train.lora), axes) if train.lora else share
     held = state(sizes)
@@ -146,7 +147,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     numbers = own * sum(leaf.size for leaf in jax.tree.leaves(_abstract_state(sizes).params))
     out["gradients"] = numbers * width
     # At their longest, trajectories fill the budget sooner than on average.
-    whole = math.ceil(sizes.minibatch / shards) * sizes.longest
+    whole = math.ceil(sizes.minibatch / shards) * math.ceil(sizes.longest / axes["context"])
     tokens = min(train.token_budget, whole)
     if whole > train.token_budget:
         out["gradients"] += 4 * numbers  # the accumulator
@@ -154,7 +155,8 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
         out["gradients"] += 4 * numbers  # computed in float32
     kept, layer = _activations(sizes, tokens, devices.platform, tensor)
     head = 0 if model.value_head else _logits(sizes, tokens) / tensor
-    gathered = _gathered(sizes, devices.platform) / tensor if axes["fsdp"] > 1 else 0
+    cut = axes["fsdp"] * axes["context"] > 1
+    gathered = _gathered(sizes, devices.platform) / tensor if cut else 0
     out["gathered weights"] = gathered
     out["activations"] = kept + layer
     out["logits"] = max(head - layer, 0)
@@ -164,7 +166,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
 
 
 def _gathered(sizes: RunSizes, platform: str) -> float:
-    """Return bytes of what `fsdp` makes whole on a device: a layer, embedding and head.
+    """Return bytes of the weights that are made whole on a device: a layer, embedding and head.
 
     Each as it is computed with, and its gradient in float32 before it is scattered.
     """

@@ -21,7 +21,7 @@ from rlx.model.packed_attention import LARGEST_OFFSET, packed_attention
 from rlx.model.sharding import ONE_DEVICE, Layout
 
 QUERY_BLOCK = 256  # rows of scores at one time; more where that would make over 16 blocks
-_MASKED = -1e30  # finite: −inf − −inf would be NaN in an empty row
+MASKED = -1e30  # finite: −inf − −inf would be NaN in an empty row
 
 
 def attention(
@@ -99,7 +99,7 @@ def _mix_forward(q, k, v, segment_ids):
         highest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        block = _apply(weights.astype(v.dtype), values)
+        block = apply(weights.astype(v.dtype), values)
         mixed.append((block / total).astype(q.dtype))
         normalisers.append(highest + jnp.log(total))
     mixed = checkpoint_name(_join(mixed, 3), "attention")
@@ -117,12 +117,12 @@ def _mix_backward(kept, grad):
         keys, values = k[:, :, :stop], v[:, :, :stop]
         scores = _scores(q[:, :, :, rows], keys, segment_ids, start)
         weights = jnp.exp(scores - normaliser[:, :, :, rows])
-        grad_weights = _inner(grad[:, :, :, rows], values)
+        grad_weights = inner(grad[:, :, :, rows], values)
         grad_scores = (weights * (grad_weights - along[:, :, :, rows])).astype(q.dtype)
-        grad_q.append(_apply(grad_scores, keys).astype(q.dtype))
+        grad_q.append(apply(grad_scores, keys).astype(q.dtype))
         beyond = ((0, 0), (0, 0), (0, k.shape[2] - stop), (0, 0))
-        grad_k += jnp.pad(_gather(grad_scores, q[:, :, :, rows]), beyond)
-        grad_v += jnp.pad(_gather(weights.astype(q.dtype), grad[:, :, :, rows]), beyond)
+        grad_k += jnp.pad(gather(grad_scores, q[:, :, :, rows]), beyond)
+        grad_v += jnp.pad(gather(weights.astype(q.dtype), grad[:, :, :, rows]), beyond)
     return _join(grad_q, 3), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
 
 
@@ -140,24 +140,24 @@ def _scores(q: Array, keys: Array, segment_ids: Array, start: int) -> Array:
     stop = keys.shape[2]
     causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
     mask = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
-    return jnp.where(mask[:, None, None], _inner(q, keys), _MASKED)
+    return jnp.where(mask[:, None, None], inner(q, keys), MASKED)
 
 
 # The three products, with the query heads of one key head as more rows of one matrix: in this form
 # XLA uses its fast batched product on a CPU.
-def _inner(rows: Array, keys: Array) -> Array:
+def inner(rows: Array, keys: Array) -> Array:
     """Multiply [B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] float32."""
     flat = jnp.einsum("bkqh,bksh->bkqs", _flat(rows), keys, preferred_element_type=jnp.float32)
     return flat.reshape(*rows.shape[:-1], keys.shape[2])
 
 
-def _apply(weights: Array, values: Array) -> Array:
+def apply(weights: Array, values: Array) -> Array:
     """Multiply [B, K, G, Q, S] · [B, K, S, H] → [B, K, G, Q, H] float32."""
     flat = jnp.einsum("bkqs,bksh->bkqh", _flat(weights), values, preferred_element_type=jnp.float32)
     return flat.reshape(*weights.shape[:-1], values.shape[3])
 
 
-def _gather(weights: Array, rows: Array) -> Array:
+def gather(weights: Array, rows: Array) -> Array:
     """Sum over query heads and rows: [B, K, G, Q, S] · [B, K, G, Q, H] → [B, K, S, H] float32."""
     return jnp.einsum(
         "bkqs,bkqh->bksh", _flat(weights), _flat(rows), preferred_element_type=jnp.float32

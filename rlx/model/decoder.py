@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rlx.model import remat as remat_lib
 from rlx.model import rope
 from rlx.model.attention import attention
+from rlx.model.context_attention import context_attention
 from rlx.model.cross_entropy import target_logprobs
 from rlx.model.model_config import ModelConfig
 from rlx.model.ops import lookup, matmul, rms_norm, rotate, swiglu
@@ -29,7 +30,9 @@ def embed(
     params: Params, tokens: jax.Array, compute_dtype: Any, layout: Layout = ONE_DEVICE
 ) -> jax.Array:
     """Return token embeddings: [...] int32 → [..., D] compute_dtype."""
-    return lookup(params["embed"], tokens, compute_dtype, layout.place("embed"))
+    flat = layout.flat(tokens[..., None])[..., 0]
+    rows = lookup(params["embed"], flat, compute_dtype, layout.place("embed"))
+    return layout.rows(layout.unflat(rows, tokens.shape))
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -39,12 +42,12 @@ def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 def linear(layer: Params, name: str, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
     """Return x @ layer[name], plus its adapter and bias where it has them, in x's dtype."""
-    weight, rows = layer[name], x.reshape(-1, x.shape[-1])
+    weight, rows = layer[name], layout.flat(x)
     y = matmul(rows, weight, layout.place(name))
     if (down := layer.get(f"{name}_lora_a")) is not None:  # see lora.attach
         inner = matmul(rows, down, layout.place(f"{name}_lora_a"))
         y = y + matmul(inner, layer[f"{name}_lora_b"], layout.place(f"{name}_lora_b"))
-    y = y.reshape(*x.shape[:-1], weight.shape[-1])
+    y = layout.unflat(y, x.shape[:-1])
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -142,14 +145,17 @@ def hidden(
       remat: what is kept for the backward pass: none (of it is computed again) | a key of
         `remat.KEPT`.
       compute_dtype: of activations; parameters are cast where they are used.
-      layout: of weights and activations on a mesh; row_shards divides B.
+      layout: of weights and activations on a mesh; row_shards divides B, 2 · context T.
 
     Returns:
-      [B, T, D] compute_dtype.
+      [B, T, D] compute_dtype; the tokens of a row are in the order of `layout.balanced`.
     """
+    tokens, positions, segment_ids = map(layout.balanced, (tokens, positions, segment_ids))
     cos, sin = rope_tables(config, positions)
 
     def attend(q, k, v):
+        if layout.context > 1:
+            return context_attention(q, k, v, segment_ids, layout)
         return attention(q, k, v, segment_ids, segment_sizes, layout)
 
     def body(x, layer):
@@ -195,7 +201,7 @@ def logprobs(
         segment_sizes=batch.get("segment_sizes"), remat=remat, compute_dtype=compute_dtype,
         layout=layout,
     )  # fmt: skip
-    targets = jnp.roll(tokens, -1, axis=1)
+    targets = layout.balanced(jnp.roll(tokens, -1, axis=1))
     place = layout.place("embed" if config.tie_embeddings else "lm_head")
     weights = scattered_gradient(head(params, config), place)
 
@@ -205,7 +211,7 @@ def logprobs(
         )
 
     # A chunk is of one device's tokens: else each device would make the logits of all of them.
-    logprob, entropy = layout.per_row_shard(score, x, targets)
+    logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets))
     return shift(logprob, segments), shift(entropy, segments)
 
 
@@ -238,7 +244,7 @@ def values(
     place = layout.place("value_head")
     weights = used(scattered_gradient(params["value_head"], place), x.dtype, place)[0]
     scores = jnp.einsum("btd,d->bt", x, weights, preferred_element_type=jnp.float32)
-    return jnp.where(segments > 0, scores, 0.0)
+    return jnp.where(segments > 0, layout.in_order(scores), 0.0)
 
 
 def shift(x: jax.Array, segment_ids: jax.Array) -> jax.Array:

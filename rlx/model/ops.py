@@ -22,7 +22,7 @@ def matmul(x: Array, weight: Array, place: Placement | None = None) -> Array:
     """Return x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
 
     Args:
-      x: [N, D]; weight: [D, F], cast to x's dtype.
+      x: [..., D]; weight: [D, F], cast to x's dtype.
       place: of the weight on a mesh: it is gathered for this product and again for the backward
         pass, and its gradient is scattered.
     """
@@ -35,23 +35,22 @@ def _matmul_forward(x, weight, place):
 
 def _matmul_backward(place, kept, grad):
     x, weight = kept
-    grad_x = jnp.einsum("nf,df->nd", grad, sharding.used(weight, x.dtype, place))
+    grad_x = jnp.einsum("...f,df->...d", grad, sharding.used(weight, x.dtype, place))
     return grad_x, weight_gradient(x, grad, weight.dtype, place)
 
 
 def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None = None) -> Array:
-    """Return xᵀ·grad: [N, D] and [N, F] → [D, F] of `dtype`, accumulated in it, at its `place`.
+    """Return xᵀ·grad: [..., D] and [..., F] → [D, F] of `dtype`, added up in it, at its `place`.
 
     The narrower operand goes first, with a transpose of the small result where that is grad: on a
     CPU the other order is up to twice as slow. The barrier keeps XLA from undoing it.
     """
-    if x.shape[1] <= grad.shape[1]:
-        product = jnp.einsum("nd,nf->df", x, grad, preferred_element_type=dtype)
-        return sharding.stored(product, place)
-    swapped = jnp.einsum("nf,nd->fd", grad, x, preferred_element_type=dtype)
-    if place:
-        swapped = lax.with_sharding_constraint(swapped, place.own_transposed)
-    return lax.optimization_barrier(swapped).T
+    tokens = tuple(range(x.ndim - 1))
+    product = partial(lax.dot_general, dimension_numbers=((tokens, tokens), ((), ())))
+    if x.shape[-1] <= grad.shape[-1]:
+        return sharding.scattered(product(x, grad, preferred_element_type=dtype), place)
+    swapped = product(grad, x, preferred_element_type=dtype)
+    return lax.optimization_barrier(sharding.scattered(swapped, place and place.transposed)).T
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -75,8 +74,7 @@ def _lookup_forward(table, tokens, dtype, place):
 def _lookup_backward(dtype, place, kept, grad):
     table, tokens = kept
     total = jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype))
-    # Whole rows first: cut at once, every device would be sent its columns of all tokens.
-    return sharding.stored(sharding.whole(total, place), place), None
+    return sharding.scattered(total, place), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -106,7 +104,7 @@ def _rms_norm_backward(eps, kept, grad):
     grad_x = inverse * (scaled - wide * (inverse * inverse * along))
     # The barrier keeps the sum over rows out of the loop that makes its terms.
     terms = lax.optimization_barrier(grad * wide * inverse)
-    grad_scale = jnp.sum(terms.reshape(-1, x.shape[-1]), axis=0)
+    grad_scale = jnp.sum(terms, axis=tuple(range(x.ndim - 1)))
     return grad_x.astype(x.dtype), grad_scale.astype(scale.dtype)
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from rlx.model.sharding import ONE_DEVICE, ROWS, Layout
+from rlx.model.mesh import ROWS
+from rlx.model.sharding import ONE_DEVICE, Layout
 
 KERNEL = "dot_product_attention_fwd_wrapper"  # JAX's primitive: mixed and the log-normalisers
 # Before this version JAX took the key heads' offsets times the number of query heads.

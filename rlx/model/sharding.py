@@ -3,6 +3,9 @@
     replica   rows of the batch are cut; parameters are whole on each (across slow links)
     fsdp      rows of the batch are cut, and so are parameters, which are gathered where they are
               used and whose gradients are scattered back (ZeRO-3, arXiv 1910.02054)
+    context   tokens of a row are cut, see context_attention. Every device of a row needs the same
+              weights, so they are cut over `fsdp` and `context` together: that sends as many bytes
+              as over `fsdp` alone, and keeps `context` times fewer
     tensor    heads, MLP and vocabulary are cut (Megatron, arXiv 1909.08053); between the blocks the
               tokens of the residual stream are (sequence parallelism, arXiv 2205.05198)
 
@@ -15,59 +18,31 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from rlx.base import UserError, unknown
 from rlx.model import params as parameters
+from rlx.model.mesh import ROWS, check_devices, mesh_axes, num_row_shards, parse_mesh
 from rlx.model.model_config import ModelConfig
 
-AXES = ("replica", "fsdp", "tensor")
-ALIASES = {"data": "fsdp"}
-ROWS = ("replica", "fsdp")  # what cuts the rows of a batch; its tokens are not cut
-BATCH = PartitionSpec(ROWS)
-RULES = {
+WEIGHTS = ("fsdp", "context")  # what cuts parameters, and is gathered where they are used
+BATCH = PartitionSpec(ROWS)  # of a batch's arrays, whose tokens the decoder cuts by itself
+RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": None,
     "vocab": "tensor",
     "values": None,
-    "model": "fsdp",
+    "model": WEIGHTS,
     "mlp": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
     "rank": None,
 }
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Parse "fsdp:4,tensor:2" as {"fsdp": 4, "tensor": 2}; empty text is an empty mesh.
-
-    Raises:
-      UserError: an axis is unknown or given twice, or its size is no number of at least 1.
-    """
-    axes: dict[str, int] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, _, size = part.partition(":")
-        axis = ALIASES.get(name, name)
-        if axis not in AXES:
-            raise unknown("axis of train.mesh", name, (*AXES, *ALIASES))
-        if not size.isdecimal() or int(size) < 1 or axis in axes:
-            raise UserError(f"train.mesh={text!r} is not like 'fsdp:4,tensor:2'; mend {part!r}")
-        axes[axis] = int(size)
-    return axes
-
-
-def mesh_axes(text: str, devices: int) -> dict[str, int]:
-    """Return the size of every axis of AXES; empty text puts all `devices` on `fsdp`."""
-    return dict.fromkeys(AXES, 1) | (parse_mesh(text) or {"fsdp": devices})
-
-
-def num_row_shards(axes: Mapping[str, int]) -> int:
-    """Return into how many parts a mesh of these axes cuts the rows of a batch."""
-    return axes["replica"] * axes["fsdp"]
 
 
 def make_mesh(text: str) -> Mesh | None:
@@ -79,12 +54,8 @@ def make_mesh(text: str) -> Mesh | None:
     devices = jax.device_count()
     if not parse_mesh(text) and devices == 1:
         return None
+    check_devices(text, devices)
     axes = mesh_axes(text, devices)
-    places = num_row_shards(axes) * axes["tensor"]
-    if places != devices:
-        raise UserError(
-            f"train.mesh={text!r} has {places} places, not {devices}; make the product equal"
-        )
     # Auto: the compiler shards intermediates; explicit axes would need a sharding at every gather.
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
@@ -98,8 +69,10 @@ def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
     cut = []
     for axis in row.axes:
         target = RULES[axis]
-        divides = target in mesh.shape and units[axis] % mesh.shape[target] == 0
-        cut.append(target if divides and len(row.axes) > 1 + row.stacked else None)
+        names = (target,) if isinstance(target, str) else target
+        matrix = len(row.axes) > 1 + row.stacked
+        divides = names and units[axis] % prod(mesh.shape[name] for name in names) == 0
+        cut.append(target if divides and matrix else None)
     return PartitionSpec(*cut)
 
 
@@ -126,31 +99,41 @@ class Placement:
 
     Attributes:
       own: as it is stored, and where its gradient goes.
-      used: the same with `fsdp` gathered.
+      used: the same with WEIGHTS gathered.
     """
 
     own: NamedSharding
     used: NamedSharding
 
     @property
-    def own_transposed(self) -> NamedSharding:
-        """The stored cut of the transposed matrix."""
-        return NamedSharding(self.own.mesh, PartitionSpec(*reversed(self.own.spec)))
-
-
-def stored(weight: Array, place: Placement | None) -> Array:
-    """Return a weight or its gradient, cut as the weight is stored."""
-    return weight if place is None else jax.lax.with_sharding_constraint(weight, place.own)
-
-
-def whole(weight: Array, place: Placement | None) -> Array:
-    """Return a weight or its gradient with what `fsdp` cuts in one piece."""
-    return weight if place is None else jax.lax.with_sharding_constraint(weight, place.used)
+    def transposed(self) -> "Placement":
+        """The place of the transposed matrix."""
+        own, used = (
+            NamedSharding(place.mesh, PartitionSpec(*reversed(place.spec)))
+            for place in (self.own, self.used)
+        )
+        return Placement(own, used)
 
 
 def used(weight: Array, dtype, place: Placement | None) -> Array:
-    """Return a weight in `dtype`, gathered over `fsdp`; what travels is already cast."""
-    return whole(stored(weight.astype(dtype), place), place)
+    """Return a weight in `dtype`, gathered over WEIGHTS; what travels is already cast."""
+    weight = weight.astype(dtype)
+    if place is None:
+        return weight
+    kept = jax.lax.with_sharding_constraint(weight, place.own)
+    return jax.lax.with_sharding_constraint(kept, place.used)
+
+
+def scattered(gradient: Array, place: Placement | None) -> Array:
+    """Return a weight's gradient, added up over devices and cut as the weight is stored.
+
+    Each device first adds up all of it for its tokens: cut at once, it would be sent its columns of
+    all tokens.
+    """
+    if place is None:
+        return gradient
+    whole = jax.lax.with_sharding_constraint(gradient, place.used)
+    return jax.lax.with_sharding_constraint(whole, place.own)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -160,7 +143,7 @@ def scattered_gradient(weight: Array, place: Placement | None) -> Array:
 
 
 scattered_gradient.defvjp(
-    lambda weight, place: (weight, None), lambda place, _, grad: (stored(grad, place),)
+    lambda weight, place: (weight, None), lambda place, _, grad: (scattered(grad, place),)
 )
 
 
@@ -196,7 +179,7 @@ class Layout:
         places = {}
         for row in rows:
             own = spec(config, row, mesh)[1 if row.stacked else 0 :]
-            gathered = PartitionSpec(*(None if axis == "fsdp" else axis for axis in own))
+            gathered = PartitionSpec(*(None if axis == WEIGHTS else axis for axis in own))
             places[row.path[-1]] = Placement(
                 NamedSharding(mesh, PartitionSpec(*own)), NamedSharding(mesh, gathered)
             )
@@ -207,40 +190,90 @@ class Layout:
         """Into how many parts the rows of a batch are cut."""
         return 1 if self.mesh is None else num_row_shards(self.mesh.shape)
 
+    @property
+    def context(self) -> int:
+        """Into how many parts the tokens of a row are cut."""
+        return 1 if self.mesh is None else self.mesh.shape["context"]
+
+    def balanced(self, x: Array) -> Array:
+        """Return a batch's array [B, T] with its tokens in the order in which `context` cuts them.
+
+        Of 2 · context blocks of a row the device i has i and the one as far from the end, so that
+        all devices have equally many earlier tokens to attend to.
+        """
+        if self.context == 1:
+            return x
+        blocks = x.reshape(x.shape[0], 2, self.context, -1)
+        return jnp.stack([blocks[:, 0], blocks[:, 1, ::-1]], axis=2).reshape(x.shape)
+
+    def in_order(self, x: Array) -> Array:
+        """Return an array [B, T] laid out by `balanced` with the tokens of a row in their order."""
+        if self.context == 1:
+            return x
+        x = jax.lax.with_sharding_constraint(x, self._cut(ROWS))
+        blocks = x.reshape(x.shape[0], self.context, 2, -1)
+        parts = [blocks[:, :, 0], blocks[:, ::-1, 1]]
+        return jnp.stack(parts, axis=1).reshape(x.shape)
+
     def place(self, name: str) -> Placement | None:
         """Return the place of a parameter; None without a mesh."""
         return None if self.mesh is None else self.places[name]
 
     def stream(self, x: Array) -> Array:
-        """Lay out the residual stream [B, T, D]: rows cut, and tokens over `tensor` if they can be.
+        """Lay out the residual stream [B, T, D]: rows cut, tokens over `context` and `tensor`.
 
-        Gradients arrive with all tokens of a row, as the products before them need them.
+        Over `tensor` only if it can be. Gradients arrive with all tokens that `context` leaves to
+        a device, as the products before them need them.
         """
         if self.mesh is None:
             return x
-        return _moved(x, self._tokens_cut(x), self._cut(ROWS))
+        return _moved(x, self._tokens_cut(x), self._cut(ROWS, "context"))
+
+    def rows(self, x: Array) -> Array:
+        """Lay out [B, T, D] as looked up or as a head reads it: rows and `context`'s tokens cut."""
+        if self.mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, self._cut(ROWS, "context"))
 
     def tokens(self, x: Array) -> Array:
-        """Gather the tokens of rows [B, T, D] for a block; gradients are cut as the stream is."""
+        """Gather [B, T, D] over `tensor` for a block; gradients are cut as the stream is."""
         if self.mesh is None:
             return x
-        return _moved(x, self._cut(ROWS), self._tokens_cut(x))
+        return _moved(x, self._cut(ROWS, "context"), self._tokens_cut(x))
 
     def heads(self, x: Array) -> Array:
-        """Lay out [B, T, heads, H]: rows cut, and heads over `tensor` where it divides them."""
+        """Lay out [B, T, heads, H]: as `tokens`, and heads over `tensor` where it divides them."""
         if self.mesh is None:
             return x
-        cut = "tensor" if x.shape[2] % self.mesh.shape["tensor"] == 0 else None
-        return jax.lax.with_sharding_constraint(x, self._cut(ROWS, None, cut))
+        return jax.lax.with_sharding_constraint(
+            x, self._cut(ROWS, "context", self.heads_axis(x.shape[2]))
+        )
+
+    def heads_axis(self, count: int) -> str | None:
+        """Return the axis of a mesh that cuts so many heads: `tensor`, where it divides them."""
+        assert self.mesh is not None
+        return "tensor" if count % self.mesh.shape["tensor"] == 0 else None
 
     def columns(self, x: Array) -> Array:
-        """Lay out [B, T, F] inside a block: rows cut, columns over `tensor`."""
+        """Lay out [B, T, F] inside a block: as `tokens`, and columns over `tensor`."""
         if self.mesh is None:
             return x
-        return jax.lax.with_sharding_constraint(x, self._cut(ROWS, None, "tensor"))
+        return jax.lax.with_sharding_constraint(x, self._cut(ROWS, "context", "tensor"))
 
-    def per_row_shard(self, function: Callable[..., Any], *arrays: Array) -> Any:
-        """Return function(*arrays) with the tokens of each row shard by themselves.
+    def flat(self, x: Array) -> Array:
+        """Return x [..., D] as the rows of a product, [N, D], or [shards, N, D] under `context`.
+
+        One axis could not tell that rows and tokens are cut, and over two of them the compiler
+        would add up gradients twice.
+        """
+        return self._split(x) if self.context > 1 else x.reshape(-1, x.shape[-1])
+
+    def unflat(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """Return the product's rows as [*shape, F]."""
+        return self._joined(x, shape) if self.context > 1 else x.reshape(*shape, x.shape[-1])
+
+    def per_shard(self, function: Callable[..., Any], *arrays: Array) -> Any:
+        """Return function(*arrays) with the tokens of each shard of rows and tokens by themselves.
 
         Args:
           function: of arrays [N, …], N tokens, to a pytree of [N] arrays.
@@ -252,11 +285,27 @@ class Layout:
         shape = arrays[0].shape[:2]
         if self.mesh is None:
             out = function(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
-        else:
-            cut = (x.reshape(self.row_shards, -1, *x.shape[2:]) for x in arrays)
-            placed = (jax.lax.with_sharding_constraint(x, self._cut(ROWS)) for x in cut)
-            out = jax.vmap(function)(*placed)
-        return jax.tree.map(lambda x: x.reshape(shape), out)
+            return jax.tree.map(lambda x: x.reshape(shape), out)
+        out = jax.vmap(function)(*map(self._split, arrays))
+        return jax.tree.map(lambda x: self._joined(x, shape), out)
+
+    def _split(self, x: Array) -> Array:
+        """Return [B, T, …] as [shards, N, …]: the tokens of each shard of rows and of tokens."""
+        shards = self.row_shards, self.context
+        x = x.reshape(shards[0], -1, shards[1], x.shape[1] // shards[1], *x.shape[2:])
+        return self._by_shard(x.swapaxes(1, 2).reshape(prod(shards), -1, *x.shape[4:]))
+
+    def _joined(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """Return [shards, N, …] as [B, T, …], B and T of `shape`."""
+        shards = self.row_shards, self.context
+        sizes = (size // cut for size, cut in zip(shape, shards, strict=True))
+        x = self._by_shard(x).reshape(*shards, *sizes, *x.shape[2:])
+        return x.swapaxes(1, 2).reshape(*shape, *x.shape[4:])
+
+    def _by_shard(self, x: Array) -> Array:
+        """Lay out [shards, N, …]; what follows the tokens stays as it is."""
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
+        return jax.lax.with_sharding_constraint(x, self._cut((*ROWS, "context"), None, *others))
 
     def _cut(self, *axes) -> NamedSharding:
         assert self.mesh is not None
@@ -264,8 +313,8 @@ class Layout:
 
     def _tokens_cut(self, x: Array) -> NamedSharding:
         assert self.mesh is not None
-        divides = x.shape[1] % self.mesh.shape["tensor"] == 0
-        return self._cut(ROWS, "tensor" if divides else None)
+        divides = x.shape[1] % (self.context * self.mesh.shape["tensor"]) == 0
+        return self._cut(ROWS, ("context", "tensor") if divides else "context")
 
 
 ONE_DEVICE = Layout()

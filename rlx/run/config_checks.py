@@ -28,8 +28,8 @@ from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
 from rlx.model import params as parameters
+from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
-from rlx.model.sharding import mesh_axes, num_row_shards
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import encode, render
 from rlx.run import inputs as run_inputs

@@ -272,10 +272,10 @@ def plan(
 
     Args:
       sizes: [N] tokens of each sequence.
-      budget: tokens a microbatch may hold on each data-parallel device.
+      budget: tokens a microbatch may hold of each row shard, on its `context` devices together.
       buckets: row lengths to choose from, tokens.
       attention_cost: work of attention per token and key, over the other work per token.
-      shards: data-parallel devices; every microbatch has a multiple of it in rows.
+      shards: of rows over devices; every microbatch has a multiple of it in rows.
       at_least: microbatches wanted; empty ones are added (all devices must run equally many).
       together: [N] int64 from 0; sequences of equal number share a row (the two of a pair).
 

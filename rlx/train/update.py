@@ -269,7 +269,7 @@ class JaxUpdate:
         """Return the plan and the device's microbatches of some sequences."""
         plan = packing.plan(
             flat.sizes[ids],
-            self._options.token_budget,
+            self._options.token_budget * self._layout.context,
             self._options.row_buckets,
             attention_cost=self._attention_cost,
             shards=self._layout.row_shards,

@@ -14,6 +14,7 @@ from rlx.model import attention as module
 from rlx.model import packed_attention as packed
 from rlx.model import sharding
 from rlx.model.attention import attention
+from rlx.model.mesh import AXES
 from rlx.train import packing
 
 LENGTHS = [[5, 3, 9], [20], [], [1, 1, 1, 1, 1, 1]]  # of the segments of four rows
@@ -155,7 +156,7 @@ def test_elsewhere_there_is_a_mask_or_there_are_blocks(
 
 @pytest.mark.parametrize(("key_heads", "local"), [(4, (2, 2)), (1, (2, 2))])
 def test_on_a_mesh_each_device_has_its_own_rows_and_heads(hopper, key_heads, local):
-    mesh = AbstractMesh((1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = AbstractMesh((1, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     ids = jnp.asarray(segment_ids([[30, 20], [64], [10], [1, 2]], 64))
     sizes = jnp.asarray(packing.segment_sizes(np.asarray(ids)))
     q, k = (jnp.ones((4, 64, n, 64), jnp.bfloat16) for n in (4, key_heads))

@@ -7,6 +7,7 @@ import numpy as np
 
 from rlx import config as config_lib
 from rlx.base import Group, Trajectory
+from rlx.model import mesh as mesh_lib
 from rlx.model import params as parameters
 from rlx.model import sharding
 from rlx.model.model_config import ModelConfig
@@ -48,7 +49,7 @@ def run(mesh_text, minibatches, budget, rank, preset):
     if mesh_text:
         mesh = sharding.make_mesh(mesh_text)
     else:
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), sharding.AXES)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), mesh_lib.AXES)
     params = parameters.init(MODEL, jax.random.key(0))
     trainer = update.JaxUpdate(
         MODEL,
@@ -69,6 +70,9 @@ CASES = (
     ("fsdp:4,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
     ("replica:2,fsdp:2,tensor:2", 2, 64, 0, "ppo", "q"),
     ("data:2,tensor:4", 1, 64, 0, "dpo", "q"),
+    ("fsdp:2,context:4", 2, 64, 0, "ppo", "q"),
+    ("context:4,tensor:2", 1, 64, 0, "dpo", "q"),
+    ("fsdp:2,context:2,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
 )
 METRICS = (
     "actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward", "value_loss",
