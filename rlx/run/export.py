@@ -16,7 +16,7 @@ from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import INITIAL
-from rlx.train import checkpoint
+from rlx.train import checkpoint, state_files
 from rlx.train.contract import State, Update
 from rlx.train.train_options import lora_of
 
@@ -110,13 +110,13 @@ def checkpoint_to_hf(
     if lora and directory:
         require_base(host, adapter.digest(directory), directory)
         part = {"params": lora_lib.shapes(config, lora)}
-        adapters = checkpoint.restore_part(path, part)["params"]
+        adapters = state_files.read_part(path, part)["params"]
         params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
     elif peft_target:
         raise UserError(f"{path} is of no LoRA run and has no adapters; drop --adapter")
     else:
-        part = {"params": parameters.shapes(config, checkpoint.dtype_of(path, "params.embed"))}
-        params = checkpoint.restore_part(path, part)["params"]
+        part = {"params": parameters.shapes(config, state_files.dtype_of(path, "params.embed"))}
+        params = state_files.read_part(path, part)["params"]
     hf.save(target, config, params, dtype or None, source=directory)
     if not lora or not peft_target:
         return f"{path} -> {target} (HF)"

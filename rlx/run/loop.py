@@ -318,10 +318,10 @@ class _Loop:
         """Save a checkpoint of everything, and export the HF directory."""
         with self._phase("checkpoint", step=self.step):
             host, groups = self.executor.state()
-            directory = checkpoint.write(
+            finish = checkpoint.begin(
                 self.parts.workdir / "checkpoints",
                 self.step,
-                self._write_state,
+                partial(self.parts.update.save, state=self.state),
                 self.parts.update.state_bytes,
                 {
                     "step": self.step,
@@ -335,14 +335,11 @@ class _Loop:
                 keep=self.config.checkpoint.keep,
                 beside=memory.exported(sizes_of(self.config, self.parts.inputs.model_config)),
             )
+            directory = finish()
             self.parts.export.save(self.parts.workdir, self.state)
         self.parts.hooks.tell("on_checkpoint", self.step, directory)
         self.saved = self.step
         self.last_save = time.monotonic()
-
-    def _write_state(self, path: Path) -> None:
-        self.parts.update.save(path, self.state)
-        self.parts.update.saved()
 
     def _show(self) -> Path | None:
         """Write the timeline and the report of what there is; return the report's path."""

@@ -42,7 +42,11 @@ def use_compile_cache() -> None:
 
 def _jax(config: ConfigDict, model: ModelConfig, model_dir: Path) -> Update:
     options = TrainOptions.of(config)
-    return JaxUpdate(model, options, source=lambda: hf.load(model_dir, options.dtype)[1])
+
+    def first(places: parameters.Params) -> parameters.Params:
+        return hf.load(model_dir, options.dtype, places)[1]
+
+    return JaxUpdate(model, options, source=first)
 
 
 TRAINERS: dict[str, Callable[[ConfigDict, ModelConfig, Path], Update]] = {"jax": _jax}

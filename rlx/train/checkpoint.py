@@ -19,8 +19,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ import jax
 
 from rlx.base import DiskFull, Group, UserError
 from rlx.model.atomic_directory import exchange
+from rlx.train import state_files
 from rlx.train.archive import read_groups, write_groups
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -47,28 +49,28 @@ class Restored(NamedTuple):
 
 
 def save(directory: str | Path, step: int, state: Any, host: dict, *rest: Any, **more: Any) -> Path:
-    """Write a checkpoint of a pytree of arrays, of any dtype and sharding; see `write`."""
+    """Write a checkpoint of a pytree of arrays, of any dtype and sharding; see `begin`."""
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(state))
-    write_this = partial(write_state, state=state)
-    return write(directory, step, write_this, size, host, *rest, **more)
+    begin_state = partial(state_files.begin, state=state)
+    return begin(directory, step, begin_state, size, host, *rest, **more)()
 
 
-def write(
+def begin(
     directory: str | Path,
     step: int,
-    write_state: Callable[[Path], None],
+    begin_state: Callable[[Path], Future[None]],
     size: int,
     host: dict,
     groups: Sequence[Group] = (),
     keep: int = 2,
     beside: int = 0,
-) -> Path:
-    """Write a checkpoint atomically and remove the oldest beyond `keep`.
+) -> Callable[[], Path]:
+    """Begin to write a checkpoint, of the state and the rest as they are now.
 
     Args:
       directory: where checkpoints live; made if missing.
       step: train batches done; a checkpoint of the same step is replaced.
-      write_state: puts the train state into a directory, and returns when it is on disk.
+      begin_state: begins to put the train state into a directory, as `Update.save` does.
       size: bytes of the state.
       host: JSON-able; the dataset's cursor, staleness counters, seeds, config.
       groups: finished but unconsumed.
@@ -76,7 +78,9 @@ def write(
       beside: bytes that must be free as well, for what is written after it.
 
     Returns:
-      The checkpoint's directory.
+      What does the rest, in any thread, before anything else is saved there: it returns the
+      checkpoint's directory when it is whole and the oldest beyond `keep` are removed. It raises
+      DiskFull too.
 
     Raises:
       DiskFull: there is no space for it. Nothing is left behind; older checkpoints stay.
@@ -88,23 +92,37 @@ def write(
         raise _no_space(directory, needed)
     temporary = directory / f"{_TEMPORARY}{step:08d}"
     final = directory / f"step_{step:08d}"
-    try:
+    text, groups = json.dumps(host, ensure_ascii=False, indent=1), list(groups)
+    with _whole_or_nothing(temporary, size):
         temporary.mkdir()
-        write_state(temporary)
-        (temporary / "host.json").write_text(json.dumps(host, ensure_ascii=False, indent=1))
-        write_groups(temporary / "groups", groups)
-        (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
-        _flush([*temporary.rglob("*"), temporary])
-        _rename(temporary, final)
+        state = begin_state(temporary)
+
+    def finish() -> Path:
+        with _whole_or_nothing(temporary, size):
+            state.result()
+            (temporary / "host.json").write_text(text)
+            write_groups(temporary / "groups", groups)
+            (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
+            _flush([*temporary.rglob("*"), temporary])
+            _rename(temporary, final)
+        written = [path for path in checkpoints(directory) if step_of(path) <= step]
+        for old in written[: -max(keep, 1)]:  # a later one is damaged, or was not continued
+            shutil.rmtree(old)
+        return final
+
+    return finish
+
+
+@contextmanager
+def _whole_or_nothing(temporary: Path, size: int) -> Iterator[None]:
+    """Remove a checkpoint that could not be written; raise DiskFull where that was why."""
+    try:
+        yield
     except Exception as error:
         _remove_failed(temporary)
         if _is_no_space(error):
-            raise _no_space(directory, size) from error
+            raise _no_space(temporary.parent, size) from error
         raise
-    written = [path for path in checkpoints(directory) if step_of(path) <= step]
-    for old in written[: -max(keep, 1)]:  # a later one is damaged, or this run was not continued
-        shutil.rmtree(old)
-    return final
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
@@ -185,41 +203,6 @@ def find(source: str | Path) -> Path | None:
     return _newest_whole(source) or _newest_whole(source / "checkpoints")
 
 
-def restore_state(path: Path, abstract_state: Any) -> Any:
-    """Read the state of a checkpoint.
-
-    Args:
-      abstract_state: pytree of arrays or `jax.ShapeDtypeStruct` (with a sharding where the restored
-        array should have one) of the state's structure.
-
-    Raises:
-      UserError: its state has other parameters or shapes than `abstract_state`.
-    """
-    return _read_state(path, abstract_state, whole=True)
-
-
-def restore_part(path: Path, abstract_part: Any) -> Any:
-    """Read some of a checkpoint's state, say `{"params": shapes}`, and nothing else of it.
-
-    Raises:
-      UserError: the state has no such leaf, or one of another shape.
-    """
-    return _read_state(path, abstract_part, whole=False)
-
-
-def dtype_of(path: Path, name: str) -> Any:
-    """Return the dtype of one leaf of a checkpoint's state, say of `"params.embed"`.
-
-    Raises:
-      UserError: the state has no such leaf.
-    """
-    with _reader() as reader:
-        stored = _stored(reader, path)
-    if name not in stored:
-        raise UserError(f"checkpoint {path} has no {name}; it is not one of a train state")
-    return stored[name].dtype
-
-
 def read_host(path: Path) -> dict:
     """Return the host's part alone, without touching a device."""
     return json.loads((Path(path) / "host.json").read_text())
@@ -241,75 +224,6 @@ def verify(path: Path) -> str | None:
         if actual[name] != manifest.get(name):
             return f"{name} has changed since it was written"
     return None
-
-
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Return leaves by path: orbax sees one flat dict, whatever containers the optimizer uses."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def write_state(path: Path, state: Any) -> None:
-    """Write a pytree of arrays into a checkpoint's directory; every process what it has of it."""
-    import orbax.checkpoint as ocp
-
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(_state(path), args=ocp.args.StandardSave(_named_leaves(state)))
-
-
-def _reader() -> Any:
-    import orbax.checkpoint as ocp  # takes a second
-
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-
-
-def _state(path: Path) -> Path:
-    return Path(path).absolute() / "state"
-
-
-def _stored(reader: Any, path: Path) -> dict[str, Any]:
-    """Return shape and dtype of each leaf that a checkpoint's state has, by name."""
-    return reader.metadata(_state(path)).item_metadata.tree
-
-
-def _read_state(path: Path, abstract: Any, *, whole: bool) -> Any:
-    """Read the leaves of `abstract` to where it has them; `whole`: there must be no others."""
-    import orbax.checkpoint as ocp
-
-    wanted = _named_leaves(abstract)
-    with _reader() as reader:
-        stored = _stored(reader, path)
-        if not whole:
-            stored = {name: stored[name] for name in wanted if name in stored}
-        _require_same(path, stored, wanted)
-        arguments = {
-            name: ocp.ArrayRestoreArgs(sharding=_sharding(leaf), dtype=leaf.dtype)
-            for name, leaf in wanted.items()
-        }
-        restore = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
-        leaves = reader.restore(_state(path), args=restore)
-    structure = jax.tree_util.tree_structure(abstract)
-    return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in wanted])
-
-
-def _sharding(leaf: Any) -> jax.sharding.Sharding:
-    """Return the leaf's own sharding, or the first device's."""
-    own = getattr(leaf, "sharding", None)
-    return own or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def _require_same(path: Path, stored: Any, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    def described(leaves):
-        return {n: f"{leaf.dtype}{list(leaf.shape)}" for n, leaf in leaves.items()}
-
-    have, want = described(stored), described(wanted)
-    for name in [*want, *have]:
-        if have.get(name) != want.get(name):
-            raise UserError(
-                f"checkpoint {path} has {name} as {have.get(name, 'nothing')}, this run "
-                f"wants {want.get(name, 'nothing')}; use the model and optimizer it was made with, "
-                "or another workdir"
-            )
 
 
 def _manifest(path: Path) -> dict[str, list]:

@@ -4,6 +4,7 @@ The run keeps the state and never looks into it: it hands it in and takes back w
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,8 +64,10 @@ class Update(Protocol):
           adapters: of LoRA alone, with PEFT's names, float32; else they are merged.
         """
 
-    def save(self, path: Path, state: State) -> None:
-        """Begin to write the state to `path`, which does not exist yet."""
+    def save(self, path: Path, state: State) -> Future[None]:
+        """Begin to write the state to `path`, which does not exist yet; it may be given up then.
 
-    def saved(self) -> None:
-        """Return once all that `save` began is on disk; raise what kept it from getting there."""
+        Returns:
+          what ends when all hosts have written theirs, or raises what kept one from that. It may be
+          waited for in any thread, while other calls are made.
+        """

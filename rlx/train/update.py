@@ -10,6 +10,8 @@ and DPO come the same way: what differs is the row of the preset table.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,13 @@ from rlx.model import params as parameters
 from rlx.model.attention import attention_kind
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
-from rlx.train import checkpoint, objective, packing, step_metrics, steps
+from rlx.train import objective, packing, state_files, step_metrics, steps
 from rlx.train.optimizer import make_schedule
 from rlx.train.step_metrics import Metrics
 from rlx.train.steps import Critic, Steps, TrainState
 from rlx.train.train_options import TrainOptions
 
-ParamsSource = Callable[[], Params]
+ParamsSource = Callable[[Params], Params]  # where each parameter goes → all of them, there
 
 
 class JaxUpdate:
@@ -45,7 +47,8 @@ class JaxUpdate:
       model_config: the model.
       options: of the run.
       source: gives the weights that the run begins with, which are the frozen policy of KL terms
-        too, and what LoRA's adapters are added to; called when one of these is made.
+        too, and what LoRA's adapters are added to; called when one of these is made, whose memory
+        is that of what it gives.
       mesh: devices to use; made from `options.mesh` when None.
 
     Attributes:
@@ -78,7 +81,7 @@ class JaxUpdate:
         if self.lora:
             if source is None:
                 raise UserError("lora.rank without a base; give a source of its weights")
-            self._frozen = self._place(source(), model_config)
+            self._frozen = self._load()
         elif algorithm.needs_reference:
             if source is None:
                 raise UserError(
@@ -87,7 +90,7 @@ class JaxUpdate:
                     "algorithm.kl_placement=none"
                 )
             if not s.follows:
-                self._reference = self._place(source(), model_config)
+                self._reference = self._load()
         places = self._state_shardings()
         self.abstract_state = self._abstract_state(places)
         leaves = jax.tree.leaves(self.abstract_state)
@@ -179,13 +182,25 @@ class JaxUpdate:
             places,
         )
 
-    def _place(self, params: Params, model: ModelConfig) -> Params:
+    def _places(self, model: ModelConfig) -> Params:
+        """Return the sharding of each parameter of a model."""
+        if self._mesh is not None:
+            return sharding.named_shardings(model, self._mesh)
+        home = SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda _: home, parameters.shapes(model))
+
+    def _load(self) -> Params:
+        """Return the source's weights, of which each device reads its own slices."""
+        assert self._source is not None, "params or a source of them"
+        places, dtype = self._places(self._base), jnp.dtype(self._options.dtype)
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self._source(places))
+        return jax.device_put(params, places)
+
+    def _copied(self, params: Params) -> Params:
         """Return a copy of params where they belong, in the dtype of `model.dtype`."""
         dtype = jnp.dtype(self._options.dtype)
         params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
-        if self._mesh is None:
-            return params
-        return jax.device_put(params, sharding.named_shardings(model, self._mesh))
+        return jax.device_put(params, self._places(self._base))
 
     def _put(self, arrays: Any, spec: PartitionSpec) -> Any:
         if self._mesh is None:
@@ -205,22 +220,23 @@ class JaxUpdate:
         """
         model, critic = self._base, None
         if self.lora:
-            adapters = lora_lib.init(model, self.lora, jax.random.key(self._options.seed))
+            rows = lora_lib.table(model, self.lora)
+            places = None
             if self._mesh is not None:
-                rows = lora_lib.table(model, self.lora)
-                adapters = jax.device_put(
-                    adapters, sharding.named_shardings(model, self._mesh, rows)
-                )
-            return self._init(adapters, None)
-        if params is None:
-            assert self._source is not None, "params or a source of them"
-            params = self._source()
+                places = sharding.named_shardings(model, self._mesh, rows)
+            make = jax.jit(partial(lora_lib.init, model, self.lora), out_shardings=places)
+            return self._init(make(jax.random.key(self._options.seed)), None)
+        params = self._load() if params is None else self._copied(params)
         if self._algorithm.critic:
-            valued, critic_model = parameters.with_value_head(params, model)
-            critic = self._place(valued, critic_model)
+            critic = self._valued(jax.tree.map(jnp.copy, params))
         if self.model.value_head and not model.value_head:
-            params, _ = parameters.with_value_head(params, model)
-        return self._init(self._place(params, self.model), critic)
+            params = self._valued(params)
+        return self._init(params, critic)
+
+    def _valued(self, params: Params) -> Params:
+        """Return the policy's decoder with a value head of zeros, where it belongs."""
+        valued, model = parameters.with_value_head(params, self._base)
+        return jax.device_put(valued, self._places(model))
 
     def whole(self, params: Params) -> Params:
         """Return the parameters that the decoder computes the policy of `state.params` with."""
@@ -252,14 +268,11 @@ class JaxUpdate:
 
     def restore(self, path: Path) -> TrainState:
         """Return the state of a checkpoint; UserError where it is of another model."""
-        return checkpoint.restore_state(path, self.abstract_state)
+        return state_files.read(path, self.abstract_state)
 
-    def save(self, path: Path, state: TrainState) -> None:
-        """Write the state to `path`, for `restore`; every process writes what it has of it."""
-        checkpoint.write_state(path, state)
-
-    def saved(self) -> None:
-        """Return at once: `save` has written everything."""
+    def save(self, path: Path, state: TrainState) -> Future[None]:
+        """Begin to write the state to `path`, for `restore`; see the contract."""
+        return state_files.begin(path, state)
 
     # One batch.
 

@@ -66,7 +66,7 @@ def lora_run(tiny_model_dir, tmp_path_factory):
     config = default()
     config.model.path, config.lora.rank = str(tiny_model_dir), 3
     model, params = hf.load(tiny_model_dir)
-    update = JaxUpdate(model, TrainOptions.of(config), source=lambda: params)
+    update = JaxUpdate(model, TrainOptions.of(config), source=lambda _: params)
     state = update.init()
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
     path = tmp_path_factory.mktemp("lora")

@@ -11,7 +11,7 @@ import pytest
 from rlx.fleet.adapter import digest
 from rlx.model import hf, lora, peft
 from rlx.model.lora_config import LoraConfig
-from rlx.train import checkpoint
+from rlx.train import checkpoint, state_files
 
 COMMAND = [
     sys.executable, "-m", "rlx.main", "--config=configs/arithmetic_lora.py",
@@ -54,7 +54,7 @@ def test_the_exports_are_the_checkpoints_adapters(finished):
     assert settings == LoraConfig(2, 32.0, ("q", "up"))
     path = checkpoint.find(finished)
     part = {"params": lora.shapes(config, settings)}
-    saved = checkpoint.restore_part(path, part)["params"]
+    saved = state_files.read_part(path, part)["params"]
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, adapters, saved)))
     assert np.abs(saved["layers"]["q_lora_b"]).max() > 0
     merged = hf.load(finished / "hf")[1]

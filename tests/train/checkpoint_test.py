@@ -1,6 +1,7 @@
 """Checkpoints come back bit for bit, and no way of dying leaves a broken one."""
 
 import collections
+import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -19,7 +20,7 @@ import optax
 import pytest
 
 from rlx.base import DiskFull, Group, Trajectory, UserError
-from rlx.train import checkpoint
+from rlx.train import checkpoint, state_files
 
 
 def state_of(seed: int, size: int = 7):
@@ -35,7 +36,7 @@ def state_of(seed: int, size: int = 7):
 
 def into(abstract):
     """A reader of a checkpoint's state, as `Update.restore` is one."""
-    return functools.partial(checkpoint.restore_state, abstract_state=abstract)
+    return functools.partial(state_files.read, abstract=abstract)
 
 
 def a_group(group_id=3):
@@ -134,7 +135,7 @@ _CHILD = """
 import resource, sys
 import jax.numpy as jnp, numpy as np
 from rlx.base import DiskFull, Group, UserError
-from rlx.train import checkpoint
+from rlx.train import checkpoint, state_files
 directory, mode = sys.argv[1:]
 noise = np.random.default_rng(0).normal(size=(5_000_000,)).astype(np.float32)
 checkpoint.save(directory, 1, {"x": jnp.asarray(noise)}, {"step": 1})
@@ -158,7 +159,8 @@ def _start(tmp_path, mode):
     )  # fmt: skip
 
 
-def test_writers_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["at once", "behind"])
+def test_writers_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch, where):
     """As tensorstore's do: one leaf fails, and the others' files still appear, in directories."""
     begun, late = threading.Event(), []
 
@@ -174,13 +176,33 @@ def test_writers_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch)
         late.append(threading.Thread(target=write))
         late[0].start()
         begun.wait()
-        raise OSError(errno.ENOSPC, "full")
+        if where == "at once":
+            raise OSError(errno.ENOSPC, "full")
+        failed = concurrent.futures.Future()
+        failed.set_exception(OSError(errno.ENOSPC, "full"))
+        return failed
 
-    monkeypatch.setattr(checkpoint, "write_state", fail)
+    monkeypatch.setattr(state_files, "begin", fail)
     with pytest.raises(DiskFull):
         checkpoint.save(tmp_path, 3, state_of(3), {})
     late[0].join()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_state_may_be_given_up_and_changed_when_a_save_has_begun(tmp_path):
+    state = jax.device_put(state_of(4), jax.devices()[0])
+    wanted = jax.tree.map(np.array, state)
+    size, groups, host = 10_000, [a_group()], {"step": 4}
+    begin = functools.partial(state_files.begin, state=state)
+    finish = checkpoint.begin(tmp_path, 4, begin, size, host, groups)
+    changed = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 + 1, tree), donate_argnums=0)
+    jax.block_until_ready(changed(state))
+    host["step"], groups[:] = 5, []
+    assert finish() == tmp_path / "step_00000004"
+    back = checkpoint.restore_latest(tmp_path, into(jax.eval_shape(lambda: wanted)))
+    assert_same_bits(back.state, wanted)
+    assert back.host == {"step": 4}
+    assert len(back.groups) == 1
 
 
 def test_a_disk_that_fills_half_way_leaves_nothing_half_written(tmp_path):
@@ -222,13 +244,13 @@ _SHARDED = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from rlx.train import checkpoint
+from rlx.train import checkpoint, state_files
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 value = np.arange(64, dtype=np.float32).reshape(8, 8)
 first, second = NamedSharding(mesh, P("data", "tensor")), NamedSharding(mesh, P("tensor"))
 checkpoint.save(sys.argv[1], 1, {"x": jax.device_put(value, first)}, {})
 abstract = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=second)}
-read = lambda path: checkpoint.restore_state(path, abstract)
+read = lambda path: state_files.read(path, abstract)
 x = checkpoint.restore_latest(sys.argv[1], read).state["x"]
 assert x.sharding == second, x.sharding
 assert np.array_equal(x, value)

@@ -35,7 +35,7 @@ def compiled(mesh, remat, chunk, compute_dtype="float32"):
     config = config_lib.default()
     config.train.mesh, config.model.remat, config.model.logprob_chunk = mesh, remat, chunk
     config.model.compute_dtype = compute_dtype
-    trainer = update.JaxUpdate(MODEL, TrainOptions.of(config), source=lambda: PARAMS)
+    trainer = update.JaxUpdate(MODEL, TrainOptions.of(config), source=lambda _: PARAMS)
     rows = {name: np.zeros((ROWS, TOKENS), np.float32) for name in FLOATS}
     rows |= {name: np.zeros((ROWS, TOKENS), np.int32) for name in INTEGERS}
     rows |= {name: np.zeros((ROWS, TOKENS), bool) for name in ("loss_mask", "sampled")}

@@ -40,7 +40,7 @@ def trainers(model_config, make_config, params):
         if key not in made:
             config = make_config(**overrides)
             made[key] = update.JaxUpdate(
-                model_config, TrainOptions.of(config), source=lambda: params
+                model_config, TrainOptions.of(config), source=lambda _: params
             )
         return made[key]
 

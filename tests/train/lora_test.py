@@ -27,7 +27,7 @@ def adapted(model_config, make_config, params):
     @functools.cache
     def make(overrides):
         config = make_config(**{**LORA, **dict(overrides)})
-        return update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
+        return update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda _: params)
 
     return lambda **overrides: make(tuple(sorted(overrides.items())))
 
@@ -57,7 +57,7 @@ def test_rewarded_sequences_become_likelier_and_the_base_stays(
     params = {**params, "embed": 10 * params["embed"]}  # a head with which logits can differ
     before = raw(params)
     trainer = update.JaxUpdate(
-        model_config, TrainOptions.of(make_config(**LORA)), source=lambda: params
+        model_config, TrainOptions.of(make_config(**LORA)), source=lambda _: params
     )
     groups, state = rewarded(make_groups()), trainer.init(params)
     first = trainer.logprobs(state, groups)
@@ -128,7 +128,7 @@ def test_a_checkpoint_has_no_byte_of_the_base(model_config, make_config, tmp_pat
 
     def saved(name, **overrides):
         trainer = update.JaxUpdate(
-            wide, TrainOptions.of(make_config(**overrides)), source=lambda: base
+            wide, TrainOptions.of(make_config(**overrides)), source=lambda _: base
         )
         return size_of(checkpoint.save(tmp_path / name, 0, trainer.init(base), {}))
 
@@ -174,7 +174,7 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
     model_config, make_config, params, make_groups
 ):
     config = make_config(**{**LORA, "model.dtype": "bfloat16"})
-    trainer = update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
+    trainer = update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda _: params)
     adapters = trainer.init(params).params
     assert {leaf.dtype for leaf in jax.tree.leaves(adapters)} == {np.dtype(np.float32)}
     assert trainer.whole(adapters)["embed"].dtype == jnp.bfloat16
@@ -200,7 +200,7 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
 def test_what_needs_a_value_head_is_refused(overrides, words, model_config, make_config, params):
     config = make_config(**{**LORA, **overrides})
     with pytest.raises(UserError, match=words):
-        update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
+        update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda _: params)
 
 
 def test_a_base_is_asked_for(model_config, make_config):

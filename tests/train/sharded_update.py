@@ -55,7 +55,7 @@ def run(mesh_text, minibatches, budget, rank, preset):
         MODEL,
         TrainOptions.of(config),
         mesh=mesh,
-        source=lambda: params,
+        source=lambda _: params,
     )
     state = trainer.init(params)
     for seed in range(2):

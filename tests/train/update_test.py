@@ -312,7 +312,7 @@ def test_kl_pulls_towards_the_reference(
         Group(g.group_id, tuple(dataclasses.replace(t, reward=1.0) for t in g.trajectories))
         for g in groups
     ]
-    pulled = update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda: params)
+    pulled = update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda _: params)
     _, metrics = run(pulled, params, [groups])
     assert float(metrics["grad_norm"]) < 1e-5
     assert metrics["kl_reward"] == pytest.approx(0.0, abs=1e-9)
