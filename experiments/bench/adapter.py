@@ -50,7 +50,7 @@ async def compare(local: LocalServers, base: Path, rank: int, rounds: int) -> No
         return hf.to_hf(lora.merge(params, adapters, settings), config)
 
     def alone():
-        tensors = peft.to_peft(adapters, config, settings)
+        tensors = peft.to_peft(adapters, config, settings).arrays()
         return Adapter(tensors, settings.scale, "bfloat16", digest)
 
     fleet = await asyncio.to_thread(local.fleet)

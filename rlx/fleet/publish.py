@@ -7,7 +7,6 @@ killed processes, and only those.
 
 import contextlib
 import errno
-import json
 import os
 import secrets
 import shutil
@@ -15,23 +14,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any
 
 from rlx.base import UserError
 from rlx.fleet import delta
 from rlx.model.atomic_directory import try_lock
+from rlx.model.tensors import Buckets
 
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-}
-_BLOCK = 8 << 20  # bytes hashed or written at a time
+_BLOCK = 8 << 20  # bytes hashed at a time
 METHODS = ("path", "stream", "delta", "adapter")
 DELTA_SHARE = 0.8  # of the whole file; a larger delta is not worth its cost
 _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
@@ -55,59 +45,26 @@ def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: Fals
     return crc
 
 
-def write_weights(tensors: Mapping[str, Any], path: str | os.PathLike) -> int:
+def write_weights(tensors: Mapping[str, Any] | Buckets, path: str | os.PathLike) -> int:
     """Write a safetensors file and return its `checksum`, in one pass over the bytes.
 
     Args:
-      tensors: HF name → array (numpy, or on a device: fetched one at a time).
+      tensors: HF name → array (numpy, or on a device: fetched one at a time), at once or in
+        buckets, of which one at a time is asked for.
       path: overwritten in place, so a lock on it stays.
 
     Raises:
       UserError: the directory is missing or has no room.
       ValueError: a tensor's dtype does not exist in safetensors files.
     """
-    header = _header(tensors)
-    need = len(header) + sum(_num_bytes(t) for t in tensors.values())
+    made = Buckets.of(tensors)
+    need = made.header()[1]
     check_room(Path(path).parent, need)
-    crc = 0
     try:
         with open(path, "wb", buffering=0) as file:
-            crc = _write(file, memoryview(header), crc)
-            for tensor in tensors.values():
-                data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-                crc = _write(file, data.data, crc)
+            return made.write(file)
     except OSError as error:
         raise _no_room(error, path, need) from error
-    return crc
-
-
-def _header(tensors: Mapping[str, Any]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, tensor in tensors.items():
-        dtype = np.dtype(tensor.dtype).name
-        if dtype not in _DTYPES:
-            raise ValueError(f"{name} is {dtype}; a weight must be one of {', '.join(_DTYPES)}")
-        end = start + _num_bytes(tensor)
-        shape = [int(n) for n in tensor.shape]
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _num_bytes(tensor: Any) -> int:
-    return int(np.prod(tensor.shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
-
-
-def _write(file: BinaryIO, data: memoryview, crc: int) -> int:
-    for start in range(0, len(data), _BLOCK):
-        block = data[start : start + _BLOCK]
-        crc = zlib.crc32(block, crc)
-        while block:
-            block = block[file.write(block) :]
-    return crc
 
 
 def check_room(directory: str | os.PathLike, num_bytes: int) -> None:
@@ -214,7 +171,7 @@ class Adapter:
       base: `adapter.digest` of the directory that training began with.
     """
 
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Any] | Buckets
     scale: float
     dtype: str
     base: bytes
@@ -251,8 +208,8 @@ def stage(
 
     Args:
       version: policy version of the weights, ≥ 0.
-      source: HF name → array, written to a file of ours in `directory`; or the path of a
-        safetensors file (or of an HF directory with one `model.safetensors`), used where it is;
+      source: HF name → array, or Buckets, written to a file of ours in `directory`; or the path of
+        a safetensors file (or of an HF directory with one `model.safetensors`), used where it is;
         or an Adapter, whose tensors are written.
       method: `path`, when the servers see the same file system, `stream`, or `delta`: as `stream`,
         and for the servers that have `base` only what changed; `adapter` for an Adapter alone.

@@ -4,19 +4,15 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from rlx.base import DiskFull, UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FULL_TEXT = re.compile(rf"os error ({'|'.join(str(int(code)) for code in _FULL)})\b")
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
 
 
@@ -46,9 +42,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             path.rename(old / path.name)
             fresh.rename(path)
             shutil.rmtree(old)
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in _FULL or _FULL_TEXT.search(str(error))
-        raise (DiskFull if full else UserError)(
+    except OSError as error:
+        raise (DiskFull if error.errno in _FULL else UserError)(
             f"cannot write {path}: {error}; free space or choose another directory"
         ) from error
     finally:

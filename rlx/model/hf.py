@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ import numpy as np
 from rlx.base import UserError
 from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
+from rlx.model.buckets import export
 from rlx.model.directory import load_config as load_config
 from rlx.model.directory import resolve as resolve
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, Row
+from rlx.model.tensors import BUCKET, Buckets, LazyTensors, save_tensors
 from rlx.model.tensors import INDEX as INDEX
 from rlx.model.tensors import WEIGHTS as WEIGHTS
-from rlx.model.tensors import LazyTensors, save_tensors
 from rlx.model.tensors import open_tensors as open_tensors
 
 # Copied next to exported weights from the directory that the run started from.
@@ -41,8 +42,6 @@ COMPANIONS = (
 
 # Tensors that old exporters wrote and no decoder reads.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-
-BUCKET = 1 << 30  # bytes of parameters on the way from a file to a device
 _WIDEST = 4  # bytes a number
 
 Slices = tuple[slice, ...]  # one an axis, of step 1; start and stop may be None
@@ -116,23 +115,12 @@ def from_hf(
 
 
 def to_hf(params: Params, config: ModelConfig, dtype: Any = None) -> dict[str, np.ndarray]:
-    """Return tensors with HF's names and layouts, on the host, as the fleet receives them.
+    """Return tensors with HF's names and layouts, all on the host.
 
     Args:
       dtype: of the tensors; None keeps each parameter's own.
     """
-    return export(params, parameters.table(config), dtype)
-
-
-def export(params: Params, rows: Iterable[Row], dtype: Any = None) -> dict[str, np.ndarray]:
-    """Return the tensors of `rows` with their names and layouts in HF's or PEFT's files."""
-    tensors = {}
-    for row in rows:
-        value = np.asarray(parameters.leaf(params, row))
-        for name, part in zip(row.names, value if row.stacked else [value], strict=True):
-            part = part.T if row.transposed else part
-            tensors[name] = np.ascontiguousarray(part, dtype=dtype or part.dtype)
-    return tensors
+    return export(params, parameters.table(config), dtype).arrays()
 
 
 def save(
@@ -144,13 +132,13 @@ def save(
     chat_template: str = "",
 ) -> None:
     """Write an HF directory of parameters; see `write`."""
-    write(path, config, to_hf(params, config, dtype), source, chat_template)
+    write(path, config, export(params, parameters.table(config), dtype), source, chat_template)
 
 
 def write(
     path: str | Path,
     config: ModelConfig,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Buckets,
     source: str | Path | None = None,
     chat_template: str = "",
 ) -> None:
@@ -164,7 +152,7 @@ def write(
       UserError: it cannot be written; nothing is left behind.
     """
     with atomic_directory(Path(path)) as fresh:
-        name = str(next(iter(tensors.values())).dtype)
+        name = np.dtype(next(iter(tensors.tensors.values())).dtype).name
         record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
         (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         save_tensors(tensors, fresh / WEIGHTS)

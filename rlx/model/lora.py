@@ -86,12 +86,13 @@ def merge(base: Params, adapters: Params, lora: LoraConfig) -> Params:
     layers = dict(base["layers"])
     for name in lora.targets:
         pair = adapters["layers"][f"{name}_lora_a"], adapters["layers"][f"{name}_lora_b"]
-        layers[name] = _merged(layers[name], *pair, lora.scale)
+        layers[name] = merged(layers[name], *pair, lora.scale)
     return {**base, "layers": layers}
 
 
 @jax.jit
-def _merged(weight: Any, down: Any, up: Any, scale: Any) -> jax.Array:
+def merged(weight: Any, down: Any, up: Any, scale: Any) -> jax.Array:
+    """Return W + scale·A·B of L layers: [L, in, out], [L, in, rank] and [L, rank, out]."""
     exact = jax.lax.Precision.HIGHEST  # GPUs would round the factors to fewer bits
     change = jnp.einsum("lir,lro->lio", down, up, precision=exact)
     return (weight.astype(jnp.float32) + scale * change).astype(weight.dtype)

@@ -19,11 +19,12 @@ from rlx.config import LORA_TARGETS
 from rlx.model import hf, lora
 from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
+from rlx.model.buckets import export
 from rlx.model.directory import read_json
 from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
-from rlx.model.tensors import save_tensors
+from rlx.model.tensors import Buckets, save_tensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -39,9 +40,9 @@ _REFUSED = (
 )  # fmt: skip
 
 
-def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> dict[str, np.ndarray]:
-    """Return tensors with PEFT's names and layouts, float32, on the host."""
-    return hf.export(adapters, lora.table(config, settings), np.float32)
+def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> Buckets:
+    """Return tensors with PEFT's names and layouts, float32."""
+    return export(adapters, lora.table(config, settings), np.float32)
 
 
 def from_peft(
@@ -88,9 +89,7 @@ def save(
     write(path, settings, to_peft(adapters, config, settings), base)
 
 
-def write(
-    path: str | Path, settings: LoraConfig, tensors: Mapping[str, np.ndarray], base: str = ""
-) -> None:
+def write(path: str | Path, settings: LoraConfig, tensors: Buckets, base: str = "") -> None:
     """Write a PEFT directory, whole or not at all.
 
     Args:

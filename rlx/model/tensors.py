@@ -1,20 +1,33 @@
-"""Tensors of an HF directory's safetensors files, each read when it is asked for. No JAX."""
+"""Tensors of safetensors files: read one when it is asked for, written bucket by bucket. No JAX."""
 
 import contextlib
-from collections.abc import Mapping
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes as ml_dtypes  # gives numpy the bfloat16 that safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rlx.base import UserError
 from rlx.model.directory import read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BUCKET = 1 << 30  # bytes of tensors on the host at a time, on the way to or from a device
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+}
+_BLOCK = 8 << 20  # bytes hashed or written at a time
 
 
 class LazyTensors(Mapping):
@@ -88,7 +101,90 @@ def shards(path: Path) -> list[Path]:
     raise UserError(f"{path} has no {WEIGHTS} (nor {INDEX}); give a directory with safetensors")
 
 
-def save_tensors(tensors: Mapping[str, np.ndarray], path: Path) -> None:
-    """Write a safetensors file that transformers and PEFT read, for every user to read."""
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it 0600, whatever the umask
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """Tensors that come in buckets, once, so that no more than one bucket needs to be in memory.
+
+    Attributes:
+      tensors: name → what has its shape and dtype, of all, in the order in which they come.
+      buckets: name → array, or what np.asarray makes one of.
+    """
+
+    tensors: Mapping[str, Any]
+    buckets: Iterable[Mapping[str, Any]]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.buckets)
+
+    @classmethod
+    def of(cls, source: "Mapping[str, Any] | Buckets") -> "Buckets":
+        """Return `source`, a mapping as one bucket."""
+        return source if isinstance(source, Buckets) else cls(source, [source])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all of them, on the host."""
+        return {k: np.asarray(v) for bucket in self for k, v in bucket.items()}
+
+    def header(self) -> tuple[bytes, int]:
+        """Return the first bytes of a safetensors file of the tensors, and the whole file's size.
+
+        Raises:
+          ValueError: a tensor's dtype does not exist in safetensors files.
+        """
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for name, tensor in self.tensors.items():
+            shape, dtype = [int(n) for n in tensor.shape], np.dtype(tensor.dtype)
+            if dtype.name not in _DTYPES:
+                known = ", ".join(_DTYPES)
+                raise ValueError(f"{name} is {dtype.name}; a weight must be one of {known}")
+            end = start + math.prod(shape) * dtype.itemsize
+            kind = _DTYPES[dtype.name]
+            entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+            start = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
+
+    def write(self, file: BinaryIO) -> int:
+        """Write a safetensors file and return the CRC-32 of its bytes, in one pass over them.
+
+        Args:
+          file: unbuffered.
+
+        Raises:
+          ValueError: a dtype does not exist in safetensors files, or the tensors that came are not
+            those of `tensors`.
+        """
+        crc = _write(file, memoryview(self.header()[0]), 0)
+        due = iter(self.tensors.items())
+        for bucket in self:
+            for name in bucket:
+                crc = _write(file, _bytes(name, bucket[name], *next(due, ("none", None))), crc)
+            del bucket  # before the next one is made
+        if missing := next(due, None):
+            raise ValueError(f"{missing[0]} did not come")
+        return crc
+
+
+def _bytes(name: str, tensor: Any, wanted: str, spec: Any) -> memoryview:
+    """Return a tensor's bytes; raise ValueError unless it is `wanted`, with the spec's shape."""
+    array = np.ascontiguousarray(tensor)
+    if name != wanted or (tensor.shape, array.dtype) != (spec.shape, spec.dtype):
+        raise ValueError(f"{name} {array.dtype}{list(tensor.shape)} came, wanted {wanted}")
+    return array.reshape(-1).view(np.uint8).data
+
+
+def save_tensors(tensors: Mapping[str, Any] | Buckets, path: Path) -> None:
+    """Write a safetensors file that transformers and PEFT read."""
+    with open(path, "wb", buffering=0) as file:
+        Buckets.of(tensors).write(file)
+
+
+def _write(file: BinaryIO, data: memoryview, crc: int) -> int:
+    for start in range(0, len(data), _BLOCK):
+        block = data[start : start + _BLOCK]
+        crc = zlib.crc32(block, crc)
+        while block:
+            block = block[file.write(block) :]
+    return crc

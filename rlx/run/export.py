@@ -1,10 +1,12 @@
 """Export the policy: weights for the fleet, HF and PEFT directories for everyone else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Semaphore
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
@@ -15,10 +17,14 @@ from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
+from rlx.model.tensors import Buckets
 from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint, state_files
 from rlx.train.contract import State, Update
 from rlx.train.train_options import lora_of
+
+AHEAD = 2  # buckets of a publish on the way to the host, or there
+POLL_SECONDS = 0.1  # how often a trainer that waits for room looks whether the publish has failed
 
 
 class Export:
@@ -43,24 +49,46 @@ class Export:
         self._by_adapter = config.fleet.publish == "adapter"
         self.base = adapter.digest(model_dir) if self._lora else b""
 
-    def weights(self, state: State) -> Mapping[str, Any] | Adapter:
-        """Return the policy of `state` as the fleet takes it, on the host."""
-        if self._lora and self._by_adapter:
-            tensors = self.tensors(state, adapters=True)
-            return Adapter(tensors, self._lora.scale, self._dtype, self.base)
-        return self.tensors(state)
+    def publish(
+        self, state: State, send: Callable[[Buckets | Adapter], Future[Any]]
+    ) -> Future[Any]:
+        """Give `send` the policy of `state` in the form that the fleet takes; return its future.
 
-    def tensors(self, state: State, adapters: bool = False) -> dict[str, np.ndarray]:
-        """Return all buckets of `Update.weights` as one."""
-        buckets = self._update.weights(state, adapters)
-        return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+        Its tensors are read in another thread, bucket by bucket. This returns when the last one has
+        been asked of the trainer, whose next call may give `state` up: at once, unless there are
+        more than AHEAD. If what `send` began ends early, so does this.
+        """
+        by_adapter = bool(self._lora) and self._by_adapter
+        made = self._update.weights(state, by_adapter)
+        queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        room = Semaphore(AHEAD - 1)
+
+        def taken() -> Iterator[Mapping[str, Any]]:
+            while (bucket := queue.get()) is not None:
+                yield bucket
+                del bucket
+                room.release()
+
+        weights = Buckets(made.tensors, taken())
+        scale = self._lora.scale if self._lora else 1.0
+        sent = send(Adapter(weights, scale, self._dtype, self.base) if by_adapter else weights)
+        try:
+            for bucket in made:
+                queue.put(bucket)
+                del bucket
+                while not room.acquire(timeout=POLL_SECONDS):
+                    if sent.done():
+                        return sent
+        finally:
+            queue.put(None)
+        return sent
 
     def save(self, workdir: Path, state: State) -> None:
         """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads."""
-        model, merged = self._update.model, self.tensors(state)
+        model, merged = self._update.model, self._update.weights(state)
         hf.write(workdir / "hf", model, merged, self._source, self._template)
         if self._lora:
-            adapters = self.tensors(state, adapters=True)
+            adapters = self._update.weights(state, adapters=True)
             peft.write(workdir / "adapter", self._lora, adapters, str(self._model_dir))
 
     def require_base(self, host: Mapping[str, Any]) -> None:

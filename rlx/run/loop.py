@@ -186,8 +186,10 @@ class _Loop:
         with self._phase("publish", version=self.step):
             if self.publishing:
                 self.publishing.result()
-            weights = self.parts.export.weights(self.state) if self.served else {}
-        self.publishing = self.executor.submit(self._deliver(self.step, weights))
+            if self.served:
+                self.publishing = self.parts.export.publish(self.state, self._send)
+            else:
+                self.publishing = self._send(None)
         if self._due(self.config.gate.every_steps):
             self._ask_servers()
 
@@ -215,7 +217,7 @@ class _Loop:
         with self._phase("gate", version=self.step):
             verdict = self.gate.verdict(
                 partial(self.parts.update.logprobs, self.state),
-                partial(self.parts.export.tensors, self.state),
+                lambda: self.parts.update.weights(self.state).arrays(),
                 self.parts.stop.is_set,
             )
         if verdict:
@@ -223,6 +225,9 @@ class _Loop:
             if verdict.error:
                 raise verdict.error
             self.progress.message(sentence(verdict.record))
+
+    def _send(self, weights: Any) -> Future:
+        return self.executor.submit(self._deliver(self.step, weights))
 
     async def _deliver(self, version: int, weights: Any) -> None:
         """Publish `version`; its tokens count once every live server has acknowledged it."""

@@ -206,7 +206,10 @@ def build(
         if changed:
             progress.message(f"{changed}; going on, as data.allow_change is set")
     if restored or config.fleet.addresses:  # local servers have just read these very weights
-        executor.run(fleet.publish(step, export.weights(state), config.fleet.publish))
+        export.publish(
+            state,
+            lambda weights: executor.submit(fleet.publish(step, weights, config.fleet.publish)),
+        ).result()
     executor.set_version(step)
     gate = None
     if served and config.gate.enabled:

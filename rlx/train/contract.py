@@ -3,7 +3,7 @@
 The run keeps the state and never looks into it: it hands it in and takes back what comes out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import numpy as np
 
 from rlx.base import Group
 from rlx.model.model_config import ModelConfig
+from rlx.model.tensors import Buckets
 
 State = Any  # a trainer's own: parameters, optimizer, counters, on its devices
 
@@ -57,8 +58,12 @@ class Update(Protocol):
         Log-probabilities of the tempered policy, nats.
         """
 
-    def weights(self, state: State, adapters: bool = False) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the policy in buckets, HF name → array of the dtype that is published.
+    def weights(self, state: State, adapters: bool = False) -> Buckets:
+        """Return the policy with HF's names, in the dtype that is published.
+
+        Each bucket is computed when it is asked for, so all must have come before the next call
+        that is made of the trainer. `np.asarray` of a tensor waits for it, in any thread, also
+        after `state` has been given up.
 
         Args:
           adapters: of LoRA alone, with PEFT's names, float32; else they are merged.

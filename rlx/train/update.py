@@ -9,7 +9,7 @@ and DPO come the same way: what differs is the row of the preset table.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from rlx.algorithms import losses
 from rlx.base import Group, UserError
-from rlx.model import hf, sharding
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
+from rlx.model import sharding
 from rlx.model.attention import attention_kind
+from rlx.model.buckets import Merge, export
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
+from rlx.model.tensors import Buckets
 from rlx.train import objective, packing, state_files, step_metrics, steps
 from rlx.train.optimizer import make_schedule
 from rlx.train.step_metrics import Metrics
@@ -113,7 +115,6 @@ class JaxUpdate:
         self._logprob_step, self._value_step = jax.jit(s.logprob_step), jax.jit(s.value_step)
         self._loss = jax.jit(s.loss)
         self._prepare = jax.jit(objective.prepare, static_argnums=(4, 5))
-        self._replicate = jax.jit(lambda leaf: leaf, out_shardings=everywhere)
         self._gather, self._waits = jax.jit(objective.gather), jax.jit(s.waits)
         self._end_batch = jax.jit(s.end_batch, donate_argnums=0, out_shardings=places)
         self._scatter = jax.jit(steps.scatter, donate_argnums=0)
@@ -242,23 +243,17 @@ class JaxUpdate:
         """Return the parameters that the decoder computes the policy of `state.params` with."""
         return self._steps.whole(params, self._frozen)
 
-    def merged(self, params: Params) -> Params:
-        """Return `state.params` as parameters of `model` alone, to publish and to export."""
-        return lora_lib.merge(self._frozen, params, self.lora) if self.lora else params
-
-    def weights(self, state: TrainState, adapters: bool = False) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the policy's tensors, a row of its table at a time; see the contract."""
+    def weights(self, state: TrainState, adapters: bool = False) -> Buckets:
+        """Return the policy's tensors, as the device computes them; see the contract."""
         if adapters:
             assert self.lora, "a run without adapters has none to give"
-            params, dtype = state.params, "float32"
             rows = lora_lib.table(self._base, self.lora)
-        else:
-            params, dtype = self.merged(state.params), self._options.publish_dtype
-            rows = parameters.table(self.model)
-        for row in rows:
-            leaf = parameters.leaf(params, row)
-            leaf = leaf if leaf.is_fully_addressable else self._replicate(leaf)
-            yield hf.export(parameters.build({row.path: leaf}), (row,), dtype)
+            return export(state.params, rows, "float32", mesh=self._mesh)
+        rows, dtype = parameters.table(self.model), self._options.publish_dtype
+        if self.lora:
+            merge = Merge(state.params, self.lora)
+            return export(self._frozen, rows, dtype, merge=merge, mesh=self._mesh)
+        return export(state.params, rows, dtype, mesh=self._mesh)
 
     # The state as a whole.
 

@@ -344,7 +344,7 @@ def trained(model, dtype):
     adapters = tree.unflatten(
         [0.05 * jax.random.normal(k, each.shape) for k, each in zip(keys, leaves, strict=True)]
     )
-    tensors = peft.to_peft(adapters, config, settings)
+    tensors = peft.to_peft(adapters, config, settings).arrays()
     sent = Adapter(tensors, settings.scale, dtype, adapter.digest(model))
     kind = adapter.DTYPES[dtype]
     return sent, hf.to_hf(lora.merge(params, adapters, settings), config, kind)

@@ -76,7 +76,7 @@ def test_rewarded_sequences_become_likelier_and_the_base_stays(
     won = [t.reward == 1 for g in groups for t in g.trajectories]
     assert np.mean(gain, where=won) > 0.1
     assert np.mean(gain, where=won) > np.mean(gain, where=np.invert(won)) + 0.2
-    merged = trainer.merged(state.params)
+    merged = lora.merge(trainer._frozen, state.params, trainer.lora)
     assert raw(params) == before
     for name, leaf in params["layers"].items():
         same = np.array_equal(leaf, merged["layers"][name])
@@ -178,7 +178,7 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
     adapters = trainer.init(params).params
     assert {leaf.dtype for leaf in jax.tree.leaves(adapters)} == {np.dtype(np.float32)}
     assert trainer.whole(adapters)["embed"].dtype == jnp.bfloat16
-    assert trainer.merged(adapters)["layers"]["q"].dtype == jnp.bfloat16
+    assert lora.merge(trainer._frozen, adapters, trainer.lora)["layers"]["q"].dtype == jnp.bfloat16
     row = jnp.ones((1, 32), jnp.int32)
 
     def loss(adapters):

@@ -1,0 +1,114 @@
+"""Export of stacked parameters as the device computes it: tensors with HF's names, in buckets.
+
+    params [L, in, out] ─▶ layers (+ scale·A·B) ─▶ transpose, cast ─▶ {name: [out, in]} ─▶ host
+
+Each bucket's copy to the host begins at once, so the next one can be computed while this one is
+read. On a mesh every device has the whole tensors of a bucket, so any one host can read them, and
+all hosts must go through the buckets. The order is that of the table, whatever the buckets' size.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlx.model import lora as lora_lib
+from rlx.model import params as parameters
+from rlx.model.params import Params, Row
+from rlx.model.tensors import BUCKET, Buckets
+
+
+class Merge(NamedTuple):
+    """Adapters to add to parameters while they are exported."""
+
+    adapters: Params
+    lora: lora_lib.LoraConfig
+
+
+class _Piece(NamedTuple):
+    """Layers of one parameter: `names`, from the layer `first` on."""
+
+    row: Row
+    first: int
+    names: list[str]
+
+
+def export(
+    params: Params,
+    rows: Iterable[Row],
+    dtype: Any = None,
+    *,
+    merge: Merge | None = None,
+    mesh: Mesh | None = None,
+    size: int = BUCKET,
+) -> Buckets:
+    """Return the tensors of `rows` with the names and layouts of HF's or PEFT's files.
+
+    A bucket's programs are dispatched when it is asked for, not before: until the last one has come
+    `params` must not be donated. From then on they may be.
+
+    Args:
+      dtype: of the tensors; None keeps each parameter's own.
+      merge: added to the parameters first, in float32, as `lora.merge` does.
+      mesh: where the parameters are; None: on one device.
+      size: bytes that a bucket may have; one tensor may have more, and is one by itself.
+    """
+    tensors: dict[str, Any] = {}
+    plan: list[list[_Piece]] = []
+    room = 0
+    for row in rows:
+        leaf = parameters.leaf(params, row)
+        spec = jax.ShapeDtypeStruct(row.hf_shape, dtype or leaf.dtype)
+        num_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        for layer, name in enumerate(row.names):
+            tensors[name] = spec
+            if num_bytes > room or not plan:
+                plan.append([])
+                room = size
+            room -= num_bytes
+            if plan[-1] and plan[-1][-1].row is row:
+                plan[-1][-1].names.append(name)
+            else:
+                plan[-1].append(_Piece(row, layer, [name]))
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    static = ("count", "stacked", "transposed", "dtype")
+    make = jax.jit(_tensors, static_argnames=static, out_shardings=everywhere)
+    return Buckets(tensors, _arrays(params, plan, partial(make, dtype=dtype), merge))
+
+
+def _arrays(
+    params: Params, plan: list[list[_Piece]], make: Any, merge: Merge | None
+) -> Iterator[Mapping[str, jax.Array]]:
+    for pieces in plan:
+        bucket: dict[str, jax.Array] = {}
+        for row, first, names in pieces:
+            leaf, added = parameters.leaf(params, row), None
+            if merge and row.path[-1] in merge.lora.targets:
+                pair = (merge.adapters["layers"][f"{row.path[-1]}_lora_{x}"] for x in "ab")
+                added = (*pair, merge.lora.scale)
+            how = {"stacked": row.stacked, "transposed": row.transposed}
+            made = make(leaf, added, first, count=len(names), **how)
+            bucket |= zip(names, made, strict=True)
+        for array in bucket.values() if jax.process_index() == 0 else ():  # no other host reads
+            array.copy_to_host_async()
+        yield bucket
+
+
+def _tensors(
+    leaf: Any, added: Any, first: Any, *, count: int, stacked: bool, transposed: bool, dtype: Any
+) -> list[jax.Array]:
+    """Return `count` tensors of a parameter, from the layer `first` on."""
+    if stacked:
+        leaf, added = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, first, count) if jnp.ndim(x) else x,
+            (leaf, added),
+        )
+    if added is not None:
+        # The barrier: a sum is rounded to the weight's dtype before it is cast to another.
+        leaf = jax.lax.optimization_barrier(lora_lib.merged(leaf, *added))
+    parts = [leaf[i] for i in range(count)] if stacked else [leaf]
+    return [(part.T if transposed else part).astype(dtype or part.dtype) for part in parts]
