@@ -1,0 +1,68 @@
+"""The device, what it can do at most, the time of a function on it, and packed rows to time."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# By a part of the device's name, first match: bf16 dense FLOP/s, bytes/s of its memory.
+PEAKS = {
+    "H100 PCIe": (756e12, 2.0e12),
+    "H200": (989e12, 4.8e12),
+    "H100": (989e12, 3.35e12),
+    "H800": (989e12, 3.35e12),
+    "A100": (312e12, 2.0e12),
+}
+
+
+def device() -> dict[str, Any]:
+    """Return the name of the device, its peaks (FLOP/s, bytes/s) and where they are from."""
+    first = jax.devices()[0]
+    found = next((peak for name, peak in PEAKS.items() if name in first.device_kind), None)
+    flops, bytes_per_second = found or _measured()
+    return {
+        "kind": first.device_kind,
+        "platform": first.platform,
+        "jax": jax.__version__,
+        "flops": flops,
+        "bytes_per_second": bytes_per_second,
+        "peaks_from": "table" if found else "measured",
+    }
+
+
+def _measured() -> tuple[float, float]:
+    """Return FLOP/s of a matrix product in bfloat16 and bytes/s of a copy."""
+    size = 8192 if jax.default_backend() == "gpu" else 512
+    x = jnp.ones((size, size), jnp.bfloat16)
+    product = seconds(jax.jit(lambda x: x @ x), x)
+    return 2 * size**3 / product, 2 * x.nbytes / seconds(jax.jit(lambda x: x + 1), x)
+
+
+def seconds(function: Callable[..., Any], *arguments: Any, calls: int = 5) -> float:
+    """Return the seconds of one call, the median of three rounds of `calls` after one to warm up.
+
+    Calls are dispatched together and waited for at the end.
+    """
+    jax.block_until_ready(function(*arguments))
+    rounds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = function(*arguments)
+        jax.block_until_ready(out)
+        rounds.append((time.perf_counter() - start) / calls)
+    return statistics.median(rounds)
+
+
+def segments(rows: int, length: int, padding: bool = False) -> np.ndarray:
+    """Return segment ids [rows, length] int32: of ½, ¼, ⅛ and ⅛ of a row, the first ones longer.
+
+    Args:
+      padding: the last eighth is padding (0).
+    """
+    ids = np.repeat([1, 2, 3, 0 if padding else 4], [length // n for n in (2, 4, 8, 8)])
+    return np.tile(ids.astype(np.int32), (rows, 1))

@@ -1,0 +1,155 @@
+"""One GPU hour: is the trainer right and fast on a GPU, and is its memory what we say?
+
+    python -m experiments.gpu.run                            # every part, on one H100 or H200
+    python -m experiments.gpu.run --parts=attention,step_4k  # some of them
+    python -m experiments.gpu.run --platform=cpu --tiny      # every part, tiny, on any machine
+
+| part | question |
+|---|---|
+| attention | does packed attention equal a plain one, forward and backward, with grouped heads? |
+| step_4k, step_16k, step_32k | how fast is a train step of 1.5B, in rows of so many tokens: model FLOP utilisation, each part beside its roofline, and the memory estimate beside the peak |
+| task | does the embedded task learn, with trainer and JAX engine on the same GPU? |
+| decode | how many tokens a second does the JAX engine make of 1.5B? |
+
+Each part is a process of its own, ended after --minutes (8); one that fails is reported and the
+others go on. Everything is written to one JSON file (--out) after each part, and printed as one
+table. No network; models are random but for the embedded task's, which comes with rlx. The exit
+status is 1 when a part failed or the attentions differ.
+
+A machine without rlx's dependencies: the table names what is missing for each part. Where only
+files can be brought, unpack wheels of the right Python into a folder of the repository, and name it:
+
+    pip install --target=wheels --no-deps --only-binary=:all: --python-version=3.12 \\
+        --platform=manylinux_2_28_x86_64 absl-py ml-collections optax chex ...
+    PYTHONPATH=wheels python -m experiments.gpu.run
+"""  # noqa: E501
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+KERNEL = ("jax", "numpy")
+STEP = (*KERNEL, "absl", "ml_collections", "yaml", "flax", "msgpack", "rich", "optax")
+DECODE = (*STEP, "safetensors")
+TASK = (*DECODE, "transformers", "jinja2", "grpc", "google.protobuf", "prometheus_client",
+        "orbax.checkpoint", "math_verify")  # fmt: skip
+PARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # module, options, what it needs
+    "attention": ("attention", {"length": 4096, "heads": 12, "width": 128}, KERNEL),
+    "step_4k": ("step", {"rows": 8, "length": 4096}, STEP),
+    "step_16k": ("step", {"rows": 2, "length": 16_384}, STEP),
+    "step_32k": ("step", {"rows": 1, "length": 32_768}, STEP),
+    "task": ("task", {"steps": 100, "questions": 200}, TASK),
+    "decode": ("decode", {"batches": (1, 8, 64, 256), "new": 256}, DECODE),
+}
+TINY: dict[str, dict[str, Any]] = {
+    "attention": {"length": 192, "heads": 4, "width": 16},
+    "step_4k": {"rows": 2, "length": 64},
+    "step_16k": {"rows": 1, "length": 128},
+    "step_32k": {"rows": 1, "length": 256},
+    "task": {"steps": 2, "questions": 8},
+    "decode": {"batches": (1, 4), "new": 16},
+}
+
+
+def main() -> int:
+    """Run the parts; return the exit status."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of them")
+    parser.add_argument("--platform", default="", help="cpu, or what JAX finds")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes")
+    parser.add_argument("--remat", default="attention", help="model.remat of the step parts")
+    parser.add_argument("--chunk", type=int, default=4096, help="model.logprob_chunk of them")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of each part")
+    parser.add_argument("--out", default="runs/gpu.json")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # in its own process
+    a = parser.parse_args()
+    if a.part:
+        print(json.dumps(_part(a)), flush=True)
+        return 0
+    if unknown := set(a.parts.split(",")) - PARTS.keys():
+        parser.error(f"--parts={','.join(unknown)}: there are {', '.join(PARTS)}")
+    report: dict[str, Any] = {"command": sys.argv, "time": time.time(), "parts": {}}
+    out = Path(a.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in a.parts.split(","):
+        print(f"{name} …", file=sys.stderr, flush=True)
+        report["parts"][name] = _in_process(name, a)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(table(report)))
+    print(f"written to {out}")
+    parts = report["parts"].values()
+    return int(not all(p["status"] == "ok" and p["result"].get("equal", True) for p in parts))
+
+
+def _part(a: argparse.Namespace) -> dict[str, Any]:
+    """Return one part's result, computed here."""
+    module, options, _ = PARTS[a.part]
+    if a.tiny:
+        options = TINY[a.part]
+    from experiments.gpu import measure
+
+    part = importlib.import_module(f"experiments.gpu.{module}")
+    more = {"tiny": a.tiny, "remat": a.remat, "chunk": a.chunk}
+    return {"device": measure.device(), **part.run({**more, **options})}
+
+
+def _in_process(name: str, a: argparse.Namespace) -> dict[str, Any]:
+    """Return how one part went: its status (ok | failed | late | missing), seconds, result."""
+    missing = [module for module in PARTS[name][2] if not _there(module)]
+    if missing:
+        return {"status": "missing", "error": f"not installed: {', '.join(missing)}"}
+    command = [sys.executable, "-m", "experiments.gpu.run", f"--part={name}"]
+    command += [f"--remat={a.remat}", f"--chunk={a.chunk}", *(["--tiny"] * a.tiny)]
+    environment = {**os.environ, **({"JAX_PLATFORMS": a.platform} if a.platform else {})}
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, errors = process.communicate(timeout=60 * a.minutes)
+        status = "failed" if process.returncode else "ok"
+    except subprocess.TimeoutExpired:
+        status = "late"
+    finally:
+        if process.poll() is None:  # what it started is in its group
+            os.killpg(process.pid, signal.SIGKILL)
+    if status == "late":
+        said, errors = process.communicate()
+    took = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    if status == "ok":
+        return {**took, "result": json.loads(said.splitlines()[-1])}
+    return {**took, "error": "\n".join(errors.splitlines()[-12:])}
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """Return the report's lines: of each part how it went and what it found."""
+    lines = []
+    for name, part in report["parts"].items():
+        lines.append(f"{name:10} {part['status']:8}{part.get('seconds', 0):6.0f} s")
+        if part["status"] == "ok":
+            module = importlib.import_module(f"experiments.gpu.{PARTS[name][0]}")
+            found = [part["result"]["device"]["kind"], *module.lines(part["result"])]
+        else:
+            found = part["error"].splitlines()[-3:]
+        lines += [f"           {line}" for line in found]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
