@@ -13,8 +13,9 @@ from rlx.cli import flags
 from rlx.config import check
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
-from rlx.model import hf, sharding
+from rlx.model import hf
 from rlx.model import params as parameters
+from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of
@@ -80,14 +81,14 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
     """Nothing is allocated: shapes alone. XLA takes 3/4 of a GPU's memory unless told otherwise."""
     config, (model, billions, gpus) = load(ROOT / "configs" / f"{name}.py"), LARGE[name]
     assert parameters.count(model) / 1e9 == pytest.approx(billions, abs=0.005)
-    axes = sharding.mesh_axes(config.train.mesh, gpus)
+    axes = mesh_axes(config.train.mesh, gpus)
     assert math.prod(axes.values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
     print(f"{name}: {sum(pieces.values()) / 1e9:.0f} GB: {memory.listed(pieces)}")
     assert sum(pieces.values()) < 0.75 * 80e9
     assert model.num_heads % axes["tensor"] == model.num_kv_heads % axes["tensor"] == 0
     trajectories = config.rollout.batch_prompts // config.train.minibatches
-    assert trajectories * config.sampling.n_samples >= 2 * sharding.num_row_shards(axes)
+    assert trajectories * config.sampling.n_samples >= 2 * num_row_shards(axes)
 
 
 @pytest.mark.parametrize("name", RL)

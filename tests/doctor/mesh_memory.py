@@ -15,10 +15,11 @@ from rlx.config import default
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
 from rlx.model import sharding
+from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.run.room_options import sizes_of
 from rlx.train.train_options import TrainOptions
-from rlx.train.update import Update
+from rlx.train.update import JaxUpdate
 
 ROW = 512
 MODELS = {
@@ -42,7 +43,8 @@ def config_of(mesh, remat, tokens):
     c = default()
     c.train.mesh, c.model.remat, c.train.max_tokens_per_microbatch = mesh, remat, tokens
     c.data.max_prompt_tokens, c.sampling.max_new_tokens = 128, ROW - 128
-    shards = sharding.num_row_shards(sharding.mesh_axes(mesh, 8))
+    axes = mesh_axes(mesh, 8)
+    shards = num_row_shards(axes) * axes["context"]
     c.rollout.batch_prompts, c.sampling.n_samples = 1, tokens // ROW * shards
     c.algorithm.reward_mean = "batch"
     c.model.logprob_chunk = 256
@@ -51,9 +53,9 @@ def config_of(mesh, remat, tokens):
 
 def planned(model, config):
     """Bytes on one device of one train step."""
-    trainer = Update(model, TrainOptions.of(config))
+    trainer = JaxUpdate(model, TrainOptions.of(config))
     mesh, steps = trainer._mesh, trainer._steps
-    rows = sharding.num_row_shards(mesh.shape) * config.train.max_tokens_per_microbatch // ROW
+    rows = config.rollout.batch_prompts * config.sampling.n_samples
 
     def of(dtype):
         place = jax.sharding.NamedSharding(mesh, sharding.BATCH)
