@@ -127,12 +127,14 @@ def default() -> ConfigDict:
 
     c.train = ConfigDict()
     c.train.minibatches = 1  # optimizer updates a batch
-    c.train.max_tokens_per_microbatch = 4096
+    c.train.max_tokens_per_microbatch = 4096  # on each device: with context:4 in the mesh a row of
+    # 16384 fits, cut in four
     c.train.row_buckets = (
         64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
         16384, 24576, 32768,
     )  # fmt: skip
-    c.train.mesh = ""  # "" or e.g. "fsdp:4,tensor:2"; replica copies parameters
+    c.train.mesh = ""  # "" (all devices on fsdp) or e.g. "fsdp:4,tensor:2"; replica copies
+    # parameters, context cuts the tokens of a row (its double divides each of row_buckets)
 
     c.fleet = ConfigDict()
     c.fleet.engine = "jax"
@@ -284,7 +286,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the longest "
             f"train.row_buckets entry {max(config.train.row_buckets)}; add a bucket or lower them"
         )
-    if trains and longest > config.train.max_tokens_per_microbatch:
+    one_device = "context" not in config.train.mesh  # else model.mesh.check_rows knows
+    if trains and one_device and longest > config.train.max_tokens_per_microbatch:
         raise UserError(
             f"train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} is below "
             f"the longest possible trajectory ({longest} tokens); raise it or lower "

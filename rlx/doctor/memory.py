@@ -91,7 +91,7 @@ class RunSizes:
     @property
     def row_length(self) -> int:
         """Tokens of the rows that the longest trajectory needs."""
-        budget = self.train.token_budget
+        budget = self.train.row_budget
         fitting = [b for b in self.train.row_buckets if self.longest <= b <= budget]
         return min(fitting, default=budget)
 
@@ -268,8 +268,9 @@ def savings(sizes: RunSizes, devices: Devices = ONE_CPU, there: int = 0) -> list
     def need(changed: RunSizes) -> int:
         return sum(trainer(changed, devices).values())
 
-    budget, least = "train.max_tokens_per_microbatch", sizes.longest
-    changes: dict[str, Any] = {budget: max(sizes.train.token_budget // 2, least)}
+    budget, train = "train.max_tokens_per_microbatch", sizes.train
+    least = math.ceil(sizes.longest * train.token_budget / train.row_budget)
+    changes: dict[str, Any] = {budget: max(train.token_budget // 2, least)}
     if sizes.train.minibatches == 1 and sizes.batch_prompts > 1:
         changes["train.minibatches"] = 2
     changes["model.remat"] = "full"

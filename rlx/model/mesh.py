@@ -6,8 +6,8 @@ context   tokens of a row are cut, and so are parameters
 tensor    heads, MLP and vocabulary are cut; its devices are neighbours
 """
 
-from collections.abc import Iterable, Mapping
-from math import prod
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
 
 from rlx.base import UserError, unknown
 from rlx.model.model_config import ModelConfig
@@ -62,31 +62,38 @@ def check_model(text: str, model: ModelConfig) -> None:
     Key and value heads that it does not divide are whole on each of its devices.
     """
     tensor = parse_mesh(text).get("tensor", 1)
-    for size, words in ((model.num_heads, "query heads"), (model.mlp_dim, "columns of the MLP")):
-        if size % tensor:
-            fitting = [n for n in range(1, model.num_heads + 1) if fits_tensor(model, n)]
-            raise UserError(
-                f"train.mesh={text!r}: tensor:{tensor} does not divide the model's {size} {words}; "
-                f"use tensor of {', '.join(map(str, fitting))}"
-            )
-
-
-def fits_tensor(model: ModelConfig, size: int) -> bool:
-    """Return whether `tensor` of this size cuts the model's query heads and its MLP evenly."""
-    return model.num_heads % size == 0 and model.mlp_dim % size == 0
-
-
-def check_rows(text: str, lengths: Iterable[int]) -> None:
-    """Raise UserError where `context` cannot cut rows of these lengths, each in 2 · context blocks.
-
-    Each device has two blocks of a row, see context_attention.
-    """
-    blocks = 2 * parse_mesh(text).get("context", 1)
-    wrong = [length for length in lengths if blocks > 2 and length % blocks]
-    if wrong:
-        least = -(-wrong[0] // blocks) * blocks
+    most = gcd(model.num_heads, model.mlp_dim)
+    if most % tensor:
+        fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         raise UserError(
-            f"train.mesh={text!r} cuts rows into {blocks} blocks, which does not go with rows of "
-            f"{wrong[0]} tokens (train.row_buckets, or else train.max_tokens_per_microbatch × "
-            f"context); use {least}"
+            f"train.mesh={text!r}: tensor:{tensor} does not divide the model's {model.num_heads} "
+            f"query heads and {model.mlp_dim} columns of the MLP; use tensor of {fitting}"
+        )
+
+
+def check_rows(text: str, longest: int, buckets: Sequence[int], budget: int) -> None:
+    """Raise UserError where `context` cannot cut a row that may come up.
+
+    Each device has two equal blocks of a row, see context_attention.
+
+    Args:
+      longest: tokens of the longest possible trajectory.
+      buckets: train.row_buckets. budget: train.max_tokens_per_microbatch, of each device.
+    """
+    context = parse_mesh(text).get("context", 1)
+    if longest > context * budget:
+        raise UserError(
+            f"train.max_tokens_per_microbatch={budget} on each of {context} devices of a row is "
+            f"below the longest possible trajectory ({longest} tokens); raise it or lower "
+            "sampling.max_new_tokens or data.max_prompt_tokens"
+        )
+    fitting = [length for length in buckets if length <= context * budget]
+    rows = fitting if longest <= max(fitting, default=0) else [*fitting, context * budget]
+    wrong = [length for length in rows if context > 1 and length % (2 * context)]
+    if wrong:
+        raise UserError(
+            f"train.mesh={text!r} cuts a row in {2 * context} equal blocks, and rows of {wrong[0]} "
+            f"tokens cannot be; make train.row_buckets multiples of {2 * context}"
+            + " and train.max_tokens_per_microbatch even"
+            * (wrong[0] not in buckets)
         )

@@ -28,7 +28,7 @@ from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
 from rlx.model import params as parameters
-from rlx.model.mesh import mesh_axes, num_row_shards
+from rlx.model.mesh import check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import encode, render
@@ -47,6 +47,9 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
     named, algorithm = attempt("config", "algorithm", partial(_algorithm, config), str)
     found, model = _model(config, algorithm)
     yield from found
+    if model:
+        found += [attempt("config", "mesh", partial(_mesh, config, model, devices), str)[0]]
+        yield found[-1]
     whole, inputs = attempt("data", "rows", partial(run_inputs.prepare, config), _rows)
     if not inputs:
         yield from problems([named])
@@ -61,6 +64,22 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
         with suppress(UserError):  # rows above have complained about it
             sizes = sizes_of(config, model)
             yield from capacity.check(sizes, _teacher_sizes(config), workdir, devices)
+
+
+def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> str:
+    """Return in words how the run uses its devices; UserError where it cannot."""
+    text, count = config.train.mesh, devices.count
+    run_inputs.check_mesh(config, model)
+    places = math.prod(mesh_axes(text, count).values())
+    hosts = max(places // count, 1)  # this is one of them
+    check_devices(text, hosts * count)
+    axes = mesh_axes(text, count)
+    named = ", ".join(f"{name}:{size}" for name, size in axes.items() if size > 1) or "one device"
+    more = f" on {hosts} hosts like this one" if hosts > 1 else ""
+    parts = axes["fsdp"] * axes["context"]
+    whole = f"whole: {parts} does not divide the width {model.model_dim}"
+    weights = whole if model.model_dim % parts else f"cut in {parts * axes['tensor']}"
+    return f"{named}{more}; rows cut in {num_row_shards(axes)}, parameters {weights}"
 
 
 def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
@@ -253,7 +272,7 @@ def judge_microbatches(
     sizes: RunSizes, expected: float, cost: float = 0.0, shards: int = 1
 ) -> Finding:
     """Return the row of microbatches, for lengths that spread evenly around `expected` tokens."""
-    budget, most, count = sizes.train.token_budget, sizes.longest, sizes.minibatch
+    budget, most, count = sizes.train.row_budget, sizes.longest, sizes.minibatch
     spread = np.linspace(0.5, 1.5, count) * expected
     lengths = np.clip(spread, 1, min(most, budget)).astype(np.int64)
     lengths[-1] = min(most, budget)  # one of the longest decides the rows

@@ -23,7 +23,7 @@ from rlx.cli.user_code import words
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
-from rlx.model import directory, hf
+from rlx.model import directory, hf, mesh
 from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
@@ -82,7 +82,9 @@ def prepare(config: ConfigDict) -> Inputs:
     model_dir = hf.resolve(config.model.path)
     model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
     check_context(config, model_config)
-    algorithm = TrainOptions.of(config).algorithm
+    check_mesh(config, model_config)
+    options = TrainOptions.of(config)
+    algorithm = options.algorithm
     dry_call.check(algorithm)
     check_kind(config, model_config, algorithm)
     teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf.check)
@@ -100,7 +102,7 @@ def prepare(config: ConfigDict) -> Inputs:
     sampling, n = training_sampling(config), config.sampling.n_samples
     named = NamedWorkflow(config.rollout.workflow, kwargs, prompts, sampling, n)
     answering = named.build(pool, AgentOptions.of(config))
-    workflow = _workflow(config, algorithm, model_config, prompts, answering)
+    workflow = _workflow(config, options, model_config, prompts, answering)
     answers = workflow if isinstance(workflow, AnswerWorkflow) else None
     check = answers.check if answers else prompts.check
     kept, left_out = [], []
@@ -235,6 +237,14 @@ def check_context(config: ConfigDict, model: ModelConfig) -> None:
         )
 
 
+def check_mesh(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise UserError where `train.mesh` cannot cut the model or its rows, on whichever devices."""
+    train = config.train
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    mesh.check_model(train.mesh, model)
+    mesh.check_rows(train.mesh, longest, train.row_buckets, train.max_tokens_per_microbatch)
+
+
 def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
     """Raise UserError where model, servers or sampling do not fit the algorithm's kind."""
     what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
@@ -264,18 +274,19 @@ def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> 
 
 def _workflow(
     config: ConfigDict,
-    algorithm: Algorithm,
+    options: TrainOptions,
     model_config: ModelConfig,
     prompts: Prompts,
     answering: Workflow,
 ) -> Workflow:
     """Return the workflow that makes the algorithm's kind of group of a row."""
+    algorithm = options.algorithm
     if algorithm.data == "rollouts":
         return answering
     limits = {
         "end": end_token(prompts.tokenizer, model_config.eos_token_ids),
         "max_new_tokens": config.sampling.max_new_tokens,
-        "max_tokens": config.train.max_tokens_per_microbatch,
+        "max_tokens": options.row_budget,
     }
     keys = config.data
     if algorithm.data == "pairs":

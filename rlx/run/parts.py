@@ -45,6 +45,7 @@ from rlx.run.inputs import Inputs, as_json, has_servers, patience, server_option
 from rlx.run.room_options import gate_of, held_out_options, sizes_of
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
+from rlx.train.train_options import TrainOptions
 
 SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all
 
@@ -129,6 +130,7 @@ def build(
     plan = cpu_plan(cores, first_judge + judged.num_local, config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
+    trainers.check_devices(config)
     model_dir = trainers.first_weights(config, workdir, inputs)
     given: dict[str, Any] = {"token": token, "tls": client_tls(**config.fleet.tls)}
     started: dict[str, Any] = {
@@ -312,7 +314,7 @@ def _executor(
         seed=c.seed,
         force_staleness=c.rollout.force_staleness,
         patience=patience(c),
-        max_tokens=min(c.train.max_tokens_per_microbatch, max(c.train.row_buckets)),
+        max_tokens=min(TrainOptions.of(c).row_budget, max(c.train.row_buckets)),
         on_skip=lambda skipped: note_skip(skipped.record("train")),
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
         request_timeout=c.rollout.request_timeout_seconds,

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from rlx.model import compile_cache, hf
+from rlx.model import compile_cache, hf, mesh
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import INITIAL, Inputs
@@ -22,6 +22,11 @@ def make(config: ConfigDict, model: ModelConfig, model_dir: Path) -> Update:
       model_dir: HF directory of the run's first weights.
     """
     return TRAINERS[config.trainer](config, model, model_dir)
+
+
+def check_devices(config: ConfigDict) -> None:
+    """Raise UserError where `train.mesh` does not have as many places as JAX sees devices."""
+    mesh.check_devices(config.train.mesh, jax.device_count())
 
 
 def first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:

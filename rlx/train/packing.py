@@ -291,8 +291,9 @@ def plan(
     longest = int(sizes.max(initial=1))
     if longest > budget:
         raise UserError(
-            f"train.max_tokens_per_microbatch={budget} is below the longest trajectory or pair "
-            f"({longest} tokens); raise it or lower sampling.max_new_tokens"
+            f"train.max_tokens_per_microbatch={budget} (on all devices of a row) is below the "
+            f"longest trajectory or pair ({longest} tokens); raise it or lower "
+            "sampling.max_new_tokens"
         )
     lengths = sorted(b for b in set(buckets) if longest <= b <= budget) or [budget]
     plans = []

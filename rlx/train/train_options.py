@@ -9,6 +9,7 @@ from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.cli.user_code import find
 from rlx.model.lora_config import LoraConfig
+from rlx.model.mesh import parse_mesh
 from rlx.train.optimizer_options import OptimizerOptions
 
 
@@ -17,7 +18,8 @@ class TrainOptions:
     """The settings of a trainer; fields without a word here are those of the same config key.
 
     Attributes:
-      token_budget: train.max_tokens_per_microbatch; tokens on each data-parallel device.
+      token_budget: train.max_tokens_per_microbatch; tokens on each device, which is all of its
+        rows or, under `context`, its share of them.
       mesh: train.mesh; "" or `fsdp:4,tensor:2`.
       dtype, compute_dtype, publish_dtype: of parameters, of activations, of exported weights.
       chunk: model.logprob_chunk; tokens whose logits exist at one time.
@@ -79,6 +81,11 @@ class TrainOptions:
         )
         _check(options)
         return options
+
+    @property
+    def row_budget(self) -> int:
+        """Tokens that a row may have: those of all devices that share it."""
+        return self.token_budget * parse_mesh(self.mesh).get("context", 1)
 
     @property
     def policy_updates(self) -> int:

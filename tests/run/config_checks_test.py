@@ -18,7 +18,7 @@ from rlx.doctor.machine import Devices
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import hf
 from rlx.rollout.workflows import Prompts
-from rlx.run import config_checks
+from rlx.run import config_checks, loop
 from rlx.run.inputs import _template, load_tokenizer
 from rlx.run.room_options import sizes_of
 
@@ -70,6 +70,32 @@ def test_several_problems_are_shown_together(config, tmp_path):
     assert "99 exceeds" in found["values"].found
     assert "no 'question'" in found["rows"].found
     assert "batch" not in found, "it follows from a value that is refused"
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "level", "words"),
+    [
+        ("", 1, "ok", "one device"),
+        ("fsdp:2,tensor:4", 8, "ok", "fsdp:2, tensor:4; rows cut in 2, parameters cut in 8"),
+        ("fsdp:4,context:4", 8, "ok", "on 2 hosts like this one; rows cut in 4"),
+        ("", 7, "ok", "parameters whole: 7 does not divide the width"),
+        ("fsdp:3", 8, "problem", "3 places and there are 8 devices"),
+        ("tensor:3", 3, "problem", "tensor:3 does not divide"),
+        ("context:5", 5, "problem", "rows of 192 tokens cannot be"),
+    ],
+)
+def test_the_mesh_has_a_row_of_its_own(config, tmp_path, text, count, level, words):
+    config.train.mesh = text
+    row = rows_of(config, tmp_path, Devices(count=count))["mesh"]
+    assert row.level == level
+    assert words in row.found + row.remedy
+
+
+def test_a_mesh_of_other_devices_ends_a_run_before_servers_start(config, tmp_path):
+    config.train.mesh = "fsdp:3,tensor:2"
+    with pytest.raises(UserError, match="6 places and there are 1 device; make"):
+        loop.run(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "logs").exists()
 
 
 def test_a_missing_model_ends_what_follows_from_it(config, tmp_path):
