@@ -1,7 +1,7 @@
 """GRPO on competition mathematics with R1-Distill-Qwen 14B, on eight nodes.
 
 Command:   srun -N4 --ntasks-per-node=1 python -m rlx.main --config=configs/math_14b.py
-           --config.fleet.addresses=@servers.txt    (on four nodes; docs/scale.md)
+           --config.fleet.addresses="('@servers',)"    (on four nodes; docs/scale.md)
 Hardware:  8 nodes of 8 GPUs of 80 GB: 4 for the trainer, 4 for 32 servers.
 Expect:    nothing is published for this size in the guide that the others are taken from. Not yet
            run by rlx.

@@ -1,8 +1,8 @@
 """GRPO on competition mathematics with long answers, R1-Distill-Qwen 1.5B, on one node.
 
-Command:   python -m rlx.main --config=configs/math_1_5b.py --config.fleet.addresses=@servers.txt
+Command:   python -m rlx.main --config=configs/math_1_5b.py --config.fleet.addresses="('@servers',)"
 Hardware:  8 GPUs of 80 GB: 4 for the trainer (CUDA_VISIBLE_DEVICES=0,1,2,3; docs/scale.md has the
-           arithmetic), 4 for servers started by hand, whose host:port are the lines of servers.txt.
+           arithmetic), 4 for servers started by hand, whose host:port are the lines of servers.
 Expect:    published for this size, 512 prompts × 16 answers of about 8,000 tokens: 3,461 s a step
            on one such node, 250 steps (AReaL's guide). Not yet run by rlx.
 """

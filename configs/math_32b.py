@@ -1,7 +1,7 @@
 """GRPO on competition mathematics with R1-Distill-Qwen 32B, on sixteen nodes.
 
 Command:   srun -N8 --ntasks-per-node=1 python -m rlx.main --config=configs/math_32b.py
-           --config.fleet.addresses=@servers.txt    (on eight nodes; docs/scale.md)
+           --config.fleet.addresses="('@servers',)"    (on eight nodes; docs/scale.md)
 Hardware:  8 nodes of 8 GPUs of 80 GB for the trainer. A server has one GPU, whose weights alone are
            66 GB: 64 GPUs of 141 GB (H200) for servers.
 Expect:    published for this size, 512 × 32 on 16 nodes: 6,707 s a step (AReaL's guide, which did

@@ -1,7 +1,7 @@
 """GRPO on competition mathematics with R1-Distill-Qwen 7B, on four nodes.
 
 Command:   srun -N2 --ntasks-per-node=1 python -m rlx.main --config=configs/math_7b.py
-           --config.fleet.addresses=@servers.txt    (on two nodes; docs/scale.md starts it by hand)
+           --config.fleet.addresses="('@servers',)"    (on two nodes; see docs/scale.md)
 Hardware:  4 nodes of 8 GPUs of 80 GB: 2 for the trainer, 2 for 16 servers.
 Expect:    published for this size, 512 × 16: 2,275 s a step on 4 nodes, 815 s on 16, 400 steps
            (AReaL's guide). Not yet run by rlx.
