@@ -18,7 +18,9 @@ import rlx
 
 PACKAGE = Path(rlx.__file__).parent
 README = PACKAGE.parent / "README.md"
-COMMANDS = ("main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow")
+COMMANDS = (
+    "main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow", "gateway",
+)  # fmt: skip
 ORDER = (
     "", "base", "algorithms", "config", "cli", "model", "train", "observe", "fleet", "engines",
     "rewards", "rollout", "agents", "launch", "mismatch", "evaluation", "plan", "doctor", "run",
@@ -50,8 +52,8 @@ TOTAL_LINES = 33_501
 BUDGET = {  # room → lines of Python, generated files left out
     "": 15, "base": 143, "algorithms": 2_010, "config": 420, "cli": 560, "model": 3_100,
     "train": 3_200, "observe": 2_116, "fleet": 2_700, "engines": 4_000, "rewards": 1_775,
-    "rollout": 2_383, "agents": 3_897, "launch": 1_300, "mismatch": 850, "evaluation": 980,
-    "doctor": 1_300, "run": 2_650, "commands": 390, "rlx_torch": 140,
+    "rollout": 2_383, "agents": 4_451, "launch": 1_300, "mismatch": 850, "evaluation": 980,
+    "doctor": 1_300, "run": 2_650, "commands": 430, "rlx_torch": 140,
 }  # fmt: skip
 
 TRAINERS = "run/trainers.py"  # builds the trainer; the rest of the room sees its contract alone

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as data: a request's JSON checked and read. Pure.
+"""OpenAI's chat completions: a request's JSON checked and read, an answer written. Pure.
 
 (https://platform.openai.com/docs/api-reference/chat) What would change the answer and is not
 supported is refused by name; what cannot change it (`user`, `metadata`, …) is ignored.
@@ -6,24 +6,36 @@ supported is refused by name; what cannot change it (`user`, `metadata`, …) is
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rlx.base import unknown
+from openai.types import chat as types
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+
+from rlx.agents.dialects import (
+    ApiError,
+    ChatRequest,
+    Event,
+    Head,
+    Said,
+    check_fields,
+    check_type,
+    member,
+    take,
+    wrong,
+)
 from rlx.fleet.requests import Sampling
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ID = "chatcmpl-"
 MAX_CHOICES = 128
 MAX_STOPS = 16
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "parallel_tool_calls",
+    "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "reasoning_effort",
+    "verbosity", "moderation",
 })  # fmt: skip
-_REFUSED = frozenset({
-    "frequency_penalty", "presence_penalty", "logit_bias", "functions", "function_call", "audio",
-    "modalities", "prediction", "web_search_options", "top_logprobs", "best_of",
-})  # fmt: skip
+_KNOWN = frozenset({*CompletionCreateParamsNonStreaming.__annotations__, "best_of"})
 _TAKEN = frozenset({
     "model", "messages", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens",
     "min_tokens", "n", "stop", "seed", "stream", "stream_options", "logprobs", "tools",
@@ -39,62 +51,22 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "n": (int, lambda v: 1 <= v <= MAX_CHOICES, f"in [1, {MAX_CHOICES}]"),
     "seed": (int, lambda v: abs(v) < 2**63, "of 64 bits"),
 }
-_KINDS = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
+_ROLES = {
+    "system": types.ChatCompletionSystemMessageParam,
+    "developer": types.ChatCompletionDeveloperMessageParam,
+    "user": types.ChatCompletionUserMessageParam,
+    "assistant": types.ChatCompletionAssistantMessageParam,
+    "tool": types.ChatCompletionToolMessageParam,
+}
+_PARTS = {
+    "text": types.ChatCompletionContentPartTextParam,
+    "refusal": types.ChatCompletionContentPartRefusalParam,
+}
 
 
-class ApiError(Exception):
-    """A request that is answered with a status and OpenAI's error object."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str = ""):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON of the answer."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": str(self),
-                "type": kinds.get(self.status, kind),
-                "param": self.param,
-                "code": self.code or None,
-            }
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A checked request.
-
-    Attributes:
-      model: the name that the answer repeats; every name means the model that is served.
-      messages: for the chat template: `content` is text, `arguments` of tool calls are objects.
-      sampling: what the request says over the session's defaults; `seed` None unless it has one.
-      tools: as OpenAI describes them; empty where none may be called.
-    """
-
-    model: str
-    messages: tuple[Mapping[str, Any], ...]
-    sampling: Sampling
-    n: int = 1
-    stream: bool = False
-    include_usage: bool = False
-    logprobs: bool = False
-    tools: tuple[Mapping[str, Any], ...] = ()
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-def parse(body: bytes) -> Any:
-    """Return the JSON of an HTTP body.
-
-    Raises:
-      ApiError: 400, it is none.
-    """
-    try:
-        return json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+def to_chat(data: Any) -> Any:
+    """Return the request as it is."""
+    return data
 
 
 def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> ChatRequest:
@@ -109,45 +81,28 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     Raises:
       ApiError: 400, naming the field.
     """
-    check_fields(data, _TAKEN, IGNORED | {"reasoning_effort", "verbosity"}, _REFUSED)
+    check_fields(data, _TAKEN, IGNORED, _KNOWN)
     if data.get("response_format") not in (None, {"type": "text"}):
         message = "response_format can be {'type': 'text'} only; ask in words"
         raise ApiError(400, message, "response_format")
-    choice = data.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise ApiError(400, "tool_choice can be 'auto' or 'none' only", "tool_choice")
-    tools = _tools(_take(data, "tools", list, []))
+    messages, tools = data.get("messages"), take(data, "tools", list, [])
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", messages, "a list with one message or more")
+    tools = [{"type": "function", **t} if isinstance(t, dict) else t for t in tools]
+    for i, tool in enumerate(tools):
+        check_type(types.ChatCompletionFunctionToolParam, tool, f"tools[{i}]")
     return ChatRequest(
-        model=_take(data, "model", str, ""),
-        messages=_messages(data.get("messages")),
+        model=take(data, "model", str, ""),
+        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
         sampling=_sampling(data, defaults, temperature_fixed),
         n=_number(data, "n", 1),
-        stream=_take(data, "stream", bool, False),
-        include_usage=_take(data, "stream_options", dict, {}).get("include_usage") is True,
-        logprobs=_take(data, "logprobs", bool, False),
-        tools=() if choice == "none" else tools,
-        template_kwargs=_take(data, "chat_template_kwargs", dict, {}),
+        stream=take(data, "stream", bool, False),
+        include_usage=take(data, "stream_options", dict, {}).get("include_usage") is True,
+        logprobs=take(data, "logprobs", bool, False),
+        tools=() if data.get("tool_choice") == "none" else tuple(tools),
+        forced=_forced(data.get("tool_choice"), [tool["function"]["name"] for tool in tools]),
+        template_kwargs=take(data, "chat_template_kwargs", dict, {}),
     )
-
-
-def check_fields(data: Any, taken: Set[str], ignored: Set[str], refused: Set[str]) -> None:
-    """Check that `data` is an object whose fields are known, and say nothing that is refused.
-
-    Raises:
-      ApiError: 400, naming the field, and the nearest one to an unknown name.
-    """
-    if not isinstance(data, dict):
-        raise wrong("the body", data, "a JSON object")
-    for name, value in data.items():
-        if name in refused and value:
-            raise ApiError(400, f"{name} is not supported here; leave it out", name)
-        if name not in taken | ignored | refused:
-            raise ApiError(400, str(unknown("field", name, taken)), name)
-
-
-def wrong(name: str, got: Any, wanted: str) -> ApiError:
-    """Return the refusal of a field's value."""
-    return ApiError(400, f"{name} is {repr(got)[:80]}; it must be {wanted}", name)
 
 
 def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:
@@ -162,6 +117,73 @@ def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in zip(texts, finite, strict=True)
     ]
+
+
+class ChatReply:
+    """See `dialects.Reply`."""
+
+    def __init__(self, head: Head):
+        self._head = head
+
+    def whole(self, said: Sequence[Said]) -> Event:
+        """Return the answer of all choices."""
+        choices = []
+        for index, one in enumerate(said):
+            message: dict = {"role": "assistant", "content": one.content, "refusal": None}
+            if one.calls:
+                message["tool_calls"] = one.calls
+            choices.append({
+                "index": index, "message": message, "finish_reason": one.reason,
+                "logprobs": _wrapped(one.logprobs) if self._head.asked.logprobs else None,
+            })  # fmt: skip
+        return {**self._of("chat.completion", choices), "usage": self._usage(said)}
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the role of each choice."""
+        for index in range(self._head.asked.n):
+            yield self._delta(index, {"role": "assistant", "content": ""})
+
+    def words(self, choice: int, text: str, logprobs: Sequence[Mapping]) -> Iterator[Event]:
+        """Yield the next words of a choice."""
+        yield self._delta(choice, {"content": text}, logprobs)
+
+    def end(self, said: Sequence[Said]) -> Iterator[Event]:
+        """Yield tool calls and reasons, and token counts where the request wants them."""
+        for index, one in enumerate(said):
+            for number, call in enumerate(one.calls):
+                yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
+            yield self._delta(index, {}, reason=one.reason)
+        if self._head.asked.include_usage:
+            yield {**self._of("chat.completion.chunk", []), "usage": self._usage(said)}
+
+    def _delta(
+        self, index: int, delta: Event, logprobs: Sequence[Mapping] = (), reason: str | None = None
+    ) -> Event:
+        found = _wrapped(logprobs) if logprobs else None
+        choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
+        empty = {"usage": None} if self._head.asked.include_usage else {}
+        return {**self._of("chat.completion.chunk", [choice]), **empty}
+
+    def _of(self, kind: str, choices: list) -> Event:
+        head = self._head
+        return {
+            "id": head.id, "created": head.created, "model": head.asked.model, "object": kind,
+            "choices": choices,
+        }  # fmt: skip
+
+    def _usage(self, said: Sequence[Said]) -> dict[str, int]:
+        """Return token counts, the prompt's once and those of all choices together."""
+        prompt, drawn = self._head.prompt_tokens, sum(one.tokens for one in said)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
+        }  # fmt: skip
+
+
+REPLY = ChatReply
+
+
+def _wrapped(logprobs: Sequence[Mapping]) -> Event:
+    return {"content": list(logprobs), "refusal": None}
 
 
 def _sampling(data: Mapping[str, Any], defaults: Sampling, temperature_fixed: bool) -> Sampling:
@@ -195,98 +217,59 @@ def _stop(stop: Any) -> list[str]:
     return found
 
 
-def _messages(found: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(found, list) or not found:
-        raise wrong("messages", found, "a list with one message or more")
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(found))
+def _forced(choice: Any, names: Sequence[str]) -> str | None:
+    """Return the tool that must be called, "" for any, or None."""
+    if choice in (None, "auto", "none"):
+        return None
+    if choice != "required":
+        check_type(types.ChatCompletionNamedToolChoiceParam, choice, "tool_choice")
+    name = "" if choice == "required" else choice["function"]["name"]
+    if not names or (name and name not in names):
+        raise wrong("tool_choice", choice, f"among tools, which has {', '.join(names) or 'none'}")
+    return name
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise wrong(name, message, f"an object whose role is one of {', '.join(ROLES)}")
-    role = message["role"]
+    """Return a message as chat templates want it."""
+    role = member(message, "role", _ROLES, name)
     out: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": _content(message.get("content"), f"{name}.content", role),
+        "content": _content(message.get("content"), f"{name}.content"),
     }
-    if role == "assistant" and message.get("tool_calls"):
-        calls = _take(message, "tool_calls", list, [], name)
+    if message.get("tool_calls"):
+        calls = take(message, "tool_calls", list, [])
         out["tool_calls"] = [_call(c, f"{name}.tool_calls[{i}]") for i, c in enumerate(calls)]
-    if role == "tool":
-        out["tool_call_id"] = str(message.get("tool_call_id", ""))
-    if isinstance(message.get("name"), str):
-        out["name"] = message["name"]
+    for key in ("tool_call_id", "name"):
+        if key in message:
+            out[key] = message[key]
     return out
 
 
-def _content(content: Any, name: str, role: str) -> str:
+def _content(content: Any, name: str) -> str:
     """Return a message's text; parts of several are joined by line ends."""
-    if isinstance(content, str):
-        return _sound(content, name)
-    if content is None and role == "assistant":
-        return ""
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise wrong(name, content, "a text, or a list of parts of type text")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(400, f"{name} has a part of type {kind!r}; only text is read", name)
-        texts.append(_sound(part.get(part["type"]), name))
-    return "\n".join(texts)
-
-
-def _sound(text: Any, name: str) -> str:
-    """Return `text`, if it is a text that can be tokenised."""
-    if not isinstance(text, str):
-        raise wrong(name, text, "a text")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        message = f"{name} has half of a surrogate pair, which is no character"
-        raise ApiError(400, message, name) from None
-    return text
+    kinds = [member(part, "type", _PARTS, f"{name}[{i}]") for i, part in enumerate(content)]
+    return "\n".join(part[kind] for part, kind in zip(content, kinds, strict=True))
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
     """Return a tool call as chat templates want it: the arguments are an object, not its text."""
-    function = _function(call)
-    if function is None:
-        raise wrong(name, call, "an object with function.name and function.arguments")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise wrong(f"{name}.function.arguments", arguments, "the text of JSON") from None
+    call = {"type": "function", **call} if isinstance(call, dict) else call
+    check_type(types.ChatCompletionMessageFunctionToolCallParam, call, name)
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        name = f"{name}.function.arguments"
+        raise wrong(name, function["arguments"], "the text of JSON") from None
     return {
-        "id": str(call.get("id", "")),
+        "id": call["id"],
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
-
-
-def _tools(tools: list) -> tuple[dict[str, Any], ...]:
-    for i, tool in enumerate(tools):
-        if _function(tool) is None or tool.get("type", "function") != "function":
-            raise wrong(f"tools[{i}]", tool, "a function with a name")
-    return tuple(tools)
-
-
-def _function(found: Any) -> dict[str, Any] | None:
-    """Return the `function` of a tool or a call; None where it has no name."""
-    function = found.get("function") if isinstance(found, dict) else None
-    named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    return function if named else None
-
-
-def _take(data: Mapping[str, Any], name: str, kind: type, default: Any, of: str = "") -> Any:
-    value = data.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise wrong(f"{of}.{name}" if of else name, value, _KINDS[kind])
-    return value
 
 
 def _number(data: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -300,7 +283,3 @@ def _number(data: Mapping[str, Any], name: str, default: Any) -> Any:
     if not whole or not good(value):
         raise wrong(name, value, f"a {'whole ' if kind is int else ''}number {wanted}")
     return kind(value)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")

@@ -1,20 +1,25 @@
 """OpenAI's Responses API in terms of chat completions, as some frameworks ask by default. Pure.
 
-(https://platform.openai.com/docs/api-reference/responses) One request is one completion: nothing is
-kept between two, and nothing is streamed; both are refused by name.
+(https://platform.openai.com/docs/api-reference/responses) One request is one completion:
+nothing is kept between two, and what would need it is refused by name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlx.agents.chat import IGNORED, ApiError, check_fields, wrong
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
-_SAME = ("model", "temperature", "top_p", "tool_choice", "chat_template_kwargs")
-_REFUSED = frozenset({
-    "stream", "previous_response_id", "conversation", "background", "prompt", "top_logprobs",
-    "max_tool_calls",
+from rlx.agents.chat import IGNORED
+from rlx.agents.dialects import ApiError, Event, Head, Said, check_fields, wrong
+
+ID = "resp_"
+_SAME = ("model", "temperature", "top_p", "stream", "chat_template_kwargs")
+_KNOWN = frozenset(ResponseCreateParamsNonStreaming.__annotations__)
+_TAKEN = frozenset({
+    *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text",
 })  # fmt: skip
-_TAKEN = frozenset({*_SAME, "input", "instructions", "max_output_tokens", "tools", "text"})
+_IGNORED = frozenset({"include", "reasoning", "truncation", "stream_options"})
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -24,7 +29,7 @@ def to_chat(data: Any) -> dict[str, Any]:
     Raises:
       ApiError: 400, naming the field.
     """
-    check_fields(data, _TAKEN, IGNORED | {"include", "reasoning", "truncation"}, _REFUSED)
+    check_fields(data, _TAKEN, IGNORED | _IGNORED, _KNOWN)
     form = (data.get("text") or {}).get("format") if isinstance(data.get("text"), dict) else None
     if form and form.get("type") != "text":
         raise ApiError(400, "text.format can be {'type': 'text'} only; ask in words", "text")
@@ -33,6 +38,11 @@ def to_chat(data: Any) -> dict[str, Any]:
         out["max_completion_tokens"] = data["max_output_tokens"]
     if data.get("tools"):
         out["tools"] = _tools(data["tools"])
+    choice = data.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    if choice is not None:
+        out["tool_choice"] = choice
     system = data.get("instructions")
     out["messages"] = [
         *([{"role": "system", "content": system}] if system else []),
@@ -41,67 +51,106 @@ def to_chat(data: Any) -> dict[str, Any]:
     return out
 
 
-def output(
-    content: str | None, calls: Sequence[Mapping], reason: str, new_id: Callable[[str], str]
-) -> list[dict[str, Any]]:
-    """Return what a model said as the items of a response.
+class ResponseReply:
+    """See `dialects.Reply`."""
 
-    Args:
-      calls: of tools, as chat completions have them.
-      reason: the finish_reason of a chat completion.
-      new_id: makes an id from its beginning.
-    """
-    out: list[dict[str, Any]] = []
-    if content or not calls:
-        text = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": []}
-        out.append({
-            "type": "message", "id": new_id("msg_"), "role": "assistant", "status": _status(reason),
-            "content": [text],
-        })  # fmt: skip
-    for call in calls:
-        out.append({
-            "type": "function_call", "id": new_id("fc_"), "call_id": call["id"],
-            "name": call["function"]["name"], "arguments": call["function"]["arguments"],
-            "status": "completed",
-        })  # fmt: skip
-    return out
+    def __init__(self, head: Head):
+        self._head = head
+        self._number = itertools.count()  # of events
+        self._message = f"msg_{head.id}"
+        self._text: str | None = None  # of the message under way
+
+    def whole(self, said: Sequence[Said]) -> Event:
+        """Return the answer."""
+        (one,) = said
+        prompt, incomplete = self._head.prompt_tokens, one.reason == "length"
+        output = [self._item(one.content or "", _status(one))] * bool(one.content or not one.calls)
+        return self._response(
+            status=_status(one),
+            incomplete_details={"reason": "max_output_tokens"} if incomplete else None,
+            output=[*output, *map(_call, one.calls)],
+            usage={
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": one.tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + one.tokens,
+            },
+        )
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the empty response."""
+        yield self._event("created", response=self._response())
+        yield self._event("in_progress", response=self._response())
+
+    def words(self, choice: int, text: str, logprobs: Sequence[Mapping]) -> Iterator[Event]:
+        """Yield the next words of the message, its beginning before the first."""
+        place = self._place()
+        if self._text is None:
+            self._text = ""
+            item = {**self._item("", "in_progress"), "content": []}
+            yield self._event("output_item.added", output_index=0, item=item)
+            yield self._event("content_part.added", **place, part=_part(""))
+        self._text += text
+        yield self._event("output_text.delta", **place, delta=text, logprobs=[])
+
+    def end(self, said: Sequence[Said]) -> Iterator[Event]:
+        """Yield the end of the message, the tool calls, and the whole response."""
+        (one,), text, place = said, self._text, self._place()
+        if text is not None:
+            yield self._event("output_text.done", **place, text=text, logprobs=[])
+            yield self._event("content_part.done", **place, part=_part(text))
+            item = self._item(text, _status(one))
+            yield self._event("output_item.done", output_index=0, item=item)
+        for index, item in enumerate(map(_call, one.calls), text is not None):
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            at, given = {"output_index": index, "item_id": item["id"]}, item["arguments"]
+            yield self._event("output_item.added", output_index=index, item=begun)
+            yield self._event("function_call_arguments.delta", **at, delta=given)
+            yield self._event(
+                "function_call_arguments.done", **at, name=item["name"], arguments=given
+            )
+            yield self._event("output_item.done", output_index=index, item=item)
+        yield self._event(_status(one), response=self.whole(said))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", "sequence_number": next(self._number), **fields}
+
+    def _place(self) -> Event:
+        return {"output_index": 0, "content_index": 0, "item_id": self._message}
+
+    def _item(self, text: str, status: str) -> Event:
+        return {
+            "type": "message", "id": self._message, "role": "assistant", "status": status,
+            "content": [_part(text)],
+        }  # fmt: skip
+
+    def _response(self, **more: Any) -> Event:
+        head = self._head
+        return {
+            "id": head.id, "object": "response", "created_at": head.created, "error": None,
+            "status": "in_progress", "incomplete_details": None, "model": head.asked.model,
+            "output": [], "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
+            "metadata": {}, **more,
+        }  # fmt: skip
 
 
-def answer(
-    head: Mapping[str, Any], items: Sequence[Mapping], reason: str, usage: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return a whole response.
+REPLY = ResponseReply
 
-    Args:
-      head: id, created (seconds since 1970) and model.
-      items: of `output`.
-      usage: token counts, as chat completions have them.
-    """
+
+def _part(text: str) -> Event:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(call: Mapping[str, Any]) -> Event:
     return {
-        "id": head["id"],
-        "object": "response",
-        "created_at": head["created"],
-        "status": _status(reason),
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
-        "model": head["model"],
-        "output": list(items),
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "metadata": {},
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        },
-    }
+        "type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"],
+        "status": "completed", **call["function"],
+    }  # fmt: skip
 
 
-def _status(reason: str) -> str:
-    return "incomplete" if reason == "length" else "completed"
+def _status(said: Said) -> str:
+    return "incomplete" if said.reason == "length" else "completed"
 
 
 def _messages(found: Any) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 
 _REMEMBERED = 100_000  # keys of ended sessions, answered by 410 rather than 401
+_MOST_TOKENS = 4_000_000  # of prompts that an endless session remembers, before it begins anew
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +61,7 @@ class Session:
       defaults: of its requests; `defaults.seed` is the run's.
       temperature_fixed: see `chat.read`.
       interactions: in the order in which they were finished.
+      endless: whether it is of a key that is let in for good, and forgets.
       tasks: requests under way, cancelled when the session ends.
     """
 
@@ -67,9 +69,11 @@ class Session:
     defaults: Sampling
     temperature_fixed: bool = False
     priority: int = 0
+    endless: bool = False
     interactions: list[Interaction] = field(default_factory=list)
     tasks: set[asyncio.Task] = field(default_factory=set)
     _asked: dict[bytes, int] = field(default_factory=dict)
+    _tokens: int = 0
     _said: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
 
     def prompt(
@@ -86,7 +90,12 @@ class Session:
         parent, length = None, 0
         for number, earlier in enumerate(self.interactions):
             whole = len(earlier.prompt_text) + len(earlier.raw)
-            if length < whole <= len(text) and text.startswith(earlier.whole):
+            own = earlier.prompt_text
+            if (
+                length < whole <= len(text)
+                and text.startswith(own)
+                and text.startswith(earlier.raw, len(own))
+            ):
                 parent, length = number, whole
         if parent is None:
             return np.array(encode(text), np.int32), None
@@ -99,10 +108,16 @@ class Session:
 
         So requests that an agent sends at once do not depend on which is first.
         """
+        self._tokens += len(prompt_tokens)
         tokens = prompt_tokens.astype(np.int32).tobytes()
         asked = self._asked[tokens] = self._asked.get(tokens, -1) + 1
         start = f"{self.defaults.seed} {asked} ".encode()
         return int.from_bytes(hashlib.blake2b(start + tokens, digest_size=4).digest(), "big") >> 1
+
+    @property
+    def full(self) -> bool:
+        """Whether it has been asked more than an endless session keeps."""
+        return self.endless and self._tokens > _MOST_TOKENS
 
     def remember(self, content: str | None, calls: Sequence[dict[str, Any]], raw: str) -> None:
         """Keep what the model wrote for the tool calls that the agent gets."""
@@ -126,15 +141,22 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def open(self, defaults: Sampling, **options: Any) -> Session:
-        """Return a new session; `options` are attributes of Session."""
-        session = Session("rlx-" + secrets.token_urlsafe(24), defaults, **options)
-        self._open[session.key] = session
+    def open(self, defaults: Sampling, key: str | None = None, **options: Any) -> Session:
+        """Return a new session; `options` are attributes of Session.
+
+        Args:
+          key: None: a new one; "": all that have no session of their own.
+        """
+        key = "rlx-" + secrets.token_urlsafe(24) if key is None else key
+        session = self._open[key] = Session(key, defaults, **options)
         return session
 
     def find(self, key: str) -> Session | None:
         """Return the open session of a key, or None."""
-        return self._open.get(key)
+        found = self._open.get(key) or self._open.get("")
+        if found and found.full:
+            return self.open(found.defaults, found.key, endless=True)
+        return found
 
     def ended(self, key: str) -> bool:
         """Return whether the session of a key has ended."""
@@ -158,4 +180,4 @@ def _canonical(content: str | None, calls: Sequence[dict[str, Any]]) -> str:
         arguments = call["function"]["arguments"]
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
         found.append((call["function"]["name"], read))
-    return json.dumps([content or "", found], sort_keys=True)
+    return json.dumps([(content or "").strip(), found], sort_keys=True)

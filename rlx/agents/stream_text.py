@@ -60,7 +60,7 @@ class StreamText:
         return until
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
-    """Return `text` up to the first stop string in it."""
-    found = [at for at in (text.find(s) for s in stop) if at >= 0]
-    return text[: min(found)] if found else text
+def cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Return `text` up to the first stop string in it, and that string, "" where there is none."""
+    at, ended = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=(len(text), ""))
+    return text[:at], ended

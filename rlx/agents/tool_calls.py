@@ -21,6 +21,11 @@ def known(template: str) -> bool:
     return "tools" in template and OPEN in template
 
 
+def beginning(name: str) -> str:
+    """Return the text that a call begins with, of the tool `name`, of any where it is ""."""
+    return f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments":' if name else f"{OPEN}\n"
+
+
 def split(text: str, new_id: Callable[[], str]) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the words before the calls, and the calls as OpenAI has them.
 

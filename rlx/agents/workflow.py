@@ -26,7 +26,7 @@ from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
 from rlx.rollout.workflows import Generator, Task, conversation
 
 if TYPE_CHECKING:
-    from rlx.agents.gateway import Gateway
+    from rlx.agents.api_gateway import Gateway
     from rlx.fleet.client import Fleet
 
 _MOVES = 3  # processes that a run may lose because of other runs before it fails
@@ -251,7 +251,7 @@ def _seed(seed: int, run: int) -> int:
 
 def _gateway_class() -> "type[Gateway]":
     try:
-        from rlx.agents.gateway import Gateway
+        from rlx.agents.api_gateway import Gateway
     except ImportError as error:
         raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
     return Gateway

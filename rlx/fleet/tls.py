@@ -90,6 +90,15 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([_pair(tls)], roots, require_client_auth=bool(roots))
 
 
+def https(tls: Tls) -> ssl.SSLContext:
+    """Return the context of an HTTPS server; raise UserError for files that cannot work."""
+    _pair(tls)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca or None)
+    context.load_cert_chain(tls.cert, tls.key, password="")
+    context.verify_mode = ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE
+    return context
+
+
 def channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
     """Return an unconnected channel; raise UserError for files that cannot work."""
     if tls is None:

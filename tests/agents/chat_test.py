@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.agents import chat
-from rlx.agents.chat import ApiError
+from rlx.agents import chat, dialects
+from rlx.agents.dialects import ApiError
 from rlx.fleet.requests import Sampling
 
 DEFAULTS = Sampling(temperature=0.6, top_p=0.95, max_new_tokens=100, stop=("X",), seed=3)
@@ -54,6 +54,9 @@ def test_tools_that_may_not_be_called_are_not_shown():
     tool = {"type": "function", "function": {"name": "f"}}
     assert read(tools=[tool]).tools == (tool,)
     assert read(tools=[tool], tool_choice="none").tools == ()
+    named = {"type": "function", "function": {"name": "f"}}
+    forced = [read(tools=[tool], tool_choice=c).forced for c in ("auto", "required", named)]
+    assert forced == [None, "", "f"]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +67,18 @@ def test_tools_that_may_not_be_called_are_not_shown():
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
         ({"temperature": 10**400}, "temperature"), ({"n": 0}, "n"), ({"n": 10**9}, "n"),
         ({"stop": [""]}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": 5}, "stop"),
-        ({"seed": 2**70}, "seed"), ({"stream": "yes"}, "stream"), ({"tools": [{}]}, "tools[0]"),
+        ({"seed": 2**70}, "seed"), ({"stream": "yes"}, "stream"),
+        ({"tools": [{}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"), ({"model": 5}, "model"),
         ({"presence_penalty": 0.5}, "presence_penalty"), ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": 1}, "stream_options"), ({"chat_template_kwargs": [1]},
                                                     "chat_template_kwargs"),
         ({"messages": []}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "nobody", "content": ""}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ],
 )  # fmt: skip
 def test_a_field_out_of_its_range_is_named(fields, param):
@@ -84,16 +92,14 @@ def test_a_field_out_of_its_range_is_named(fields, param):
 def test_an_infinite_number_is_no_number(field):
     body = json.dumps(HELLO)[:-1] + f', "{field}": 1e400}}'
     with pytest.raises(ApiError, match=f"{field} is inf"):
-        chat.read(chat.parse(body.encode()), DEFAULTS)
+        chat.read(dialects.parse(body.encode()), DEFAULTS)
 
 
 def test_penalties_that_change_nothing_are_taken():
     assert read(presence_penalty=0, logit_bias={}, functions=None).n == 1
 
 
-NAMES = sorted(
-    chat._TAKEN | chat._REFUSED | {"role", "content", "type", "text", "function", "name"}
-)
+NAMES = sorted(chat._TAKEN | chat._KNOWN | {"role", "content", "type", "text", "function", "name"})
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
     | st.sampled_from(["user", "assistant", "tool", "text", "function", "auto"]),
@@ -107,7 +113,7 @@ TREES = st.recursive(
 def test_any_json_is_a_request_or_a_refusal(tree, begin_well):
     body = json.dumps({**(HELLO if begin_well else {}), **tree}).encode()
     try:
-        got = chat.read(chat.parse(body), DEFAULTS)
+        got = chat.read(dialects.parse(body), DEFAULTS)
     except ApiError as error:
         json.dumps(error.body())
     else:
@@ -118,4 +124,4 @@ def test_any_json_is_a_request_or_a_refusal(tree, begin_well):
 @given(st.binary(max_size=40))
 def test_any_bytes_are_a_request_or_a_refusal(body):
     with pytest.raises(ApiError):
-        chat.read(chat.parse(body), DEFAULTS)
+        chat.read(dialects.parse(body), DEFAULTS)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlx.agents.gateway import Gateway
+from rlx.agents.api_gateway import Gateway
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PAGE = Path("docs/agents.md").read_text()
-AGENT, PROGRAM = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+AGENT, PROGRAM, ASK = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @contextmanager
@@ -57,3 +57,15 @@ def test_every_field_that_the_page_names_is_taken():
 
     listed = PAGE.split("takes `messages`")[1].split("; what it cannot")[0]
     assert set(re.findall(r"`(\w+)`", listed)) <= chat._TAKEN
+
+
+def test_the_page_s_clients_ask_a_gateway(agents):
+    found = {}
+    exec(ASK, found)
+
+    async def main():
+        async with agents.gateway(agents.engine(lambda *_: "it is 7")) as g:
+            g.gateway.sessions.open(agents.sampling, "", endless=True)
+            return await asyncio.to_thread(found["ask"], g.gateway.base_url())
+
+    assert agents.run(main()) == ("it is 7", "it is 7")

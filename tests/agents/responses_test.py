@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from rlx.agents import chat, responses
-from rlx.agents.chat import ApiError
+from rlx.agents.dialects import ApiError
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -54,14 +54,49 @@ def test_tools_go_round_and_the_conversation_is_one_sequence(agents):
     assert second.prompt_tokens[: len(tokens)].tolist() == tokens
 
 
+def test_a_stream_says_the_same_as_a_whole_answer(agents):
+    said = iter([f"let me see {CALL}"] * 2 + ["cut short"])
+
+    async def main():
+        async with (
+            agents.gateway(agents.engine(lambda *_: next(said))) as g,
+            agents.client(g) as client,
+        ):
+            whole = await client.responses.create(model="m", input="1+2?", tools=[ADD])
+            async with client.responses.stream(model="m", input="1+2?", tools=[ADD]) as stream:
+                kinds = [event.type async for event in stream]
+                built = await stream.get_final_response()
+            cut = [
+                event
+                async for event in await client.responses.create(
+                    model="m", input="x", max_output_tokens=3, stream=True
+                )
+            ]
+            words = [e.delta for e in cut if e.type == "response.output_text.delta"]
+            assert cut[-1].type == "response.incomplete"
+            short = cut[-1].response
+            return whole, kinds, built, words, short, g.session.interactions
+
+    whole, kinds, built, words, short, kept = agents.run(main())
+    assert [i.type for i in built.output] == [i.type for i in whole.output]
+    assert built.output_text == whole.output_text == "let me see "
+    assert built.output[1].arguments == whole.output[1].arguments
+    assert built.usage == whole.usage
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.done") == 2
+    assert ("".join(words), short.output_text, short.status) == ("cut", "cut", "incomplete")
+    assert [k.completion_id for k in kept][1:] == [built.id, short.id]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stream": True}, "stream"), ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"stream": 1}, "stream"), ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": 5}, "input"), ({"input": [5]}, "input[0]"), ({"inptu": "x"}, "inptu"),
         ({"input": [{"type": "computer_call"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "messages[0].content"),
+         "messages[0].content[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"), ({"tools": 5}, "tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},

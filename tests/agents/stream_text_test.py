@@ -15,7 +15,8 @@ def test_pieces_add_up_to_the_text_before_the_stop(text, sizes):
     stop = ("END", "DE🐢")
     ids, pieces = list(text.encode()), []
     found = [text.find(s) + len(s) for s in stop if s in text]
-    whole = cut(text[: min(found)] if found else text, stop)
+    whole, ended = cut(text[: min(found)] if found else text, stop)
+    assert (ended in stop) == bool(found)
     ids = list((text[: min(found)] if found else text).encode())
     stream, k = StreamText(decode, stop), 0
     while ids:

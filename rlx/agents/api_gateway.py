@@ -1,44 +1,55 @@
-"""OpenAI's HTTP API in front of the fleet, for agents of any framework.
+"""The HTTP APIs of OpenAI and Anthropic in front of the fleet, for agents of any framework.
 
     POST /v1/chat/completions   messages → chat template → tokens → fleet → text, tool calls
     POST /v1/responses          the same in other words (responses.py)
+    POST /v1/messages           and in Anthropic's (messages.py); /v1/messages/count_tokens
     GET  /v1/models, /health
 
-Every request belongs to a session: by its API key, or by the key in the address
-(/KEY/v1/…), for agents that use another key or none. A session records what it was answered, with
-its tokens. This file needs aiohttp (the extra `agents`).
+Every request belongs to a session: by its API key (`Authorization` or `x-api-key`), or by the key
+in the address (/KEY/v1/…), for agents that use another key or none. A session records what it was
+answered, with its tokens. This file needs aiohttp (the extra `agents`).
 """
 
 import asyncio
+import importlib
 import inspect
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 
-from rlx.agents import chat, http_errors, responses, tool_calls
-from rlx.agents.chat import ApiError, ChatRequest
+from rlx.agents import dialects, http_errors, tool_calls
+from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
 from rlx.agents.sessions import Interaction, Session, Sessions
 from rlx.agents.stream_text import StreamText, cut
-from rlx.base import UserError
+from rlx.base import UserError, install
+from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
 from rlx.fleet.sample import Completion
+from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
 
 MAX_BODY = 16 << 20  # bytes of a request
 _SMALL = 8 << 10  # bytes of a body that is read and tokenised on the event loop
 _PIECE = 1 << 16  # characters of a long prompt whose tokens are counted at once
 _BACKLOG = 4096  # connections that a burst of agents may open at once
-_Convert = Callable[[Any], Any]  # another API's request as one of chat completions
+_CHAT = "rlx.agents.chat"
+_DIALECTS = {  # route → module
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": "rlx.agents.responses",
+    "/v1/messages": "rlx.agents.messages",
+}
+_COUNT = "/v1/messages/count_tokens"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -48,37 +59,16 @@ class Prepared:
 
     Attributes:
       text: the rendered prompt; `tokens`: [P] int32.
+      forced: the end of the prompt that is the beginning of a tool call; "" where none is.
       parent: number of the session's interaction that the prompt goes on from.
-      created: seconds since 1970.
     """
 
     session: Session
     chat: ChatRequest
     text: str
     tokens: np.ndarray
+    forced: str
     parent: int | None
-    completion_id: str
-    created: int
-
-    def head(self) -> dict[str, Any]:
-        """Return the fields that begin every answer and event."""
-        return {"id": self.completion_id, "created": self.created, "model": self.chat.model}
-
-    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
-        """Return token counts, the prompt's once and those of all choices together."""
-        prompt, said = len(self.tokens), sum(len(c.tokens) for c in completions)
-        return {
-            "prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """One choice as the agent gets it: text, tool calls and finish reason."""
-
-    content: str | None
-    calls: list[dict[str, Any]]
-    reason: str
 
 
 class Gateway:
@@ -89,6 +79,10 @@ class Gateway:
       tokenizer: of the served model, with its chat template.
       name: what /v1/models calls the model.
       host, port: to listen at; port 0 takes a free one.
+      tls: of the server.
+
+    Raises:
+      UserError: its files cannot work.
     """
 
     def __init__(
@@ -99,12 +93,15 @@ class Gateway:
         name: str = "default",
         host: str = "127.0.0.1",
         port: int = 0,
+        tls: Tls | None = None,
     ):
+        self._tls = fleet_tls.https(tls) if tls else None
         self.sessions = Sessions()
         self._fleet, self._tokenizer, self._name = fleet, tokenizer, name
         self._host, self._port = host, port
         self._has_tools = tool_calls.known(str(tokenizer.chat_template))
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._modules: dict[str, Any] = {}
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
         self._threads = ThreadPoolExecutor(2, "gateway")
@@ -117,10 +114,12 @@ class Gateway:
         """
         app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
-        for prefix in ("", "/{key}"):
+        # Anthropic's clients add /v1 to a base_url, OpenAI's do not: both may use the same.
+        for prefix in ("", "/v1", "/{key}", "/{key}/v1"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
-            app.router.add_post(f"{prefix}/v1/responses", self._respond)
+            app.router.add_post(f"{prefix}{_COUNT}", self._count)
+            for route, module in _DIALECTS.items():
+                app.router.add_post(f"{prefix}{route}", partial(self._answer, module))
         # A client that goes away takes its request with it, down to the engine.
         runner = web.AppRunner(
             app, access_log=None, logger=http_errors.LOGGER, handle_signals=False,
@@ -128,7 +127,10 @@ class Gateway:
         )  # fmt: skip
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self._port, backlog=_BACKLOG).start()
+            site = web.TCPSite(
+                runner, self._host, self._port, backlog=_BACKLOG, ssl_context=self._tls
+            )
+            await site.start()
         except OSError as error:
             await runner.cleanup()
             raise UserError(
@@ -146,7 +148,8 @@ class Gateway:
     def base_url(self, session: Session | None = None) -> str:
         """Return the address for clients; with a session's key in it, any API key will do."""
         key = f"/{session.key}" if session else ""
-        return f"http://{self._host}:{self._port}{key}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http{'s' if self._tls else ''}://{host}:{self._port}{key}/v1"
 
     # The calls.
 
@@ -155,39 +158,40 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        model = {"id": self._name, "object": "model", "created": self._created, "owned_by": "rlx"}
-        return web.json_response({"object": "list", "data": [model]})
+        made = datetime.fromtimestamp(self._created, UTC).isoformat()
+        ours = {"id": self._name, "object": "model", "created": self._created, "owned_by": "rlx"}
+        anthropics = {"type": "model", "display_name": self._name, "created_at": made}
+        pages = {"has_more": False, "first_id": self._name, "last_id": self._name}
+        return web.json_response({"object": "list", "data": [{**ours, **anthropics}], **pages})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, module: str, request: web.Request) -> web.StreamResponse:
         with self._under_way(request) as session:
-            p = await self._prepare(session, await request.read(), "chatcmpl-")
+            dialect = await self._dialect(module)
+            p = await self._prepare(session, await request.read(), dialect.to_chat)
+            head = Head(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
+            reply: Reply = dialect.REPLY(head)
             if p.chat.stream:
-                return await self._stream(request, p)
-            completions = await self._generate(p)
-            said, choices = self._keep(p, completions), []
-            for i, (words, found) in enumerate(zip(said, completions, strict=True)):
-                message: dict = {"role": "assistant", "content": words.content, "refusal": None}
-                if words.calls:
-                    message["tool_calls"] = words.calls
-                logprobs = self._logprobs(p, found.tokens, found.logprobs)
-                choices.append({
-                    "index": i, "message": message, "finish_reason": words.reason,
-                    "logprobs": _wrapped(logprobs) if p.chat.logprobs else None,
-                })  # fmt: skip
-            kind = {"object": "chat.completion"}
-            return web.json_response(
-                {**p.head(), **kind, "choices": choices, "usage": p.usage(completions)}
-            )
+                return await self._stream(request, p, head.id, reply)
+            said = self._keep(p, head.id, await self._generate(p))
+            return web.json_response(reply.whole(said))
 
-    async def _respond(self, request: web.Request) -> web.Response:
+    async def _count(self, request: web.Request) -> web.Response:
+        """Answer how many tokens the prompt of a request has."""
         with self._under_way(request) as session:
-            p = await self._prepare(session, await request.read(), "resp_", responses.to_chat)
-            completions = await self._generate(p)
-            (said,) = self._keep(p, completions)
-            output = responses.output(said.content, said.calls, said.reason, _new_id)
-            return web.json_response(
-                responses.answer(p.head(), output, said.reason, p.usage(completions))
-            )
+            dialect = await self._dialect(_DIALECTS["/v1/messages"])
+            p = await self._read(session, await request.read(), dialect.to_chat)
+            return web.json_response({"input_tokens": len(p.tokens)})
+
+    async def _dialect(self, module: str) -> Any:
+        """Return the module of an API, imported in a thread: that takes a second or more."""
+        if found := self._modules.get(module):
+            return found
+        try:
+            self._modules[module] = await asyncio.to_thread(importlib.import_module, module)
+        except ImportError as error:
+            message = f"this API needs the extra: {install('agents')} ({error})"
+            raise ApiError(501, message) from error
+        return self._modules[module]
 
     @contextmanager
     def _under_way(self, request: web.Request) -> Iterator[Session]:
@@ -202,8 +206,10 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of a request; raise ApiError where there is none."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = request.match_info.get("key") or (key.strip() if scheme.lower() == "bearer" else "")
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else ""
+        given = given or request.headers.get("x-api-key", "")
+        key = request.match_info.get("key") or given
         session = self.sessions.find(key)
         if session:
             return session
@@ -213,34 +219,38 @@ class Gateway:
                 "`run`", code="session_ended",
             )  # fmt: skip
         message = "an unknown API key" if key else "no API key"
-        raise ApiError(
-            401, f"{message}; send the api_key that `run` was given", code="invalid_api_key"
-        )
+        raise ApiError(401, f"{message}; send the one that was given", code="invalid_api_key")
 
     async def _prepare(
-        self, session: Session, body: bytes, id_begin: str, convert: _Convert = lambda data: data
+        self, session: Session, body: bytes, convert: Callable[[Any], Any]
     ) -> Prepared:
+        """Return a request that can be drawn, with its seed."""
+        p = await self._read(session, body, convert)
+        # Here and not in a thread: two of them could count the same prompt as one.
+        drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
+        sampling = replace(p.chat.sampling, seed=drawn if seed is None else seed % 2**31)
+        return replace(p, chat=replace(p.chat, sampling=sampling))
+
+    async def _read(self, session: Session, body: bytes, convert: Callable[[Any], Any]) -> Prepared:
         """Check, render and tokenise a request; raise ApiError for what cannot be answered.
 
         A large body is read in a thread: nothing else would run meanwhile, of the whole run.
         """
-        work = partial(self._read_body, session, body, id_begin, convert)
+        chat = await self._dialect(_CHAT)
+        work = partial(self._read_body, session, body, convert, chat.read)
         if len(body) <= _SMALL:
-            read = work()
-        else:
-            read = await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        # Here and not in a thread: two of them could count the same prompt as one.
-        seed = read.chat.sampling.seed
-        drawn = session.seed(read.tokens) if seed is None else seed % 2**31
-        return replace(
-            read, chat=replace(read.chat, sampling=replace(read.chat.sampling, seed=drawn))
-        )
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _read_body(
-        self, session: Session, body: bytes, id_begin: str, convert: _Convert
+        self,
+        session: Session,
+        body: bytes,
+        convert: Callable[[Any], Any],
+        read: Callable[..., ChatRequest],
     ) -> Prepared:
-        data = convert(chat.parse(body))
-        asked = chat.read(data, session.defaults, temperature_fixed=session.temperature_fixed)
+        data = convert(dialects.parse(body))
+        asked = read(data, session.defaults, temperature_fixed=session.temperature_fixed)
         if asked.tools and not self._has_tools:
             raise ApiError(
                 400,
@@ -248,13 +258,16 @@ class Gateway:
                 "Qwen (<tool_call>), the one that is read here; leave tools out",
                 "tools",
             )
-        text, tokens, parent = self._tokens(session, asked)
+        forced = "" if asked.forced is None else tool_calls.beginning(asked.forced)
+        text = self._render(session, asked) + forced
+        self._check_length(text)
+        tokens, parent = session.prompt(text, partial(workflows.encode, self._tokenizer))
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
             raise ApiError(400, message, "messages")
-        return Prepared(session, asked, text, tokens, parent, _new_id(id_begin), int(time.time()))
+        return Prepared(session, asked, text, tokens, forced, parent)
 
-    def _tokens(self, session: Session, asked: ChatRequest) -> tuple[str, np.ndarray, int | None]:
+    def _render(self, session: Session, asked: ChatRequest) -> str:
         template = dict(asked.template_kwargs)
         if taken := self._template_own & set(template):
             message = f"{min(taken)} is not a variable of the chat template; leave it out"
@@ -262,13 +275,11 @@ class Gateway:
         if asked.tools:
             template["tools"] = list(asked.tools)
         try:
-            text = workflows.chat(self._tokenizer, session.verbatim(asked.messages), **template)
+            return workflows.chat(self._tokenizer, session.verbatim(asked.messages), **template)
         except Exception as error:  # templates raise what they like
             why = " ".join(str(error).split())[:300]
             message = f"the model's chat template does not take these messages: {why}"
             raise ApiError(400, message, "messages") from error
-        self._check_length(text)
-        return text, *session.prompt(text, partial(workflows.encode, self._tokenizer))
 
     def _check_length(self, text: str) -> None:
         """Raise ApiError for a text far beyond the context, having tokenised little of it.
@@ -288,9 +299,10 @@ class Gateway:
                 )  # fmt: skip
 
     async def _generate(self, p: Prepared, **options: Any) -> list[Completion]:
+        sticky = None if p.session.endless else p.session.key  # one key's calls may be very many
         try:
             return await self._fleet.generate(
-                p.tokens, p.chat.sampling, p.chat.n, session=p.session.key,
+                p.tokens, p.chat.sampling, p.chat.n, session=sticky,
                 priority=p.session.priority, **options,
             )  # fmt: skip
         except ValueError as error:
@@ -299,12 +311,12 @@ class Gateway:
         except (UserError, Failed) as error:
             raise ApiError(503, str(error), code="no_server") from error
 
-    def _keep(self, p: Prepared, completions: Sequence[Completion]) -> list[Said]:
-        """Record the completions; return the choices."""
+    def _keep(self, p: Prepared, name: str, completions: Sequence[Completion]) -> list[Said]:
+        """Record the completions as the choices of the answer `name`; return these."""
         said = []
         for number, completion in enumerate(completions):
-            words = self._decode(completion.tokens)
-            text = cut(words, p.chat.sampling.stop)
+            words = p.forced + self._decode(completion.tokens)
+            text, stop = cut(words, p.chat.sampling.stop)
             content: str | None = text
             calls: list[dict[str, Any]] = []
             if p.chat.tools and text:
@@ -313,7 +325,7 @@ class Gateway:
                 p.session.remember(content, calls, words)
             p.session.interactions.append(
                 Interaction(
-                    completion_id=p.completion_id,
+                    completion_id=name,
                     choice=number,
                     prompt_tokens=p.tokens,
                     prompt_text=p.text,
@@ -326,7 +338,8 @@ class Gateway:
             )
             length = completion.stop_reason == "length"
             reason = "length" if length else "tool_calls" if calls else "stop"
-            said.append(Said(content, calls, reason))
+            logprobs = self._logprobs(p, completion.tokens, completion.logprobs)
+            said.append(Said(content, calls, reason, stop, len(completion.tokens), logprobs))
         return said
 
     def _decode(self, ids: Any, special: bool = False) -> str:
@@ -341,18 +354,19 @@ class Gateway:
         if not p.chat.logprobs:
             return []
         texts = [self._decode([token], special=True) for token in tokens]
-        return chat.token_logprobs(texts, logprobs.tolist())
+        return self._modules[_CHAT].token_logprobs(texts, logprobs.tolist())
 
     # Streams.
 
-    async def _stream(self, request: web.Request, p: Prepared) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, p: Prepared, name: str, reply: Reply
+    ) -> web.StreamResponse:
         """Answer by server-sent events.
 
         Nothing is sent before the first token, so that errors have a status; a later one is an
-        event of its own, as OpenAI's clients expect it.
+        event of its own, as clients expect it.
         """
-        events = self._events(p)
-        try:
+        async with aclosing(self._events(p, name, reply)) as events:
             first = await anext(events)
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -365,14 +379,13 @@ class Gateway:
             except ApiError as error:
                 await response.write(_sse(error.body()))
             else:
-                await response.write(b"data: [DONE]\n\n")
+                if "type" not in first:  # OpenAI's older streams end so
+                    await response.write(b"data: [DONE]\n\n")
             with suppress(ConnectionError):
                 await response.write_eof()
             return response
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
 
-    async def _events(self, p: Prepared) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, p: Prepared, name: str, reply: Reply) -> AsyncGenerator[Event, None]:
         marks = (tool_calls.OPEN,) if p.chat.tools else ()
         texts = [StreamText(self._decode, p.chat.sampling.stop, marks) for _ in range(p.chat.n)]
         coming: asyncio.Queue[tuple | None] = asyncio.Queue()
@@ -381,59 +394,44 @@ class Gateway:
         )
         work.add_done_callback(lambda _: coming.put_nowait(None))
         unsaid: list[list[dict]] = [[] for _ in texts]
-        begun = set()
-
-        def event(choices: list[dict], usage: dict | None = None) -> dict[str, Any]:
-            found = {**p.head(), "object": "chat.completion.chunk", "choices": choices}
-            return {**found, "usage": usage} if p.chat.include_usage else found
-
-        def of(index: int, delta: dict, reason: str | None = None) -> dict[str, Any]:
-            """Return the event of a choice, with the logprobs of what was not said before."""
-            said, unsaid[index] = unsaid[index] if "content" in delta else [], []
-            logprobs = _wrapped(said) if said else None
-            return event([
-                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            ])  # fmt: skip
-
+        begun = False
         try:
             while (piece := await coming.get()) is not None:
                 index, tokens, logs = piece
-                if index not in begun:
-                    begun.add(index)
-                    yield of(index, {"role": "assistant", "content": ""})
+                for event in () if begun else reply.begin():
+                    yield event
+                begun = True
                 unsaid[index] += self._logprobs(p, tokens, logs)
-                if words := texts[index].add(tokens.tolist()):
-                    yield of(index, {"content": words})
-            completions = await work
-            for index, said in enumerate(self._keep(p, completions)):
-                words = texts[index].rest(said.content or "")
+                # A call that was begun for the model is known as one when it is whole.
+                if words := "" if p.forced else texts[index].add(tokens.tolist()):
+                    for event in reply.words(index, words, unsaid[index]):
+                        yield event
+                    unsaid[index] = []
+            said = self._keep(p, name, await work)
+            for index, one in enumerate(said):
+                words = texts[index].rest(one.content or "")
                 if words or unsaid[index]:
-                    yield of(index, {"content": words})
-                for number, call in enumerate(said.calls):
-                    yield of(index, {"tool_calls": [{"index": number, **call}]})
-                yield of(index, {}, said.reason)
-            if p.chat.include_usage:
-                yield event([], p.usage(completions))
+                    for event in reply.words(index, words, unsaid[index]):
+                        yield event
+            for event in reply.end(said):
+                yield event
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-
-
-def _wrapped(logprobs: list[dict]) -> dict[str, Any]:
-    return {"content": logprobs, "refusal": None}
 
 
 def _new_id(begin: str) -> str:
     return begin + uuid.uuid4().hex
 
 
-def _sse(event: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(event)}\n\n".encode()
+def _sse(event: Event) -> bytes:
+    kind = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{kind}data: {json.dumps(event)}\n\n".encode()
 
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer every error with OpenAI's error object."""
+    """Answer every error with an error object."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -443,8 +441,8 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     except http_errors.CLIENTS as error:
         return _refusal(ApiError(400, f"the body cannot be read: {error}"))
     except web.HTTPNotFound:
-        known = "POST /v1/chat/completions, /v1/responses, GET /v1/models, GET /health"
-        return _refusal(ApiError(404, f"no {request.path} here; there are {known}"))
+        known = ", ".join([*_DIALECTS, _COUNT, "GET /v1/models", "GET /health"])
+        return _refusal(ApiError(404, f"no {request.path} here; there are POST {known}"))
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{request.path} does not take {request.method}, only {allowed}"

@@ -1,0 +1,85 @@
+"""A gateway in front of servers that nobody trains: who may ask it, and until when."""
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError, install
+from rlx.cli import command
+from rlx.fleet import tls as fleet_tls
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Sampling
+from rlx.fleet.tls import Tls
+
+
+def read_keys(path: str) -> tuple[str, ...]:
+    """Return the API keys in a file, one a line; none where no file is given.
+
+    Raises:
+      UserError: it cannot be read, or has none.
+    """
+    if not path:
+        return ()
+    try:
+        keys = tuple(filter(None, map(str.strip, Path(path).read_text().splitlines())))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--keys={path} cannot be read ({error}); give a text file") from None
+    if not keys:
+        raise UserError(f"--keys={path} has no key; write one a line")
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Where a gateway listens and whom it answers.
+
+    Attributes:
+      keys: each has a session of its own; without any there is one for all.
+
+    Raises:
+      UserError: others than this machine could ask, and there are no keys or no TLS.
+    """
+
+    host: str
+    port: int
+    keys: tuple[str, ...]
+    tls: Tls | None
+
+    def __post_init__(self) -> None:
+        if fleet_tls.is_loopback(self.host) or (self.keys and self.tls):
+            return
+        raise UserError(
+            f"--host={self.host} listens beyond this machine; give --keys=FILE, --tls-cert and "
+            "--tls-key, or listen at 127.0.0.1"
+        )
+
+    async def serve(self, fleet: Fleet, tokenizer: Any, name: str) -> None:
+        """Answer for `fleet`, not connected yet, until SIGINT or SIGTERM.
+
+        Raises:
+          UserError: a server or the port cannot be had, or the extra `agents` is not installed.
+        """
+        try:
+            from rlx.agents.api_gateway import Gateway
+        except ImportError as error:
+            raise UserError(f"a gateway needs the extra: {install('agents')} ({error})") from None
+        gateway = Gateway(fleet, tokenizer, name=name, host=self.host, port=self.port, tls=self.tls)
+        stop = asyncio.Event()
+        try:
+            await fleet.connect()
+            for key in self.keys or ("",):
+                most = Sampling(max_new_tokens=fleet.context)
+                gateway.sessions.open(most, key, endless=True)
+            await gateway.start()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            found = {"base_url": gateway.base_url(), "pid": os.getpid()}
+            command.say(json.dumps(found))
+            await stop.wait()
+        finally:
+            await gateway.stop()
+            await fleet.close()

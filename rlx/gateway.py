@@ -1,0 +1,54 @@
+"""`python -m rlx.gateway --model=DIR`: the HTTP APIs of OpenAI and Anthropic, for any client.
+
+Starts one local server (or asks running ones, --servers). Prints one JSON line, {"base_url": …,
+"pid": …}, once it answers; SIGTERM or SIGINT ends it. Anthropic's clients take the same base_url.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+
+from rlx.agents import serving
+from rlx.cli import command
+from rlx.doctor import failures
+from rlx.fleet import wire
+from rlx.fleet.tls import client_tls, server_tls
+from rlx.launch.servers import servers_of
+from rlx.model.directory import resolve
+
+
+def main() -> None:
+    """Answer until a signal."""
+    p = argparse.ArgumentParser("rlx.gateway", description=__doc__, allow_abbrev=False)
+    p.add_argument("--model", required=True, help="HF directory or hub name")
+    p.add_argument("--servers", default="", help="running ones of the model: host:port,host:port,…")
+    p.add_argument("--tls", default="", help="of --servers: ca.pem, or ca.pem,cert.pem,key.pem")
+    p.add_argument("--engine", default="jax", choices=("jax", "vllm"), help="of the started server")
+    p.add_argument("--slots", type=int, default=64, help="sequences decoded together")
+    p.add_argument("--max-model-len", type=int, default=0, help="tokens; 0: the model's context")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    p.add_argument("--chat-template", default="", help="a file; default: the model's own")
+    p.add_argument("--name", default="", help="of the model; default: its directory's")
+    p.add_argument("--host", default="127.0.0.1", help="any but loopback needs --keys and TLS")
+    p.add_argument("--port", type=int, default=8000, help="0: any")
+    p.add_argument("--keys", default="", help="a file of API keys, one a line; default: all do")
+    p.add_argument("--tls-cert", default="", help="PEM file, of the gateway")
+    p.add_argument("--tls-key", default="", help="PEM file, of --tls-cert")
+    a = p.parse_args()
+    tls = server_tls(a.tls_cert, a.tls_key, "")
+    front = serving.Front(a.host, a.port, serving.read_keys(a.keys), tls)
+    from rlx.run import inputs
+
+    model = resolve(a.model, "--model")
+    tokenizer = inputs.load_tokenizer(model, chat_template=a.chat_template)
+    with tempfile.TemporaryDirectory() as workdir, servers_of(
+        list(filter(None, a.servers.split(","))), model, token=wire.take_token(os.environ),
+        tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,
+        dtype=a.dtype, max_model_len=a.max_model_len, slots=a.slots,
+    ) as servers:  # fmt: skip
+        asyncio.run(front.serve(servers.fleet(), tokenizer, a.name or model.name))
+
+
+if __name__ == "__main__":
+    command.run(main, explain=failures.explain, teardown=False)
