@@ -20,6 +20,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from rlx.model.attention import MASKED, apply, gather, inner
@@ -90,7 +91,7 @@ def _mix_forward(q, k, v, segment_ids, devices):
         return None, ((mixed / total).astype(q.dtype), highest + jnp.log(total))
 
     _, both = lax.scan(attend, None, jnp.arange(tiles.count))
-    mixed, normaliser = (_join(x) for x in both)
+    mixed, normaliser = (checkpoint_name(_join(x), "attention") for x in both)
     return mixed, (q, k, v, segment_ids, mixed, normaliser)
 
 
