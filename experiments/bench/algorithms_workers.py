@@ -88,7 +88,7 @@ def make_inputs(
     ids = np.arange(batch.num_sequences)
     pairs = batch.pairs(ids) if algorithm.data == "pairs" else ids
     slots = packing.fullest_rows(np.bincount(pairs, batch.sizes).astype(np.int64), width)[pairs]
-    plan = packing.PackPlan(width, slots, (int(slots.max()) + 1,))
+    plan = packing.PackPlan(slots, ((int(slots.max()) + 1, width),))
     (rows,) = packing.microbatches(batch, ids, plan)
     flat = batch.arrays()
     mask, behaviour = flat["loss_mask"], flat["behaviour_logprobs"]

@@ -4,8 +4,9 @@
 
 Lengths are those of GSM8K: log-normal fits to its 7,473 training rows, counted as Qwen's tokenizer
 splits them (words, single digits, runs of punctuation), or the rows of a jsonl file with
-`question` and `answer`. Part one plans batches with the trainer's own packing for several budgets
-and model shapes; part two runs the real update on a small model and counts XLA compilations.
+`question` and `answer`, and uneven ones made up. Part one plans batches with the trainer's own
+packing for several budgets and model shapes; part two runs the real update on a small model and
+counts XLA compilations.
 Targets: at least 95 % real tokens, no compilation after warm-up.
 """
 
@@ -108,11 +109,47 @@ def shares(lengths: Lengths, batches: int) -> list[dict]:
                 flat = packing.flatten(make_batch(lengths, rng))
                 plan = packing.plan(flat.sizes, budget, buckets, attention_cost=cost)
                 real, padded = real + flat.num_tokens, padded + plan.padded_tokens
-                shapes |= {(rows_, plan.row_length) for rows_ in plan.microbatch_rows}
+                shapes |= {*plan.shapes}
             rows.append(
                 {"model": name, "budget": budget, "real": real / padded, "shapes": len(shapes)}
             )
     return rows
+
+
+def uneven(batches: int) -> list[dict]:
+    """The 1.5B shape's rows for answers of uneven lengths, against rows of one length.
+
+    Cost is the time of a token over its time without attention, as the planner counts it.
+    """
+    from rlx.config import default
+    from rlx.model.model_config import ModelConfig
+    from rlx.model.params import attention_cost
+    from rlx.train import packing
+
+    cost, buckets = attention_cost(ModelConfig.from_hf(QWEN_1_5B)), default().train.row_buckets
+    draws = {
+        "511 of 650, one of 30,000": lambda rng: np.append(rng.lognormal(6.5, 0.6, 511), 30_000),
+        "512 of 2,000, long tail": lambda rng: rng.lognormal(7.6, 0.9, 512),
+    }
+    out = []
+    for name, draw in draws.items():
+        for shards in (1, 8):
+            for allowed in (buckets[-1:], buckets):
+                rng, shapes = np.random.default_rng(0), set()
+                tokens = padded = total = 0.0
+                for _ in range(batches):
+                    sizes = draw(rng).clip(50, 31_000).astype(int)
+                    plan = packing.plan(
+                        sizes, buckets[-1], allowed, attention_cost=cost, shards=shards
+                    )
+                    tokens, padded = tokens + sizes.sum(), padded + plan.padded_tokens
+                    total, shapes = total + plan.cost(cost), shapes | {*plan.shapes}
+                out.append({
+                    "lengths": name, "shards": shards,
+                    "rows": "own" if allowed is buckets else "one",
+                    "real": tokens / padded, "cost": total / tokens, "shapes": len(shapes),
+                })  # fmt: skip
+    return out
 
 
 def compilations(
@@ -167,6 +204,12 @@ def main() -> None:
     print("| model | tokens a microbatch | real tokens | shapes |\n|---|---|---|---|")
     for row in shares(lengths, args.batches):
         print(f"| {row['model']} | {row['budget']} | {row['real']:.1%} | {row['shapes']} |")
+    print("| tokens of answers | row shards | row length | real tokens | cost | shapes |")
+    print("|---|---|---|---|---|---|")
+    for row in uneven(args.batches):
+        share, cost = f"{row['real']:.1%}", f"{row['cost']:.2f}"
+        cells = (row["lengths"], row["shards"], row["rows"], share, cost, row["shapes"])
+        print(f"| {' | '.join(map(str, cells))} |")
     warm, late, again = compilations(
         lengths, args.batches, args.warmup, tuple(int(n) for n in args.buckets.split(",") if n)
     )

@@ -119,7 +119,7 @@ def jax_side(options: dict) -> tuple[Step, dict]:
         return float(jax.block_until_ready(state.updates))
 
     device = jax.devices()[0].device_kind
-    rows = f"{sum(plan.microbatch_rows)}x{plan.row_length} in {len(plan.microbatch_rows)}"
+    rows = ", ".join(f"{rows}x{length}" for rows, length in plan.shapes)
     return step, {"device": device, "rows": rows}
 
 

@@ -279,7 +279,7 @@ def judge_microbatches(
     buckets = sizes.train.row_buckets
     plan = packing.plan(lengths, budget, buckets, attention_cost=cost, shards=shards)
     full = lengths.sum() / plan.padded_tokens
-    parts = len(plan.microbatch_rows)
+    parts = len(plan.shapes)
     what = (
         f"{budget} tokens: {number(budget / most)} of the longest trajectories ({most} tokens), "
         f"{number(budget / expected)} of the expected ({expected:.0f}); a minibatch of {count} is "

@@ -21,6 +21,7 @@ MIN_FLAT = 1024  # smallest flat bucket, tokens
 MIN_SEQUENCES = 8  # smallest sequence bucket
 MIN_SEGMENTS = 4  # smallest bucket of segments in a row
 ROW_CANDIDATES = 3  # row buckets weighed against each other
+SPLIT_GAIN = 0.9  # rows of several lengths must cost so much less: each microbatch has its own cost
 NEAR_TIE = 1.03  # of plans that cost the same but for this, the longest rows: shapes change less
 FILL_CANDIDATES = 64  # sizes tried for the rest of a row
 
@@ -70,18 +71,25 @@ class PackPlan:
     """The row of each sequence, and how rows make microbatches.
 
     Attributes:
-      row_length: T.
-      rows: [N] int64; the row of each sequence.
-      microbatch_rows: how many rows each microbatch has.
+      rows: [N] int64; the row of each sequence, counted through the microbatches.
+      shapes: (rows, tokens of a row) of each microbatch, the longest rows first.
     """
 
-    row_length: int
     rows: np.ndarray
-    microbatch_rows: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the longest rows."""
+        return max((length for _, length in self.shapes), default=0)
 
     @property
     def padded_tokens(self) -> int:
-        return self.row_length * sum(self.microbatch_rows)
+        return sum(rows * length for rows, length in self.shapes)
+
+    def cost(self, attention_cost: float) -> float:
+        """Return Σ rows · T · (1 + attention_cost · T) over the microbatches."""
+        return sum(n * length * (1 + attention_cost * length) for n, length in self.shapes)
 
 
 def power_of_two(n: int, least: int) -> int:
@@ -233,7 +241,7 @@ def _best_filling(waiting: dict[int, list[int]], taken: int, room: int) -> list[
     return chosen
 
 
-def _microbatch_rows(num_rows: int, full: int, shards: int, at_least: int) -> tuple[int, ...]:
+def _microbatch_rows(num_rows: int, full: int, shards: int) -> tuple[int, ...]:
     """Return the rows of each microbatch, from few sizes that waste little.
 
     What fits in one microbatch gets one, of the least fourth of a full one that holds it. Otherwise
@@ -241,16 +249,13 @@ def _microbatch_rows(num_rows: int, full: int, shards: int, at_least: int) -> tu
     """
     eighth = -(-full // (8 * shards)) * shards
     fourth = min(2 * eighth, full)
-    rows: tuple[int, ...]
     if num_rows <= full:
-        rows = (min(-(-num_rows // fourth) * fourth, full),) if num_rows else ()
-    else:
-        count, rest = divmod(num_rows, full)
-        units = -(-rest // eighth)
-        if units * eighth >= full:
-            count, units = count + 1, 0
-        rows = (full,) * count + tuple(eighth << bit for bit in (2, 1, 0) if units >> bit & 1)
-    return rows + (fourth,) * (at_least - len(rows))
+        return (min(-(-num_rows // fourth) * fourth, full),) if num_rows else ()
+    count, rest = divmod(num_rows, full)
+    units = -(-rest // eighth)
+    if units * eighth >= full:
+        count, units = count + 1, 0
+    return (full,) * count + tuple(eighth << bit for bit in (2, 1, 0) if units >> bit & 1)
 
 
 def plan(
@@ -260,23 +265,22 @@ def plan(
     *,
     attention_cost: float = 0.0,
     shards: int = 1,
-    at_least: int = 0,
     together: np.ndarray | None = None,
 ) -> PackPlan:
-    """Choose the row length and pack: the cheapest, or nearly, of the shortest buckets that fit.
-
-        cost = rows · T · (1 + attention_cost · T)
+    """Choose the row length of each microbatch and pack, as cheaply as `PackPlan.cost` counts it.
 
     Short rows waste tokens when few sequences fit in one, long rows waste attention, which is
-    quadratic in T. The result is a function of the arguments alone, so a resumed run packs alike.
+    quadratic in T. Where few sequences are much longer than the rest, these have microbatches of
+    their own, and the others shorter rows. The result is a function of the arguments alone, so a
+    resumed run packs alike.
 
     Args:
       sizes: [N] tokens of each sequence.
       budget: tokens a microbatch may hold of each row shard, on its `context` devices together.
       buckets: row lengths to choose from, tokens.
-      attention_cost: work of attention per token and key, over the other work per token.
+      attention_cost: work of attention per token and key, over the other work per token; 0 where
+        attention does not look beyond a segment.
       shards: of rows over devices; every microbatch has a multiple of it in rows.
-      at_least: microbatches wanted; empty ones are added (all devices must run equally many).
       together: [N] int64 from 0; sequences of equal number share a row (the two of a pair).
 
     Raises:
@@ -284,9 +288,7 @@ def plan(
     """
     if together is not None:
         units = np.bincount(together, sizes).astype(np.int64)
-        found = plan(
-            units, budget, buckets, attention_cost=attention_cost, shards=shards, at_least=at_least
-        )
+        found = plan(units, budget, buckets, attention_cost=attention_cost, shards=shards)
         return replace(found, rows=found.rows[together])
     longest = int(sizes.max(initial=1))
     if longest > budget:
@@ -295,16 +297,65 @@ def plan(
             f"longest trajectory or pair ({longest} tokens); raise it or lower "
             "sampling.max_new_tokens"
         )
-    lengths = sorted(b for b in set(buckets) if longest <= b <= budget) or [budget]
+    lengths = sorted(b for b in set(buckets) if b <= budget)
+    if not lengths or lengths[-1] < longest:
+        lengths.append(budget)
+    whole = _in_rows_of_one_length(sizes, budget, lengths, attention_cost, shards)
+    coarse = lengths[::-2][::-1]  # every other one: twice as long and few shapes
+    bounds = _length_classes(sizes, budget, coarse, attention_cost, shards)
+    of_class = np.searchsorted(bounds, sizes)
+    rows = np.empty(len(sizes), np.int64)
+    shapes: list[tuple[int, int]] = []
+    for index in range(len(bounds))[::-1]:
+        own = np.flatnonzero(of_class == index)
+        part = _in_rows_of_one_length(sizes[own], budget, coarse, attention_cost, shards)
+        rows[own] = part.rows + sum(n for n, _ in shapes)
+        shapes += part.shapes
+    split = PackPlan(rows, tuple(shapes))
+    worth = split.cost(attention_cost) < SPLIT_GAIN * whole.cost(attention_cost)
+    return split if worth else whole
+
+
+def _in_rows_of_one_length(
+    sizes: np.ndarray, budget: int, lengths: list[int], attention_cost: float, shards: int
+) -> PackPlan:
+    """Return the cheapest plan, or nearly, with rows of one of the shortest lengths that fit."""
     plans = []
-    for length in lengths[:ROW_CANDIDATES]:
+    for length in [n for n in lengths if n >= sizes.max(initial=1)][:ROW_CANDIDATES]:
         rows = min((pack(sizes, length) for pack in _PACKERS), key=lambda r: r.max(initial=-1))
-        full = budget // length * shards
-        parts = _microbatch_rows(int(rows.max(initial=-1)) + 1, full, shards, at_least)
-        plans.append(PackPlan(length, rows, parts))
-    costs = [p.padded_tokens * (1 + attention_cost * p.row_length) for p in plans]
-    near = [p for p, cost in zip(plans, costs, strict=True) if cost <= NEAR_TIE * min(costs)]
-    return near[-1]
+        parts = _microbatch_rows(int(rows.max(initial=-1)) + 1, budget // length * shards, shards)
+        plans.append(PackPlan(rows, tuple((count, length) for count in parts)))
+    least = min(p.cost(attention_cost) for p in plans)
+    return [p for p in plans if p.cost(attention_cost) <= NEAR_TIE * least][-1]
+
+
+def _length_classes(
+    sizes: np.ndarray, budget: int, lengths: list[int], attention_cost: float, shards: int
+) -> list[int]:
+    """Return the longest sequence of each class of lengths, such that classes cost least.
+
+    Estimated without packing: sequences of more than half a row have one to themselves, and the
+    others leave no gaps.
+    """
+    ordered = np.sort(sizes)
+    before = np.concatenate([[0], np.cumsum(ordered)])
+    ends, halves = (
+        np.searchsorted(ordered, np.array(lengths) // part, side="right") for part in (1, 2)
+    )
+    best: list[tuple[float, int, list[int]]] = []  # of what ends at each length
+    for length, end, half in zip(lengths, ends, halves, strict=True):
+        options = []
+        for start, (cost, count, bounds) in [
+            (0, (0.0, 0, [])), *zip(ends, best, strict=False)
+        ]:  # fmt: skip
+            rows = max(-(-(before[end] - before[start]) // length), end - max(half, start))
+            padded = length * sum(_microbatch_rows(rows, budget // length * shards, shards))
+            more = padded * (1 + attention_cost * length)
+            options.append((cost + more, count + 1, [*bounds, length]))
+        best.append(min(options))
+        if end == len(sizes):
+            break
+    return best[-1][2]
 
 
 def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arrays]:
@@ -320,31 +371,34 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
       `flat_index` int32 into the flat axis (its size at padding, so that a gather with fill and a
       scatter with drop ignore it).
     """
-    total, length = sum(packed.microbatch_rows), packed.row_length
+    lengths = np.repeat([length for _, length in packed.shapes], [n for n, _ in packed.shapes])
+    total, beginnings = int(lengths.sum()), np.cumsum(lengths) - lengths
     order = np.lexsort((ids, packed.rows))
     sizes, rows, starts = flat.sizes[ids][order], packed.rows[order], flat.starts[ids][order]
     before = np.cumsum(sizes) - sizes
     first = np.searchsorted(rows, rows, side="left")  # index of the row's first sequence
-    offset = rows * length + before - before[first]
+    offset = beginnings[rows] + before - before[first]
     within = np.arange(int(sizes.sum())) - np.repeat(before, sizes)
     slots = np.repeat(offset, sizes) + within
 
     padding = len(flat.tokens["tokens"])
-    index = np.full(total * length, padding, np.int32)
+    index = np.full(total, padding, np.int32)
     index[slots] = np.repeat(starts, sizes) + within
-    segments = np.zeros(total * length, np.int32)
+    segments = np.zeros(total, np.int32)
     segments[slots] = np.repeat(np.arange(len(rows)) - first + 1, sizes)
     out = {"flat_index": index, "segment_ids": segments}
     for name, pad in _PADDING.items():
         source = flat.tokens[name]
-        values = np.full(total * length, pad, source.dtype)
+        values = np.full(total, pad, source.dtype)
         values[slots] = source[index[slots]]
         out[name] = values
     out["sequence_ids"][segments == 0] = len(flat.sequences["valid"])
-    shaped = {name: values.reshape(total, length) for name, values in out.items()}
-    cuts = np.cumsum(packed.microbatch_rows)[:-1]
-    parts = {name: np.split(values, cuts) for name, values in shaped.items()}
-    return [{name: parts[name][i] for name in parts} for i in range(len(packed.microbatch_rows))]
+    cuts = np.cumsum([rows * length for rows, length in packed.shapes])[:-1]
+    parts = {name: np.split(values, cuts) for name, values in out.items()}
+    return [
+        {name: part[i].reshape(shape) for name, part in parts.items()}
+        for i, shape in enumerate(packed.shapes)
+    ]
 
 
 def segment_sizes(segment_ids: np.ndarray) -> np.ndarray:

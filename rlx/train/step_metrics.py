@@ -57,7 +57,7 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
         "n_seqs": count,
         "n_prompts": flat.num_groups,
         "n_tokens": flat.num_tokens,
-        "n_microbatches": sum(len(plan.microbatch_rows) for plan in plans),
+        "n_microbatches": sum(len(plan.shapes) for plan in plans),
         "avg_seq_len": flat.num_tokens / count,
         "avg_prompt_len": float(prompt.mean()),
         "no_eos_ratio": float(flat.sequences["truncated"][:count].mean()),

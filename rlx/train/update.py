@@ -77,7 +77,11 @@ class JaxUpdate:
         self._steps = s = Steps(model_config, options, self._layout)
         self.model = s.model
         self._schedule = make_schedule(options.optimizer, options.policy_updates)
-        self._attention_cost = parameters.attention_cost(model_config, jax.default_backend())
+        how = attention_kind(options.compute_dtype, model_config.head_dim)
+        self._sizes_segments = how == "packed" and self._layout.context == 1
+        self._attention_cost = 0.0  # of what looks at each segment alone
+        if not self._sizes_segments:
+            self._attention_cost = parameters.attention_cost(model_config, jax.default_backend())
         self._frozen: Any = None
         self._reference: Any = None  # stays so with LoRA: the base without adapters
         if self.lora:
@@ -284,7 +288,7 @@ class JaxUpdate:
             together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
         )
         parts = packing.microbatches(flat, ids, plan)
-        if attention_kind(self._options.compute_dtype, self._base.head_dim) == "packed":
+        if self._sizes_segments:
             for part in parts:
                 part["segment_sizes"] = packing.segment_sizes(part["segment_ids"])
         return plan, [self._put(part, sharding.BATCH) for part in parts]

@@ -20,7 +20,7 @@ def test_the_step_on_hopper_is_of_packed_attention(
     flat = packing.flatten(make_groups())
     plan, batches = update._pack(flat, np.arange(flat.num_sequences))
     [batch] = batches
-    rows = sum(plan.microbatch_rows)
+    rows = sum(n for n, _ in plan.shapes)
     assert batch["segment_sizes"].shape == (rows, 16 if batch["segment_ids"].max() > 4 else 4)
     assert np.sum(batch["segment_sizes"]) == flat.num_tokens
 

@@ -35,7 +35,7 @@ def test_rows_of_many_sequences_are_nearly_full():
 def test_microbatches_have_few_sizes_and_waste_little(num_rows, full, shards):
     """What fits in one is one; beyond that at most an eighth of a full one is empty."""
     plan = packing.plan(np.full(num_rows, 100), 100 * full, (100,), shards=shards)
-    rows, budget = plan.microbatch_rows, full * shards
+    rows, budget = [n for n, _ in plan.shapes], full * shards
     assert all(n % shards == 0 and n <= budget for n in rows)
     empty = sum(rows) - num_rows
     if num_rows <= budget:

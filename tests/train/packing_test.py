@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.base import Group, Trajectory, UserError
+from rlx.config import default
 from rlx.train import packing
 
 
@@ -60,14 +61,14 @@ lengths = st.lists(
 
 
 @settings(deadline=None)
-@given(lengths, st.sampled_from([60, 100, 256]), st.sampled_from([1, 2]), st.integers(0, 5))
-def test_every_token_once_and_unchanged(shape, budget, shards, at_least):
+@given(lengths, st.sampled_from([60, 100, 256]), st.sampled_from([1, 2]), st.sampled_from([0, 0.1]))
+def test_every_token_once_and_unchanged(shape, budget, shards, cost):
     groups = groups_of(shape)
     flat = packing.flatten(groups)
     ids = np.arange(flat.num_sequences)
-    planned = packing.plan(flat.sizes, budget, (64, 128, 256), shards=shards, at_least=at_least)
+    planned = packing.plan(flat.sizes, budget, (8, 16, 64, 128), shards=shards, attention_cost=cost)
     batches = packing.microbatches(flat, ids, planned)
-    assert len(batches) >= at_least
+    assert [batch["tokens"].shape for batch in batches] == list(planned.shapes)
     seen = []
     for batch in batches:
         rows, length = batch["tokens"].shape
@@ -158,9 +159,61 @@ def test_few_shapes_over_many_batches():
     for seed in range(100):
         sizes = gsm8k_like(int(100 + 3 * seed), seed)
         planned = packing.plan(sizes, 65536, BUCKETS, attention_cost=6e-5)
-        shapes.setdefault(planned.row_length, set()).update(planned.microbatch_rows)
+        for rows, length in planned.shapes:
+            shapes.setdefault(length, set()).add(rows)
     assert len(shapes) <= 3
     assert max(len(rows) for rows in shapes.values()) <= 5
+
+
+def long_tailed(seed, n=512):
+    """Answers of 2,000 tokens in the median, and up to 31,000."""
+    return np.random.default_rng(seed).lognormal(7.6, 0.9, n).clip(50, 31_000).astype(int)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_one_long_answer_does_not_lengthen_every_row(shards):
+    sizes = np.append(np.clip(long_tailed(0) // 4, 50, 2000), 30_000)
+    buckets = default().train.row_buckets
+    planned = packing.plan(sizes, 32_768, buckets, attention_cost=6e-5, shards=shards)
+    assert planned.shapes[0] == (shards, 32_768), "the longest first: memory fails at once"
+    assert {length for _, length in planned.shapes[1:]} <= {512, 1024, 2048, 4096}
+    flat_rows = packing.plan(sizes, 32_768, (32_768,), attention_cost=6e-5, shards=shards)
+    assert planned.cost(6e-5) < 0.75 * flat_rows.cost(6e-5)
+    if shards == 1:  # where attention does not look beyond a segment, full rows are what counts
+        assert {*packing.plan(sizes, 32_768, buckets).shapes} == {(1, 32_768)}
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=200),
+    st.sampled_from([1, 4]),
+    st.sampled_from([0.0, 1e-3, 1e-1]),
+)
+def test_rows_of_several_lengths_hold_what_one_length_does_and_cost_less(sizes, shards, cost):
+    sizes, buckets = np.array(sizes), (32, 64, 128, 256, 512)
+    planned = packing.plan(sizes, 1024, buckets, attention_cost=cost, shards=shards)
+    again = packing.plan(sizes, 1024, buckets, attention_cost=cost, shards=shards)
+    assert (planned.shapes, planned.rows.tolist()) == (again.shapes, again.rows.tolist())
+    lengths = np.repeat(*np.array(planned.shapes).T[::-1])
+    used = np.bincount(planned.rows, sizes, len(lengths))
+    assert (used <= lengths).all()
+    assert [n for _, n in planned.shapes] == sorted((n for _, n in planned.shapes), reverse=True)
+    one = min(
+        packing.plan(sizes, 1024, (n,), attention_cost=cost, shards=shards).cost(cost)
+        for n in buckets
+        if n >= sizes.max()
+    )
+    assert planned.cost(cost) <= packing.NEAR_TIE * one
+
+
+def test_long_tails_take_few_shapes():
+    shapes = set()
+    for seed in range(30):
+        sizes = long_tailed(seed, 200 + 10 * seed)
+        buckets = default().train.row_buckets
+        shapes |= {*packing.plan(sizes, 32_768, buckets, attention_cost=6e-5).shapes}
+    lengths = {length for _, length in shapes}
+    assert len(lengths) <= 10, "every other bucket"
+    assert all(len({n for n, other in shapes if other == length}) <= 5 for length in lengths)
 
 
 def test_a_large_batch_packs_without_a_loop_over_its_tokens():

@@ -15,7 +15,7 @@ import pytest
 
 from rlx.base import Group, UserError
 from rlx.model import decoder
-from rlx.train import checkpoint, update
+from rlx.train import checkpoint, packing, update
 from rlx.train.train_options import TrainOptions
 
 
@@ -136,6 +136,19 @@ def test_several_microbatches_are_one(trainer, params, make_groups, reduction):
     for name, value in metrics.items():
         if isinstance(value, float) and name != "pad_ratio":
             assert metrics_many[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_rows_of_several_lengths_are_rows_of_one(trainer, params, make_groups):
+    groups = [*make_groups(num_groups=8), *make_groups(seed=5, num_groups=1, n=2, longest=110)]
+    one = trainer(**SGD, **{"train.row_buckets": (128,), "train.max_tokens_per_microbatch": 256})
+    own = trainer(**SGD, **{"train.row_buckets": (32, 64, 128)})
+    flat = packing.flatten(groups)
+    lengths = {length for _, length in own._pack(flat, np.arange(flat.num_sequences))[0].shapes}
+    assert len(lengths) > 1, "this batch no longer has rows of several lengths"
+    (a, metrics), (b, others) = (run(each, params, [groups]) for each in (one, own))
+    assert distance(a, b) < 3e-6
+    for name in ("actor_loss", "grad_norm", "entropy"):
+        assert others[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
 
 
 def test_order_of_groups_and_samples_does_not_matter(trainer, params, make_groups):
