@@ -16,11 +16,12 @@ others go on. Everything is written to one JSON file (--out) after each part, an
 table. No network; models are random but for the embedded task's, which comes with rlx. The exit
 status is 1 when a part failed or the attentions differ.
 
-A machine without rlx's dependencies: the table names what is missing for each part. Where only
-files can be brought, unpack wheels of the right Python into a folder of the repository, and name it:
+rlx runs from its source here; the table names modules that are missing. Beside JAX that is usually
+ml-collections, and for the task math-verify, latex2sympy2-extended, antlr4-python3-runtime, grpcio
+and protobuf. Where there is no network, unpack wheels of its Python into a folder and name that:
 
     pip install --target=wheels --no-deps --only-binary=:all: --python-version=3.12 \\
-        --platform=manylinux_2_28_x86_64 absl-py ml-collections optax chex ...
+        --platform=manylinux_2_28_x86_64 --platform=manylinux2014_x86_64 ml-collections ...
     PYTHONPATH=wheels python -m experiments.gpu.run
 """  # noqa: E501
 
