@@ -31,7 +31,7 @@ def test_an_attention_that_is_wrong_is_seen():
 def test_useful_flops_are_those_of_the_segments():
     """Beside train_flops, which counts half a square a segment in place of its triangle."""
     ids = measure.segments(2, 64, padding=True)
-    found = step.work(step.TINY, ids, 64)
+    found = step.work(step.TINY, ids)
     lengths = np.array([[n, 0] for n in (32, 16, 8)] * 2)
     diagonal = 6 * step.TINY.num_layers * 64 * lengths.sum()
     whole = train_flops(step.TINY, lengths) + diagonal

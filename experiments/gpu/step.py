@@ -41,33 +41,29 @@ class Work(NamedTuple):
     bytes: float
 
 
-def work(model: ModelConfig, ids: np.ndarray, chunk: int) -> dict[str, Work]:
+def work(model: ModelConfig, ids: np.ndarray) -> dict[str, Work]:
     """Return the work of each part of a step on rows of segment ids [B, T]; 0 is padding."""
     sizes = np.concatenate([np.bincount(row)[1:] for row in ids]).astype(float)
     tokens, pairs = sizes.sum(), (sizes * (sizes + 1) / 2).sum()
     layers, wide, heads = model.num_layers, model.model_dim, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
 
-    def products(*shapes: tuple[int, int], times: float = 1) -> Work:
-        """x @ w and its two gradients, of [tokens, D] and [D, F]; bfloat16, float32 gradients."""
+    def products(*shapes: tuple[int, int]) -> Work:
+        """In each layer x @ w and its two gradients, of [tokens, D] and [D, F], in bfloat16."""
         flops = sum(6 * tokens * d * f for d, f in shapes)
-        moved = sum(6 * tokens * (d + f) + 8 * d * f for d, f in shapes)
-        return Work(times * flops, times * moved)
+        moved = sum(6 * tokens * (d + f) + 8 * d * f for d, f in shapes)  # float32 gradients of w
+        return Work(layers * flops, layers * moved)
 
-    count = parameters.count(model)
-    head = products((wide, model.vocab_size))
-    logits = 3 * 4 * tokens * model.vocab_size  # float32, written and read in each pass
     return {
-        "projections": products((wide, heads + 2 * keys), (heads, wide), times=layers),
-        "mlp": products((wide, 2 * model.mlp_dim), (model.mlp_dim, wide), times=layers),
-        # q, k, v, output, and in the backward pass those, and gradients as large
-        "attention": Work(
-            12 * layers * heads * pairs, 2 * layers * tokens * 6 * (heads + keys)
-        ),
-        "head": Work(head.flops, head.bytes + logits - 6 * tokens * model.vocab_size),
+        "projections": products((wide, heads + 2 * keys), (heads, wide)),
+        "mlp": products((wide, 2 * model.mlp_dim), (model.mlp_dim, wide)),
+        # q, k, v and the output; in the backward pass these, and gradients as large
+        "attention": Work(12 * layers * heads * pairs, 12 * layers * tokens * (heads + keys)),
+        # float32 logits, written and read in both passes
+        "head": Work(6 * tokens * wide * model.vocab_size, 16 * tokens * model.vocab_size),
         # read: gradient (twice: its norm), parameter, two moments; written: the last three
-        "optimizer": Work(0, 32 * count),
-    }  # fmt: skip
+        "optimizer": Work(0, 32 * parameters.count(model)),
+    }
 
 
 def make_config(o: dict[str, Any]):
@@ -186,7 +182,7 @@ def run(o: dict[str, Any]) -> dict[str, Any]:
         jax.block_until_ready(state)
 
     seconds["optimizer"] = measure.seconds(run_update, calls=1)
-    needed = work(model, ids, o["chunk"])
+    needed = work(model, ids)
     useful = sum(part.flops for part in needed.values())
     parts = {}
     for name, part in needed.items():
