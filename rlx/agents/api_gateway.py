@@ -167,19 +167,22 @@ class Gateway:
     async def _answer(self, module: str, request: web.Request) -> web.StreamResponse:
         with self._under_way(request) as session:
             dialect = await self._dialect(module)
-            p = await self._prepare(session, await request.read(), dialect.to_chat)
+            p = await self._read(request, session, dialect.to_chat)
+            # Here and not in a thread: two of them could count the same prompt as one.
+            drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
+            sampling = replace(p.chat.sampling, seed=drawn if seed is None else seed % 2**31)
+            p = replace(p, chat=replace(p.chat, sampling=sampling))
             head = Head(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
             reply: Reply = dialect.REPLY(head)
             if p.chat.stream:
-                return await self._stream(request, p, head.id, reply)
-            said = self._keep(p, head.id, await self._generate(p))
-            return web.json_response(reply.whole(said))
+                return await self._stream(request, self._events(p, head.id, reply))
+            return web.json_response(reply.whole(self._keep(p, head.id, await self._generate(p))))
 
     async def _count(self, request: web.Request) -> web.Response:
         """Answer how many tokens the prompt of a request has."""
         with self._under_way(request) as session:
             dialect = await self._dialect(_DIALECTS["/v1/messages"])
-            p = await self._read(session, await request.read(), dialect.to_chat)
+            p = await self._read(request, session, dialect.to_chat)
             return web.json_response({"input_tokens": len(p.tokens)})
 
     async def _dialect(self, module: str) -> Any:
@@ -221,36 +224,25 @@ class Gateway:
         message = "an unknown API key" if key else "no API key"
         raise ApiError(401, f"{message}; send the one that was given", code="invalid_api_key")
 
-    async def _prepare(
-        self, session: Session, body: bytes, convert: Callable[[Any], Any]
+    async def _read(
+        self, request: web.Request, session: Session, convert: Callable[[Any], Any]
     ) -> Prepared:
-        """Return a request that can be drawn, with its seed."""
-        p = await self._read(session, body, convert)
-        # Here and not in a thread: two of them could count the same prompt as one.
-        drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
-        sampling = replace(p.chat.sampling, seed=drawn if seed is None else seed % 2**31)
-        return replace(p, chat=replace(p.chat, sampling=sampling))
-
-    async def _read(self, session: Session, body: bytes, convert: Callable[[Any], Any]) -> Prepared:
         """Check, render and tokenise a request; raise ApiError for what cannot be answered.
 
         A large body is read in a thread: nothing else would run meanwhile, of the whole run.
         """
-        chat = await self._dialect(_CHAT)
-        work = partial(self._read_body, session, body, convert, chat.read)
+        chat, body = await self._dialect(_CHAT), await request.read()
+
+        def work() -> Prepared:
+            data, fixed = convert(dialects.parse(body)), session.temperature_fixed
+            asked = chat.read(data, session.defaults, temperature_fixed=fixed)
+            return self._prompt(session, asked)
+
         if len(body) <= _SMALL:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _read_body(
-        self,
-        session: Session,
-        body: bytes,
-        convert: Callable[[Any], Any],
-        read: Callable[..., ChatRequest],
-    ) -> Prepared:
-        data = convert(dialects.parse(body))
-        asked = read(data, session.defaults, temperature_fixed=session.temperature_fixed)
+    def _prompt(self, session: Session, asked: ChatRequest) -> Prepared:
         if asked.tools and not self._has_tools:
             raise ApiError(
                 400,
@@ -356,17 +348,15 @@ class Gateway:
         texts = [self._decode([token], special=True) for token in tokens]
         return self._modules[_CHAT].token_logprobs(texts, logprobs.tolist())
 
-    # Streams.
-
     async def _stream(
-        self, request: web.Request, p: Prepared, name: str, reply: Reply
+        self, request: web.Request, events: AsyncGenerator[list[Event], None]
     ) -> web.StreamResponse:
         """Answer by server-sent events.
 
         Nothing is sent before the first token, so that errors have a status; a later one is an
         event of its own, as clients expect it.
         """
-        async with aclosing(self._events(p, name, reply)) as events:
+        async with aclosing(events):
             first = await anext(events)
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -374,47 +364,44 @@ class Gateway:
             await response.prepare(request)
             await response.write(_sse(first))
             try:
-                async for event in events:
-                    await response.write(_sse(event))
+                async for several in events:
+                    await response.write(_sse(several))
             except ApiError as error:
-                await response.write(_sse(error.body()))
+                await response.write(_sse([error.body()]))
             else:
-                if "type" not in first:  # OpenAI's older streams end so
+                if "type" not in first[0]:  # OpenAI's older streams end so
                     await response.write(b"data: [DONE]\n\n")
             with suppress(ConnectionError):
                 await response.write_eof()
             return response
 
-    async def _events(self, p: Prepared, name: str, reply: Reply) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, p: Prepared, name: str, reply: Reply
+    ) -> AsyncGenerator[list[Event], None]:
         marks = (tool_calls.OPEN,) if p.chat.tools else ()
         texts = [StreamText(self._decode, p.chat.sampling.stop, marks) for _ in range(p.chat.n)]
-        coming: asyncio.Queue[tuple | None] = asyncio.Queue()
-        work = asyncio.create_task(
-            self._generate(p, watch=lambda i, tokens, logs: coming.put_nowait((i, tokens, logs)))
-        )
-        work.add_done_callback(lambda _: coming.put_nowait(None))
         unsaid: list[list[dict]] = [[] for _ in texts]
+        coming: asyncio.Queue[tuple | None] = asyncio.Queue()
+        work = asyncio.create_task(self._generate(p, watch=lambda *piece: coming.put_nowait(piece)))
+        work.add_done_callback(lambda _: coming.put_nowait(None))
         begun = False
         try:
             while (piece := await coming.get()) is not None:
                 index, tokens, logs = piece
-                for event in () if begun else reply.begin():
-                    yield event
+                if not begun:
+                    yield list(reply.begin())
                 begun = True
                 unsaid[index] += self._logprobs(p, tokens, logs)
                 # A call that was begun for the model is known as one when it is whole.
                 if words := "" if p.forced else texts[index].add(tokens.tolist()):
-                    for event in reply.words(index, words, unsaid[index]):
-                        yield event
+                    yield list(reply.words(index, words, unsaid[index]))
                     unsaid[index] = []
             said = self._keep(p, name, await work)
             for index, one in enumerate(said):
                 words = texts[index].rest(one.content or "")
                 if words or unsaid[index]:
-                    for event in reply.words(index, words, unsaid[index]):
-                        yield event
-            for event in reply.end(said):
-                yield event
+                    yield list(reply.words(index, words, unsaid[index]))
+            yield list(reply.end(said))
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -424,9 +411,10 @@ def _new_id(begin: str) -> str:
     return begin + uuid.uuid4().hex
 
 
-def _sse(event: Event) -> bytes:
-    kind = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{kind}data: {json.dumps(event)}\n\n".encode()
+def _sse(events: Sequence[Event]) -> bytes:
+    kinds = [f"event: {event['type']}\n" if "type" in event else "" for event in events]
+    lines = (f"{kind}data: {json.dumps(e)}\n\n" for kind, e in zip(kinds, events, strict=True))
+    return "".join(lines).encode()
 
 
 @web.middleware
