@@ -26,7 +26,7 @@ def default() -> ConfigDict:
     c.model = ConfigDict()
     c.model.path = ""  # HF directory or hub name; "" is not allowed in a run
     c.model.random_init = False  # take config and tokenizer from `path`, random weights
-    c.model.dtype = "float32"  # of parameters; bfloat16 loses small updates, fine for a LoRA base
+    c.model.dtype = "float32"  # of parameters; bfloat16 is for a base of LoRA alone
     c.model.compute_dtype = "float32"  # activations
     c.model.publish_dtype = "float32"  # what the fleet receives and the exported directory has
     c.model.remat = "none"  # what is computed again in the backward pass: none of a layer | dots
@@ -222,6 +222,11 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
     _choice(config, "fleet.publish", ("path", "stream", "delta", "adapter"))
     _check_lora(config)
+    if trains and config.model.dtype == "bfloat16" and not config.lora.rank:
+        raise UserError(
+            "model.dtype=bfloat16 without lora.rank: small updates would be rounded away; set "
+            "model.dtype=float32, and model.compute_dtype=bfloat16 to compute in it"
+        )
     _choice(config, "checkpoint.recover_mode", ("auto", "off"))
     _choice(config, "reference.mode", ("frozen", "copy", "ema"))
     if config.reference.mode == "copy":

@@ -31,6 +31,7 @@ def parsed(*arguments):
         ([CONFIG, "--config.fleet.engine=vlm"], ["'vlm'", "'vllm'"]),
         ([CONFIG, "--config.sampling.temperature=0"], ["temperature=0", "above 0"]),
         ([CONFIG, "--config.train.max_tokens_per_microbatch=100"], ["=100", "1536", "raise it"]),
+        ([CONFIG, "--config.model.dtype=bfloat16"], ["lora.rank", "model.compute_dtype=bfloat16"]),
         ([CONFIG, "--config.train.minibatches=65"], ["minibatches=65", "batch_prompts=64"]),
         ([CONFIG, "--config.trainer=torch"], ["trainer=torch", "use trainer=jax"]),
         ([CONFIG, "--config.trainer=torhc"], ["'torhc'", "'torch'"]),
