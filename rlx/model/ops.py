@@ -17,6 +17,10 @@ from rlx.model import sharding
 from rlx.model.sharding import Placement
 
 
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Array, weight: Array, place: Placement | None = None) -> Array:
     """Return x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
@@ -42,12 +46,12 @@ def _matmul_backward(place, kept, grad):
 def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None = None) -> Array:
     """Return xᵀ·grad: [..., D] and [..., F] → [D, F] of `dtype`, added up in it, at its `place`.
 
-    The narrower operand goes first, with a transpose of the small result where that is grad: on a
-    CPU the other order is up to twice as slow. The barrier keeps XLA from undoing it.
+    On a CPU the narrower operand goes first, with a transpose of the small result where that is
+    grad: the other order is up to twice as slow there. The barrier keeps XLA from undoing it.
     """
     tokens = tuple(range(x.ndim - 1))
     product = partial(lax.dot_general, dimension_numbers=((tokens, tokens), ((), ())))
-    if x.shape[-1] <= grad.shape[-1]:
+    if x.shape[-1] <= grad.shape[-1] or not _on_cpu():
         return sharding.scattered(product(x, grad, preferred_element_type=dtype), place)
     swapped = product(grad, x, preferred_element_type=dtype)
     return lax.optimization_barrier(sharding.scattered(swapped, place and place.transposed)).T
@@ -102,8 +106,9 @@ def _rms_norm_backward(eps, kept, grad):
     scaled = grad * scale.astype(jnp.float32)
     along = jnp.mean(scaled * wide, axis=-1, keepdims=True)
     grad_x = inverse * (scaled - wide * (inverse * inverse * along))
-    # The barrier keeps the sum over rows out of the loop that makes its terms.
-    terms = lax.optimization_barrier(grad * wide * inverse)
+    terms = grad * wide * inverse
+    if _on_cpu():  # the sum over rows stays out of the loop that makes its terms
+        terms = lax.optimization_barrier(terms)
     grad_scale = jnp.sum(terms, axis=tuple(range(x.ndim - 1)))
     return grad_x.astype(x.dtype), grad_scale.astype(scale.dtype)
 
