@@ -73,7 +73,7 @@ def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str
     if gpus and found.platform == "cpu":
         asked = environment.get("JAX_PLATFORMS", "")
         why = f"JAX_PLATFORMS={asked}" if asked else "JAX has no CUDA"
-        remedy = "unset JAX_PLATFORMS" if asked else install("cuda")
+        remedy = "unset JAX_PLATFORMS" if asked else f"{install('cuda')} (Python 3.12 or newer)"
         found_words = f"{what}, though there are {gpus} NVIDIA GPUs: {why}"
         return Finding("machine", "devices", "warning", found_words, remedy)
     return Finding("machine", "devices", "ok", what)

@@ -8,16 +8,18 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
+from packaging.version import Version
 
 from rlx import config as configs
 from rlx.algorithms import presets
 from rlx.algorithms.algorithm import Algorithm
-from rlx.base import UserError
+from rlx.base import UserError, install
 from rlx.cli.text import number
 from rlx.cli.user_code import find
 from rlx.doctor import capacity, machine
@@ -232,11 +234,26 @@ def arithmetic(
     shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
     cost = parameters.attention_cost(inputs.model_config, devices.platform)
     yield judge_microbatches(sizes, expected, cost, shards)
+    if devices.platform == "gpu":
+        yield judge_attention(config.model.compute_dtype, metadata.version("jax"))
     if inputs.algorithm.data == "rollouts":
         yield judge_staleness(config, sizes.group)
     if inputs.algorithm.needs_proximal_pass(config.train.minibatches):
         yield Finding("config", "proximal", "ok",
                       "one more forward pass a batch (algorithm.proximal=recompute)")  # fmt: skip
+
+
+def judge_attention(compute_dtype: str, jax: str) -> Finding:
+    """Return the row of how attention is computed on an NVIDIA GPU."""
+    if compute_dtype == "float32":
+        what = "model.compute_dtype=float32: cuDNN has no kernel for it, XLA's blocks are slower"
+        return Finding("config", "attention", "warning", what, "set model.compute_dtype=bfloat16")
+    if Version(jax) < Version("0.11.2"):
+        what = f"jax {jax} gives cuDNN's packed attention the keys once a query head"
+        return Finding("config", "attention", "warning", what,
+                       f"use Python 3.12 or newer with jax 0.11.2 or newer: {install('cuda')}"
+                       )  # fmt: skip
+    return Finding("config", "attention", "ok", "cuDNN's, of packed rows on Hopper and newer")
 
 
 def judge_batch(sizes: RunSizes, rows: int) -> Finding:

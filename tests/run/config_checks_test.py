@@ -284,6 +284,9 @@ def test_long_rows_for_short_trajectories_are_mostly_padding(config, model):
     row = config_checks.judge_microbatches(sizes_of(config, model), expected=60.0)
     assert row.level == "warning"
     assert "padding" in row.found
+    assert "compute_dtype" in config_checks.judge_attention("float32", "0.12.0.1").remedy
+    assert "0.11.2" in config_checks.judge_attention("bfloat16", "0.10.2").remedy
+    assert config_checks.judge_attention("bfloat16", "0.12.0.1").level == "ok"
     prompts = config_checks.judge_prompts(np.array([10, 12]), 1024)
     assert prompts.remedy == "set data.max_prompt_tokens=64"
     assert config_checks.judge_prompts(np.array([10, 12]), 64).level == "ok", (
