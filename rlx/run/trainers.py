@@ -1,11 +1,13 @@
 """Build the trainer that `config.trainer` names: the one file here that knows JAX."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 from ml_collections import ConfigDict
 
+from rlx.launch import xla_flags
 from rlx.model import compile_cache, hf, mesh
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
@@ -40,7 +42,11 @@ def first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:
 
 
 def use_compile_cache() -> None:
-    """Let JAX keep what it compiles; the checks before a run compile too."""
+    """Let JAX keep what it compiles; the checks before a run compile too.
+
+    XLA's flags are part of what a program is kept by, and so come first.
+    """
+    xla_flags.add(os.environ)
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
 

@@ -1,0 +1,30 @@
+"""XLA's flags for training on CUDA; set before JAX makes its backends. No JAX here.
+
+Collectives begin early and are awaited late (latency hiding), and those of one layer of the scanned
+stack run beside the products of the next (pipelining). XLA ends a process for a flag that it does
+not know: those of FLAGS are known to the versions of VERSIONS, which a test asks the installed one.
+"""
+
+from collections.abc import MutableMapping
+from importlib.metadata import version
+from importlib.util import find_spec
+
+FLAGS = (
+    "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "--xla_gpu_enable_pipelined_all_gather=true",
+    "--xla_gpu_enable_pipelined_reduce_scatter=true",
+    "--xla_gpu_enable_pipelined_all_reduce=true",
+)
+VERSIONS = ("0.10.", "0.11.", "0.12.")  # of jaxlib
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def add(environment: MutableMapping[str, str]) -> None:
+    """Add FLAGS to XLA_FLAGS where JAX may use CUDA; flags that are there already stay."""
+    platforms = environment.get("JAX_PLATFORMS") or "cuda"
+    if not any(name in platforms for name in ("cuda", "gpu")) or not any(map(find_spec, PLUGINS)):
+        return
+    there = environment.get("XLA_FLAGS", "")
+    if version("jaxlib").startswith(VERSIONS):
+        own = (flag for flag in FLAGS if flag.partition("=")[0] not in there)
+        environment["XLA_FLAGS"] = " ".join(filter(None, [there, *own]))
