@@ -47,9 +47,9 @@ def linear(layer: Params, name: str, x: jax.Array, layout: Layout = ONE_DEVICE) 
     if (down := layer.get(f"{name}_lora_a")) is not None:  # see lora.attach
         inner = matmul(rows, down, layout.place(f"{name}_lora_a"))
         y = y + matmul(inner, layer[f"{name}_lora_b"], layout.place(f"{name}_lora_b"))
-    y = layout.unflat(y, x.shape[:-1])
-    bias = layer.get(f"{name}_bias")
-    return y if bias is None else y + bias.astype(x.dtype)
+    if (bias := layer.get(f"{name}_bias")) is not None:
+        y = y + bias.astype(x.dtype)
+    return layout.unflat(y, x.shape[:-1])
 
 
 def project_qkv(

@@ -78,7 +78,8 @@ def _lookup_forward(table, tokens, dtype, place):
 def _lookup_backward(dtype, place, kept, grad):
     table, tokens = kept
     total = jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype))
-    return sharding.scattered(total, place), None
+    # Whole rows first: cut at once, every device would be sent its columns of all tokens.
+    return sharding.scattered(sharding.whole(total, place), place), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -118,22 +118,27 @@ class Placement:
 def used(weight: Array, dtype, place: Placement | None) -> Array:
     """Return a weight in `dtype`, gathered over WEIGHTS; what travels is already cast."""
     weight = weight.astype(dtype)
-    if place is None:
-        return weight
-    kept = jax.lax.with_sharding_constraint(weight, place.own)
-    return jax.lax.with_sharding_constraint(kept, place.used)
+    if place:
+        weight = jax.lax.with_sharding_constraint(weight, place.own)
+    return whole(weight, place)
 
 
 def scattered(gradient: Array, place: Placement | None) -> Array:
     """Return a weight's gradient, added up over devices and cut as the weight is stored.
 
-    Each device first adds up all of it for its tokens: cut at once, it would be sent its columns of
-    all tokens.
+    Without replicas each device makes all of it for its tokens, then keeps its part: cut at once,
+    the compiler may send it the columns of all tokens. Replicas add up parts alone.
     """
     if place is None:
         return gradient
-    whole = jax.lax.with_sharding_constraint(gradient, place.used)
-    return jax.lax.with_sharding_constraint(whole, place.own)
+    if place.own.mesh.shape["replica"] == 1:
+        gradient = whole(gradient, place)
+    return jax.lax.with_sharding_constraint(gradient, place.own)
+
+
+def whole(weight: Array, place: Placement | None) -> Array:
+    """Return a weight or its gradient with what WEIGHTS cut in one piece."""
+    return weight if place is None else jax.lax.with_sharding_constraint(weight, place.used)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -72,4 +72,5 @@ if __name__ == "__main__":
         "layers": MODEL.num_layers,
         "collectives": collectives(program),
         "constrained": re.findall(r"sharding_constraint .*?: tensor<([\dx]+)x(\w+)>", cast),
+        "gathered": re.findall(r"all_gather.*-> tensor<([\dx]+)x(\w+)>", cast),
     }))  # fmt: skip

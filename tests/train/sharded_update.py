@@ -1,6 +1,12 @@
-"""Run by update_test in a process with 8 devices: sharded updates equal those of one device."""
+"""Run by update_test in a process with 8 devices: sharded updates equal those of one device.
+
+    python sharded_update.py ALGORITHM [MESH …]
+
+of all meshes of the table without one.
+"""
 
 import sys
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -39,58 +45,68 @@ def groups(seed, samples=8):
     return out
 
 
-def run(mesh_text, minibatches, budget, rank, preset):
-    config = config_lib.default()
-    config.algorithm.preset = preset
-    config.critic.learning_rate = 0.1
-    config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
-    config.train.row_buckets, config.train.max_tokens_per_microbatch = (32, 64), budget
-    config.train.minibatches, config.lora.rank = minibatches, rank
-    if mesh_text:
-        mesh = sharding.make_mesh(mesh_text)
-    else:
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), mesh_lib.AXES)
-    params = parameters.init(MODEL, jax.random.key(0))
-    trainer = update.JaxUpdate(
-        MODEL,
-        TrainOptions.of(config),
-        mesh=mesh,
-        source=lambda _: params,
-    )
-    state = trainer.init(params)
-    for seed in range(2):
-        state, metrics = trainer.update(state, groups(seed, 2 if preset == "dpo" else 8))
-    return trainer, state, metrics
+@dataclass(frozen=True)
+class Case:
+    """An algorithm and how it is trained.
+
+    Attributes:
+      cut: a parameter that every mesh cuts.
+    """
+
+    preset: str
+    cut: str
+    samples: int = 8
+    minibatches: int = 1
+    budget: int = 2048
+    rank: int = 0
 
 
-CASES = (
-    # mesh, minibatches, token budget a device, rank of LoRA's adapters, algorithm, a parameter that
-    # is cut
-    ("fsdp:4,tensor:2", 2, 64, 0, "ppo", "q"),
-    ("fsdp:4,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
-    ("replica:2,fsdp:2,tensor:2", 2, 64, 0, "ppo", "q"),
-    ("data:2,tensor:4", 1, 64, 0, "dpo", "q"),
-    ("fsdp:2,context:4", 2, 64, 0, "ppo", "q"),
-    ("context:4,tensor:2", 1, 64, 0, "dpo", "q"),
-    ("fsdp:2,context:2,tensor:2", 2, 2048, 3, "grpo", "q_lora_b"),
-)
+CASES = {
+    "ppo": Case("ppo", "q"),
+    "accumulated": Case("ppo", "q", minibatches=2, budget=64),
+    "lora": Case("grpo", "q_lora_a", rank=3),
+    "dpo": Case("dpo", "q", samples=2),
+}
+MESHES = (  # a tensor of 4 does not divide the key heads
+    "fsdp:8", "fsdp:4,tensor:2", "replica:2,fsdp:2,tensor:2", "fsdp:2,context:4",
+    "context:2,tensor:4",
+)  # fmt: skip
 METRICS = (
     "actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward", "value_loss",
     "critic_grad_norm", "pair_loss", "pair_margin",
 )  # fmt: skip
 
 
-def main(*cases):
-    for mesh, minibatches, budget, rank, preset, name in (CASES[int(case)] for case in cases):
-        _, alone, expected = run("", minibatches, 2048, rank, preset)
-        trainer, state, metrics = run(mesh, minibatches, budget, rank, preset)
-        q = state.params["layers"][name]
-        assert len(q.sharding.device_set) == 8
-        assert not q.sharding.is_fully_replicated
+def run(case, mesh, budget):
+    config = config_lib.default()
+    config.algorithm.preset = case.preset
+    config.critic.learning_rate = 0.1
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
+    config.train.row_buckets, config.train.max_tokens_per_microbatch = (32, 64), budget
+    config.train.minibatches, config.lora.rank = case.minibatches, case.rank
+    params = parameters.init(MODEL, jax.random.key(0))
+    options = TrainOptions.of(config)
+    trainer = update.JaxUpdate(MODEL, options, mesh=mesh, source=lambda _: params)
+    state = trainer.init(params)
+    for seed in range(2):
+        state, metrics = trainer.update(state, groups(seed, case.samples))
+    return trainer, state, metrics
+
+
+def main(name, *meshes):
+    case = CASES[name]
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), mesh_lib.AXES)
+    _, alone, expected = run(case, one, 2048)
+    for text in meshes or MESHES:
+        print(name, text, flush=True)
+        trainer, state, metrics = run(case, sharding.make_mesh(text), case.budget)
+        weights = state.params["layers"][case.cut]
+        assert len(weights.sharding.device_set) == 8
+        assert not weights.sharding.is_fully_replicated
         for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(state), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
-        for name in set(METRICS) & set(expected):
-            np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-3, atol=1e-6)
+        for metric in set(METRICS) & set(expected):
+            np.testing.assert_allclose(metrics[metric], expected[metric], rtol=1e-3, atol=1e-6)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, state, trainer.abstract_state)
         assert all(jax.tree.leaves(same)), same
 

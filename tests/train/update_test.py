@@ -409,13 +409,18 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
 
 
 @pytest.mark.parametrize(
-    "cases", [("0",), pytest.param(tuple("123456"), marks=pytest.mark.slow)], ids=" ".join
+    "case",
+    [
+        ("accumulated", "data:4,tensor:2"),
+        *(pytest.param((name,), marks=pytest.mark.slow) for name in ("ppo", "lora", "dpo")),
+    ],
+    ids=" ".join,
 )
-def test_sharded_is_unsharded(cases):
+def test_sharded_is_unsharded(case):
     """The same updates on one device and on meshes of 8, in a process with 8 devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     program = Path(__file__).with_name("sharded_update.py")
     subprocess.run(
-        [sys.executable, program, *cases],
+        [sys.executable, program, *case],
         check=True, timeout=900, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
