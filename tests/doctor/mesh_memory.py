@@ -1,12 +1,16 @@
-"""Run by memory_test in a process with 8 devices: what the compiler plans for a step on a mesh.
+"""Run by memory_test in a process with 64 devices: what the compiler plans for a step on a mesh.
 
-    python mesh_memory.py '[["wide", "fsdp:8", "full", 2048], …]'
+    python -m tests.doctor.mesh_memory '[["wide", "fsdp:8", "full", 2048, 512], …, ["math_7b"]]'
 
-One line of JSON a case: bytes on one device by XLA's plan, and by the estimate's pieces.
+A case is a model, mesh, remat, tokens a device and of a row; or a file of configs/, with its own.
+One line of JSON a case: bytes on one device by XLA's plan, and by the estimate's pieces. Everything
+is computed in float32, as a CPU does, and nothing is allocated.
 """
 
 import json
+import math
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,8 +24,8 @@ from rlx.model.model_config import ModelConfig
 from rlx.run.room_options import sizes_of
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
+from tests.configs_test import LARGE, load
 
-ROW = 512
 MODELS = {
     # activations count
     "wide": ModelConfig(
@@ -38,28 +42,31 @@ FLOATS = ("advantages", "loss_weights", "behaviour_logprobs", "proximal_logprobs
 INTEGERS = ("tokens", "positions", "segment_ids", "versions")
 
 
-def config_of(mesh, remat, tokens):
-    """A run whose batch is one microbatch of `tokens` on each device that has rows of its own."""
+def config_of(mesh, remat, tokens, row, chunk=256):
+    """A run whose batch is one microbatch of `tokens` on each device."""
     c = default()
     c.train.mesh, c.model.remat, c.train.max_tokens_per_microbatch = mesh, remat, tokens
-    c.data.max_prompt_tokens, c.sampling.max_new_tokens = 128, ROW - 128
-    axes = mesh_axes(mesh, 8)
+    c.data.max_prompt_tokens, c.sampling.max_new_tokens = row // 4, row - row // 4
+    c.train.row_buckets, c.model.logprob_chunk = (row,), chunk
+    axes = mesh_axes(mesh, 1)
     shards = num_row_shards(axes) * axes["context"]
-    c.rollout.batch_prompts, c.sampling.n_samples = 1, tokens // ROW * shards
+    c.rollout.batch_prompts, c.sampling.n_samples = 1, tokens // row * shards
     c.algorithm.reward_mean = "batch"
-    c.model.logprob_chunk = 256
     return c
 
 
 def planned(model, config):
     """Bytes on one device of one train step."""
-    trainer = JaxUpdate(model, TrainOptions.of(config))
-    mesh, steps = trainer._mesh, trainer._steps
-    rows = config.rollout.batch_prompts * config.sampling.n_samples
+    axes = mesh_axes(config.train.mesh, 1)
+    devices = jax.devices()[: math.prod(axes.values())]
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=devices)
+    trainer = JaxUpdate(model, TrainOptions.of(config), mesh=mesh)
+    shape = config.sampling.n_samples, config.train.row_buckets[0]
+    place = jax.sharding.NamedSharding(mesh, sharding.BATCH)
 
     def of(dtype):
-        place = jax.sharding.NamedSharding(mesh, sharding.BATCH)
-        return jax.ShapeDtypeStruct((rows, ROW), dtype, sharding=place)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     batch = {name: of(np.float32) for name in FLOATS} | {name: of(np.int32) for name in INTEGERS}
     scalar = jax.ShapeDtypeStruct((), np.float32)
@@ -68,15 +75,22 @@ def planned(model, config):
     state = trainer.abstract_state
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = jax.jit(
-        steps.learner.step, donate_argnums=0, out_shardings=(places, trainer._everywhere())
-    )
+        trainer._steps.learner.step, donate_argnums=0,
+        out_shardings=(places, trainer._everywhere()),
+    )  # fmt: skip
     m = step.lower(state, None, batch, np.float32(1), np.bool_(False)).compile().memory_analysis()
     results = m.output_size_in_bytes - m.alias_size_in_bytes
     return m.argument_size_in_bytes + m.temp_size_in_bytes + results
 
 
 if __name__ == "__main__":
-    for name, mesh, remat, tokens in json.loads(sys.argv[1]):
-        model, config = MODELS[name], config_of(mesh, remat, tokens)
-        pieces = memory.trainer(sizes_of(config, model), Devices(count=8))
+    for name, *case in json.loads(sys.argv[1]):
+        if name in LARGE:
+            c = load(Path(f"configs/{name}.py"))
+            tokens, row = c.train.max_tokens_per_microbatch, c.train.row_buckets[-1]
+            case = [c.train.mesh, c.model.remat, tokens, row, c.model.logprob_chunk]
+        model = LARGE[name][0] if name in LARGE else MODELS[name]
+        config = config_of(*case)
+        count = math.prod(mesh_axes(config.train.mesh, 1).values())
+        pieces = memory.trainer(sizes_of(config, model), Devices(count=count))
         print(json.dumps({"planned": planned(model, config), "estimate": pieces}), flush=True)
