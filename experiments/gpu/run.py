@@ -37,6 +37,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlx.launch import xla_flags
+
 KERNEL = ("jax", "numpy")
 STEP = (*KERNEL, "absl", "ml_collections", "yaml", "flax", "msgpack", "rich", "optax")
 DECODE = (*STEP, "safetensors")
@@ -95,6 +97,7 @@ def _part(a: argparse.Namespace) -> dict[str, Any]:
     module, options, _ = PARTS[a.part]
     if a.tiny:
         options = TINY[a.part]
+    xla_flags.add(os.environ)  # as a run has them, and before JAX makes its backends
     from experiments.gpu import measure
 
     part = importlib.import_module(f"experiments.gpu.{module}")
