@@ -142,7 +142,7 @@ def size_of(path):
 
 
 def test_the_base_is_the_reference_and_nothing_more_is_loaded(adapted, params, make_groups):
-    """Without `reference_params`: k3 is 0 before the first update, and not after it."""
+    """Without another source: k3 is 0 before the first update, and not after it."""
     trainer, groups = adapted(**KL), make_groups()
     state, first = trainer.update(trainer.init(params), groups)
     assert state.reference is None
