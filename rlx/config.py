@@ -136,6 +136,14 @@ def default() -> ConfigDict:
     c.train.mesh = ""  # "" (all devices on fsdp) or e.g. "fsdp:4,tensor:2"; replica copies
     # parameters, context cuts the tokens of a row (its double divides each of row_buckets)
 
+    c.cluster = ConfigDict()  # a trainer of several processes, one on each host: the same command
+    # on all of them. Empty: as Slurm, Ray or torchrun have started this one, or one process
+    c.cluster.coordinator = ""  # host:port of process 0, which has servers, rollouts and records
+    c.cluster.processes = 0  # how many; 1: this one alone, whatever has started it
+    c.cluster.process = -1  # which one this is, from 0
+    c.cluster.timeout_seconds = 60.0  # without a sign of life a process is lost, and all end
+    c.cluster.join_seconds = 300.0  # for all processes to come, at the start
+
     c.fleet = ConfigDict()
     c.fleet.engine = "jax"
     c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
@@ -254,7 +262,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "checkpoint.every_steps", "reward.memory_gb", "reward.max_processes",
                 "agents.memory_gb", "agents.max_processes"):  # fmt: skip
         _at_least(config, key, 0)
-    for key in ("fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",
+    for key in ("cluster.timeout_seconds", "cluster.join_seconds",
+                "fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",
                 "fleet.outage_seconds", "fleet.kill_seconds", "agents.block_seconds"):  # fmt: skip
         if not 0 < _get(config, key) < float("inf"):
             raise UserError(f"{key}={_get(config, key):g} must be above 0 and finite")

@@ -3,6 +3,7 @@
 With --dry_run it is only checked, as by rlx.doctor: exit status 0 when nothing is wrong, else 1.
 """
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.launch.workdir_lock import fresh_workdir
 from rlx.run.run_checks import findings
+from rlx.train.hosts import Cluster
 
 INTERRUPTED = 130  # exit status
 
@@ -36,12 +38,13 @@ def main() -> int:
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
     from rlx.run import loop
 
-    if not values.workdir:
+    fresh = not values.workdir and not Cluster.of(os.environ, **config.cluster).index
+    if fresh:
         workdir = fresh_workdir(config_flags.get_config_filename(values["config"]))
     try:
         return 0 if loop.run(config, workdir).complete else INTERRUPTED
     finally:
-        if not values.workdir:
+        if fresh:
             with suppress(OSError):
                 workdir.rmdir()  # empty where nothing was begun
 

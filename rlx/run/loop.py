@@ -41,7 +41,7 @@ from rlx.run import resume, run_records, trainers
 from rlx.run.inputs import as_json, has_servers, prepare
 from rlx.run.parts import Parts, build, disk_warning
 from rlx.run.room_options import sizes_of
-from rlx.train import checkpoint
+from rlx.train import checkpoint, conductor
 from rlx.train.contract import State
 
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
@@ -88,17 +88,22 @@ def run(
     check(config)
     keep_freed_memory()
     trainers.use_compile_cache()
-    hooks, stop = Hooks(writers.load(config.observe.writers, callbacks)), stop or Event()
-    inputs = prepare(config)
-    make_directory(workdir)
-    with failures.explained(), ExitStack() as stack:
-        killed = stack.enter_context(occupied(workdir))
-        said = resume.claim(config, workdir)
-        sizes = sizes_of(config, inputs.model_config)
-        advice = partial(memory.advice, sizes, started=False)
-        with failures.explained(advice, "before the first step"):
-            loop = _Loop(*build(config, workdir, inputs, stack, killed, said, hooks, stop))
-        step, complete = loop.main()
+    stop = stop or Event()
+    with trainers.together(config, stop) as hosts:
+        if hosts.index:
+            return RunResult(workdir, *trainers.follow(config, hosts), [], [])
+        hooks = Hooks(writers.load(config.observe.writers, callbacks))
+        inputs = prepare(config)
+        make_directory(workdir)
+        with failures.explained(), ExitStack() as stack:
+            killed = stack.enter_context(occupied(workdir))
+            said = resume.claim(config, workdir)
+            sizes = sizes_of(config, inputs.model_config)
+            advice = partial(memory.advice, sizes, started=False)
+            with failures.explained(advice, "before the first step"):
+                built = build(config, workdir, inputs, stack, killed, said, hooks, stop, hosts)
+            step, complete = _Loop(*built).main()
+        conductor.stop(hosts, step=step, complete=complete)
     records = (list(read_jsonl(workdir / name)) for name in ("metrics.jsonl", "eval.jsonl"))
     return RunResult(workdir, step, complete, *records)
 

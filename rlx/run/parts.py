@@ -45,6 +45,7 @@ from rlx.run.inputs import Inputs, as_json, has_servers, patience, server_option
 from rlx.run.room_options import gate_of, held_out_options, sizes_of
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
+from rlx.train.hosts import Hosts
 from rlx.train.train_options import TrainOptions
 
 SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all
@@ -89,6 +90,7 @@ def build(
     said: Sequence[str],
     hooks: Hooks,
     stop: Event,
+    hosts: Hosts,
 ) -> tuple[Parts, State, int]:
     """Build and start everything; `stack` ends it, in reverse order.
 
@@ -96,6 +98,7 @@ def build(
       killed: how the process before this one ended in `workdir`, where it was killed.
       said: what `resume.claim` has to say, for the terminal.
       stop: see Parts.
+      hosts: the processes of the trainer, of which this is number 0.
 
     Returns:
       the parts, the train state to go on with, and the train batches it has seen. Parts do not hold
@@ -153,7 +156,7 @@ def build(
     if served:
         inputs.reward_pool.start()
 
-    update = trainers.make(config, inputs.model_config, model_dir)
+    update = trainers.make(config, hosts, model_dir)
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
     export = Export(config, update, model_dir, inputs.model_dir, template)
     restored = None

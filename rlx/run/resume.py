@@ -24,7 +24,15 @@ from rlx.run.inputs import INITIAL, as_json
 from rlx.train import checkpoint
 
 # Keys that may change while the run stays the same.
-_FREE = ("total_steps", "checkpoint.", "eval.", "gate.", "observe.", "fleet.publish_dir")
+_FREE = (
+    "total_steps",
+    "checkpoint.",
+    "cluster.",
+    "eval.",
+    "gate.",
+    "observe.",
+    "fleet.publish_dir",
+)
 
 
 def claim(config: ConfigDict, workdir: Path) -> list[str]:

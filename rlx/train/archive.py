@@ -4,9 +4,11 @@ Imports neither JAX nor torch. Used by checkpoints (groups finished but not yet 
 anything that keeps rollouts to train on later.
 """
 
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,29 @@ def write_groups(stem: Path, groups: Sequence[Group]) -> None:
     Raises:
       TypeError: a row holds something that JSON cannot.
     """
+    arrays, text = _taken_apart(groups)
+    with open(f"{stem}.npz", "wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    Path(f"{stem}.json").write_text(text, encoding="utf-8")
+
+
+def dumps(groups: Sequence[Group]) -> bytes:
+    """Return groups as bytes, for `loads`; TypeError for a row that is not JSON."""
+    arrays, text = _taken_apart(groups)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, text=np.frombuffer(text.encode(), np.uint8), **arrays)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> list[Group]:
+    """Return the groups that `dumps` made bytes of, bit for bit."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    return _put_together(arrays, json.loads(arrays.pop("text").tobytes()))
+
+
+def _taken_apart(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], str]:
+    """Return the arrays of all trajectories, one after the other, and the rest as JSON."""
     trajectories = [t for g in groups for t in g.trajectories]
     arrays = {
         name: np.concatenate(
@@ -43,10 +68,7 @@ def write_groups(stem: Path, groups: Sequence[Group]) -> None:
         arrays[name] = np.concatenate([np.zeros(0, dtype), *there]).astype(dtype)
     arrays["sizes"] = np.array([len(t.tokens) for t in trajectories], np.int64)
     described = {"format": FORMAT, "groups": [_describe_group(g) for g in groups]}
-    text = json.dumps(described)  # escapes lone surrogates, which are no UTF-8
-    with open(f"{stem}.npz", "wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
-    Path(f"{stem}.json").write_text(text, encoding="utf-8")
+    return arrays, json.dumps(described)  # escapes lone surrogates, which are no UTF-8
 
 
 def _describe_group(group: Group) -> dict:
@@ -80,6 +102,10 @@ def read_groups(stem: Path) -> list[Group]:
         raise ValueError(f"{stem}.json has format {described['format']}, want {FORMAT}")
     with np.load(f"{stem}.npz", allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
+    return _put_together(arrays, described)
+
+
+def _put_together(arrays: dict[str, np.ndarray], described: Mapping[str, Any]) -> list[Group]:
     ends = np.cumsum(arrays.pop("sizes"))
     optional = {name: arrays.pop(name) for name in _OPTIONAL}
     taken = dict.fromkeys(_OPTIONAL, 0)
@@ -88,7 +114,7 @@ def read_groups(stem: Path) -> list[Group]:
         trajectories = []
         for fields in group["trajectories"]:
             start, end = (ends[index - 1] if index else 0), ends[index]
-            own = {name: values[start:end] for name, values in arrays.items()}
+            own: dict[str, Any] = {name: values[start:end] for name, values in arrays.items()}
             for name in fields.pop("has"):
                 own[name] = optional[name][taken[name] : taken[name] + end - start]
                 taken[name] += end - start

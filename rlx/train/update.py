@@ -210,7 +210,13 @@ class JaxUpdate:
     def _put(self, arrays: Any, spec: PartitionSpec) -> Any:
         if self._mesh is None:
             return jax.device_put(arrays)
-        return jax.device_put(arrays, NamedSharding(self._mesh, spec))
+        place = NamedSharding(self._mesh, spec)
+        if place.is_fully_addressable:
+            return jax.device_put(arrays, place)
+        # Each host has the whole batch; device_put would send it round to see that they agree.
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, place, lambda index: x[index]), arrays
+        )
 
     # The parameters.
 

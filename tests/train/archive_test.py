@@ -49,7 +49,11 @@ _groups = st.lists(
 def test_round_trip(tmp_path_factory, groups):
     stem = tmp_path_factory.mktemp("archive") / "groups"
     archive.write_groups(stem, groups)
-    back = archive.read_groups(stem)
+    assert_equal(archive.read_groups(stem), groups)
+    assert_equal(archive.loads(archive.dumps(groups)), groups)
+
+
+def assert_equal(back, groups):
     assert [g.group_id for g in back] == [g.group_id for g in groups]
     assert [g.row for g in back] == [g.row for g in groups]
     for old_group, new_group in zip(groups, back, strict=True):

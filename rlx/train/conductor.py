@@ -1,0 +1,185 @@
+"""One trainer on many hosts: process 0 makes each call, the others repeat it. No JAX here.
+
+    process 0    update.update(state, groups) ─▶ (name, groups) to all ─▶ its own trainer's call
+    the others   follow: receive ─▶ the same call of their trainer, with a state of their own
+
+What is sent are names, paths and groups of trajectories; the state never travels. Each process has
+its part of it, and the calls' order, equal everywhere, is the order of their collectives.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.base import DiskFull, Group, UserError
+from rlx.cli.user_code import words
+from rlx.model.tensors import Buckets
+from rlx.train import archive
+from rlx.train.contract import State, Update
+from rlx.train.hosts import Hosts
+
+Make = Callable[..., Update]
+
+
+def conduct(hosts: Hosts, make: Make, **arguments: Any) -> Update:
+    """Return `make(**arguments)`, made on all processes, each call of which all of them make.
+
+    Args:
+      arguments: JSON-able.
+
+    Raises:
+      UserError: it cannot be made on one of them.
+    """
+    return _Conducted(hosts, make, arguments) if hosts.count > 1 else make(**arguments)
+
+
+def stop(hosts: Hosts, **told: Any) -> None:
+    """Let `follow` return `told` on the other processes, as process 0 ends."""
+    if hosts.count > 1:
+        hosts.send(_encode("stop", told))
+
+
+def follow(hosts: Hosts, make: Make) -> dict[str, Any]:
+    """Repeat the calls of process 0 until it stops; return what it tells then.
+
+    A call that fails is told to process 0, which fails alike, or ends the run.
+    """
+    repeated = _Repeated(make)
+    while True:
+        name, arguments, groups = _decode(hosts.receive())
+        if name == "stop":
+            return arguments
+        error = ""
+        try:
+            repeated.call(name, arguments, groups)
+        except Exception as failure:
+            error = words(failure)
+        hosts.done(error)
+
+
+class _Conducted:
+    """An `Update` whose calls reach the other processes too, in one order for all threads."""
+
+    def __init__(self, hosts: Hosts, make: Make, arguments: dict[str, Any]):
+        self._hosts, self._lock = hosts, threading.RLock()
+        self._state: State = None
+        self._update: Update = self._all("make", lambda: make(**arguments), arguments, wait=True)
+        self.model, self.devices = self._update.model, self._update.devices
+        self.state_bytes = self._update.state_bytes
+
+    def init(self) -> State:
+        self._state = self._all("init", self._update.init, wait=True)
+        return self._state
+
+    def restore(self, path: Path) -> State:
+        given = {"path": str(path)}
+        self._state = self._all("restore", lambda: self._update.restore(path), given, wait=True)
+        return self._state
+
+    def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
+        made = self._of(state, "update", lambda: self._update.update(state, groups), groups=groups)
+        self._state = made[0]
+        return made
+
+    def wait(self, state: State) -> None:
+        self._update.wait(state)
+
+    def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
+        evaluate = self._update.evaluate
+        return self._of(state, "evaluate", lambda: evaluate(state, groups), groups=groups)
+
+    def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
+        logprobs = self._update.logprobs
+        return self._of(state, "logprobs", lambda: logprobs(state, groups), groups=groups)
+
+    def weights(self, state: State, adapters: bool = False) -> Buckets:
+        given = {"adapters": adapters}
+        made = self._of(state, "weights", lambda: self._update.weights(state, adapters), given)
+        buckets = iter(made)
+        return Buckets(
+            made.tensors, iter(lambda: self._all("bucket", lambda: next(buckets, None)), None)
+        )
+
+    def save(self, path: Path, state: State) -> Future[None]:
+        given = {"path": str(path)}
+        return self._of(state, "save", lambda: self._update.save(path, state), given, wait=True)
+
+    def _of(self, state: State, *call: Any, **more: Any) -> Any:
+        """Make a call that is about a state; the other processes have only the last one."""
+        assert state is self._state, "a state that the other processes have no more"
+        return self._all(*call, **more)
+
+    def _all(
+        self,
+        name: str,
+        call: Callable[[], Any],
+        given: Mapping[str, Any] | None = None,
+        groups: Sequence[Group] | None = None,
+        wait: bool = False,
+    ) -> Any:
+        """Make a call on all processes; `wait`: until all have made it, and all went well."""
+        with self._lock:
+            self._hosts.send(_encode(name, given or {}, groups))
+            try:
+                result = call()
+                _raise(self._hosts.outcome() if wait else "")
+            except BaseException:
+                self._hosts.failed()
+                raise
+            return result
+
+
+def _raise(error: str) -> None:
+    if error:
+        raise (DiskFull if f"{DiskFull.__name__}: " in error else UserError)(error)
+
+
+class _Repeated:
+    """The trainer of a process that follows, its state, and the buckets that it is giving."""
+
+    def __init__(self, make: Make):
+        self._make = make
+        self._update: Any = None
+        self._state: State = None
+        self._buckets: Iterator[Any] = iter(())
+
+    def call(self, name: str, given: dict[str, Any], groups: Sequence[Group]) -> None:
+        """Make one call, as `_Conducted` has sent it."""
+        update, state = self._update, self._state
+        match name:
+            case "make":
+                self._update = self._make(**given)
+            case "init":
+                self._state = update.init()
+            case "restore":
+                self._state = update.restore(Path(given["path"]))
+            case "update":
+                self._state = update.update(state, groups)[0]
+            case "evaluate" | "logprobs":
+                getattr(update, name)(state, groups)
+            case "weights":
+                self._buckets = iter(update.weights(state, **given))
+            case "bucket":
+                next(self._buckets, None)
+            case "save":
+                update.save(Path(given["path"]), state)
+            case _:
+                raise ValueError(f"process 0 calls {name!r}, which no trainer has")
+
+
+def _encode(
+    name: str, arguments: Mapping[str, Any], groups: Sequence[Group] | None = None
+) -> bytes:
+    head = json.dumps([name, arguments]).encode()
+    return head + b"\n" + (b"" if groups is None else archive.dumps(groups))
+
+
+def _decode(message: bytes) -> tuple[str, dict[str, Any], list[Group]]:
+    head, _, body = message.partition(b"\n")
+    name, arguments = json.loads(head)
+    return name, arguments, archive.loads(body) if body else []

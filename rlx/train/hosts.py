@@ -1,0 +1,380 @@
+"""The processes of one run on many hosts: who they are, how they meet, how a lost one is noticed.
+
+    process 0    listens, waits for the others, tells them each call (rlx/train/conductor.py)
+    the others   connect, say what they run (config, code), repeat each call
+
+Plain TCP between process 0 and each other one, without JAX or torch, whose collectives wait for
+ever for a process that is gone. Who closes its connection, or gives no sign of life for too long,
+ends all the others, with one line that says which: the process ends where it stands, for its main
+thread may be deep in a collective.
+"""
+
+import json
+import os
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlx.base import UserError
+from rlx.cli.user_code import words
+
+_CALL, _DONE, _STOP, _ALIVE, _FAILED = b"C", b"D", b"S", b"A", b"F"  # kinds of messages
+_HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # for who connects to say who it is
+_ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
+_SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+_RANKS = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # Ray's, torchrun's
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where this process stands among those of the run.
+
+    Attributes:
+      coordinator: host:port on which process 0 waits for the others; empty where it is alone.
+      count, index: of processes, and this one's number from 0.
+      timeout: seconds of silence after which a process is lost.
+      join: seconds in which all have to come.
+    """
+
+    coordinator: str = ""
+    count: int = 1
+    index: int = 0
+    timeout: float = 60.0
+    join: float = 300.0
+
+    @classmethod
+    def of(
+        cls,
+        environ: Mapping[str, str],
+        coordinator: str,
+        processes: int,
+        process: int,
+        timeout_seconds: float,
+        join_seconds: float,
+    ) -> "Cluster":
+        """Return the place that `config.cluster` gives, or else Slurm's step, Ray's or torchrun's.
+
+        Raises:
+          UserError: some of it is missing or cannot be.
+        """
+        found = ("", 1, -1) if processes == 1 else _found(environ)
+        coordinator, count = coordinator or found[0], processes or found[1]
+        index = found[2] if process < 0 else process
+        if count == 1 and not coordinator and index <= 0:
+            return cls()
+        given = f"cluster.coordinator={coordinator!r}, processes={count}, process={index}"
+        if not re.fullmatch(r".+:\d{1,5}", coordinator) or count < 2 or index < 0:
+            raise UserError(
+                f"{given}: wanted host:port of process 0, 2 processes or more, and a number for "
+                "each; give every process all three keys of config.cluster, or start it by srun"
+            )
+        if index >= count:
+            raise UserError(f"{given}: processes are numbered from 0 to {count - 1}")
+        return cls(coordinator, count, index, timeout_seconds, join_seconds)
+
+    def __str__(self) -> str:
+        return f"process {self.index} of {self.count} on {socket.gethostname()}, pid {os.getpid()}"
+
+
+def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
+    """Return coordinator, count and index by the environment; ("", 1, −1) where it has none."""
+    if all(name in environ for name in _SLURM):
+        nodes, count, index = (environ[name] for name in _SLURM)
+        first = re.sub(r"\[(\w+).*", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+        port = 20_000 + int(environ.get("SLURM_JOB_ID", 0)) % 10_000
+    elif all(name in environ for name in _RANKS):
+        first, count, index = (environ[name] for name in _RANKS)
+        port = int(environ.get("MASTER_PORT", 29_400)) + 1  # the launcher may listen on its own
+    else:
+        return "", 1, -1
+    return (f"{first}:{port}", int(count), int(index)) if int(count) > 1 else ("", 1, -1)
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Another process: when it was heard, how many calls it has made, why the last one failed."""
+
+    link: Connection
+    name: str = "process 0"
+    heard: float = 0.0
+    done: int = 0
+    error: str = ""
+    lock: Any = field(default_factory=threading.Lock)
+
+    @classmethod
+    def at(cls, connection: socket.socket) -> "_Peer":
+        connection.setblocking(True)
+        return cls(Connection(connection.detach()))
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        with self.lock:
+            self.link.send_bytes(kind + payload)
+
+    def first(self, seconds: float) -> tuple[bytes, Any]:
+        """Return kind and JSON of the first message; OSError, EOFError, ValueError if none is."""
+        if not self.link.poll(seconds):
+            raise TimeoutError(f"no answer in {seconds:g} s")
+        message = self.link.recv_bytes(_HELLO_BYTES)
+        return message[:1], json.loads(message[1:])
+
+
+def _end_process(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+class Hosts:
+    """The processes of a run, as one of them sees the others; made by `join`.
+
+    Attributes:
+      on_stop: what process 0 does when another one asks for the run's end.
+
+    Args:
+      peers: on process 0 all others, on these process 0.
+      service: host:port where the trainer's own library may meet; process 0 listens there.
+      end: called with a line when another process is lost; does not return, but in tests.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        peers: list[_Peer],
+        service: str = "",
+        end: Callable[[str], None] = _end_process,
+    ):
+        self.index, self.count, self.service = cluster.index, cluster.count, service
+        self.on_stop: Callable[[], None] = lambda: None
+        self._peers, self._end, self._timeout = peers, end, cluster.timeout
+        self._calls: queue.Queue[bytes] = queue.Queue()
+        self._sent, self._failed, self._news = 0, set[int](), threading.Condition()
+        self._closing, self._ending = threading.Event(), threading.Lock()
+        for peer in peers:
+            peer.heard = time.monotonic()
+            threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
+        if peers:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Send a call to all others; process 0 alone does."""
+        self._sent += 1
+        self._tell(_CALL, message)
+
+    def receive(self) -> bytes:
+        """Return process 0's next call; waits for it."""
+        return self._calls.get()
+
+    def done(self, error: str = "") -> None:
+        """Tell process 0 what came of the call that was received last; "": all went well."""
+        self._tell(_DONE, error.encode())
+
+    def failed(self) -> None:
+        """Say that the call that was sent last failed here; where others fail alike, all go on."""
+        self._failed.add(self._sent)
+
+    def outcome(self) -> str:
+        """Wait until all have made the last call; return which of them it failed on, and how."""
+        with self._news:
+            self._news.wait_for(lambda: all(peer.done == self._sent for peer in self._peers))
+        return "; ".join(f"{peer.name}: {peer.error}" for peer in self._peers if peer.error)
+
+    def stop(self) -> None:
+        """Ask process 0 to end the run well; see `on_stop`."""
+        self._tell(_STOP)
+
+    def close(self, error: str = "") -> None:
+        """Leave the others; with an `error` they end too, and say it."""
+        self._closing.set()
+        if error:
+            self._tell(_FAILED, error.encode())
+
+    def _tell(self, kind: bytes, payload: bytes = b"") -> None:
+        for peer in self._peers:
+            try:
+                peer.send(kind, payload)
+            except OSError as error:
+                self._lose(f"{peer.name} is lost: {error.strerror or error}")
+
+    def _listen(self, peer: _Peer) -> None:
+        take = {
+            _CALL: lambda payload: self._calls.put(payload),
+            _DONE: lambda payload: self._note(peer, payload.decode()),
+            _STOP: lambda payload: self.on_stop(),
+            _ALIVE: lambda payload: None,
+            _FAILED: lambda payload: self._lose(f"{peer.name} ended: {payload.decode()}"),
+        }
+        try:
+            while True:  # to the very end, so that the other one may read all that was sent
+                message = peer.link.recv_bytes()
+                peer.heard = time.monotonic()
+                take[message[:1]](message[1:])
+        except (OSError, EOFError) as error:
+            self._lose(f"{peer.name} is lost: {str(error) or 'its connection has closed'}")
+
+    def _note(self, peer: _Peer, error: str) -> None:
+        with self._news:
+            peer.done, peer.error = peer.done + 1, error
+            self._news.notify_all()
+        if error:
+            timer = threading.Timer(_ALIKE_SECONDS, self._unless_alike, (peer, peer.done, error))
+            timer.daemon = True
+            timer.start()
+
+    def _unless_alike(self, peer: _Peer, call: int, error: str) -> None:
+        if call not in self._failed:
+            self._lose(f"{peer.name} failed: {error}")
+
+    def _watch(self) -> None:
+        """Give a sign of life, and see that the others do."""
+        while not self._closing.wait(min(1.0, self._timeout / 4)):
+            for peer in self._peers:
+                if (silent := time.monotonic() - peer.heard) > self._timeout:
+                    self._lose(f"{peer.name} is lost: no sign of life for {silent:.0f} s")
+            threading.Thread(target=self._tell, args=(_ALIVE,), daemon=True).start()
+
+    def _lose(self, text: str) -> None:
+        """End all the others and this process, for one of them is gone."""
+        if self._closing.is_set() or not self._ending.acquire(blocking=False):
+            return  # whoever comes second has nothing to add
+        self._closing.set()
+        tell = threading.Thread(target=self._tell, args=(_FAILED, text.encode()), daemon=True)
+        tell.start()
+        tell.join(1.0)  # one that hangs reads nothing
+        self._end(f"{text}; the same command goes on after the last checkpoint")
+
+
+def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process) -> Hosts:
+    """Meet the run's other processes; return at once where there are none.
+
+    Args:
+      identity: what has to be equal on all of them, name → JSON-able: the config, the code.
+
+    Raises:
+      UserError: some do not come in time, or are not of this run; on all of them.
+    """
+    if cluster.count == 1:
+        return Hosts(cluster, [])
+    role = _come if cluster.index else _gather
+    peers, service = role(cluster, {name: json.dumps(identity[name]) for name in identity})
+    return Hosts(cluster, peers, service, end)
+
+
+def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
+    """Wait for all others on process 0; refuse them all when one is wrong."""
+    deadline, found = time.monotonic() + cluster.join, dict[int, _Peer]()
+    host, port = _address(cluster.coordinator)
+    bind = host if host in ("localhost", "127.0.0.1") else ""
+    try:
+        listener = socket.create_server((bind, port), backlog=cluster.count)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on cluster.coordinator={cluster.coordinator}: {error.strerror}; give "
+            "the host of process 0 and a port of it that is free"
+        ) from error
+    with listener:
+        while len(found) < cluster.count - 1:
+            listener.settimeout(max(1e-3, deadline - time.monotonic()))
+            try:
+                peer = _Peer.at(listener.accept()[0])
+            except TimeoutError:
+                late = ", ".join(str(n) for n in range(1, cluster.count) if n not in found)
+                _refuse(found, f"process {late} of {cluster.count} did not come to "
+                        f"{cluster.coordinator} in {cluster.join:g} s; start each with the same "
+                        "command and its own cluster.process")  # fmt: skip
+            with suppress(OSError, EOFError, ValueError, KeyError, TypeError):  # of somebody else
+                _admit(peer, identity, found)
+    with socket.create_server((bind, 0)) as free:
+        service = f"{host}:{free.getsockname()[1]}"
+    for peer in found.values():
+        peer.send(_CALL, json.dumps({"service": service, "name": str(cluster)}).encode())
+    return [found[index] for index in sorted(found)], service
+
+
+def _admit(peer: _Peer, own: Mapping[str, str], found: dict[int, _Peer]) -> None:
+    """Add who has connected to `found`; raise UserError, on all, where it is not of this run."""
+    hello = peer.first(_HELLO_SECONDS)[1]
+    index, peer.name, theirs = int(hello["index"]), str(hello["name"]), dict(hello["identity"])
+    wrong = [
+        f"{name}: {theirs.get(name)} there, {own.get(name)} on process 0"
+        for name in sorted({*own, *theirs})
+        if own.get(name) != theirs.get(name)
+    ]
+    if index in found:
+        wrong.insert(0, f"cluster.process={index}, as {found[index].name} has")
+    found[-1 if wrong else index] = peer
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)
+        _refuse(found, f"{peer.name} is not of this run: {wrong[0]}{more}; start each process with "
+                "the same code and flags, but for cluster.process")  # fmt: skip
+
+
+def _refuse(found: Mapping[int, _Peer], why: str) -> None:
+    for peer in found.values():
+        with suppress(OSError):
+            peer.send(_FAILED, json.dumps(why).encode())
+    raise UserError(why)
+
+
+def _come(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
+    """Connect to process 0, which may begin to listen later than this one to connect."""
+    deadline, refused = time.monotonic() + cluster.join, ""
+    hello = {"index": cluster.index, "name": str(cluster), "identity": identity}
+    while time.monotonic() < deadline:
+        try:
+            address = _address(cluster.coordinator)
+            peer = _Peer.at(socket.create_connection(address, timeout=5.0))
+            peer.send(_CALL, json.dumps(hello).encode())
+            kind, answer = peer.first(cluster.join + _HELLO_SECONDS)  # when the last one has come
+        except (OSError, EOFError, ValueError) as error:
+            refused = getattr(error, "strerror", "") or words(error)
+            time.sleep(min(0.5, cluster.join / 10))
+            continue
+        if kind == _FAILED:
+            raise UserError(answer)
+        peer.name = answer["name"]
+        return [peer], relay(answer["service"])
+    raise UserError(
+        f"no process 0 at cluster.coordinator={cluster.coordinator} within {cluster.join:g} s "
+        f"({refused}); start it there, with cluster.process=0"
+    )
+
+
+def relay(target: str) -> str:
+    """Listen on loopback for what goes on to `target`, host:port; return where.
+
+    A connection that `target` closes stays open on this side: JAX's client would abort its process
+    with a stack trace when process 0 is gone, before anyone could say so in one line.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+
+    def serve() -> None:
+        while True:
+            near, _ = listener.accept()
+            try:
+                far = socket.create_connection(_address(target), timeout=5.0)
+            except OSError:  # not there yet: who came tries again
+                near.close()
+                continue
+            far.settimeout(None)
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,228 @@
+"""Every process makes the same calls, in the same order, with equal arrays; one that fails says so.
+
+They are threads here, joined by a pair of sockets; tests/run/hosts_run_test.py has real ones.
+"""
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.base import DiskFull, Group, Trajectory, UserError
+from rlx.model.tensors import Buckets
+from rlx.train import archive, conductor, hosts
+from rlx.train.hosts import Cluster, Hosts
+
+SECONDS = 60.0  # that a test waits for what must come at once
+
+
+def groups(seed):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 9))
+    arrays = (
+        rng.integers(0, 99, size).astype(np.int32), np.arange(size) > 0,
+        -rng.random(size).astype(np.float32), rng.integers(-1, 3, size).astype(np.int32),
+    )  # fmt: skip
+    return [Group(seed, (Trajectory(*arrays, float(rng.normal()), "stop", f"{seed}.0"),))]
+
+
+class Recording:
+    """A trainer that notes its calls; its state counts its updates. `fails`: name → exception."""
+
+    model, devices, state_bytes = None, "2 × nothing", 8
+
+    def __init__(self, log, fails, path):
+        self.log, self.fails = log, fails
+        self._note("made", path)
+
+    def _note(self, name, *arguments):
+        self.log.append((name, *arguments))
+        if name in self.fails:
+            raise self.fails[name]
+
+    def init(self):
+        self._note("init")
+        return SimpleNamespace(step=0)
+
+    def restore(self, path):
+        self._note("restore", path)
+        return SimpleNamespace(step=100)
+
+    def update(self, state, groups):
+        self._note("update", state.step, archive.dumps(groups))
+        return SimpleNamespace(step=state.step + 1), {"loss": 0.5}
+
+    def wait(self, state):
+        pass
+
+    def evaluate(self, state, groups):
+        self._note("evaluate", state.step, archive.dumps(groups))
+        return {"loss": 1.0}
+
+    def logprobs(self, state, groups):
+        self._note("logprobs", state.step, archive.dumps(groups))
+        return [t.behaviour_logprobs for group in groups for t in group.trajectories]
+
+    def weights(self, state, adapters=False):
+        self._note("weights", state.step, adapters)
+
+        def buckets():
+            for index in range(3):
+                self._note("bucket", index)
+                yield {f"{index}": np.full(2, index)}
+
+        return Buckets({}, buckets())
+
+    def save(self, path, state):
+        self._note("save", path, state.step)
+        done = Future()
+        done.set_result(None)
+        return done
+
+
+def _named(connection, name):
+    peer = hosts._Peer.at(connection)
+    peer.name = name
+    return peer
+
+
+class Pair:
+    """Process 0 with a conducted trainer, and another that follows, in a thread."""
+
+    def __init__(self, lead_fails=(), follower_fails=()):
+        ends = socket.socketpair()
+        self.lead_log, self.log, self.ended = [], [], queue.Queue()
+        self.lead, self.follower = (
+            Hosts(
+                Cluster("x:1", 2, index),
+                [_named(ends[index], f"process {1 - index}")],
+                end=lambda text, index=index: self.ended.put((index, text)),
+            )
+            for index in (0, 1)
+        )
+        self.told = queue.Queue()
+        make = lambda path: Recording(self.log, dict(follower_fails), path)  # noqa: E731
+        run = lambda: self.told.put(conductor.follow(self.follower, make))  # noqa: E731
+        threading.Thread(target=run, daemon=True).start()
+        self.update = conductor.conduct(
+            self.lead, lambda path: Recording(self.lead_log, dict(lead_fails), path), path="first"
+        )
+
+    def stop(self):
+        conductor.stop(self.lead, step=7)
+        assert self.told.get(timeout=SECONDS) == {"step": 7}
+
+    def close(self):
+        for each in (self.lead, self.follower):
+            each.close()
+        for each in (self.lead, self.follower):
+            descriptor = os.dup(each._peers[0].link.fileno())
+            with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as own:
+                own.shutdown(socket.SHUT_RDWR)
+
+
+_calls = st.lists(
+    st.tuples(
+        st.sampled_from(["update", "evaluate", "logprobs", "weights", "save", "restore", "wait"]),
+        st.integers(0, 9),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=25)
+@given(_calls)
+def test_calls_in_any_order_are_repeated_with_equal_arrays(calls):
+    pair = Pair()
+    update, state = pair.update, pair.update.init()
+    for name, seed in calls:
+        if name == "update":
+            state, metrics = update.update(state, groups(seed))
+            assert metrics == {"loss": 0.5}
+        elif name == "evaluate":
+            assert update.evaluate(state, groups(seed)) == {"loss": 1.0}
+        elif name == "logprobs":
+            wanted = groups(seed)[0].trajectories[0].behaviour_logprobs
+            np.testing.assert_array_equal(update.logprobs(state, groups(seed))[0], wanted)
+        elif name == "weights":
+            buckets = iter(update.weights(state, adapters=seed % 2 == 0))
+            for index in range(min(seed, 3)):  # a publish may end early
+                np.testing.assert_array_equal(next(buckets)[f"{index}"], np.full(2, index))
+        elif name == "save":
+            update.save(Path(f"step_{seed}"), state).result()
+        elif name == "restore":
+            state = update.restore(Path(f"step_{seed}"))
+        else:
+            update.wait(state)
+    pair.stop()
+    pair.close()
+    assert pair.log == pair.lead_log
+    assert pair.ended.empty()
+
+
+def test_a_state_that_the_others_have_no_more_is_refused():
+    pair = Pair()
+    first = pair.update.init()
+    pair.update.update(first, groups(0))
+    with pytest.raises(AssertionError, match="no more"):
+        pair.update.logprobs(first, groups(0))
+    pair.stop()
+    pair.close()
+
+
+def test_what_fails_alike_on_all_ends_none_of_them(monkeypatch):
+    monkeypatch.setattr(hosts, "_ALIKE_SECONDS", 0.0)
+    fails = {"update": ValueError("no turns")}
+    pair = Pair(fails, fails)
+    state = pair.update.init()
+    with pytest.raises(ValueError, match="no turns"):
+        pair.update.update(state, groups(0))
+    pair.update.save(Path("x"), state)  # which waits until the other has come so far
+    pair.stop()
+    pair.close()
+    assert pair.log == pair.lead_log
+
+
+@pytest.mark.parametrize("error", [DiskFull("full"), RuntimeError("no memory")])
+def test_a_failure_of_another_process_is_raised_where_process_0_waits_for_it(error):
+    pair = Pair(follower_fails={"save": error})
+    state = pair.update.init()
+    with pytest.raises(UserError, match=f"process 1: {type(error).__name__}: {error}") as raised:
+        pair.update.save(Path("x"), state)
+    assert isinstance(raised.value, DiskFull) == isinstance(error, DiskFull)
+    pair.update.update(state, groups(0))  # after a full disk training goes on
+    pair.stop()
+    pair.close()
+
+
+def test_a_failure_of_another_process_alone_ends_the_run(monkeypatch):
+    monkeypatch.setattr(hosts, "_ALIKE_SECONDS", 0.0)
+    pair = Pair(follower_fails={"update": RuntimeError("device is gone")})
+    pair.update.update(pair.update.init(), groups(0))
+    found = dict(pair.ended.get(timeout=SECONDS) for _ in range(2))
+    assert found[0].startswith("process 1 failed: RuntimeError: device is gone")
+    assert "process 1 failed" in found[1]
+
+
+def test_the_end_of_process_0_ends_the_others_with_its_reason():
+    pair = Pair()
+    pair.lead.close("gate: engine and trainer disagree")
+    index, text = pair.ended.get(timeout=SECONDS)
+    assert (index, text.split(";")[0]) == (
+        1, "process 0 ended: gate: engine and trainer disagree"
+    )  # fmt: skip
+    assert pair.ended.empty()
+
+
+def test_a_trainer_that_one_process_cannot_make_is_refused():
+    with pytest.raises(UserError, match="process 1: UserError: train"):
+        Pair(follower_fails={"made": UserError("train.mesh=fsdp:3")})

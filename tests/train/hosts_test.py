@@ -1,0 +1,212 @@
+"""Processes meet, refuse who is not of their run, and notice who is gone, in bounded time."""
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rlx.base import UserError
+from rlx.train import hosts
+from rlx.train.hosts import Cluster, Hosts, join, relay
+
+SECONDS = 60.0
+
+
+def of(environ=(), coordinator="", processes=0, process=-1):
+    return Cluster.of(dict(environ), coordinator, processes, process, 60.0, 300.0)
+
+
+def slurm(nodes, index=3, job=123):
+    return {"SLURM_STEP_NODELIST": nodes, "SLURM_NTASKS": "4", "SLURM_PROCID": str(index),
+            "SLURM_JOB_ID": str(job)}  # fmt: skip
+
+
+RANKS = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "wanted"),
+    [
+        (of(), ("", 1, 0)),
+        (of(process=0), ("", 1, 0)),
+        (of(coordinator="a:7", processes=2, process=1), ("a:7", 2, 1)),
+        (of(slurm("node007")), ("node007:20123", 4, 3)),
+        (of(slurm("gpu[07-09,12],x1")), ("gpu07:20123", 4, 3)),
+        (of(slurm("a-1,b[2-4]")), ("a-1:20123", 4, 3)),
+        (of(slurm("a"), coordinator="b:9"), ("b:9", 4, 3)),
+        (of(slurm("a"), processes=1), ("", 1, 0)),
+        (of({**slurm("a"), "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}), ("", 1, 0)),
+        (of({k: v for k, v in slurm("a").items() if "STEP" not in k}), ("", 1, 0)),  # sbatch's own
+        (of(RANKS), ("head:29501", 2, 1)),
+        (of({**RANKS, "WORLD_SIZE": "1", "RANK": "0"}), ("", 1, 0)),
+    ],
+)
+def test_a_place_comes_from_the_config_or_the_environment(cluster, wanted):
+    assert (cluster.coordinator, cluster.count, cluster.index) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"coordinator": "a:7", "processes": 2, "process": 2}, "numbered from 0 to 1"),
+        ({"coordinator": "a:7", "processes": 2}, "all three keys"),
+        ({"coordinator": "a:7", "process": 1}, "all three keys"),
+        ({"processes": 2, "process": 1}, "host:port of process 0"),
+        ({"coordinator": "a", "processes": 2, "process": 1}, "host:port of process 0"),
+        ({"process": 1}, "all three keys"),
+    ],
+)
+def test_half_a_cluster_is_refused(given, words):
+    with pytest.raises(UserError, match=words) as raised:
+        of(**given)
+    assert "\n" not in str(raised.value)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def meet(identities, *, indices=None, count=None, timeout=60.0, join_seconds=SECONDS, stray=False):
+    """The results of `join`, or what it raises, of each process in a thread; and who was ended."""
+    address, ended = f"127.0.0.1:{free_port()}", queue.Queue()
+    indices = list(range(len(identities))) if indices is None else indices
+    count = count or len(identities)
+
+    def one(index, identity):
+        if index and stray:
+            _garbage(address)
+        cluster = Cluster(address, count, index, timeout, join_seconds)
+        try:
+            return join(cluster, identity, lambda text: ended.put((index, text)))
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(identities)) as pool:
+        return list(pool.map(one, indices, identities)), ended
+
+
+def cut(peer):
+    """Close a connection under whoever reads from it, as the death of its process does."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(peer.link.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
+
+
+def leave(*found):
+    for each in found:
+        each.close()
+    for each in found:
+        for peer in each._peers:
+            cut(peer)
+
+
+def _garbage(address):
+    """Connect as a scanner of ports does, once somebody listens."""
+    host, port = address.split(":")
+    for _ in range(600):
+        try:
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                return
+        except OSError:
+            time.sleep(0.05)
+
+
+def test_processes_meet_and_talk():
+    (lead, *others), ended = meet([{"x": 1}] * 3, stray=True)
+    lead.send(b"a call" * 100_000)
+    assert [each.receive() for each in others] == [b"a call" * 100_000] * 2
+    others[0].done()
+    others[1].done("it broke")
+    lead.failed()
+    assert "process 2 of 3 on " in lead.outcome()
+    assert lead.outcome().endswith(": it broke")
+    assert [each.service.split(":")[0] for each in (lead, *others)] == ["127.0.0.1"] * 3
+    asked = threading.Event()
+    lead.on_stop = asked.set
+    others[1].stop()
+    assert asked.wait(SECONDS)
+    leave(lead, *others)
+    assert ended.empty()
+
+
+def test_one_process_needs_no_other():
+    alone = join(Cluster(), {})
+    alone.close("whatever")
+    assert (alone.index, alone.count) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("identities", "indices", "words"),
+    [
+        ([{"config.seed": 1}, {"config.seed": 2}], [0, 1],
+         "process 1 of 2 on .* is not of this run: config.seed: 2 there, 1 on process 0"),
+        ([{"a": 1}, {"a": 1, "b": 1}], [0, 1], "b: 1 there, None on process 0"),
+        ([{"a": 1, "b": 1}, {"a": 2, "b": 2}], [0, 1], r"a: 2 there, 1 on process 0 \(and 1 more"),
+        ([{}, {}, {}], [0, 1, 1], "cluster.process=1, as process 1 of 3 on .* has"),
+    ],
+)  # fmt: skip
+def test_who_is_not_of_this_run_is_refused_on_all_sides(identities, indices, words):
+    results, ended = meet(identities, indices=indices)
+    for result in results:
+        with pytest.raises(UserError, match=words):
+            raise result
+    assert ended.empty()
+
+
+def test_waiting_for_processes_has_an_end():
+    (lead,), _ = meet([{}], count=3, join_seconds=0.2)
+    with pytest.raises(UserError, match="process 1, 2 of 3 did not come"):
+        raise lead
+    (other,), _ = meet([{}], indices=[1], count=2, join_seconds=0.2)
+    with pytest.raises(UserError, match="no process 0 at cluster"):
+        raise other
+
+
+def test_a_taken_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"cannot listen on cluster.coordinator={address}"):
+            join(Cluster(address, 2, 0), {})
+
+
+def test_a_closed_connection_ends_all_the_others():
+    (lead, first, second), ended = meet([{}] * 3)
+    cut(second._peers[0])
+    found = {}
+    while not {0, 1} <= found.keys():
+        found.update([ended.get(timeout=SECONDS)])
+    assert found[0].startswith("process 2 of 3 on ")
+    assert "is lost: " in found[0]
+    assert "process 2 of 3 on " in found[1]
+    assert "the same command goes on" in found[1]
+    leave(lead, first, second)
+
+
+def test_silence_ends_a_run():
+    near, far = socket.socketpair()  # nobody reads or writes at the far end
+    peer, ended = hosts._Peer.at(near), queue.Queue()
+    Hosts(Cluster("x:1", 2, 0, timeout=0.3), [peer], end=ended.put)
+    assert ended.get(timeout=SECONDS).startswith("process 0 is lost: no sign of life for ")
+    far.close()
+
+
+def test_a_relay_keeps_a_connection_whose_other_end_is_gone():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = relay(f"127.0.0.1:{server.getsockname()[1]}").split(":")
+        near = socket.create_connection((host, int(port)))
+        far, _ = server.accept()
+        near.sendall(b"ping")
+        assert far.recv(4) == b"ping"
+        far.sendall(b"pong")
+        assert near.recv(4) == b"pong"
+        far.close()
+        near.settimeout(0.3)
+        with pytest.raises(TimeoutError):  # not b"", which is the end of a connection
+            near.recv(1)
+        near.close()
