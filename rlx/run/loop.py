@@ -87,7 +87,7 @@ def run(
     config, workdir = config.copy_and_resolve_references(), Path(workdir)
     check(config)
     keep_freed_memory()
-    trainers.use_compile_cache()
+    trainers.set_up_jax()
     stop = stop or Event()
     with trainers.together(config, stop) as hosts:
         if hosts.index:

@@ -124,11 +124,8 @@ def first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:
     return directory
 
 
-def use_compile_cache() -> None:
-    """Let JAX keep what it compiles; the checks before a run compile too.
-
-    XLA's flags are part of what a program is kept by, and so come first.
-    """
+def set_up_jax() -> None:
+    """Set XLA's flags, and let JAX keep what it compiles; the checks before a run compile too."""
     xla_flags.add(os.environ)
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
