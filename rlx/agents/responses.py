@@ -11,7 +11,7 @@ from typing import Any
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
-from rlx.agents.dialects import ApiError, Event, Head, Said, check_fields, wrong
+from rlx.agents.dialects import ApiError, Event, Head, Said, check_fields, take, wrong
 
 ID = "resp_"
 _SAME = ("model", "temperature", "top_p", "stream", "chat_template_kwargs")
@@ -30,8 +30,7 @@ def to_chat(data: Any) -> dict[str, Any]:
       ApiError: 400, naming the field.
     """
     check_fields(data, _TAKEN, IGNORED | _IGNORED, _KNOWN)
-    form = (data.get("text") or {}).get("format") if isinstance(data.get("text"), dict) else None
-    if form and form.get("type") != "text":
+    if take(data, "text", dict, {}).get("format") not in (None, {"type": "text"}):
         raise ApiError(400, "text.format can be {'type': 'text'} only; ask in words", "text")
     out = {name: data[name] for name in _SAME if data.get(name) is not None}
     if data.get("max_output_tokens") is not None:

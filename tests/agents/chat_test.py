@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlx.agents import chat, dialects
 from rlx.agents.dialects import ApiError
@@ -97,31 +95,3 @@ def test_an_infinite_number_is_no_number(field):
 
 def test_penalties_that_change_nothing_are_taken():
     assert read(presence_penalty=0, logit_bias={}, functions=None).n == 1
-
-
-NAMES = sorted(chat._TAKEN | chat._KNOWN | {"role", "content", "type", "text", "function", "name"})
-TREES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-    | st.sampled_from(["user", "assistant", "tool", "text", "function", "auto"]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=3), inner, max_size=4),
-    max_leaves=12,
-)  # fmt: skip
-
-
-@given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=5), st.booleans())
-def test_any_json_is_a_request_or_a_refusal(tree, begin_well):
-    body = json.dumps({**(HELLO if begin_well else {}), **tree}).encode()
-    try:
-        got = chat.read(dialects.parse(body), DEFAULTS)
-    except ApiError as error:
-        json.dumps(error.body())
-    else:
-        assert got.messages
-        assert 1 <= got.sampling.max_new_tokens <= 100
-
-
-@given(st.binary(max_size=40))
-def test_any_bytes_are_a_request_or_a_refusal(body):
-    with pytest.raises(ApiError):
-        chat.read(dialects.parse(body), DEFAULTS)
