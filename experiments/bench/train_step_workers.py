@@ -127,9 +127,8 @@ def torch_side(options: dict) -> tuple[Step, dict]:
     """transformers' model, the same loss, one right-padded batch made before the clock starts."""
     import torch
 
+    from experiments.bench.plain_torch import init, make_optimizer, train_step
     from rlx.algorithms import presets
-    from rlx_torch.model import init
-    from rlx_torch.train import make_optimizer, train_step
 
     torch.set_num_threads(options["threads"])
     config, shape = make_config(options), MODELS[options["model"]]

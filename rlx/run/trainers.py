@@ -18,7 +18,7 @@ import jax
 from ml_collections import ConfigDict
 
 import rlx
-from rlx.base import UserError
+from rlx.base import UserError, install
 from rlx.cli.command import say
 from rlx.cli.flags import leaves
 from rlx.cli.signals import interrupts
@@ -140,4 +140,13 @@ def _jax(config: ConfigDict, path: str) -> Update:
     return JaxUpdate(hf.load_config(path), options, source=first)
 
 
-TRAINERS: dict[str, Callable[..., Update]] = {"jax": _jax}  # of (config, path of first weights)
+def _torch(config: ConfigDict, path: str) -> Update:
+    try:
+        from rlx_torch.update import TorchUpdate
+    except ImportError as error:
+        raise UserError(f"trainer=torch needs PyTorch ({error}); {install('torch')}") from None
+    return TorchUpdate(hf.load_config(path), TrainOptions.of(config), Path(path))
+
+
+# Of the config and the path of the first weights.
+TRAINERS: dict[str, Callable[..., Update]] = {"jax": _jax, "torch": _torch}

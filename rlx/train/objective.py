@@ -4,18 +4,42 @@ Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tok
 Imports neither library.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rlx.algorithms import losses, supervised
 from rlx.algorithms.advantages import advantages, next_trained
 from rlx.algorithms.algorithm import Algorithm
 from rlx.algorithms.array_ops import Array, ops_of
+from rlx.base import Group, UserError
+from rlx.train.packing import FlatBatch
 
 MODEL_INPUTS = ("tokens", "positions", "segment_ids", "segment_sizes")
 LOSS_INPUTS = (*MODEL_INPUTS, "loss_mask", "behaviour_logprobs", "versions")
 
 Batch = Mapping[str, Array]
 Stats = dict[str, Array]
+
+
+def require(groups: Sequence[Group], flat: FlatBatch, algorithm: Algorithm) -> None:
+    """Raise UserError or ValueError for groups that this algorithm cannot be trained on."""
+    if not flat.num_sequences:
+        raise ValueError("an update needs at least one trajectory")
+    for group in groups if algorithm.data == "pairs" else ():
+        if len(group.trajectories) != 2:
+            raise ValueError(
+                f"group {group.group_id} has {len(group.trajectories)} trajectories; "
+                f"loss={algorithm.loss} wants a chosen and a rejected one"
+            )
+    if algorithm.kl_anchor == "teacher" and "reference_logprobs" not in flat.tokens:
+        raise UserError(
+            "algorithm.kl_anchor=teacher and the trajectories have no logprobs of a teacher; "
+            "set teacher.path or teacher.addresses"
+        )
+    if algorithm.peers == "turn" and "turn_ids" not in flat.tokens:
+        raise UserError(
+            "algorithm.peers=turn and the trajectories tell no turns; use a workflow of "
+            "several turns, or set peers=prompt"
+        )
 
 
 def prepare(

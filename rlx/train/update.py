@@ -324,7 +324,7 @@ class JaxUpdate:
           The flat batch; of each minibatch the plan and the microbatches; what `prepare` has.
         """
         flat = packing.flatten(groups)
-        self._require(groups, flat)
+        objective.require(groups, flat, self._algorithm)
         parts = packing.minibatch_ids(flat, minibatches)
         plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
         minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
@@ -356,28 +356,6 @@ class JaxUpdate:
             own = ("grad_norm", "skipped_updates")
             stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}
         return state.replace(critic=critic), stats
-
-    def _require(self, groups: Sequence[Group], flat: packing.FlatBatch) -> None:
-        """Raise for groups that this algorithm cannot be trained on."""
-        algorithm = self._algorithm
-        if not flat.num_sequences:
-            raise ValueError("an update needs at least one trajectory")
-        for group in groups if algorithm.data == "pairs" else ():
-            if len(group.trajectories) != 2:
-                raise ValueError(
-                    f"group {group.group_id} has {len(group.trajectories)} trajectories; "
-                    f"loss={algorithm.loss} wants a chosen and a rejected one"
-                )
-        if algorithm.kl_anchor == "teacher" and "reference_logprobs" not in flat.tokens:
-            raise UserError(
-                "algorithm.kl_anchor=teacher and the trajectories have no logprobs of a teacher; "
-                "set teacher.path or teacher.addresses"
-            )
-        if algorithm.peers == "turn" and "turn_ids" not in flat.tokens:
-            raise UserError(
-                "algorithm.peers=turn and the trajectories tell no turns; use a workflow of "
-                "several turns, or set peers=prompt"
-            )
 
     def update(self, state: TrainState, groups: Sequence[Group]) -> tuple[TrainState, Metrics]:
         """Train on a batch of groups; return the new state and metrics.

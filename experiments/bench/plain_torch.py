@@ -1,23 +1,16 @@
-"""A transformers model as rlx's decoder is used: packed rows in, log-probabilities out."""
+"""The rival of the train-step benchmark: transformers' model on one padded batch, eager."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from rlx.algorithms import losses
+from rlx.algorithms.algorithm import Algorithm
 from rlx.model.model_config import ModelConfig
 
 Batch = Mapping[str, torch.Tensor]
-
-
-def load(path: str | Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Load the causal language model of an HF directory, without dropout, with fused attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="sdpa"
-    )
-    return model.eval()
 
 
 def init(config: ModelConfig, seed: int = 0) -> torch.nn.Module:
@@ -68,3 +61,57 @@ def logprobs(
         return torch.nn.functional.pad(torch.where(mask, x, 0.0), (1, 0))
 
     return shifted(picked), shifted(entropy)
+
+
+def make_optimizer(model: torch.nn.Module, options: Any) -> torch.optim.Optimizer:
+    """Return AdamW with the numbers of `options`; matrices decay, norms and biases do not.
+
+    Args:
+      options: has the keys of `config.optimizer` as attributes; the rate stays what it is at first.
+    """
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    betas = (options.b1, options.b2)
+    # fused: one pass over memory a parameter, torch's fastest on CPU and GPU
+    return torch.optim.AdamW(
+        groups, lr=options.learning_rate, betas=betas, eps=options.eps, fused=True
+    )
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, torch.Tensor],
+    denominator: float,
+    algorithm: Algorithm,
+    *,
+    temperature: float = 1.0,
+    clip_norm: float = 0.0,
+) -> dict[str, float]:
+    """Make one update by a minibatch of one microbatch: forward, backward, optimizer.
+
+    Args:
+      batch: what `logprobs` and `policy_loss` read.
+      denominator: of the minibatch; the summed loss is divided by it.
+      clip_norm: largest global gradient norm; 0 is no limit.
+
+    Returns:
+      The statistics of `policy_loss`, as numbers, and grad_norm before clipping. A gradient norm
+      that is not finite leaves the parameters as they were.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    target, entropy = logprobs(
+        model, batch, temperature=temperature,
+        entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
+    )  # fmt: skip
+    loss, stats = losses.policy_loss(target, entropy, batch, algorithm)
+    (loss / denominator).backward()
+    limit = clip_norm or float("inf")
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    if torch.isfinite(norm):
+        optimizer.step()
+    return {name: float(value) for name, value in stats.items()} | {"grad_norm": float(norm)}

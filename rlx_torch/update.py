@@ -1,0 +1,465 @@
+"""The trainer in PyTorch, of any causal language model that transformers has.
+
+It is an `Update` as rlx/train/contract.py has it, and does what rlx/train/update.py does, in the
+same order, with the same flat and packed batches, losses, schedule and metrics.
+"""
+
+import copy
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # numpy knows the name bfloat16 by it
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from rlx.algorithms import critic, kl, losses
+from rlx.base import Group, UserError
+from rlx.model.model_config import ModelConfig
+from rlx.model.tensors import BUCKET, Buckets
+from rlx.train import objective, packing, step_metrics
+from rlx.train.optimizer_options import OptimizerOptions, rate_at
+from rlx.train.step_metrics import Metrics
+from rlx.train.train_options import TrainOptions
+from rlx_torch import packed_model
+from rlx_torch.packed_model import Valued
+
+
+@dataclasses.dataclass
+class Learned:
+    """A model that is trained, its optimizer, and the updates done."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    options: OptimizerOptions
+    total: int  # updates of the whole run
+    updates: int = 0
+
+
+@dataclasses.dataclass
+class TorchState:
+    """What an update changes, in place; what a checkpoint holds.
+
+    Attributes:
+      step: train batches done. kl_coefficient: β of the KL term, where it adapts.
+      reference: the reference policy, where it follows the trained one.
+    """
+
+    policy: Learned
+    step: int
+    kl_coefficient: float
+    reference: Any = None
+    critic: Learned | None = None
+
+    def tree(self) -> dict[str, Any]:
+        """Return the state as nested dicts of tensors and numbers."""
+        out: dict[str, Any] = {"step": self.step, "kl_coefficient": self.kl_coefficient}
+        for name in ("policy", "critic"):
+            learned = getattr(self, name)
+            if learned:
+                names = {id(p): key for key, p in learned.model.named_parameters()}
+                moments = {names[id(p)]: s for p, s in learned.optimizer.state.items()}
+                out[name] = {
+                    "model": dict(learned.model.named_parameters()),
+                    "moments": moments,
+                    "updates": learned.updates,
+                }
+        if self.reference is not None:
+            out["reference"] = dict(self.reference.named_parameters())
+        return out
+
+
+class TorchUpdate:
+    """The trainer in PyTorch; the state's tensors are changed in place.
+
+    Args:
+      model_config: of the model in `model_dir`, for the run's records.
+      options: of the run.
+      model_dir: HF directory of the weights that the run begins with.
+
+    Raises:
+      UserError: settings that this trainer does not have.
+    """
+
+    def __init__(self, model_config: ModelConfig, options: TrainOptions, model_dir: Path):
+        _require_known(options)
+        self._options, self._algorithm, self._directory = options, options.algorithm, model_dir
+        scores = self._algorithm.kind.scores
+        self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self._device == "cpu":  # more threads than cores wait for each other
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        kind = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
+        self.devices = f"1 × {kind} (PyTorch {torch.__version__})"
+        self._follows = self._algorithm.needs_reference and options.reference_mode != "frozen"
+        self._reference: Any = None
+        if self._algorithm.needs_reference and not self._follows:
+            self._reference = self._load()
+        self.state_bytes = self._count_bytes()
+        self._writer = ThreadPoolExecutor(1)
+
+    def _count_bytes(self) -> int:
+        with torch.device("meta"):
+            shapes = packed_model.empty(self._directory)
+        numbers = sum(p.numel() for p in shapes.parameters())
+        moments = {"adamw": 2, "sgd": 0}[self._options.optimizer.name]
+        return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + self._follows)
+
+    def _load(self) -> Any:
+        return packed_model.load(self._directory, self._device, self._options.remat != "none")
+
+    # The state as a whole.
+
+    def init(self) -> TorchState:
+        """Return the state before the first update, with the weights that the run begins with."""
+        o, model = self._options, self._load()
+        reference = copy.deepcopy(model) if self._follows else None
+        judge = None
+        if self._algorithm.critic:
+            own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
+            judge = _learned(Valued(copy.deepcopy(model)), own, o.total_steps * o.minibatches)
+        model = Valued(model) if self._algorithm.kind.scores else model
+        policy = _learned(model, o.optimizer, o.policy_updates)
+        return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, judge)
+
+    def wait(self, state: TorchState) -> None:
+        """Return once `state` has been computed."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def save(self, path: Path, state: TorchState) -> Future[None]:
+        """Begin to write the state to `path`, by torch's distributed checkpoints, from a copy."""
+        tree = {key: _copied(part) for key, part in state.tree().items()}
+        return self._writer.submit(_alone, dcp.save, tree, path)
+
+    def restore(self, path: Path) -> TorchState:
+        """Return the state of a checkpoint; UserError where it is of another model or trainer."""
+        state = self.init()
+        for learned in filter(None, (state.policy, state.critic)):
+            _begin_moments(learned)
+        tree = state.tree()
+        _require_same(path, tree)
+        _alone(dcp.load, tree, path)
+        state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
+        for name in ("policy", "critic"):
+            if learned := getattr(state, name):
+                learned.updates = tree[name]["updates"]
+        return state
+
+    def weights(self, state: TorchState, adapters: bool = False) -> Buckets:
+        """Return the policy with HF's names, a copy of each tensor made when its bucket is."""
+        del adapters
+        model, dtype = state.policy.model, self._options.publish_dtype
+        tied = model.config.tie_word_embeddings
+        tensors = {
+            name: tensor
+            for name, tensor in model.named_parameters()
+            if name != "lm_head.weight" or not tied
+        }
+
+        def buckets() -> Iterator[dict[str, np.ndarray]]:
+            bucket: dict[str, np.ndarray] = {}
+            for name, tensor in tensors.items():
+                if sum(x.nbytes for x in bucket.values()) + tensor.nbytes > BUCKET and bucket:
+                    yield bucket
+                    bucket = {}
+                bucket[name] = _host(tensor.detach().to(getattr(torch, dtype), copy=True))
+            yield bucket
+
+        shapes = {k: np.broadcast_to(np.zeros((), dtype), x.shape) for k, x in tensors.items()}
+        return Buckets(shapes, buckets())
+
+    # One batch.
+
+    def _pack(self, flat: packing.FlatBatch, ids: np.ndarray) -> tuple[packing.PackPlan, list]:
+        """Return the plan and the device's microbatches of some sequences."""
+        o = self._options
+        plan = packing.plan(
+            flat.sizes[ids], o.token_budget, o.row_buckets, attention_cost=0.0, shards=1,
+            together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
+        )  # fmt: skip
+        parts = packing.microbatches(flat, ids, plan)
+        return plan, [packed_model.put(part, self._device) for part in parts]
+
+    def _precision(self) -> Any:
+        """Return the context that products are computed in: parameters stay float32."""
+        if self._options.compute_dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self._device, getattr(torch, self._options.compute_dtype))
+
+    def _logprobs(self, model: Any, batch: dict) -> tuple[Tensor, Tensor]:
+        o, algorithm = self._options, self._algorithm
+        with self._precision():
+            return packed_model.logprobs(
+                model, batch, temperature=o.temperature, chunk=o.chunk,
+                entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
+            )  # fmt: skip
+
+    def _values(self, model: Any, batch: dict) -> Tensor:
+        with self._precision():
+            return packed_model.values(model, batch)
+
+    def _loss(self, model: Any, batch: dict) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the microbatch's summed loss and its summed stats."""
+        return objective.loss(
+            batch, self._algorithm,
+            logprobs=lambda: self._logprobs(model, batch),
+            scores=lambda: self._values(model, batch),
+        )  # fmt: skip
+
+    def _value_loss(self, model: Any, batch: dict) -> tuple[Tensor, dict[str, Tensor]]:
+        before = packed_model.before(self._values(model, batch), batch["segment_ids"])
+        return critic.value_loss(before, batch, self._algorithm)
+
+    @torch.no_grad()
+    def _scatter(self, batches: Sequence[dict], size: int, function: Any) -> Tensor:
+        """Return function(microbatch) [B, T] of all microbatches on the flat axis, [F] float32."""
+        out = torch.zeros(size + 1, device=self._device)
+        for batch in batches:
+            index = batch["flat_index"].long().clamp(max=size)
+            out[index.reshape(-1)] = function(batch).reshape(-1)
+        return out[:size]
+
+    @torch.no_grad()
+    def _begin(self, state: TorchState, groups: Sequence[Group], minibatches: int) -> tuple:
+        """Pack groups, ask other networks about their tokens, and compute what the loss needs."""
+        flat, algorithm = packing.flatten(groups), self._algorithm
+        objective.require(groups, flat, algorithm)
+        parts = packing.minibatch_ids(flat, minibatches)
+        plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
+        minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
+        for index, ids in enumerate(parts):
+            minibatch_of[ids] = index
+        batches, size = [b for part in packed for b in part], len(flat.tokens["tokens"])
+        arrays = {k: torch.from_numpy(x).to(self._device) for k, x in flat.arrays().items()}
+
+        def scored(model: Any) -> Tensor:
+            return self._scatter(batches, size, lambda batch: self._logprobs(model, batch)[0])
+
+        if algorithm.needs_proximal_pass(len(parts)):
+            arrays["proximal_logprobs"] = scored(state.policy.model)
+        if algorithm.needs_reference:
+            arrays["reference_logprobs"] = scored(state.reference or self._reference)
+        if state.critic is not None:
+            judge = state.critic.model
+            arrays["values_after"] = self._scatter(batches, size, lambda b: self._values(judge, b))
+            arrays["values"] = self._scatter(
+                batches, size,
+                lambda b: packed_model.before(self._values(judge, b), b["segment_ids"]),
+            )  # fmt: skip
+        given = torch.from_numpy(minibatch_of).to(self._device), torch.tensor(state.step)
+        beta = torch.tensor(state.kl_coefficient, device=self._device)
+        return flat, plans, packed, objective.prepare(arrays, *given, beta, len(parts), algorithm)
+
+    def _learn(
+        self, learned: Learned, loss: Any, batches: list, denominator: Tensor, held: bool
+    ) -> dict[str, Any]:
+        """Make one optimizer update by a minibatch; return its summed stats.
+
+        A gradient norm that is not finite leaves parameters and optimizer as they were.
+        """
+        learned.optimizer.zero_grad(set_to_none=True)
+        total: dict[str, Tensor] = {}
+        for batch in batches:
+            value, stats = loss(learned.model, batch)
+            (value / denominator).backward()
+            total = {name: x + total.get(name, 0.0) for name, x in stats.items()}
+        limit = learned.options.clip_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(learned.model.parameters(), limit)
+        finite, updates = bool(torch.isfinite(norm)), learned.updates
+        if finite and not held:
+            for group in learned.optimizer.param_groups:
+                group["lr"] = float(rate_at(learned.options, learned.total, updates, np))
+            learned.optimizer.step()
+            learned.updates += 1
+        return {**total, "grad_norm": norm, "skipped_updates": 1.0 - finite, "updates": updates}
+
+    def update(
+        self, state: TorchState, groups: Sequence[Group]
+    ) -> tuple[TorchState, Mapping[str, Any]]:
+        """Train on a batch of groups; return the state, which is changed in place, and metrics.
+
+        Raises:
+          UserError, ValueError: the groups lack what the algorithm is trained on.
+        """
+        o = self._options
+        flat, plans, packed, prepared = self._begin(state, groups, o.minibatches)
+        per_token, divisors, sums = prepared
+        waits, results = state.step < o.critic_warmup, []
+        for index, batches in enumerate(packed):
+            inputs = [self._inputs(per_token, b, sums, index / len(packed)) for b in batches]
+            denominator, tokens = divisors[index]
+            stats = self._learn(state.policy, self._loss, inputs, denominator, waits)
+            if state.critic is not None:
+                more = self._learn(state.critic, self._value_loss, inputs, tokens, False)
+                del more["updates"]
+                own = ("grad_norm", "skipped_updates")
+                stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}
+            results.append(stats)
+        self._end_batch(state, results, flat.num_sequences, waits)
+        known = step_metrics.host_metrics(groups, flat, plans)
+        versions = step_metrics.count_versions(flat)
+        policy, denominators = state.policy, [denominator for denominator, _ in divisors]
+
+        def compute() -> dict[str, Any]:
+            return {
+                **step_metrics.device_metrics(
+                    [_numbers(stats) for stats in results], [float(d) for d in denominators],
+                    _numbers(sums), flat.num_sequences,
+                    lambda updates: rate_at(policy.options, policy.total, updates, np),
+                ),
+                **known,
+                **step_metrics.staleness(versions, int(sums["version"])),
+            }  # fmt: skip
+
+        return state, Metrics(compute)
+
+    def _inputs(self, per_token: dict, batch: dict, sums: dict, progress: float) -> dict:
+        """Return what the loss and the model take of a microbatch."""
+        own = ("sizes", "cu_seq_lens", "places")
+        gathered = objective.gather(per_token, batch, sums, progress)
+        return {**gathered, **{name: batch[name] for name in own}}
+
+    @torch.no_grad()
+    def _end_batch(self, state: TorchState, results: list, trajectories: int, waits: bool) -> None:
+        """Make the state one version older, with β and the reference policy that follow."""
+        o, algorithm = self._options, self._algorithm
+        state.step += 1
+        if algorithm.kl_target and not waits:
+            observed, trained = (
+                sum(float(stats[name]) for stats in results)
+                for name in ("reference_kl", "n_valid_tokens")
+            )
+            numbers = map(torch.tensor, (state.kl_coefficient, observed / trained, trajectories))
+            state.kl_coefficient = float(
+                kl.adapt(*numbers, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+            )
+        if state.reference is not None:
+            keep = o.reference_decay
+            if o.reference_mode == "copy":
+                keep = float(state.step % o.reference_every != 0)
+            for old, new in zip(
+                state.reference.parameters(), state.policy.model.parameters(), strict=True
+            ):
+                old.mul_(keep).add_(new, alpha=1.0 - keep)
+
+    @torch.no_grad()
+    def evaluate(self, state: TorchState, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the metrics of the loss on groups that are not trained on; waits for them."""
+        _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
+        parts = [
+            _numbers(self._loss(state.policy.model, self._inputs(per_token, batch, sums, 0.0))[1])
+            for batch in packed[0]
+        ]
+        stats = {name: sum(part[name] for part in parts) for name in parts[0]}
+        return losses.summarise(stats, float(divisors[0][0]))
+
+    def logprobs(self, state: TorchState, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them."""
+        flat, model = packing.flatten(groups), state.policy.model
+        _, batches = self._pack(flat, np.arange(flat.num_sequences))
+        size = len(flat.tokens["tokens"])
+        scores = self._scatter(batches, size, lambda b: self._logprobs(model, b)[0]).cpu().numpy()
+        return [scores[a : a + n] for a, n in zip(flat.starts, flat.sizes, strict=True)]
+
+
+def _require_known(options: TrainOptions) -> None:
+    """Raise UserError for settings that this trainer does not have."""
+    name = options.optimizer.name
+    if name not in ("adamw", "sgd"):
+        raise UserError(f"trainer=torch has no optimizer.name={name}; take adamw, or trainer=jax")
+    if options.lora:
+        raise UserError("trainer=torch has no adapters yet; set lora.rank=0, or trainer=jax")
+    if options.mesh:
+        raise UserError(
+            f"trainer=torch runs on one device and train.mesh={options.mesh!r}; clear it, or set "
+            "trainer=jax"
+        )
+    if options.dtype != "float32":
+        raise UserError(
+            f"trainer=torch keeps parameters in float32 and model.dtype={options.dtype}; set "
+            "model.dtype=float32, and model.compute_dtype for products"
+        )
+
+
+def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:
+    """Return a model with its optimizer; matrices decay, norms and biases do not."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizers = {
+        # fused: one pass over memory a parameter, torch's fastest on CPU and GPU
+        "adamw": lambda: torch.optim.AdamW(
+            groups, lr=0.0, betas=(options.b1, options.b2), eps=options.eps, fused=True
+        ),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.0),
+    }
+    return Learned(model, optimizers[options.name](), options, total)
+
+
+def _begin_moments(learned: Learned) -> None:
+    """Let the optimizer make its state, which it does at the first step: one of rate 0."""
+    for parameter in learned.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learned.optimizer.step()
+    learned.optimizer.zero_grad(set_to_none=True)
+
+
+def _require_same(path: Path, tree: Mapping[str, Any]) -> None:
+    """Raise UserError unless a checkpoint has the tensors of `tree`, of the same shapes."""
+
+    def described(part: Any, name: str = "") -> dict[str, str]:
+        if isinstance(part, Mapping):
+            inner = (described(x, f"{name}.{key}".lstrip(".")) for key, x in part.items())
+            return {key: text for found in inner for key, text in found.items()}
+        shape = getattr(part, "shape", getattr(part, "size", None))
+        return {name: "a number" if shape is None or callable(shape) else str(list(shape))}
+
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except OSError:
+        raise UserError(f"{path} was not written by trainer=torch; use the other trainer") from None
+    have, want = described(stored), described(tree)
+    for name in [*want, *have]:
+        if have.get(name) != want.get(name):
+            raise UserError(
+                f"checkpoint {path} has {name} as {have.get(name, 'nothing')}, this run wants "
+                f"{want.get(name, 'nothing')}; use the model, algorithm and optimizer that it was "
+                "made with, or another workdir"
+            )
+
+
+def _alone(save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
+    """Save or load in this process alone, which torch warns of each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save_or_load(tree, checkpoint_id=path, no_dist=True)
+
+
+def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(x) for name, x in stats.items()}
+
+
+def _host(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as numpy has it."""
+    tensor = tensor.cpu().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _copied(part: Any) -> Any:
+    """Return nested dicts with each tensor copied to the host."""
+    if isinstance(part, Mapping):
+        return {key: _copied(x) for key, x in part.items()}
+    return part.detach().to("cpu", copy=True) if isinstance(part, Tensor) else part

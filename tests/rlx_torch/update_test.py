@@ -1,0 +1,176 @@
+"""The trainer in PyTorch does what the one in JAX does, and its state comes back bit for bit."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.bench import train_step_workers as workers
+from rlx.base import Group, UserError
+from rlx.config import default
+from rlx.model import hf
+from rlx.train.train_options import TrainOptions
+from rlx.train.update import JaxUpdate
+from rlx_torch.update import TorchUpdate
+
+
+def options(preset="grpo", **overrides):
+    config = default()
+    config.algorithm.preset = preset
+    config.sampling.temperature = 0.8
+    config.update_from_flattened_dict(
+        {
+            "train.max_tokens_per_microbatch": 128,
+            "train.row_buckets": (64, 128),
+            "optimizer.name": "sgd",
+            "optimizer.learning_rate": 0.1,
+            "critic.learning_rate": 0.1,
+            **overrides,
+        }
+    )
+    return TrainOptions.of(config)
+
+
+def groups(samples=4, seed=3):
+    lengths = np.random.default_rng(seed).integers([4, 3], [12, 30], (16, 2))
+    return workers.make_groups(lengths, vocab=128, samples=samples)
+
+
+def weights(trainer, state):
+    return trainer.weights(state).arrays()
+
+
+def trained(trainer, steps, samples=4):
+    state, metrics = trainer.init(), {}
+    for step in range(steps):
+        state, metrics = trainer.update(state, groups(samples, seed=step))
+    return state, dict(metrics)
+
+
+CASES = {
+    "grpo": {"algorithm.entropy_coefficient": 0.05, "train.minibatches": 2},
+    "ppo": {
+        "train.minibatches": 2, "algorithm.kl_placement": "loss", "algorithm.kl_target": 0.02,
+        "algorithm.kl_coefficient": 0.1, "algorithm.kl_horizon": 100, "reference.mode": "ema",
+        "reference.decay": 0.75,
+    },
+    "sft": {},
+    "reward_model": {},
+    "dpo": {"optimizer.name": "adamw", "optimizer.eps": 1e-3, "optimizer.weight_decay": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", CASES)
+def test_updates_are_those_of_jax(preset, tiny_model_dir):
+    """Two updates, in microbatches: the same weights, to float32's rounding, and statistics."""
+    own = options(preset, **CASES[preset])
+    model, params = hf.load(tiny_model_dir)
+    samples = 2 if own.algorithm.data == "pairs" else 4
+    jax_update = JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1])
+    torch_update = TorchUpdate(model, own, tiny_model_dir)
+    assert jax_update.state_bytes == pytest.approx(torch_update.state_bytes, rel=0.01)
+    (state, want), (other, got) = (trained(t, 2, samples) for t in (jax_update, torch_update))
+    assert set(got) == set(want)
+    for name in set(want) - {"row_length", "pad_ratio"}:
+        if isinstance(want[name], (int, float)):
+            assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
+    before = hf.to_hf(params, model)
+    one, two = weights(jax_update, state), weights(torch_update, other)
+    assert set(one) == set(two)
+    for name, tensor in one.items():
+        apart = np.abs(tensor - two[name]).max()
+        assert apart <= 1e-5 * max(np.abs(tensor).max(), 1.0), f"{name}: {apart:.1e} apart"
+    moved = max(np.abs(one[name] - x).max() for name, x in before.items() if name in one)
+    assert moved > 1e-3, "nothing was learned"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_weights_are_those_of_jax_bit_for_bit(dtype, tiny_model_dir):
+    own = options(**{"model.publish_dtype": dtype})
+    model, _ = hf.load(tiny_model_dir)
+    trainers = (
+        JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1]),
+        TorchUpdate(model, own, tiny_model_dir),
+    )
+    one, two = (weights(trainer, trainer.init()) for trainer in trainers)
+    assert {k: v.tobytes() for k, v in one.items()} == {k: v.tobytes() for k, v in two.items()}
+
+
+def test_weights_are_of_the_moment_that_they_were_asked_for(tiny_model_dir):
+    """A publish is under way while the next update changes the state in place."""
+    trainer = TorchUpdate(hf.load_config(tiny_model_dir), options(), tiny_model_dir)
+    state = trainer.init()
+    asked = trainer.weights(state).arrays()
+    before = {name: tensor.copy() for name, tensor in asked.items()}
+    trainer.update(state, groups())
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(asked[name], tensor)
+
+
+def test_a_state_comes_back_and_goes_on_bit_for_bit(tmp_path, tiny_model_dir):
+    own = options("ppo", **{**CASES["ppo"], "optimizer.name": "adamw"})
+    trainer = TorchUpdate(hf.load_config(tiny_model_dir), own, tiny_model_dir)
+    state, _ = trained(trainer, 1)
+    writing = trainer.save(tmp_path / "state", state)
+    state, want = trainer.update(state, groups(seed=1))  # while it is written
+    writing.result()
+    again = trainer.restore(tmp_path / "state")
+    again, got = trainer.update(again, groups(seed=1))
+    assert dict(got) == dict(want)
+    one, two = weights(trainer, state), weights(trainer, again)
+    for name, tensor in one.items():
+        np.testing.assert_array_equal(tensor, two[name], err_msg=name)
+
+
+def test_a_state_of_another_model_is_one_line(tmp_path, tiny_model_dir):
+    model = hf.load_config(tiny_model_dir)
+    trainer = TorchUpdate(model, options(), tiny_model_dir)
+    trainer.save(tmp_path / "state", trainer.init()).result()
+    other = TorchUpdate(model, options("ppo"), tiny_model_dir)
+    with pytest.raises(UserError, match=r"has policy.moments.\S+ as nothing|critic\S+ as nothing"):
+        other.restore(tmp_path / "state")
+    with pytest.raises(UserError, match="was not written by trainer=torch"):
+        other.restore(tmp_path)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model_dir):
+    trainer = TorchUpdate(hf.load_config(tiny_model_dir), options(), tiny_model_dir)
+    state = trainer.init()
+    with torch.no_grad():
+        state.policy.model.base_model.norm.weight[0] = torch.nan
+    before = weights(trainer, state)
+    state, metrics = trainer.update(state, groups())
+    assert metrics["skipped_updates"] == 1
+    for name, tensor in weights(trainer, state).items():
+        np.testing.assert_array_equal(tensor, before[name])
+
+
+def test_tokens_see_their_own_segment_alone(tiny_model_dir):
+    """Of a batch in one microbatch, and of each trajectory by itself."""
+    one = TorchUpdate(hf.load_config(tiny_model_dir), options(), tiny_model_dir)
+    state, batch = one.init(), groups()
+    together = one.logprobs(state, batch)
+    apart = [one.logprobs(state, [Group(0, (t,))])[0] for g in batch for t in g.trajectories]
+    for a, b in zip(together, apart, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optimizer.name": "lion"}, "trainer=torch has no optimizer.name=lion"),
+        ({"lora.rank": 4}, "trainer=torch has no adapters yet"),
+        ({"train.mesh": "fsdp:2"}, "trainer=torch runs on one device and train.mesh='fsdp:2'"),
+    ],
+)
+def test_what_it_lacks_is_one_line(overrides, message, tiny_model_dir):
+    with pytest.raises(UserError, match=message):
+        TorchUpdate(hf.load_config(tiny_model_dir), options(**overrides), tiny_model_dir)
+
+
+def test_the_trainer_needs_no_jax():
+    program = "import sys, rlx_torch.update; print('jax' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
