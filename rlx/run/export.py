@@ -23,8 +23,8 @@ from rlx.train import checkpoint, state_files
 from rlx.train.contract import State, Update
 from rlx.train.train_options import lora_of
 
-AHEAD = 2  # buckets of a publish on the way to the host, or there
-POLL_SECONDS = 0.1  # how often a trainer that waits for room looks whether the publish has failed
+AHEAD = 2  # buckets on the way to the host, or there
+POLL_SECONDS = 0.1  # how often one who waits for room looks whether the reader has failed
 
 
 class Export:
@@ -49,51 +49,72 @@ class Export:
         self._by_adapter = config.fleet.publish == "adapter"
         self.base = adapter.digest(model_dir) if self._lora else b""
 
-    def publish(
-        self, state: State, send: Callable[[Buckets | Adapter], Future[Any]]
-    ) -> Future[Any]:
-        """Give `send` the policy of `state` in the form that the fleet takes; return its future.
+    def publish(self, state: State, send: Callable[[Buckets | Adapter], Future]) -> Future:
+        """Give `send` the policy of `state` as the fleet takes it; see `hand_over`."""
+        if not self._lora or not self._by_adapter:
+            return hand_over(self._update.weights(state), send)
+        scale = self._lora.scale
+        return hand_over(
+            self._update.weights(state, adapters=True),
+            lambda tensors: send(Adapter(tensors, scale, self._dtype, self.base)),
+        )
 
-        Its tensors are read in another thread, bucket by bucket. This returns when the last one has
-        been asked of the trainer, whose next call may give `state` up: at once, unless there are
-        more than AHEAD. If what `send` began ends early, so does this.
+    def save(
+        self, workdir: Path, state: State, submit: Callable[..., Future]
+    ) -> Sequence[Future[None]]:
+        """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads.
+
+        Args:
+          submit: calls a function in another thread, which writes what this one hands over.
         """
-        by_adapter = bool(self._lora) and self._by_adapter
-        made = self._update.weights(state, by_adapter)
-        queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
-        room = Semaphore(AHEAD - 1)
+        model, source, template = self._update.model, self._source, self._template
 
-        def taken() -> Iterator[Mapping[str, Any]]:
-            while (bucket := queue.get()) is not None:
-                yield bucket
-                del bucket
-                room.release()
+        def write(tensors: Buckets) -> Future[None]:
+            return submit(hf.write, workdir / "hf", model, tensors, source, template)
 
-        weights = Buckets(made.tensors, taken())
-        scale = self._lora.scale if self._lora else 1.0
-        sent = send(Adapter(weights, scale, self._dtype, self.base) if by_adapter else weights)
-        try:
-            for bucket in made:
-                queue.put(bucket)
-                del bucket
-                while not room.acquire(timeout=POLL_SECONDS):
-                    if sent.done():
-                        return sent
-        finally:
-            queue.put(None)
-        return sent
+        def write_adapters(tensors: Buckets) -> Future[None]:
+            return submit(
+                peft.write, workdir / "adapter", self._lora, tensors, str(self._model_dir)
+            )
 
-    def save(self, workdir: Path, state: State) -> None:
-        """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads."""
-        model, merged = self._update.model, self._update.weights(state)
-        hf.write(workdir / "hf", model, merged, self._source, self._template)
+        written = [hand_over(self._update.weights(state), write)]
         if self._lora:
             adapters = self._update.weights(state, adapters=True)
-            peft.write(workdir / "adapter", self._lora, adapters, str(self._model_dir))
+            written.append(hand_over(adapters, write_adapters))
+        return written
 
     def require_base(self, host: Mapping[str, Any]) -> None:
         """Raise UserError when a checkpoint's adapters were trained on another model."""
         require_base(host, self.base, self._model_dir)
+
+
+def hand_over(made: Buckets, send: Callable[[Buckets], Future]) -> Future:
+    """Give `send` buckets that are made in this thread and read in another; return its future.
+
+    This returns when the last bucket has been asked of the trainer, whose next call may give up the
+    state that they are made of: at once, unless there are more than AHEAD. If what `send` began
+    ends early, so does this.
+    """
+    queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+    room = Semaphore(AHEAD - 1)
+
+    def taken() -> Iterator[Mapping[str, Any]]:
+        while (bucket := queue.get()) is not None:
+            yield bucket
+            del bucket
+            room.release()
+
+    sent = send(Buckets(made.tensors, taken()))
+    try:
+        for bucket in made:
+            queue.put(bucket)
+            del bucket
+            while not room.acquire(timeout=POLL_SECONDS):
+                if sent.done():
+                    return sent
+    finally:
+        queue.put(None)  # the reader finds that some did not come
+    return sent
 
 
 def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:

@@ -3,24 +3,29 @@
     executor thread   admit ─▶ generate (gRPC) ─▶ reward ─▶ buffer       publish ─▶ set_version
                                                      │                      ▲
     this thread       collect ◀──────────────────────┘ ─▶ update ─▶ weights ┘ ─▶ record, save
+    device                                                  computing n … n + 1 …
 
-`collect` blocks only while no batch is ready. A publish runs beside what follows it, and at most
-one is under way. A cluster runs this same file: a laptop has the same processes, only fewer.
+Nothing here waits for the device but a record, and that only when the step after it has been given
+to the device, or no batch for one is ready. A publish and a save run beside what follows them, at
+most one of each. A batch is never held: what `collect` gives is dispatched at once, so a checkpoint
+is of all batches that were taken. A cluster runs this same file: a laptop has the same processes,
+only fewer.
 
 Training on a dataset (SFT, pairs) is the same loop: the executor makes groups of rows, and versions
 are published only for evaluations; without servers there is nobody to publish to.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -46,6 +51,7 @@ from rlx.train.contract import State
 
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
+BUSY_SECONDS = 0.01  # how often it looks for a batch while the device computes
 
 
 @dataclass(frozen=True)
@@ -108,14 +114,24 @@ def run(
     return RunResult(workdir, step, complete, *records)
 
 
+class _Step(NamedTuple):
+    """A step that the device has been given, and is not recorded yet."""
+
+    step: int
+    groups: list[Group]
+    metrics: Future[Mapping[str, Any]]
+
+
 class _Loop:
     """Steps of one run: the train state, the step, and what is under way.
 
     Attributes:
-      whole: False while an update is under way, whose state cannot be saved.
-      saved: the step of the last checkpoint.
+      step: batches given to the device, as `state` has seen them.
+      whole: False while the device may have failed to make `state`, which then cannot be saved.
+      saved: the step of the last checkpoint. saving: files of one that is being written.
       solved: no prompt is left that could teach anything.
       seconds: of each phase since the last record. published: record of the last publish.
+      device: a thread that waits for one step after the other. disk: threads that write a save.
     """
 
     def __init__(self, parts: Parts, state: State, step: int):
@@ -129,9 +145,16 @@ class _Loop:
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
+        self.under_way: _Step | None = None
+        self.saving: list[Future] = []
+        self.device, self.disk = ThreadPoolExecutor(1, "device"), ThreadPoolExecutor(3, "disk")
 
     def main(self) -> tuple[int, bool]:
         """Step until the last one or a signal; return the steps done, and whether that is all."""
+        with self.device, self.disk:
+            return self._main()
+
+    def _main(self) -> tuple[int, bool]:
         self._ask_servers()
         self._measure()
         self.held_out.begin(self.step, self.executor)
@@ -143,44 +166,66 @@ class _Loop:
                     break
                 self._check_newcomers()
                 self._train(groups)
+                if self.saving and all(file.done() for file in self.saving):
+                    self._end_save_if_it_fits()
                 if self._save_due():
                     self._save_if_it_fits()
-                    with suppress(OSError, UserError):  # a page must not end a run
-                        self._show()
         except Exception:
-            if self.whole and self.step != self.saved:  # what ended the run must not cost its steps
-                self._save()
+            if self.whole:  # what ended the run must not cost its steps
+                self._end_save()
+                if self.step != self.saved:
+                    self._save()
+                    self._end_save()
             raise
         return self._finish()
 
     def _collect(self) -> list[Group] | None:
-        """Return the next batch; None if a signal came while there was none, or none will come."""
-        with self._phase("wait"):
-            while not self.parts.stop.is_set():
-                if self.publishing and self.publishing.done():
-                    self.publishing.result()  # raises what kept the weights from the fleet
-                try:
-                    groups = self.executor.collect(timeout=COLLECT_SECONDS)
-                except Exhausted as error:
-                    self.progress.message(f"the run ends well at step {self.step}: {error}")
-                    self.solved = True
-                    return None
-                if groups is not None:
-                    return groups
+        """Return the next batch; None if a signal came while there was none, or none will come.
+
+        The step under way is recorded where the device is done with it before a batch is ready.
+        """
+        try:
+            if now := self.under_way:
+                with self._phase("train", step=now.step):
+                    while not now.metrics.done() and not self.parts.stop.is_set():
+                        if groups := self._take(0.0):
+                            return groups
+                        futures.wait([now.metrics], BUSY_SECONDS)
+                self._record()
+            with self._phase("wait"):
+                while not self.parts.stop.is_set():
+                    if groups := self._take(COLLECT_SECONDS):
+                        return groups
+        except Exhausted as error:
+            self.progress.message(f"the run ends well at step {self.step}: {error}")
+            self.solved = True
         return None
 
+    def _take(self, seconds: float) -> list[Group] | None:
+        """Return the next batch, if it is ready within `seconds`."""
+        if self.publishing and self.publishing.done():
+            self.publishing.result()  # raises what kept the weights from the fleet
+        return self.executor.collect(timeout=seconds)
+
     def _train(self, groups: list[Group]) -> None:
-        """Train on one batch, publish the new weights, record the step."""
-        with self._phase("train", step=self.step + 1):
+        """Give the device one batch, record the step before, publish the new weights."""
+        with (
+            self._phase("train", step=self.step + 1),
+            self.timeline.span("trainer", "pack and dispatch", step=self.step + 1),
+        ):
             self.whole = False
-            with self.timeline.span("trainer", "pack and dispatch", step=self.step + 1):
-                self.state, metrics = self.parts.update.update(self.state, groups)
-            with self.timeline.span("trainer", "compute", step=self.step + 1):
-                self.parts.update.wait(self.state)
+            self.state, metrics = self.parts.update.update(self.state, groups)
             self.step, self.whole = self.step + 1, True
+        self._record()
+        read = self.device.submit(self._read, self.step, metrics)
+        self.under_way = _Step(self.step, groups, read)
         self._measure()
         self._publish()
-        self._record(groups, metrics)
+
+    def _read(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Wait until the device has made a step; in a thread, which does so for one at a time."""
+        with self.timeline.span("trainer", "compute", track="device", step=step):
+            return dict(metrics)
 
     def _publish(self) -> None:
         """Hand the new weights to the fleet; wait only for the publish before this one."""
@@ -219,6 +264,7 @@ class _Loop:
         """End a check under way; raise UserError when servers and trainer disagree."""
         if not self.gate or not self.gate.asked:
             return
+        self._record()
         with self._phase("gate", version=self.step):
             verdict = self.gate.verdict(
                 partial(self.parts.update.logprobs, self.state),
@@ -244,8 +290,15 @@ class _Loop:
             self.executor.set_version(version)
         self.held_out.begin(version, self.executor)
 
-    def _record(self, groups: list[Group], metrics: Mapping[str, Any]) -> None:
-        """Write and show the record of the step."""
+    def _record(self) -> None:
+        """Wait for the step under way, if there is one; write and show its record."""
+        if not self.under_way:
+            return
+        step, groups, read = self.under_way
+        with self._phase("train", step=step):
+            whole, self.whole, self.under_way = self.whole, False, None
+            metrics = read.result()
+            self.whole = whole
         now = time.monotonic()
         counters = self.executor.counters()
         generated = int(counters.pop("generated_tokens"))
@@ -253,7 +306,7 @@ class _Loop:
         if self.parts.tutor:
             busy["teacher_busy_seconds"] = self._engines("teacher", self.parts.tutor)
         record = run_records.step_record(
-            self.step,
+            step,
             metrics,
             self.seconds,
             {**counters, **self.published, **busy},
@@ -267,7 +320,7 @@ class _Loop:
         self.last_record, self.generated, self.seconds = now, generated, {}
         self.writer.write("metrics.jsonl", record)
         count = self.config.observe.transcripts_per_step
-        self.writer.write_rollouts(self.step, run_records.transcripts(self.step, groups, count))
+        self.writer.write_rollouts(step, run_records.transcripts(step, groups, count))
         self.progress.update(record)
         for span in self.parts.inputs.reward_pool.drain_spans():
             self.timeline.add("rewards", "worker", "reward", span.start_ns, span.end_ns)
@@ -288,6 +341,7 @@ class _Loop:
     def _measure(self) -> None:
         """Compute the held-out loss of this step, if it is due and there is one."""
         if self.parts.inputs.held_out and self.held_out.due(self.step):
+            self._record()
             with self._phase("eval", step=self.step):
                 self.held_out.measure(
                     self.step, lambda groups: self.parts.update.evaluate(self.state, groups)
@@ -312,21 +366,34 @@ class _Loop:
         return due or (c.every_seconds > 0 and seconds > c.every_seconds)
 
     def _save_if_it_fits(self) -> None:
-        """Save a checkpoint; where the disk is too full, say so and go on training."""
+        """Begin to save; where the disk is too full, say so and go on training."""
         try:
             self._save()
-            text = disk_warning(self.config, self.parts.workdir, self.parts.inputs)
         except DiskFull as error:
-            text, self.last_save = (
-                f"{error}; training goes on until the next is due",
-                time.monotonic(),
-            )
-        if text:
-            self.progress.message(text)
+            self._say_full(error)
+
+    def _end_save_if_it_fits(self) -> None:
+        """Wait for the save under way, if there is one; then the run can be looked at."""
+        if not self.saving:
+            return
+        try:
+            self._end_save()
+            if text := disk_warning(self.config, self.parts.workdir, self.parts.inputs):
+                self.progress.message(text)
+        except DiskFull as error:
+            self._say_full(error)
+        with suppress(OSError, UserError):  # a page must not end a run
+            self._show()
+
+    def _say_full(self, error: DiskFull) -> None:
+        self.progress.message(f"{error}; training goes on until the next is due")
 
     def _save(self) -> None:
-        """Save a checkpoint of everything, and export the HF directory."""
+        """Begin to save a checkpoint of everything, and to export the HF directory."""
+        self._record()
+        self._end_save_if_it_fits()
         with self._phase("checkpoint", step=self.step):
+            self.last_save = time.monotonic()
             host, groups = self.executor.state()
             finish = checkpoint.begin(
                 self.parts.workdir / "checkpoints",
@@ -345,11 +412,23 @@ class _Loop:
                 keep=self.config.checkpoint.keep,
                 beside=memory.exported(sizes_of(self.config, self.parts.inputs.model_config)),
             )
-            directory = finish()
-            self.parts.export.save(self.parts.workdir, self.state)
-        self.parts.hooks.tell("on_checkpoint", self.step, directory)
-        self.saved = self.step
-        self.last_save = time.monotonic()
+            self.saving += [self.disk.submit(self._write, finish)]
+            self.saving += self.parts.export.save(self.parts.workdir, self.state, self.disk.submit)
+
+    def _write(self, finish: Callable[[], Path]) -> Path:
+        """Write a checkpoint, in a thread; return its directory."""
+        with self.timeline.span("trainer", "save", track="disk"):
+            return finish()
+
+    def _end_save(self) -> None:
+        """Wait for the save under way, if there is one, and tell of it."""
+        if not self.saving:
+            return
+        files, self.saving = self.saving, []
+        with self._phase("checkpoint"):
+            directory, *_ = [file.result() for file in files]
+        self.saved = checkpoint.step_of(directory)
+        self.parts.hooks.tell("on_checkpoint", self.saved, directory)
 
     def _show(self) -> Path | None:
         """Write the timeline and the report of what there is; return the report's path."""
@@ -360,6 +439,7 @@ class _Loop:
         """Save, score the final weights if the run is complete, and write the report."""
         self.executor.stop_admitting()
         self._save()
+        self._end_save()
         complete = self.solved or self.step >= self.config.total_steps
         if complete:
             self.held_out.add(self.step)

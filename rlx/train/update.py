@@ -32,7 +32,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets
 from rlx.train import objective, packing, state_files, step_metrics, steps
-from rlx.train.optimizer import make_schedule
+from rlx.train.optimizer_options import rate_at
 from rlx.train.step_metrics import Metrics
 from rlx.train.steps import Critic, Steps, TrainState
 from rlx.train.train_options import TrainOptions
@@ -76,7 +76,7 @@ class JaxUpdate:
         self._layout = self._laid_out()
         self._steps = s = Steps(model_config, options, self._layout)
         self.model = s.model
-        self._schedule = make_schedule(options.optimizer, options.policy_updates)
+        self._rate_at = partial(rate_at, options.optimizer, options.policy_updates, lib=np)
         how = attention_kind(options.compute_dtype, model_config.head_dim)
         self._sizes_segments = how == "packed" and self._layout.context == 1
         self._attention_cost = 0.0  # of what looks at each segment alone
@@ -388,7 +388,7 @@ class JaxUpdate:
             made, divided, whole = jax.device_get((results, denominators, sums))
             count = flat.num_sequences
             return {
-                **step_metrics.device_metrics(made, divided, whole, count, self._schedule),
+                **step_metrics.device_metrics(made, divided, whole, count, self._rate_at),
                 **known,
                 **step_metrics.staleness(versions, int(whole["version"])),
             }

@@ -1,7 +1,10 @@
 """SFT, reward models and DPO through the whole loop, on a tiny model and six rows."""
 
+import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,8 @@ from rlx.config import check, default
 from rlx.model import decoder, hf
 from rlx.run import export, inputs
 from rlx.train import checkpoint
+from rlx.train.step_metrics import Metrics
+from rlx.train.update import JaxUpdate
 
 ROWS = [
     {"question": f"{i} + {i} =", "answer": str(2 * i), "completion": f"it is {2 * i}",
@@ -60,6 +65,76 @@ def records(path: Path) -> list[dict]:
 
 def weights(workdir: Path) -> bytes:
     return (workdir / "hf" / hf.WEIGHTS).read_bytes()
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """later(n): an event that is set when the trainer is given its n-th batch, counted from 1."""
+    begun = [Event() for _ in range(9)]
+    given = itertools.count(1)
+    update = JaxUpdate.update
+
+    def counted(self, state, groups):
+        begun[next(given)].set()
+        return update(self, state, groups)
+
+    monkeypatch.setattr(JaxUpdate, "update", counted)
+    return lambda step: begun[step]
+
+
+def test_a_step_is_read_when_the_next_one_has_been_given_to_the_device(
+    config, later, monkeypatch, tmp_path
+):
+    c = config("sft", steps=4)
+    c.eval.every_steps = c.checkpoint.first_step = 0
+    wanted = run(c, tmp_path / "as it is")
+    number, update = itertools.count(1), JaxUpdate.update
+
+    def slow(self, state, groups):
+        step = next(number)
+        state, metrics = update(self, state, groups)
+
+        def compute():
+            assert step == 4 or later(4 + step + 1).wait(100), "the loop waited for the device"
+            return dict(metrics)
+
+        return state, Metrics(compute)
+
+    monkeypatch.setattr(JaxUpdate, "update", slow)
+    got = run(c, tmp_path / "slow")
+    told = (
+        "step",
+        "epoch",
+        "sft_loss",
+        "grad_norm",
+        "n_valid_tokens",
+        "learning_rate",
+        "row_length",
+    )
+    assert [[r[name] for name in told] for r in got] == [[r[name] for name in told] for r in wanted]
+    assert weights(tmp_path / "slow") == weights(tmp_path / "as it is")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(config, later, monkeypatch, tmp_path):
+    c = config("sft", steps=3)
+    c.checkpoint.first_step, c.checkpoint.every_steps, c.checkpoint.keep = 0, 1, 9
+    number, save = itertools.count(1), JaxUpdate.save
+    thread = ThreadPoolExecutor(1)
+
+    def slow(self, path, state):
+        step, written = next(number), save(self, path, state)
+
+        def finish():
+            assert step == 3 or later(step + 1).wait(100), "training waited for the disk"
+            written.result()
+
+        return thread.submit(finish)
+
+    monkeypatch.setattr(JaxUpdate, "save", slow)
+    with thread:
+        run(c, tmp_path / "run")
+    found = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")
+    assert [checkpoint.read_host(path)["step"] for path in found] == [1, 2, 3]
 
 
 def test_sft_without_servers_stopped_and_resumed_is_the_run_that_was_not(config, tmp_path, capsys):

@@ -96,7 +96,9 @@ class Attempt:
     def evaluating(self) -> bool:
         steps = [record["step"] for record in records(self.workdir / "metrics.jsonl")]
         done = [record["step"] for record in records(self.workdir / "eval.jsonl")]
-        return self.stepping() >= 0 and steps[-1] % EVAL_EVERY == 0 and steps[-1] not in done
+        if self.stepping() < 0 or not steps:  # begun anew, it has forgotten them
+            return False
+        return steps[-1] % EVAL_EVERY == 0 and steps[-1] not in done
 
 
 def before_checkpoint(attempt: Attempt) -> bool:
