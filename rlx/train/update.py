@@ -121,7 +121,8 @@ class JaxUpdate:
         self._prepare = jax.jit(objective.prepare, static_argnums=(4, 5))
         self._gather, self._waits = jax.jit(objective.gather), jax.jit(s.waits)
         self._end_batch = jax.jit(s.end_batch, donate_argnums=0, out_shardings=places)
-        self._scatter = jax.jit(steps.scatter, donate_argnums=0)
+        # Every host has all scores: it may have to read them.
+        self._scatter = jax.jit(steps.scatter, donate_argnums=0, out_shardings=everywhere)
 
     # Where arrays live. Without a mesh everything is on the default device.
 
