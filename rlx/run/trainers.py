@@ -62,7 +62,13 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     Raises:
       UserError: some do not come, or have another config or code; before anything is compiled.
     """
-    hosts = join(Cluster.of(os.environ, **config.cluster), _identity(config))
+    cluster = Cluster.of(os.environ, **config.cluster)
+    if cluster.count > 1 and config.trainer != "jax":
+        raise UserError(
+            f"trainer={config.trainer} runs in one process and this is {cluster}; set "
+            "cluster.processes=1, or trainer=jax"
+        )
+    hosts = join(cluster, _identity(config))
     hosts.on_stop = stop.set
     try:
         if hosts.count > 1:
