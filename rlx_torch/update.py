@@ -129,11 +129,6 @@ class TorchUpdate:
         policy = _learned(model, o.optimizer, o.policy_updates)
         return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, judge)
 
-    def wait(self, state: TorchState) -> None:
-        """Return once `state` has been computed."""
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-
     def save(self, path: Path, state: TorchState) -> Future[None]:
         """Begin to write the state to `path`, by torch's distributed checkpoints, from a copy."""
         tree = {key: _copied(part) for key, part in state.tree().items()}

@@ -86,9 +86,6 @@ class _Conducted:
         self._state = made[0]
         return made
 
-    def wait(self, state: State) -> None:
-        self._update.wait(state)
-
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
         evaluate = self._update.evaluate
         return self._of(state, "evaluate", lambda: evaluate(state, groups), groups=groups)

@@ -43,11 +43,9 @@ class Update(Protocol):
     def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
         """Begin to train on a batch; return the new state, and metrics that wait when read.
 
-        `state` is given up: whoever needs its parameters must have read them.
+        `state` is given up: whoever needs its parameters must have read them. Metrics may be read
+        in any thread, also after the new state has been given up; nothing else waits for it.
         """
-
-    def wait(self, state: State) -> None:
-        """Return once `state` has been computed."""
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
         """Return the metrics of the loss on groups that are not trained on; waits for them."""

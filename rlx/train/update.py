@@ -268,10 +268,6 @@ class JaxUpdate:
 
     # The state as a whole.
 
-    def wait(self, state: TrainState) -> None:
-        """Return once the update that makes `state` is done."""
-        jax.block_until_ready(state.step)
-
     def restore(self, path: Path) -> TrainState:
         """Return the state of a checkpoint; UserError where it is of another model."""
         return state_files.read(path, self.abstract_state)

@@ -61,9 +61,6 @@ class Recording:
         self._note("update", state.step, archive.dumps(groups))
         return SimpleNamespace(step=state.step + 1), {"loss": 0.5}
 
-    def wait(self, state):
-        pass
-
     def evaluate(self, state, groups):
         self._note("evaluate", state.step, archive.dumps(groups))
         return {"loss": 1.0}
@@ -132,7 +129,7 @@ class Pair:
 
 _calls = st.lists(
     st.tuples(
-        st.sampled_from(["update", "evaluate", "logprobs", "weights", "save", "restore", "wait"]),
+        st.sampled_from(["update", "evaluate", "logprobs", "weights", "save", "restore"]),
         st.integers(0, 9),
     ),
     max_size=12,
@@ -159,10 +156,8 @@ def test_calls_in_any_order_are_repeated_with_equal_arrays(calls):
                 np.testing.assert_array_equal(next(buckets)[f"{index}"], np.full(2, index))
         elif name == "save":
             update.save(Path(f"step_{seed}"), state).result()
-        elif name == "restore":
-            state = update.restore(Path(f"step_{seed}"))
         else:
-            update.wait(state)
+            state = update.restore(Path(f"step_{seed}"))
     pair.stop()
     pair.close()
     assert pair.log == pair.lead_log
