@@ -11,8 +11,10 @@ A causal mask gives late tokens more keys than early ones. So a row is cut in 2N
 devices, and device i has block i and block 2N − 1 − i (`Layout.balanced`): 2N + 1 blocks of keys
 for every device's two of queries. Scores are made a tile at a time, with a running softmax over a
 query tile's keys (arXiv 2112.05682), and again in the backward pass: nothing of size T² is kept,
-and of what is gathered nothing either. Tiles are XLA's products on GPUs as well: cuDNN's packed
-kernel knows no queries that begin in the midst of their keys.
+and of what is gathered nothing either.
+
+Tiles are XLA's products on GPUs as well: cuDNN's packed kernel knows no queries that begin in the
+midst of their keys.
 """
 
 from functools import partial
@@ -51,16 +53,24 @@ def context_attention(q: Array, k: Array, v: Array, segment_ids: Array, layout: 
             first = lax.axis_index("tensor") * q.shape[2]
             read = (first + jnp.arange(q.shape[2])) // groups
             k, v = jnp.take(k, read, axis=2), jnp.take(v, read, axis=2)
-        batch, length, _, width = q.shape
-        q = (q * width**-0.5).reshape(batch, length, k.shape[2], -1, width)
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        mixed = _mix(q.transpose(0, 2, 3, 1, 4), k, v, segment_ids, layout.context)
-        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
+        return on_one_device(q, k, v, segment_ids, layout.context)
 
     return jax.shard_map(
         local, mesh=layout.mesh, in_specs=(of_q, of_kv, of_kv, PartitionSpec(ROWS)),
         out_specs=of_q, check_vma=False,
     )(q, k, v, segment_ids)  # fmt: skip
+
+
+def on_one_device(q: Array, k: Array, v: Array, segment_ids: Array, devices: int) -> Array:
+    """Return what this device's queries [B, T/N, heads, H] find, among N `devices` of the axis.
+
+    k and v are [B, T/N, key heads, H]; segment_ids [B, T], in the order of `Layout.balanced`.
+    """
+    batch, length, heads, width = q.shape
+    q = (q * width**-0.5).reshape(batch, length, k.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    mixed = _mix(q, k, v, segment_ids, devices)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
