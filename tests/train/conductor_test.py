@@ -175,13 +175,17 @@ def test_a_state_that_the_others_have_no_more_is_refused():
 
 
 def test_what_fails_alike_on_all_ends_none_of_them(monkeypatch):
-    monkeypatch.setattr(hosts, "_ALIKE_SECONDS", 0.0)
+    monkeypatch.setattr(hosts, "_ALIKE_SECONDS", 2.0)
     fails = {"update": ValueError("no turns")}
     pair = Pair(fails, fails)
     state = pair.update.init()
     with pytest.raises(ValueError, match="no turns"):
         pair.update.update(state, groups(0))
     pair.update.save(Path("x"), state)  # which waits until the other has come so far
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert pair.ended.empty()
     pair.stop()
     pair.close()
     assert pair.log == pair.lead_log
