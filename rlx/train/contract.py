@@ -68,7 +68,7 @@ class Update(Protocol):
         """
 
     def save(self, path: Path, state: State) -> Future[None]:
-        """Begin to write the state to `path`, which does not exist yet; it may be given up then.
+        """Begin to write the state below `path`, a directory that all see; it may be given up then.
 
         Returns:
           what ends when all hosts have written theirs, or raises what kept one from that. It may be
