@@ -244,10 +244,7 @@ def _on_devices(
     devices: list[jax.Device],
     bucket: int,
 ) -> list[jax.Array]:
-    """Return one and the same slice on each device, read in parts of at most `bucket` bytes.
-
-    Its first axis is what is cut; one entry of it is the least that is read.
-    """
+    """Return a slice on each device, read in parts of its first axis, at most `bucket` bytes."""
     (start, stop), *rest = bounds
     inner = tuple(slice(*each) for each in rest)
     some = math.prod(stop - start for start, stop in rest) * _WIDEST
@@ -268,7 +265,6 @@ def _on_devices(
 
 @partial(jax.jit, donate_argnums=0)
 def _fill(whole: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    """Return `whole` with `part` from entry `start` of the first axis on."""
     return jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
 
 

@@ -60,12 +60,13 @@ class Export:
         )
 
     def save(
-        self, workdir: Path, state: State, submit: Callable[..., Future]
+        self, workdir: Path, state: State, submit: Callable[..., Future], saved: Future[Any]
     ) -> Sequence[Future[None]]:
         """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads.
 
         Args:
           submit: calls a function in another thread, which writes what this one hands over.
+          saved: the checkpoint that they belong to; they take their places when it is there.
         """
         model, source, template = self._update.model, self._source, self._template
 
@@ -77,10 +78,10 @@ class Export:
                 peft.write, workdir / "adapter", self._lora, tensors, str(self._model_dir)
             )
 
-        written = [hand_over(self._update.weights(state), write)]
+        written = [hand_over(self._update.weights(state), write, saved.result)]
         if self._lora:
             adapters = self._update.weights(state, adapters=True)
-            written.append(hand_over(adapters, write_adapters))
+            written.append(hand_over(adapters, write_adapters, saved.result))
         return written
 
     def require_base(self, host: Mapping[str, Any]) -> None:
@@ -88,12 +89,14 @@ class Export:
         require_base(host, self.base, self._model_dir)
 
 
-def hand_over(made: Buckets, send: Callable[[Buckets], Future]) -> Future:
+def hand_over(
+    made: Buckets, send: Callable[[Buckets], Future], last: Callable[[], Any] = lambda: None
+) -> Future:
     """Give `send` buckets that are made in this thread and read in another; return its future.
 
     This returns when the last bucket has been asked of the trainer, whose next call may give up the
     state that they are made of: at once, unless there are more than AHEAD. If what `send` began
-    ends early, so does this.
+    ends early, so does this. `last` is called in the other thread when it has read them.
     """
     queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
     room = Semaphore(AHEAD - 1)
@@ -103,6 +106,7 @@ def hand_over(made: Buckets, send: Callable[[Buckets], Future]) -> Future:
             yield bucket
             del bucket
             room.release()
+        last()
 
     sent = send(Buckets(made.tensors, taken()))
     try:
@@ -159,13 +163,13 @@ def checkpoint_to_hf(
     if lora and directory:
         require_base(host, adapter.digest(directory), directory)
         part = {"params": lora_lib.shapes(config, lora)}
-        adapters = state_files.read_part(path, part)["params"]
+        adapters = state_files.read(path, part, whole=False)["params"]
         params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
     elif peft_target:
         raise UserError(f"{path} is of no LoRA run and has no adapters; drop --adapter")
     else:
         part = {"params": parameters.shapes(config, state_files.dtype_of(path, "params.embed"))}
-        params = state_files.read_part(path, part)["params"]
+        params = state_files.read(path, part, whole=False)["params"]
     hf.save(target, config, params, dtype or None, source=directory)
     if not lora or not peft_target:
         return f"{path} -> {target} (HF)"

@@ -360,7 +360,7 @@ class _Loop:
 
     def _save_due(self) -> bool:
         c = self.config.checkpoint
-        seconds = time.monotonic() - self.last_save
+        seconds = 0.0 if self.saving else time.monotonic() - self.last_save
         first = self.step == c.first_step < self.config.total_steps
         due = first or self._due(c.every_steps)
         return due or (c.every_seconds > 0 and seconds > c.every_seconds)
@@ -413,7 +413,8 @@ class _Loop:
                 beside=memory.exported(sizes_of(self.config, self.parts.inputs.model_config)),
             )
             self.saving += [self.disk.submit(self._write, finish)]
-            self.saving += self.parts.export.save(self.parts.workdir, self.state, self.disk.submit)
+            workdir, (saved,) = self.parts.workdir, self.saving
+            self.saving += self.parts.export.save(workdir, self.state, self.disk.submit, saved)
 
     def _write(self, finish: Callable[[], Path]) -> Path:
         """Write a checkpoint, in a thread; return its directory."""

@@ -11,15 +11,13 @@ bytes are on disk. A process killed while it writes leaves the older checkpoints
 temporary directory that the next save removes.
 """
 
-import errno
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -32,12 +30,12 @@ from rlx.base import DiskFull, Group, UserError
 from rlx.model.atomic_directory import exchange
 from rlx.train import state_files
 from rlx.train.archive import read_groups, write_groups
+from rlx.train.state_files import flush, is_full
 
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY = ".writing-"
 _REPLACED = f"{_TEMPORARY}replaced-"
 _SPACE_MARGIN = 1 << 20  # bytes left for metadata and the host's files, beside the state
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Restored(NamedTuple):
@@ -78,9 +76,8 @@ def begin(
       beside: bytes that must be free as well, for what is written after it.
 
     Returns:
-      What does the rest, in any thread, before anything else is saved there: it returns the
-      checkpoint's directory when it is whole and the oldest beyond `keep` are removed. It raises
-      DiskFull too.
+      What does the rest, in any thread, before anything else is saved there, and returns the
+      checkpoint's directory when it is whole. It raises DiskFull too.
 
     Raises:
       DiskFull: there is no space for it. Nothing is left behind; older checkpoints stay.
@@ -92,18 +89,18 @@ def begin(
         raise _no_space(directory, needed)
     temporary = directory / f"{_TEMPORARY}{step:08d}"
     final = directory / f"step_{step:08d}"
-    text, groups = json.dumps(host, ensure_ascii=False, indent=1), list(groups)
+    groups = list(groups)
     with _whole_or_nothing(temporary, size):
         temporary.mkdir()
+        (temporary / "host.json").write_text(json.dumps(host, ensure_ascii=False, indent=1))
         state = begin_state(temporary)
 
     def finish() -> Path:
         with _whole_or_nothing(temporary, size):
             state.result()
-            (temporary / "host.json").write_text(text)
             write_groups(temporary / "groups", groups)
             (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
-            _flush([*temporary.rglob("*"), temporary])
+            flush([*temporary.rglob("*"), temporary])
             _rename(temporary, final)
         written = [path for path in checkpoints(directory) if step_of(path) <= step]
         for old in written[: -max(keep, 1)]:  # a later one is damaged, or was not continued
@@ -120,7 +117,7 @@ def _whole_or_nothing(temporary: Path, size: int) -> Iterator[None]:
         yield
     except Exception as error:
         _remove_failed(temporary)
-        if _is_no_space(error):
+        if is_full(error):
             raise _no_space(temporary.parent, size) from error
         raise
 
@@ -250,17 +247,7 @@ def _rename(temporary: Path, final: Path) -> None:
         shutil.rmtree(replaced)
     else:
         temporary.rename(final)
-    _flush([final.parent])
-
-
-def _flush(paths: Iterable[Path]) -> None:
-    """Put files and directories on disk, so that no rename comes before them."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    flush([final.parent])
 
 
 def _remove_temporary(directory: Path) -> None:
@@ -292,11 +279,3 @@ def _no_space(directory: Path, needed: int) -> DiskFull:
         f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free; free some, or point --workdir "
         "at another disk"
     )
-
-
-def _is_no_space(error: BaseException) -> bool:
-    """Return whether a write failed for lack of space; tensorstore has it only in its message."""
-    if isinstance(error, OSError) and error.errno in _NO_SPACE:
-        return True
-    codes = re.findall(r"os_error_code='(\d+)'", str(error))
-    return any(int(code) in _NO_SPACE for code in codes)

@@ -70,7 +70,5 @@ class Update(Protocol):
     def save(self, path: Path, state: State) -> Future[None]:
         """Begin to write the state below `path`, a directory that all see; it may be given up then.
 
-        Returns:
-          what ends when all hosts have written theirs, or raises what kept one from that. It may be
-          waited for in any thread, while other calls are made.
+        What is returned ends when all hosts have written theirs; any thread may wait for it.
         """

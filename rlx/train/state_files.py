@@ -1,48 +1,66 @@
 """The train state in a checkpoint, by orbax: every host writes and reads its own shards.
 
     CHECKPOINT/state/ocdbt.process_I/       the shards of host I, as they are: numbers hardly shrink
+    CHECKPOINT/state/host_I.{written,failed}    how that went, on hosts 1, 2, …; empty: no space
     CHECKPOINT/state/{manifest.ocdbt, …}    what there is and where, by host 0 when all have written
 
 A state may be restored to other shardings than it was saved with, on fewer or more hosts.
 """
 
 import asyncio
+import errno
+import logging
 import math
-from collections.abc import Iterator
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from rlx.base import UserError
+from rlx.model.tensors import BUCKET
 
-BUCKET = 1 << 30  # bytes that are read at a time
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CODE = re.compile(r"os_error_code='(\d+)'")  # tensorstore has it only in its message
+POLL_SECONDS = 0.05  # how often host 0 looks whether the others have written
 
 
 def begin(path: Path, state: Any) -> Future[None]:
-    """Begin to write a pytree of arrays into a checkpoint's directory.
+    """Begin to write a pytree of arrays, which may be given up then, into a checkpoint's directory.
 
-    What they hold now is written: they may be given up when this returns.
+    What is returned ends when this host has written its shards, and on host 0 all have.
 
-    Returns:
-      what ends when all is there, or raises what kept it from that; to be asked in any thread.
+    Raises:
+      UserError: this host does not see the directory that host 0 has made.
     """
     import orbax.checkpoint as ocp  # takes a second
-    from etils import epath
 
-    place, leaves = _place(path), _named_leaves(state)
-    place.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("absl").addFilter(_shows_no_stack)  # what orbax raises is told in a line
+    place = _place(path)
+    if not place.parent.is_dir():
+        raise UserError(
+            f"{path} is not there on host {jax.process_index()}, but on host 0; give a --workdir "
+            "on storage that all hosts share"
+        )
+    place.mkdir(exist_ok=True)
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    arguments = ocp.args.PyTreeSave(leaves)
+    arguments = ocp.args.PyTreeSave(_named_leaves(state))
     with ThreadPoolExecutor(1) as fresh:  # the caller's thread may run an event loop
-        parts = fresh.submit(asyncio.run, handler.async_save(epath.Path(place), args=arguments))
-        writing = parts.result() or []
+        parts = fresh.submit(asyncio.run, handler.async_save(place, args=arguments)).result() or []
 
     def finish() -> None:
-        for part in writing:
-            part.result()
-        handler.finalize(epath.Path(place))
+        with _word_for_host_0(Path(place)) if jax.process_index() else nullcontext():
+            for part in parts:
+                part.result()
+        if not jax.process_index():
+            _wait_for_others(Path(place))
+            handler.finalize(place)
 
     thread = ThreadPoolExecutor(1, "checkpoint")
     done = thread.submit(finish)
@@ -50,26 +68,78 @@ def begin(path: Path, state: Any) -> Future[None]:
     return done
 
 
-def read(path: Path, abstract: Any) -> Any:
-    """Read the state of a checkpoint.
+def _shows_no_stack(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+@contextmanager
+def _word_for_host_0(place: Path) -> Iterator[None]:
+    """Leave word of how it went to write this host's shards."""
+    index = jax.process_index()
+    note = place / f".host_{index}"
+    try:
+        yield
+        flush(place.glob(f"*process_{index}/**/*"))
+        note.with_name(f"host_{index}.written").touch()
+    except Exception as error:
+        note.write_text("" if is_full(error) else f"{type(error).__name__}: {error}")
+        note.rename(place / f"host_{index}.failed")
+        raise
+
+
+def _wait_for_others(place: Path) -> None:
+    """Return when all other hosts have written; raise OSError when one could not."""
+    for index in range(1, jax.process_count()):
+        written, failed = (place / f"host_{index}.{how}" for how in ("written", "failed"))
+        while not written.exists():
+            if failed.exists():
+                text = f"host {index} could not write its shards: {failed.read_text()}"
+                raise OSError(0 if failed.read_text() else errno.ENOSPC, text)
+            time.sleep(POLL_SECONDS)
+        written.unlink()
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether a write failed for lack of space."""
+    codes = [getattr(error, "errno", None), *map(int, _CODE.findall(str(error)))]
+    return any(code in _FULL for code in codes)
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """Put files and directories on disk, so that no rename comes before them."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read(path: Path, abstract: Any, whole: bool = True) -> Any:
+    """Read the state of a checkpoint, to where `abstract` has it.
 
     Args:
-      abstract: pytree of arrays or `jax.ShapeDtypeStruct` (with a sharding where the restored array
-        should have one) of the state's structure.
+      abstract: pytree of arrays or `jax.ShapeDtypeStruct`, with shardings or for one device.
+      whole: it is all of the state; else there may be more, which is not read.
 
     Raises:
-      UserError: its state has other parameters or shapes than `abstract`.
+      UserError: the state has other parameters or shapes than `abstract`.
     """
-    return _read(path, abstract, whole=True)
+    import orbax.checkpoint as ocp
 
-
-def read_part(path: Path, abstract: Any) -> Any:
-    """Read some of a checkpoint's state, say `{"params": shapes}`, and nothing else of it.
-
-    Raises:
-      UserError: the state has no such leaf, or one of another shape.
-    """
-    return _read(path, abstract, whole=False)
+    wanted, stored, reader = _named_leaves(abstract), _stored(path), ocp.PyTreeCheckpointHandler()
+    if not whole:
+        stored = {name: stored[name] for name in wanted if name in stored}
+    _require_same(path, stored, wanted)
+    leaves: dict[str, Any] = {}
+    for part in _buckets(wanted):
+        places = {
+            name: ocp.ArrayRestoreArgs(sharding=_sharding(leaf), dtype=leaf.dtype)
+            for name, leaf in part.items()
+        }
+        arguments = ocp.args.PyTreeRestore(item=part, restore_args=places, partial_restore=True)
+        leaves |= jax.block_until_ready(reader.restore(_place(path), args=arguments))
+    return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
 
 
 def dtype_of(path: Path, name: str) -> Any:
@@ -78,7 +148,7 @@ def dtype_of(path: Path, name: str) -> Any:
     Raises:
       UserError: the state has no such leaf.
     """
-    stored = _stored(_reader(), path)
+    stored = _stored(path)
     if name not in stored:
         raise UserError(f"checkpoint {path} has no {name}; it is not one of a train state")
     return stored[name].dtype
@@ -90,61 +160,30 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _reader() -> Any:
-    import orbax.checkpoint as ocp
+def _place(path: Path) -> Any:
+    from etils import epath  # what orbax takes
 
-    return ocp.PyTreeCheckpointHandler()
-
-
-def _place(path: Path) -> Path:
-    return Path(path).absolute() / "state"
+    return epath.Path(Path(path).absolute() / "state")
 
 
-def _stored(reader: Any, path: Path) -> dict[str, Any]:
+def _stored(path: Path) -> dict[str, Any]:
     """Return shape and dtype of each leaf that a checkpoint's state has, by name."""
-    from etils import epath
-
-    return reader.metadata(epath.Path(_place(path))).tree
-
-
-def _read(path: Path, abstract: Any, *, whole: bool) -> Any:
-    """Read the leaves of `abstract` to where it has them; `whole`: there must be no others."""
     import orbax.checkpoint as ocp
-    from etils import epath
 
-    wanted, reader = _named_leaves(abstract), _reader()
-    stored = _stored(reader, path)
-    if not whole:
-        stored = {name: stored[name] for name in wanted if name in stored}
-    _require_same(path, stored, wanted)
-    leaves: dict[str, Any] = {}
-    for names in _buckets(wanted):
-        part = {name: wanted[name] for name in names}
-        places = {
-            name: ocp.ArrayRestoreArgs(sharding=_sharding(leaf), dtype=leaf.dtype)
-            for name, leaf in part.items()
-        }
-        arguments = ocp.args.PyTreeRestore(item=part, restore_args=places, partial_restore=True)
-        leaves |= reader.restore(epath.Path(_place(path)), args=arguments)
-        jax.block_until_ready(leaves)
-    structure = jax.tree_util.tree_structure(abstract)
-    return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in wanted])
+    return ocp.PyTreeCheckpointHandler().metadata(_place(path)).tree
 
 
-def _buckets(wanted: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield the names of leaves of which this host reads at most BUCKET bytes together, or one."""
-    names: list[str] = []
-    total = 0
-    for name, leaf in wanted.items():
+def _buckets(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the leaves together of which this host reads at most BUCKET bytes and a leaf."""
+
+    def size(leaf: Any) -> int:
         sharding = _sharding(leaf)
         shard = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        size = shard * len(sharding.addressable_devices)
-        if names and total + size > BUCKET:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += size
-    yield names
+        return shard * len(sharding.addressable_devices)
+
+    ends = accumulate(size(leaf) for leaf in wanted.values())
+    for _, pairs in groupby(zip(wanted, ends, strict=True), lambda pair: pair[1] // BUCKET):
+        yield {name: wanted[name] for name, _ in pairs}
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:

@@ -195,18 +195,13 @@ class JaxUpdate:
         home = SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda _: home, parameters.shapes(model))
 
-    def _load(self) -> Params:
-        """Return the source's weights, of which each device reads its own slices."""
-        assert self._source is not None, "params or a source of them"
+    def _load(self, given: Params | None = None) -> Params:
+        """Return the source's weights, each device's slices read by itself, or a copy of others."""
         places, dtype = self._places(self._base), jnp.dtype(self._options.dtype)
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self._source(places))
-        return jax.device_put(params, places)
-
-    def _copied(self, params: Params) -> Params:
-        """Return a copy of params where they belong, in the dtype of `model.dtype`."""
-        dtype = jnp.dtype(self._options.dtype)
-        params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
-        return jax.device_put(params, self._places(self._base))
+        params = given or (self._source and self._source(places))
+        assert params, "params or a source of them"
+        copied = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=bool(given)), params)
+        return jax.device_put(copied, places)
 
     def _put(self, arrays: Any, spec: PartitionSpec) -> Any:
         if self._mesh is None:
@@ -222,13 +217,10 @@ class JaxUpdate:
     # The parameters.
 
     def init(self, params: Params | None = None) -> TrainState:
-        """Return the state before the first update, with a copy of params on the mesh.
+        """Return the state before the first update, with a copy of params, or those of `source`.
 
         A critic begins as a copy of them, a reward model is one, both with a value head of zeros.
         With LoRA the state begins with adapters that add nothing, and params are not looked at.
-
-        Args:
-          params: in place of those of `source`.
         """
         model, critic = self._base, None
         if self.lora:
@@ -238,7 +230,7 @@ class JaxUpdate:
                 places = sharding.named_shardings(model, self._mesh, rows)
             make = jax.jit(partial(lora_lib.init, model, self.lora), out_shardings=places)
             return self._init(make(jax.random.key(self._options.seed)), None)
-        params = self._load() if params is None else self._copied(params)
+        params = self._load(params)
         if self._algorithm.critic:
             critic = self._valued(jax.tree.map(jnp.copy, params))
         if self.model.value_head and not model.value_head:
@@ -246,13 +238,8 @@ class JaxUpdate:
         return self._init(params, critic)
 
     def _valued(self, params: Params) -> Params:
-        """Return the policy's decoder with a value head of zeros, where it belongs."""
         valued, model = parameters.with_value_head(params, self._base)
         return jax.device_put(valued, self._places(model))
-
-    def whole(self, params: Params) -> Params:
-        """Return the parameters that the decoder computes the policy of `state.params` with."""
-        return self._steps.whole(params, self._frozen)
 
     def weights(self, state: TrainState, adapters: bool = False) -> Buckets:
         """Return the policy's tensors, as the device computes them; see the contract."""
