@@ -217,6 +217,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     _at_least(config, "teacher.num_servers", 1)
     _at_least(config, "reward.model.num_servers", 1)
     _choice(config, "trainer", ("jax", "torch"))
+    if config.trainer == "torch":
+        _require_of_torch(config)
     _choice(config, "model.remat", ("none", "dots", "attention", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
     _choice(config, "data.overlong", ("error", "skip"))
@@ -364,6 +366,19 @@ def _get(config: ConfigDict, key: str):
     for part in key.split("."):
         config = config[part]
     return config
+
+
+def _require_of_torch(config: ConfigDict) -> None:
+    """Raise UserError for settings that trainer=torch does not have yet."""
+    known = {"lora.rank": (0,), "train.mesh": ("",), "optimizer.name": ("adamw", "sgd"),
+             "model.dtype": ("float32",)}  # fmt: skip
+    for key, values in known.items():
+        section, _, name = key.partition(".")
+        if (given := config[section][name]) not in values:
+            raise UserError(
+                f"trainer=torch does not take {key}={given!r}; set it to "
+                f"{' or '.join(map(repr, values))}, or trainer=jax"
+            )
 
 
 def _choice(config: ConfigDict, key: str, choices: tuple[str, ...]) -> None:

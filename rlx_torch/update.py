@@ -83,13 +83,9 @@ class TorchUpdate:
       model_config: of the model in `model_dir`, for the run's records.
       options: of the run.
       model_dir: HF directory of the weights that the run begins with.
-
-    Raises:
-      UserError: settings that this trainer does not have.
     """
 
     def __init__(self, model_config: ModelConfig, options: TrainOptions, model_dir: Path):
-        _require_known(options)
         self._options, self._algorithm, self._directory = options, options.algorithm, model_dir
         scores = self._algorithm.kind.scores
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
@@ -363,25 +359,6 @@ class TorchUpdate:
         size = len(flat.tokens["tokens"])
         scores = self._scatter(batches, size, lambda b: self._logprobs(model, b)[0]).cpu().numpy()
         return [scores[a : a + n] for a, n in zip(flat.starts, flat.sizes, strict=True)]
-
-
-def _require_known(options: TrainOptions) -> None:
-    """Raise UserError for settings that this trainer does not have."""
-    name = options.optimizer.name
-    if name not in ("adamw", "sgd"):
-        raise UserError(f"trainer=torch has no optimizer.name={name}; take adamw, or trainer=jax")
-    if options.lora:
-        raise UserError("trainer=torch has no adapters yet; set lora.rank=0, or trainer=jax")
-    if options.mesh:
-        raise UserError(
-            f"trainer=torch runs on one device and train.mesh={options.mesh!r}; clear it, or set "
-            "trainer=jax"
-        )
-    if options.dtype != "float32":
-        raise UserError(
-            f"trainer=torch keeps parameters in float32 and model.dtype={options.dtype}; set "
-            "model.dtype=float32, and model.compute_dtype for products"
-        )
 
 
 def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:

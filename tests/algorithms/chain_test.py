@@ -1,6 +1,6 @@
 """Every preset from a batch to its gradients, against the oracles' own chain.
 
-What the trainer does between its forward passes (`Steps.prepare`, `gather` and the losses), on
+What the trainer does between its forward passes (`objective.prepare`, `gather` and the losses), on
 random ragged batches in two minibatches of packed rows: rewards, advantages, filters, weights and
 denominators of one minibatch, loss and gradients.
 """
@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from rlx import config as config_lib
 from rlx.algorithms import critic, losses, presets, supervised
-from rlx.train.steps import Steps
-from rlx.train.train_options import TrainOptions
+from rlx.train import objective
 
 SEEDS = st.integers(0, 2**32 - 1)
 few = settings(derandomize=True, deadline=None, max_examples=8)
@@ -51,14 +50,13 @@ ROWS = {
 
 @partial(jax.jit, static_argnums=3)
 def prepared(flat, minibatch_of, coefficient, algorithm):
-    steps = Steps(None, TrainOptions(algorithm))
-    return steps.prepare(flat, minibatch_of, np.int32(VERSION), coefficient, MINIBATCHES)
+    given = np.int32(VERSION), coefficient, MINIBATCHES, algorithm
+    return objective.prepare(flat, minibatch_of, *given)
 
 
 @partial(jax.jit, static_argnums=4)
 def differentiated(rows, per_token, sums, progress, algorithm):
-    steps = Steps(None, TrainOptions(algorithm))
-    batch = steps.gather(per_token, rows, sums, progress)
+    batch = objective.gather(per_token, rows, sums, progress)
 
     def policy(target, entropy):
         if algorithm.loss == "nll":

@@ -157,19 +157,6 @@ def test_tokens_see_their_own_segment_alone(tiny_model_dir):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"optimizer.name": "lion"}, "trainer=torch has no optimizer.name=lion"),
-        ({"lora.rank": 4}, "trainer=torch has no adapters yet"),
-        ({"train.mesh": "fsdp:2"}, "trainer=torch runs on one device and train.mesh='fsdp:2'"),
-    ],
-)
-def test_what_it_lacks_is_one_line(overrides, message, tiny_model_dir):
-    with pytest.raises(UserError, match=message):
-        TorchUpdate(hf.load_config(tiny_model_dir), options(**overrides), tiny_model_dir)
-
-
 def test_the_trainer_needs_no_jax():
     program = "import sys, rlx_torch.update; print('jax' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
