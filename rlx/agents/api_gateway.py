@@ -336,9 +336,7 @@ class Gateway:
 
     def _decode(self, ids: Any, special: bool = False) -> str:
         return self._tokenizer.decode(
-            list(map(int, ids)),
-            skip_special_tokens=not special,
-            clean_up_tokenization_spaces=False,
+            list(map(int, ids)), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
 
     def _logprobs(self, p: Prepared, tokens: np.ndarray, logprobs: np.ndarray) -> list[dict]:

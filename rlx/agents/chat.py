@@ -44,7 +44,7 @@ _TAKEN = frozenset({
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda v: 0 <= v <= 100, "in [0, 100]"),
     "top_p": (float, lambda v: 0 < v <= 1, "in (0, 1]"),
-    "top_k": (int, lambda v: v >= 0, "≥ 0"),
+    "top_k": (int, lambda v: 0 <= v < 2**31, "in [0, 2³¹)"),
     "max_tokens": (int, lambda v: v >= 1, "≥ 1"),
     "max_completion_tokens": (int, lambda v: v >= 1, "≥ 1"),
     "min_tokens": (int, lambda v: v >= 0, "≥ 0"),

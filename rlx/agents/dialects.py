@@ -116,8 +116,9 @@ def parse(body: bytes) -> Any:
       ApiError: 400, it is none, or has a text that cannot be tokenised.
     """
     try:
-        found = json.loads(body, parse_constant=_no_constant)
-        if b"\\ud" in body.lower():
+        text = str(body, json.detect_encoding(body))  # json's own decoding lets half pairs pass
+        found = json.loads(text, parse_constant=_no_constant)
+        if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         message = "the body has half of a surrogate pair, which is no character"

@@ -65,7 +65,7 @@ def test_tools_that_may_not_be_called_are_not_shown():
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
         ({"temperature": 10**400}, "temperature"), ({"n": 0}, "n"), ({"n": 10**9}, "n"),
         ({"stop": [""]}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": 5}, "stop"),
-        ({"seed": 2**70}, "seed"), ({"stream": "yes"}, "stream"),
+        ({"seed": 2**70}, "seed"), ({"top_k": 2**31}, "top_k"), ({"stream": "yes"}, "stream"),
         ({"tools": [{}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"), ({"model": 5}, "model"),
         ({"presence_penalty": 0.5}, "presence_penalty"), ({"top_logprobs": 2}, "top_logprobs"),

@@ -346,6 +346,9 @@ WRONG = {
     "half a character": (
         b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half of a surrogate pair",
     ),
+    "half a character as it is": (
+        b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not JSON",
+    ),
     "temperature": (b'{"messages": 1, "temperature": -1}', "messages is 1"),
     "an unknown field": (b'{"mesages": []}', "did you mean 'messages'"),
     "a field not done": (b'{"logit_bias": {"1": 2}}', "logit_bias is not supported"),
