@@ -121,7 +121,7 @@ def logprobs(
     found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
     first = batch["cu_seq_lens"][:-1].long()
     return tuple(
-        _back(torch.cat([x[:1].detach() * 0, x]).index_fill(0, first, 0.0), batch)
+        _back(nn.functional.pad(x, (1, 0)).index_fill(0, first, 0.0), batch)
         for x in (torch.cat(part) for part in zip(*found, strict=True))
     )  # type: ignore[return-value]
 
@@ -135,8 +135,8 @@ def values(model: Valued, batch: Batch) -> Tensor:
 
 def before(after_BT: Tensor, segment_ids: Tensor) -> Tensor:
     """Return V of the state in which each token was chosen, from V after each token; [B, T]."""
-    moved = torch.nn.functional.pad(after_BT[:, :-1], (1, 0))
-    same = torch.nn.functional.pad(segment_ids[:, 1:] == segment_ids[:, :-1], (1, 0))
+    moved = nn.functional.pad(after_BT[:, :-1], (1, 0))
+    same = nn.functional.pad(segment_ids[:, 1:] == segment_ids[:, :-1], (1, 0))
     return torch.where(same & (segment_ids > 0), moved, 0.0)
 
 

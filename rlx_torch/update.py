@@ -1,4 +1,4 @@
-"""The trainer in PyTorch, of any causal language model that transformers has.
+"""The trainer in PyTorch, of transformers' own models, where rlx knows their config.
 
 It is an `Update` as rlx/train/contract.py has it, and does what rlx/train/update.py does, in the
 same order, with the same flat and packed batches, losses, schedule and metrics.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rlx.algorithms import critic, kl, losses
 from rlx.base import Group, UserError
 from rlx.model.model_config import ModelConfig
-from rlx.model.tensors import BUCKET, Buckets
+from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective, packing, step_metrics
 from rlx.train.optimizer_options import OptimizerOptions, rate_at
 from rlx.train.step_metrics import Metrics
@@ -87,7 +87,7 @@ class TorchUpdate:
 
     def __init__(self, model_config: ModelConfig, options: TrainOptions, model_dir: Path):
         self._options, self._algorithm, self._directory = options, options.algorithm, model_dir
-        scores = self._algorithm.kind.scores
+        scores, self._scored = self._algorithm.kind.scores, model_config.value_head
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         if self._device == "cpu":  # more threads than cores wait for each other
@@ -122,6 +122,10 @@ class TorchUpdate:
             own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
             judge = _learned(Valued(copy.deepcopy(model)), own, o.total_steps * o.minibatches)
         model = Valued(model) if self._algorithm.kind.scores else model
+        if self._scored:  # it goes on from a reward model
+            with open_tensors(self._directory) as tensors, torch.no_grad():
+                head = np.array(tensors["score.weight"], np.float32)
+                model.score.weight.copy_(torch.from_numpy(head))
         policy = _learned(model, o.optimizer, o.policy_updates)
         return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, judge)
 
@@ -133,8 +137,6 @@ class TorchUpdate:
     def restore(self, path: Path) -> TorchState:
         """Return the state of a checkpoint; UserError where it is of another model or trainer."""
         state = self.init()
-        for learned in filter(None, (state.policy, state.critic)):
-            _begin_moments(learned)
         tree = state.tree()
         _require_same(path, tree)
         _alone(dcp.load, tree, path)
@@ -325,13 +327,13 @@ class TorchUpdate:
         state.step += 1
         if algorithm.kl_target and not waits:
             observed, trained = (
-                sum(float(stats[name]) for stats in results)
+                torch.tensor(sum(float(stats[name]) for stats in results))
                 for name in ("reference_kl", "n_valid_tokens")
             )
-            numbers = map(torch.tensor, (state.kl_coefficient, observed / trained, trajectories))
-            state.kl_coefficient = float(
-                kl.adapt(*numbers, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
-            )
+            old, count = torch.tensor(state.kl_coefficient), torch.tensor(trajectories)
+            target, horizon = algorithm.kl_target, algorithm.kl_horizon
+            adapted = kl.adapt(old, observed / trained, count, target=target, horizon=horizon)
+            state.kl_coefficient = float(adapted)
         if state.reference is not None:
             keep = o.reference_decay
             if o.reference_mode == "copy":
@@ -376,15 +378,12 @@ def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:
         ),
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.0),
     }
-    return Learned(model, optimizers[options.name](), options, total)
-
-
-def _begin_moments(learned: Learned) -> None:
-    """Let the optimizer make its state, which it does at the first step: one of rate 0."""
-    for parameter in learned.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    learned.optimizer.step()
-    learned.optimizer.zero_grad(set_to_none=True)
+    optimizer = optimizers[options.name]()
+    if options.name == "adamw":  # else made at the first step: a checkpoint before has none
+        for p in (*matrices, *others):
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    return Learned(model, optimizer, options, total)
 
 
 def _require_same(path: Path, tree: Mapping[str, Any]) -> None:

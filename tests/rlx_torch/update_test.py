@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from experiments.bench import train_step_workers as workers
 from rlx.base import Group, UserError
 from rlx.config import default
 from rlx.model import hf
+from rlx.model import params as parameters
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
 from rlx_torch.update import TorchUpdate
@@ -109,8 +111,11 @@ def test_weights_are_of_the_moment_that_they_were_asked_for(tiny_model_dir):
         np.testing.assert_array_equal(asked[name], tensor)
 
 
-def test_a_state_comes_back_and_goes_on_bit_for_bit(tmp_path, tiny_model_dir):
-    own = options("ppo", **{**CASES["ppo"], "optimizer.name": "adamw"})
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_state_comes_back_and_goes_on_bit_for_bit(warmup, tmp_path, tiny_model_dir):
+    """Also one whose policy has made no update yet."""
+    own = {**CASES["ppo"], "optimizer.name": "adamw", "critic.warmup_steps": warmup}
+    own = options("ppo", **own, total_steps=9)
     trainer = TorchUpdate(hf.load_config(tiny_model_dir), own, tiny_model_dir)
     state, _ = trained(trainer, 1)
     writing = trainer.save(tmp_path / "state", state)
@@ -133,6 +138,32 @@ def test_a_state_of_another_model_is_one_line(tmp_path, tiny_model_dir):
         other.restore(tmp_path / "state")
     with pytest.raises(UserError, match="was not written by trainer=torch"):
         other.restore(tmp_path)
+
+
+def test_a_batch_without_a_trained_token_leaves_all_as_it_was(tiny_model_dir):
+    own = options("ppo", **CASES["ppo"], **{"algorithm.overlong_filter": True})
+    trainer = TorchUpdate(hf.load_config(tiny_model_dir), own, tiny_model_dir)
+    state, batch = trainer.init(), groups()
+    cut = [
+        replace(g, trajectories=tuple(replace(t, stop_reason="length") for t in g.trajectories))
+        for g in batch
+    ]
+    before = weights(trainer, state)
+    state, metrics = trainer.update(state, cut)
+    assert metrics["n_valid_tokens"] == 0
+    assert metrics["kl_coefficient"] == state.kl_coefficient == pytest.approx(0.1)
+    for name, tensor in weights(trainer, state).items():
+        np.testing.assert_array_equal(tensor, before[name])
+
+
+def test_a_reward_model_goes_on_from_its_head(tmp_path, tiny_model_dir):
+    params, model = parameters.with_value_head(*hf.load(tiny_model_dir)[::-1])
+    params["value_head"] = params["value_head"] + np.arange(model.model_dim, dtype=np.float32)
+    hf.save(tmp_path / "reward", model, params)
+    trainer = TorchUpdate(model, options("reward_model"), tmp_path / "reward")
+    want = hf.to_hf(params, model)
+    for name, tensor in weights(trainer, trainer.init()).items():
+        np.testing.assert_array_equal(tensor, want[name], err_msg=name)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model_dir):
