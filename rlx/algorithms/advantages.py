@@ -136,13 +136,7 @@ def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> A
 
 
 def standardise(
-    x: Array,
-    group_ids: Array,
-    valid: Array,
-    *,
-    mean: str,
-    std: str,
-    leave_one_out: bool = False,
+    x: Array, group_ids: Array, valid: Array, *, mean: str, std: str, leave_one_out: bool = False
 ) -> Array:
     """Standardise x over the valid entries of each group, of the batch, or not at all.
 

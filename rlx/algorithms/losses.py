@@ -24,10 +24,7 @@ LARGEST_LOG = 88.72  # nats: of the largest float32
 
 
 def policy_loss(
-    target_logprobs_BT: Array,
-    entropy_BT: Array,
-    batch: Mapping[str, Array],
-    algorithm: Algorithm,
+    target_logprobs_BT: Array, entropy_BT: Array, batch: Mapping[str, Array], algorithm: Algorithm
 ) -> tuple[Array, dict[str, Array]]:
     """Return the policy loss as a sum, and the sums behind the step's statistics.
 

@@ -34,11 +34,7 @@ def nll_loss(
     same_shape(target_logprobs_BT, mask, batch["loss_weights"])
     nll = -lib.where(mask, target_logprobs_BT, 0.0)
     loss = lib.sum(lib.where(mask, batch["loss_weights"], 0.0) * nll)
-    stats = {
-        "n_valid_tokens": mask,
-        "sft_loss": loss,
-        "entropy": lib.where(mask, entropy_BT, 0.0),
-    }
+    stats = {"n_valid_tokens": mask, "sft_loss": loss, "entropy": lib.where(mask, entropy_BT, 0.0)}
     return loss, ops.totals(stats)
 
 

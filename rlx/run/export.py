@@ -152,6 +152,8 @@ def checkpoint_to_hf(
     """
     host = checkpoint.read_host(path)
     run = host.get("config", {})
+    if run.get("trainer", "jax") != "jax":
+        raise UserError(f"{path} is of trainer={run['trainer']}; its run has the same model in hf/")
     lora = lora_of(run["lora"]) if "lora" in run else None
     directory = _model_of(path, run, model, first=bool(lora))
     if "model" in host:

@@ -85,7 +85,7 @@ def prepare(config: ConfigDict) -> Inputs:
     check_mesh(config, model_config)
     options = TrainOptions.of(config)
     algorithm = options.algorithm
-    dry_call.check(algorithm)
+    dry_call.check(algorithm, config.trainer)
     check_kind(config, model_config, algorithm)
     teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf.check)
     given = rows(config, algorithm)

@@ -16,8 +16,11 @@ SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]], np.int
 LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
 
 
-def check(algorithm: Algorithm) -> None:
+def check(algorithm: Algorithm, trainer: str = "jax") -> None:
     """Compute a user's own advantage and loss, with its gradient, as a train step does, on the CPU.
+
+    Args:
+      trainer: jax | torch; whose arrays they are given.
 
     Raises:
       UserError: it fails, or gives something of another shape or type, or what is not finite; with
@@ -26,27 +29,30 @@ def check(algorithm: Algorithm) -> None:
     if algorithm.advantage_function:
         function = algorithm.advantage_function
         with _of_user(f"algorithm.advantage={algorithm.advantage}", function) as what:
-            _check_advantage(what, algorithm, function)
+            _check_advantage(what, algorithm, function, trainer)
     if algorithm.loss_function:
         with _of_user(f"algorithm.loss={algorithm.loss}", algorithm.loss_function) as what:
-            _check_loss(what, algorithm, algorithm.loss_function)
+            _check_loss(what, algorithm, algorithm.loss_function, trainer)
 
 
-def _check_advantage(what: str, algorithm: Algorithm, function: Callable) -> None:
+def _check_advantage(what: str, algorithm: Algorithm, function: Callable, trainer: str) -> None:
     rng, mask = np.random.default_rng(0), (SEGMENTS > 0).ravel()
     flat: Any = {name: -rng.exponential(0.5, 16).astype(np.float32) * mask for name in LOGPROBS}
     ids = np.where(SEGMENTS > 0, SEGMENTS - 1 + [[0], [2]], 4).ravel().astype(np.int32)
     flat |= {"loss_mask": mask, "sequence_ids": ids, "turn_ids": 0 * ids}
     flat |= {"rewards": np.array([0, 1, 1, 1], np.float32), "group_ids": np.array([0, 0, 1, 1])}
     flat |= {"valid": np.ones(4, bool), "truncated": ids[:4] > 3, "agent_ids": 0 * ids[:4]}
-    run = jax.jit(advantages.advantages, static_argnums=1)
-    bad = int(np.sum(~np.isfinite(run(flat, algorithm)["advantages"])))
+    made = {
+        "jax": lambda: jax.jit(advantages.advantages, static_argnums=1)(flat, algorithm),
+        "torch": lambda: advantages.advantages(_tensors(flat), algorithm),
+    }[trainer]()["advantages"]
+    bad = int(np.sum(~np.isfinite(np.asarray(made))))
     if bad:
         words = f"the advantage of {bad} of {mask.sum()} tokens is not finite"
         raise UserError(f"{what}: {words} {place(function)}")
 
 
-def _check_loss(what: str, algorithm: Algorithm, function: Callable) -> None:
+def _check_loss(what: str, algorithm: Algorithm, function: Callable, trainer: str) -> None:
     rng, mask = np.random.default_rng(0), SEGMENTS > 0
     rows: Any = {
         name: -rng.exponential(0.5, mask.shape).astype(np.float32) * mask
@@ -54,15 +60,36 @@ def _check_loss(what: str, algorithm: Algorithm, function: Callable) -> None:
     }
     rows |= {"loss_mask": mask, "loss_weights": mask.astype(np.float32), "segment_ids": SEGMENTS}
     rows |= {"versions": 0 * SEGMENTS, "target_version": np.array(1.5)}
-    run = jax.value_and_grad(losses.policy_loss, argnums=(0, 1), has_aux=True)
-    inputs = rows["target"], rows["entropy"], rows
-    (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*inputs, algorithm))
+    stats, gradients = {"jax": _in_jax, "torch": _in_torch}[trainer](rows, algorithm)
     bad = int(stats["n_nonfinite_tokens"])
     wrong = [f"the loss of {bad} of {mask.sum()} tokens"] * (bad > 0)
     wrong += ["the gradient"] * (not all(np.isfinite(g).all() for g in gradients))
     wrong += [f"the statistic {name!r}" for name, x in stats.items() if not np.isfinite(x)]
     if wrong:
         raise UserError(f"{what}: {wrong[0]} is not finite {place(function)}")
+
+
+def _in_jax(rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any, Any]:
+    """Return the statistics of the loss, and its gradients."""
+    run = jax.value_and_grad(losses.policy_loss, argnums=(0, 1), has_aux=True)
+    inputs = rows["target"], rows["entropy"], rows
+    (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*inputs, algorithm))
+    return stats, gradients
+
+
+def _in_torch(rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any, Any]:
+    rows = _tensors(rows)
+    target, entropy = (rows[name].requires_grad_() for name in ("target", "entropy"))
+    loss, stats = losses.policy_loss(target, entropy, rows, algorithm)
+    loss.backward()
+    gradients = [x.grad.numpy() for x in (target, entropy) if x.grad is not None]
+    return {name: x.numpy() for name, x in stats.items()}, gradients
+
+
+def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {name: torch.from_numpy(np.asarray(x)) for name, x in arrays.items()}
 
 
 @contextmanager

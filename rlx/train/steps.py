@@ -33,9 +33,6 @@ from rlx.train import objective
 from rlx.train.optimizer import make_optimizer
 from rlx.train.train_options import TrainOptions
 
-MODEL_INPUTS = ("tokens", "positions", "segment_ids", "segment_sizes")
-LOSS_INPUTS = (*MODEL_INPUTS, "loss_mask", "behaviour_logprobs", "versions")
-
 Batch = Mapping[str, Array]
 Stats = dict[str, Array]
 
@@ -98,11 +95,7 @@ class Learner:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (grads, stats))
 
     def accumulate(
-        self,
-        accumulator: tuple[Params, Stats],
-        params: Params,
-        frozen: Params | None,
-        batch: Batch,
+        self, accumulator: tuple[Params, Stats], params: Params, frozen: Params | None, batch: Batch
     ) -> tuple[Params, Stats]:
         """Return the accumulator with one more microbatch in it."""
         return jax.tree.map(jnp.add, accumulator, self.gradient(params, frozen, batch))
@@ -150,12 +143,7 @@ class Learner:
         return new, {"grad_norm": norm, "skipped_updates": skipped, "updates": learned.updates}
 
     def step(
-        self,
-        learned: Learned,
-        frozen: Params | None,
-        batch: Batch,
-        denominator: Array,
-        held: Array,
+        self, learned: Learned, frozen: Params | None, batch: Batch, denominator: Array, held: Array
     ) -> tuple[Learned, Stats]:
         """Update by a minibatch that is one microbatch: `gradient` and `apply` in one program."""
         grads, stats = self.gradient(learned.params, frozen, batch)
@@ -313,11 +301,9 @@ class Steps:
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
         """Return the microbatch's summed loss and its summed stats."""
         return objective.loss(
-            batch,
-            self.algorithm,
-            logprobs=lambda: self.logprobs(params, frozen, batch),
+            batch, self.algorithm, logprobs=lambda: self.logprobs(params, frozen, batch),
             scores=lambda: self.values(params, self.model, batch),
-        )
+        )  # fmt: skip
 
     def value_loss(
         self, params: Params, frozen: Params | None, batch: Batch

@@ -1,5 +1,7 @@
 """A user's mistakes are found on a few tokens, and told by the user's own file and line."""
 
+from contextlib import nullcontext
+
 import jax
 import pytest
 
@@ -56,6 +58,37 @@ def test_a_good_loss_passes_in_every_surrounding(preset, tmp_path):
     fields = {} if preset != "m2po" else {"proximal": "recompute"}
     checked(path, preset=preset, loss_kwargs='{"scale": 2}', **fields)
     assert jax.config.jax_default_device is None
+
+
+IN_TORCH = {
+    "of torch": ("    import torch\n    return torch.relu(inputs.target), {}", ""),
+    "of either": ("    return inputs.ops.sigmoid(inputs.target) * inputs.advantage, {}", ""),
+    "of jax": ("    return jnp.abs(inputs.target), {}", "TypeError"),
+    "is not finite": ("    return inputs.target.log(), {}", "the loss of 15 of 15 tokens is not"),
+    "has no gradient": ("    return (0 * inputs.target).sqrt(), {}", "the gradient is not"),
+}
+
+
+@pytest.mark.parametrize("what", IN_TORCH)
+def test_with_the_trainer_in_torch_it_is_given_tensors(what, tmp_path):
+    body, words = IN_TORCH[what]
+    path, config = written(tmp_path, body), config_lib.default()
+    config.algorithm.loss = f"{path}:mine"
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        dry_call.check(TrainOptions.of(config).algorithm, "torch")
+
+
+def test_an_advantage_of_torch_is_tried_in_torch(tmp_path):
+    path, config = tmp_path / "mine.py", config_lib.default()
+    path.write_text(
+        "import torch\n"
+        "def mine(inputs, algorithm):\n"
+        "    return torch.where(inputs.mask, inputs.kl_rewards + 1, 0.0)\n"
+    )
+    config.algorithm.advantage = f"{path}:mine"
+    dry_call.check(TrainOptions.of(config).algorithm, "torch")
+    with pytest.raises(UserError, match="TypeError"):
+        dry_call.check(TrainOptions.of(config).algorithm)
 
 
 def test_arguments_that_a_loss_does_not_take_are_named(tmp_path):
