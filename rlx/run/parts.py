@@ -301,12 +301,7 @@ def _executor(
         workflow = inputs.model_rewarded(workflow, judge)
     return Executor(
         workflow,
-        Cursor(
-            inputs.train_rows,
-            c.seed,
-            c.data.shuffle,
-            mix,
-        ),
+        Cursor(inputs.train_rows, c.seed, c.data.shuffle, mix),
         Limits(
             c.rollout.batch_prompts,
             c.rollout.max_staleness,

@@ -137,11 +137,7 @@ class JaxUpdate:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
 
     def _learned_shardings(self, model: ModelConfig, optimizer, rows=None) -> tuple[Any, Any]:
-        """Return shardings of parameters and of what the optimizer keeps of each of them.
-
-        Args:
-          rows: the table of adapters, where these are what is trained.
-        """
+        """Return shardings of what is trained (adapters by their table, `rows`) and its moments."""
         params = sharding.named_shardings(model, self._mesh, rows)
         shapes = parameters.shapes(model)
         if self.lora and rows:
@@ -342,10 +338,7 @@ class JaxUpdate:
         return state.replace(critic=critic), stats
 
     def update(self, state: TrainState, groups: Sequence[Group]) -> tuple[TrainState, Metrics]:
-        """Train on a batch of groups; return the new state and metrics.
-
-        The old state's arrays are given up to the new one: whoever needs the parameters must read
-        them before the next update. Metrics are read lazily, see `Metrics`.
+        """Train on a batch of groups; return the new state and lazy `Metrics`; see the contract.
 
         Raises:
           UserError, ValueError: the groups lack what the algorithm is trained on.
@@ -380,11 +373,7 @@ class JaxUpdate:
         return state, Metrics(compute)
 
     def evaluate(self, state: TrainState, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the metrics of the loss on groups that are not trained on; waits for the device.
-
-        Raises:
-          UserError, ValueError: as for `update`.
-        """
+        """Return the loss's metrics on groups that are not trained on; raises as `update` does."""
         _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
         totals = []
         for batch in packed[0]:
@@ -395,10 +384,7 @@ class JaxUpdate:
         return losses.summarise(stats, float(denominator))
 
     def logprobs(self, state: TrainState, groups: Sequence[Group]) -> list[np.ndarray]:
-        """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them.
-
-        Log-probabilities of the tempered policy, nats.
-        """
+        """Return the log-probabilities of each trajectory's tokens; see the contract."""
         flat = packing.flatten(groups)
         _, batches = self._pack(flat, np.arange(flat.num_sequences))
         scores = np.asarray(self._score(state.params, batches, len(flat.tokens["tokens"])))
