@@ -88,13 +88,15 @@ def _word_for_host_0(place: Path) -> Iterator[None]:
 
 
 def _wait_for_others(place: Path) -> None:
-    """Return when all other hosts have written; raise OSError when one could not."""
+    """Return when all other hosts have written; raise OSError when one has not, and will not."""
     for index in range(1, jax.process_count()):
         written, failed = (place / f"host_{index}.{how}" for how in ("written", "failed"))
         while not written.exists():
             if failed.exists():
                 text = f"host {index} could not write its shards: {failed.read_text()}"
                 raise OSError(0 if failed.read_text() else errno.ENOSPC, text)
+            if not place.is_dir():  # a host that did not begin: host 0 has given it up
+                raise FileNotFoundError(errno.ENOENT, "the save was given up", str(place))
             time.sleep(POLL_SECONDS)
         written.unlink()
 

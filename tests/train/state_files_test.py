@@ -67,6 +67,13 @@ def test_a_save_and_a_restore_take_no_second_state(tmp_path):
     run(8, tmp_path, "memory=large=fsdp")
 
 
+def test_a_save_that_was_given_up_waits_for_no_other_host(tmp_path, monkeypatch):
+    """What fails at once on another host leaves no word; host 0 removes the directory."""
+    monkeypatch.setattr(state_files.jax, "process_count", lambda: 2)
+    with pytest.raises(FileNotFoundError, match="the save was given up"):
+        state_files._wait_for_others(tmp_path / "gone")
+
+
 def test_a_host_that_does_not_see_the_directory_says_so(tmp_path):
     with pytest.raises(UserError, match="give a --workdir on storage that all hosts share"):
         state_files.begin(tmp_path / "of another host", {})
