@@ -95,7 +95,7 @@ def hand_over(
     """Give `send` buckets that are made in this thread and read in another; return its future.
 
     This returns when the last bucket has been asked of the trainer, whose next call may give up the
-    state that they are made of: at once, unless there are more than AHEAD. If what `send` began
+    state that they are made of: at once, where there are fewer than AHEAD. If what `send` began
     ends early, so does this. `last` is called in the other thread when it has read them.
     """
     queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()

@@ -172,10 +172,10 @@ class _Loop:
                     self._save_if_it_fits()
         except Exception:
             if self.whole:  # what ended the run must not cost its steps
-                self._end_save()
+                self._end_save_if_it_fits()  # a full disk must not hide what it was
                 if self.step != self.saved:
-                    self._save()
-                    self._end_save()
+                    self._save_if_it_fits()
+                    self._end_save_if_it_fits()
             raise
         return self._finish()
 
@@ -258,7 +258,9 @@ class _Loop:
         """Check servers that joined since the last check, before their tokens are trained on."""
         if self.gate and isinstance(self.fleet, Fleet) and self.gate.newcomers(self.fleet):
             self._ask_servers()
+            self.whole = False  # a checkpoint would have neither this batch nor its prompts
             self._pass_gate()
+            self.whole = True
 
     def _pass_gate(self) -> None:
         """End a check under way; raise UserError when servers and trainer disagree."""
@@ -427,6 +429,7 @@ class _Loop:
             return
         files, self.saving = self.saving, []
         with self._phase("checkpoint"):
+            futures.wait(files)  # where one fails, the others end before the next save begins
             directory, *_ = [file.result() for file in files]
         self.saved = checkpoint.step_of(directory)
         self.parts.hooks.tell("on_checkpoint", self.saved, directory)

@@ -1,0 +1,72 @@
+"""How the loop ends when something fails: what is saved then, and what is said."""
+
+from threading import Event
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from rlx import config as config_lib
+from rlx.base import DiskFull, UserError
+from rlx.fleet.client import Fleet
+from rlx.mismatch.gate import Verdict
+from rlx.run.loop import _Loop
+
+DISAGREE = UserError("gate: engine and trainer disagree")
+
+
+class NewcomersGate:
+    """A gate that passed what it has heard, and refuses who joins after the first batch."""
+
+    asked = False
+
+    def newcomers(self, fleet):
+        return {"late:1"}
+
+    def ask(self, executor, fleet, version, publish):
+        self.asked = version == 0 and executor.collect.called
+
+    def verdict(self, *_):
+        self.asked = False
+        return Verdict({}, DISAGREE)
+
+
+@pytest.fixture
+def loop():
+    """loop(gate) → a loop at step 0 whose parts only note what they are asked."""
+
+    def make(gate=None):
+        config = config_lib.default()
+        config.total_steps, config.eval.num_questions = 3, 0
+        parts = MagicMock(config=config, gate=gate, stop=Event())
+        parts.inputs.algorithm = SimpleNamespace(data="rollouts")
+        parts.fleet = Fleet.__new__(Fleet)
+        parts.held_out.due.return_value = False
+        return _Loop(parts, state=object(), step=0)
+
+    return make
+
+
+def test_a_batch_that_a_newcomer_spoils_is_in_no_checkpoint(loop, monkeypatch):
+    """It was taken and is not trained on: who goes on there would miss it for ever."""
+    made, saves = loop(NewcomersGate()), []
+    made.saved = -1
+    monkeypatch.setattr(made, "_save", lambda: saves.append(made.step))
+    with pytest.raises(UserError, match="disagree"):
+        made.main()
+    assert (made.parts.update.update.called, saves) == (False, [])
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(loop, monkeypatch):
+    made = loop()
+    made.saved = -1
+    made.executor.collect.side_effect = UserError("no server is left")
+
+    def full():
+        raise DiskFull("no disk space for a checkpoint")
+
+    monkeypatch.setattr(made, "_save", full)
+    with pytest.raises(UserError, match="no server is left"):
+        made.main()
+    said = [call.args[0] for call in made.progress.message.call_args_list]
+    assert said == ["no disk space for a checkpoint; training goes on until the next is due"]
