@@ -122,8 +122,19 @@ class _Peer:
         """Return kind and JSON of the first message; OSError, EOFError, ValueError if none is."""
         if not self.link.poll(seconds):
             raise TimeoutError(f"no answer in {seconds:g} s")
-        message = self.link.recv_bytes(_HELLO_BYTES)
+        cut = threading.Timer(seconds, self.cut)  # who sends a byte and no more is not waited for
+        cut.daemon = True
+        cut.start()
+        try:
+            message = self.link.recv_bytes(_HELLO_BYTES)
+        finally:
+            cut.cancel()
         return message[:1], json.loads(message[1:])
+
+    def cut(self) -> None:
+        """End the connection under whoever reads from it."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.link.fileno())) as own:
+            own.shutdown(socket.SHUT_RDWR)
 
 
 def _end_process(text: str) -> None:
@@ -156,6 +167,7 @@ class Hosts:
         self._calls: queue.Queue[bytes] = queue.Queue()
         self._sent, self._failed, self._news = 0, set[int](), threading.Condition()
         self._closing, self._ending = threading.Event(), threading.Lock()
+        self._sign = _ALIVE
         for peer in peers:
             peer.heard = time.monotonic()
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
@@ -186,8 +198,8 @@ class Hosts:
         return "; ".join(f"{peer.name}: {peer.error}" for peer in self._peers if peer.error)
 
     def stop(self) -> None:
-        """Ask process 0 to end the run well; see `on_stop`."""
-        self._tell(_STOP)
+        """Ask process 0 to end the run well; see `on_stop`. A signal's handler may, at any time."""
+        self._sign = _STOP  # another thread tells it: the one interrupted may be sending
 
     def close(self, error: str = "") -> None:
         """Leave the others; with an `error` they end too, and say it."""
@@ -237,7 +249,7 @@ class Hosts:
             for peer in self._peers:
                 if (silent := time.monotonic() - peer.heard) > self._timeout:
                     self._lose(f"{peer.name} is lost: no sign of life for {silent:.0f} s")
-            threading.Thread(target=self._tell, args=(_ALIVE,), daemon=True).start()
+            threading.Thread(target=self._tell, args=(self._sign,), daemon=True).start()
 
     def _lose(self, text: str) -> None:
         """End all the others and this process, for one of them is gone."""
@@ -261,7 +273,7 @@ def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process)
     """
     if cluster.count == 1:
         return Hosts(cluster, [])
-    role = _come if cluster.index else _gather
+    role, identity = _come if cluster.index else _gather, {**identity, "processes": cluster.count}
     peers, service = role(cluster, {name: json.dumps(identity[name]) for name in identity})
     return Hosts(cluster, peers, service, end)
 

@@ -3,8 +3,6 @@
 They are threads here, joined by a pair of sockets; tests/run/hosts_run_test.py has real ones.
 """
 
-import contextlib
-import os
 import queue
 import socket
 import threading
@@ -122,9 +120,7 @@ class Pair:
         for each in (self.lead, self.follower):
             each.close()
         for each in (self.lead, self.follower):
-            descriptor = os.dup(each._peers[0].link.fileno())
-            with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as own:
-                own.shutdown(socket.SHUT_RDWR)
+            each._peers[0].cut()
 
 
 _calls = st.lists(

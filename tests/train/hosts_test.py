@@ -1,7 +1,5 @@
 """Processes meet, refuse who is not of their run, and notice who is gone, in bounded time."""
 
-import contextlib
-import os
 import queue
 import socket
 import threading
@@ -91,18 +89,12 @@ def meet(identities, *, indices=None, count=None, timeout=60.0, join_seconds=SEC
         return list(pool.map(one, indices, identities)), ended
 
 
-def cut(peer):
-    """Close a connection under whoever reads from it, as the death of its process does."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(peer.link.fileno())) as own:
-        own.shutdown(socket.SHUT_RDWR)
-
-
 def leave(*found):
     for each in found:
         each.close()
     for each in found:
         for peer in each._peers:
-            cut(peer)
+            peer.cut()  # as the death of its process does
 
 
 def _garbage(address):
@@ -159,6 +151,16 @@ def test_who_is_not_of_this_run_is_refused_on_all_sides(identities, indices, wor
     assert ended.empty()
 
 
+def test_a_process_that_counts_more_processes_is_refused():
+    address = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(2) as pool:
+        two = [pool.submit(join, Cluster(address, *place, join=SECONDS), {})
+               for place in ((2, 0), (4, 3))]  # fmt: skip
+        for each in two:
+            with pytest.raises(UserError, match="processes: 4 there, 2 on process 0"):
+                each.result()
+
+
 def test_waiting_for_processes_has_an_end():
     (lead,), _ = meet([{}], count=3, join_seconds=0.2)
     with pytest.raises(UserError, match="process 1, 2 of 3 did not come"):
@@ -177,7 +179,7 @@ def test_a_taken_port_is_named():
 
 def test_a_closed_connection_ends_all_the_others():
     (lead, first, second), ended = meet([{}] * 3)
-    cut(second._peers[0])
+    second._peers[0].cut()
     found = {}
     while not {0, 1} <= found.keys():
         found.update([ended.get(timeout=SECONDS)])
@@ -186,6 +188,27 @@ def test_a_closed_connection_ends_all_the_others():
     assert "process 2 of 3 on " in found[1]
     assert "the same command goes on" in found[1]
     leave(lead, first, second)
+
+
+def test_who_says_half_a_word_and_stays_is_not_waited_for():
+    near, far = socket.socketpair()
+    far.sendall(b"\0")  # of the four bytes of a message's length
+    with pytest.raises((EOFError, OSError)):
+        hosts._Peer.at(near).first(0.3)
+    far.close()
+
+
+def test_a_stop_may_be_asked_for_while_this_very_thread_sends():
+    near, far = socket.socketpair()
+    peer, ended = hosts._Peer.at(near), queue.Queue()
+    other = Hosts(Cluster("x:1", 2, 1), [peer], end=ended.put)
+    with peer.lock:  # where a signal's handler may find its thread
+        other.stop()
+    lead = hosts._Peer.at(far)
+    while lead.link.recv_bytes() != hosts._STOP:
+        pass
+    leave(other)
+    assert ended.empty()
 
 
 def test_silence_ends_a_run():
