@@ -222,8 +222,14 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path, whe
     try:
         assert child.stdout.readline() == "saving\n"
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(f".writing-*/{when}")):
+        while True:  # stopped in the middle, whatever passes between a look and a signal
             assert time.monotonic() < deadline
+            if list(tmp_path.glob(f".writing-*/{when}")):
+                os.kill(child.pid, signal.SIGSTOP)
+                os.waitpid(child.pid, os.WUNTRACED)
+                if list(tmp_path.glob(f".writing-*/{when}")):
+                    break
+                os.kill(child.pid, signal.SIGCONT)
         os.kill(child.pid, signal.SIGKILL)
     finally:
         child.kill()
