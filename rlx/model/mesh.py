@@ -88,7 +88,7 @@ def check_rows(text: str, longest: int, buckets: Sequence[int], budget: int) -> 
             "sampling.max_new_tokens or data.max_prompt_tokens"
         )
     fitting = [length for length in buckets if length <= context * budget]
-    rows = fitting if longest <= max(fitting, default=0) else [*fitting, context * budget]
+    rows = [*fitting, context * budget]  # which pairs, twice as long, may need
     wrong = [length for length in rows if context > 1 and length % (2 * context)]
     if wrong:
         raise UserError(

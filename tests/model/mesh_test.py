@@ -36,6 +36,7 @@ def test_a_mesh_has_every_axis_and_an_alias():
         (lambda: mesh.check_rows("context:4", 300, (96, 100), 64), ["=64 on each of 4", "300"]),
         (lambda: mesh.check_rows("context:4", 100, (96, 100), 64), ["of 100", "multiples of 8"]),
         (lambda: mesh.check_rows("context:2", 130, (64,), 65), ["130", "_microbatch even"]),
+        (lambda: mesh.check_rows("context:2", 64, (64,), 65), ["130", "_microbatch even"]),
         (lambda: mesh.check_rows("context:64", 64, (64,), 64), ["of 64", "multiples of 128"]),
     ],
 )
