@@ -315,19 +315,10 @@ class Gateway:
                 content, calls = tool_calls.split(text, partial(_new_id, "call_"))
             if calls:
                 p.session.remember(content, calls, words)
-            p.session.interactions.append(
-                Interaction(
-                    completion_id=name,
-                    choice=number,
-                    prompt_tokens=p.tokens,
-                    prompt_text=p.text,
-                    completion=completion,
-                    raw=self._decode(completion.tokens, special=True),
-                    text=text,
-                    parent=p.parent,
-                    tool_calls=len(calls),
-                )
-            )
+            raw = self._decode(completion.tokens, special=True)
+            p.session.keep(Interaction(
+                name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls)
+            ))  # fmt: skip
             length = completion.stop_reason == "length"
             reason = "length" if length else "tool_calls" if calls else "stop"
             logprobs = self._logprobs(p, completion.tokens, completion.logprobs)

@@ -20,7 +20,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 
 _REMEMBERED = 100_000  # keys of ended sessions, answered by 410 rather than 401
-_MOST_TOKENS = 4_000_000  # of prompts that an endless session remembers, before it begins anew
+_MOST_TOKENS = 4_000_000  # prompts' and drawn, that an endless session keeps, then begins anew
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,9 +114,14 @@ class Session:
         start = f"{self.defaults.seed} {asked} ".encode()
         return int.from_bytes(hashlib.blake2b(start + tokens, digest_size=4).digest(), "big") >> 1
 
+    def keep(self, interaction: Interaction) -> None:
+        """Record what the agent is given."""
+        self._tokens += len(interaction.completion.tokens)
+        self.interactions.append(interaction)
+
     @property
     def full(self) -> bool:
-        """Whether it has been asked more than an endless session keeps."""
+        """Whether it has been asked and has said more than an endless session keeps."""
         return self.endless and self._tokens > _MOST_TOKENS
 
     def remember(self, content: str | None, calls: Sequence[dict[str, Any]], raw: str) -> None:

@@ -15,8 +15,9 @@ import pytest
 import trustme
 
 from rlx.agents.api_gateway import Gateway
-from rlx.agents.sessions import Sessions
+from rlx.agents.sessions import Interaction, Sessions
 from rlx.engines.jax.jax_engine import JaxEngine
+from rlx.fleet.sample import Completion
 from rlx.run.inputs import load_tokenizer
 
 MODEL = "rlx/assets/arithmetic"
@@ -91,6 +92,9 @@ def test_a_key_that_is_let_in_for_good_forgets_and_goes_on(agents, monkeypatch):
     second = sessions.find("any")
     assert second is not first
     assert (second.key, second.endless, second.defaults) == ("", True, agents.sampling)
+    drawn = Completion(np.zeros(101, np.int32), None, None, "length")
+    second.keep(Interaction("id", 0, np.zeros(1, np.int32), "", drawn, "", ""))
+    assert sessions.find("any") is not second, "few words may have long answers"
 
 
 @pytest.mark.parametrize("kind", ["whole", "streamed", "synchronous"])
