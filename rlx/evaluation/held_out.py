@@ -97,7 +97,7 @@ class HeldOut:
     @property
     def under_way(self) -> list[int]:
         """The steps whose evaluations were begun and not taken."""
-        return [step for step, _ in self._under_way]
+        return [step for step, _ in self._under_way.copy()]  # others are begun meanwhile
 
     def measure(self, step: int, loss: Callable[[Sequence[Group]], Mapping[str, float]]) -> None:
         """Compute the loss after `step` on the held-out groups, if it is due and they exist."""

@@ -72,8 +72,8 @@ def memory(large, small):
     print(f"model {whole / MB:.0f} MB, peak {peak.over / MB:.0f}, a device {largest / MB:.1f}")
     assert largest < whole / 8 + MB
     # On the way: what was read, the same transposed and cast, and a device's copy of that; and the
-    # compiler's own.
-    assert whole - 8 * MB < peak.over < whole + 3 * bucket + 28 * MB
+    # compiler's own, which differs between machines. A second copy would be all of it again.
+    assert whole - 8 * MB < peak.over < whole + 3 * bucket + 60 * MB
 
 
 def main(mode, *paths):
