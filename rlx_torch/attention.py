@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-# The first that is installed and knows the device; `segments` is always there.
+# The first that is installed and knows the device; `segments` is always there. The others compute
+# in half precision alone.
 KERNELS = {
     "flash_attention_3": ("cuda", "flash_attn_interface"),
     "flash_attention_2": ("cuda", "flash_attn"),
@@ -20,10 +21,11 @@ KERNELS = {
 }
 
 
-def kernel(device: str) -> str:
+def kernel(device: str, compute_dtype: str) -> str:
     """Return the name of the attention that a model on this kind of device is loaded with."""
     for name, (where, module) in KERNELS.items():
-        if where in ("", device) and importlib.util.find_spec(module):
+        fits = not where or (where == device and compute_dtype != "float32")
+        if fits and importlib.util.find_spec(module):
             return name
     raise AssertionError("rlx_segments needs nothing")
 
@@ -72,7 +74,8 @@ def varlen(
     """Attend within each segment by torch's varlen kernel; CUDA, half precision."""
     from torch.nn.attention.varlen import varlen_attn
 
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Under autocast RoPE leaves queries and keys in float32; values are as products give them.
+    rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     ends, longest = (cu_seq_lens_q,) * 2, (max_length_q,) * 2
     grouped = query.shape[1] != key.shape[1]
     out = varlen_attn(

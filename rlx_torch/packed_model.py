@@ -41,16 +41,18 @@ class Valued(nn.Module):
         return self.model
 
 
-def load(path: str | Path, device: str, remat: bool = False) -> Any:
+def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False) -> Any:
     """Return the causal language model of an HF directory, its parameters float32 on `device`.
 
     Args:
+      compute_dtype: of its products, by autocast.
       remat: keep only what enters each layer and compute the rest again for the gradient.
     """
     logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=kernel(device), device_map=device
-    )
+        path, dtype=torch.float32, attn_implementation=kernel(device, compute_dtype),
+        device_map=device,
+    )  # fmt: skip
     if remat:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Train mode, which remat asks for, and no dropout, which the fleet has none of either.

@@ -109,7 +109,8 @@ class TorchUpdate:
         return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + self._follows)
 
     def _load(self) -> Any:
-        return packed_model.load(self._directory, self._device, self._options.remat != "none")
+        o = self._options
+        return packed_model.load(self._directory, self._device, o.compute_dtype, o.remat != "none")
 
     # The state as a whole.
 

@@ -90,7 +90,7 @@ def sizes_of(config: Any, model: ModelConfig) -> memory.RunSizes:
 
 
 def make_batch(model: ModelConfig, ids: np.ndarray) -> dict[str, Any]:
-    """Return a microbatch of random tokens, as `Steps.gather` gives it."""
+    """Return a microbatch of random tokens, as `objective.gather` gives it."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, ids.shape).astype(np.int32)
     first = np.diff(ids, axis=1, prepend=0) != 0

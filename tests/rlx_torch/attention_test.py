@@ -1,0 +1,30 @@
+"""Which attention a model is loaded with, and in which dtype the kernels of CUDA are asked."""
+
+import torch
+from torch.nn.attention import varlen
+
+from rlx_torch import attention
+
+
+def test_kernels_of_half_precision_are_for_half_precision_alone():
+    assert attention.kernel("cuda", "float32") == "rlx_segments"
+    assert attention.kernel("cuda", "bfloat16") != "rlx_segments"
+    assert attention.kernel("cpu", "bfloat16") == "rlx_segments"
+
+
+def test_the_kernel_is_given_one_dtype_and_heads_after_tokens(monkeypatch):
+    asked = {}
+
+    def varlen_attn(query, key, value, *places, **options):
+        asked.update(dtypes={query.dtype, key.dtype, value.dtype}, shape=key.shape, **options)
+        return query
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    query, key = torch.ones(1, 4, 6, 8), torch.ones(1, 2, 6, 8)  # in float32, as RoPE leaves them
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    out, _ = attention.varlen(
+        torch.nn.Identity(), query, key, key.bfloat16(), None, cu_seq_lens_q=ends, max_length_q=4
+    )
+    assert asked["dtypes"] == {torch.bfloat16}
+    assert (asked["shape"], asked["window_size"]) == ((6, 2, 8), (-1, 0))
+    assert out.shape == (1, 6, 4, 8)
