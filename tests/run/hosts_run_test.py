@@ -16,7 +16,7 @@ from rlx.observe.jsonl import read_jsonl
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
+STEPS = 6
 COMMAND = [
     sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py", "--traceback",
     f"--config.total_steps={STEPS}", "--config.rollout.max_staleness=0",
