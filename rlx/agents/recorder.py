@@ -217,7 +217,8 @@ class Recorder:
         try:
             return await self._forward(request, f"{self._origin}/{rest}", self._named(body), call)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            call.error = f"{type(error).__name__}: {error}"
+            # After a stop reason the agent has left a stream of which it had read all.
+            call.error = "" if call.stop_reason else f"{type(error).__name__}: {error}"
             answer = {"error": {"message": call.error, "type": "no_answer"}}
             return web.json_response(answer, status=502)
         finally:

@@ -1,11 +1,17 @@
 """What is noted of a call, from whichever API's request and answer."""
 
+import contextlib
+import http.client
+import http.server
 import json
+import threading
+import urllib.request
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.agents.recorder import ModelCall, refusal
+from rlx.agents.recorder import ModelCall, Recorder, refusal
 
 
 def sse(*events, named=False):
@@ -135,3 +141,47 @@ def test_no_body_breaks_the_notes(value):
     answered(body, False)
     answered(b"data: " + body + b"\n\n", True)
     refusal(body)
+
+
+def test_a_stream_that_is_left_where_it_stops_is_whole(monkeypatch):
+    """Whether the agent's leaving is seen first by the server or by a write to the agent."""
+    aiohttp = pytest.importorskip("aiohttp")
+    choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}
+    read, write = threading.Event(), aiohttp.web.StreamResponse.write
+
+    async def closed_at_the_end(response, data):
+        if b"[DONE]" in data:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await write(response, data)
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(sse({"id": "one", "choices": [choice]}))
+            read.wait(30)
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(aiohttp.web.StreamResponse, "write", closed_at_the_end)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with Recorder(f"http://127.0.0.1:{server.server_port}/v1", "key") as recorder:
+            url = f"{recorder.base_url(1)}/chat/completions"
+            headers = {"Authorization": f"Bearer {recorder.api_key}"}
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(urllib.request.Request(url, b"{}", headers), timeout=30) as answer:
+                assert b"stop" in answer.readline()
+                read.set()
+                with contextlib.suppress(http.client.HTTPException):
+                    answer.read()
+        (call,) = recorder.calls()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (call.completion_id, call.stop_reason, call.error) == ("one", "stop", "")
