@@ -152,4 +152,5 @@ def test_on_a_mesh_bytes_are_equal_and_on_one_device_memory_is_a_few_buckets():
         if devices == 8:
             assert found == {"equal": True, "merged equal": True}
         else:
-            assert found["peak"] < 3 * found["bucket"] < found["model"] / 4, found
+            # Two on the way, what makes the next one, and pages that threads' arenas keep.
+            assert found["peak"] < 6 * found["bucket"] < found["model"] / 4, found

@@ -166,7 +166,7 @@ def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
         return {path.name for path in set((tmp_path / "cache").rglob("*-cache")) - before}
 
     first = compiled_by("one", 1)
-    for program in ("accumulate", "apply", "end_batch", "prepare", "_logprobs", "_decode"):
+    for program in ("accumulate", "apply", "end_batch", "prepare", "logprob_step", "_decode"):
         assert any(name.startswith(f"jit_{program}-") for name in first), program
     assert compiled_by("one", 2) == set(), "after a resume"
     assert compiled_by("two", 2) == set(), "at a second start"
