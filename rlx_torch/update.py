@@ -242,12 +242,11 @@ class TorchUpdate:
         if algorithm.needs_reference:
             arrays["reference_logprobs"] = scored(state.reference or self._reference)
         if state.critic is not None:
-            judge = state.critic.model
-            arrays["values_after"] = self._scatter(batches, size, lambda b: self._values(judge, b))
+            after = {id(b): self._values(state.critic.model, b) for b in batches}
+            arrays["values_after"] = self._scatter(batches, size, lambda b: after[id(b)])
             arrays["values"] = self._scatter(
-                batches, size,
-                lambda b: packed_model.before(self._values(judge, b), b["segment_ids"]),
-            )  # fmt: skip
+                batches, size, lambda b: packed_model.before(after[id(b)], b["segment_ids"])
+            )
         given = torch.from_numpy(minibatch_of).to(self._device), torch.tensor(state.step)
         beta = torch.tensor(state.kl_coefficient, device=self._device)
         return flat, plans, packed, objective.prepare(arrays, *given, beta, len(parts), algorithm)
