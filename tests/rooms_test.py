@@ -57,7 +57,8 @@ BUDGET = {  # room → lines of Python, generated files left out
     "doctor": 1_300, "run": 3_000, "commands": 470, "rlx_torch": 2_200,
 }  # fmt: skip
 
-TRAINERS = "run/trainers.py"  # builds the trainer; the rest of the room sees its contract alone
+# They build the trainer; the rest of the room sees its contract alone.
+TRAINERS = ("run/jax_trainer.py", "run/torch_trainer.py")
 OF_JAX = HEAVY | {
     f"rlx.train.{name}" for name in ("update", "steps", "optimizer", "step_metrics")
 }  # fmt: skip
@@ -160,12 +161,25 @@ def test_importing_every_light_file_loads_no_heavy_module():
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "run" and p != TRAINERS])
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "run" and p not in TRAINERS])
 def test_a_run_sees_its_trainer_through_the_contract_alone(path):
     """So that one in PyTorch takes the place of JAX's."""
     names = {".".join(name.split(".")[:3]) for name in imports((PACKAGE / path).read_text())}
     found = {name for name in names if name in OF_JAX or name.split(".")[0] in HEAVY}
     assert not found, f"rlx/{path} imports {sorted(found)}; ask for it in rlx/train/contract.py"
+
+
+def test_a_trainer_does_not_know_the_other_ones_library():
+    """But dry_call, which tries a user's loss with either."""
+    of_torch = {"torch", "rlx_torch"}
+    forbidden = {PACKAGE / "run/jax_trainer.py": of_torch}
+    forbidden |= dict.fromkeys((PACKAGE / "train").glob("*.py"), of_torch)
+    del forbidden[PACKAGE / "train/dry_call.py"]
+    forbidden[PACKAGE / "run/torch_trainer.py"] = HEAVY - of_torch
+    forbidden |= dict.fromkeys((PACKAGE.parent / "rlx_torch").glob("*.py"), HEAVY - of_torch)
+    for path, heavy in forbidden.items():
+        found = {name.split(".")[0] for name in imports(path.read_text())} & heavy
+        assert not found, f"{path} imports {sorted(found)}"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -93,7 +93,7 @@ def run(
     config, workdir = config.copy_and_resolve_references(), Path(workdir)
     check(config)
     keep_freed_memory()
-    trainers.set_up_jax()
+    trainers.library(config).set_up()
     stop = stop or Event()
     with trainers.together(config, stop) as hosts:
         if hosts.index:

@@ -133,7 +133,7 @@ def build(
     plan = cpu_plan(cores, first_judge + judged.num_local, config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
-    trainers.check_devices(config)
+    trainers.library(config).check_devices(config)
     model_dir = trainers.first_weights(config, workdir, inputs)
     given: dict[str, Any] = {"token": token, "tls": client_tls(**config.fleet.tls)}
     started: dict[str, Any] = {

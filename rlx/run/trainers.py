@@ -1,6 +1,6 @@
 """Build the trainer that `config.trainer` names, on all of a run's processes.
 
-The one file here that knows JAX.
+Who computes is imported when the run asks for it: neither trainer's library otherwise.
 """
 
 import atexit
@@ -10,28 +10,54 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from threading import Event, current_thread, main_thread
-from typing import Any
+from typing import Any, Protocol
 
-import jax
 from ml_collections import ConfigDict
 
 import rlx
-from rlx.base import UserError, install
+from rlx.base import UserError
 from rlx.cli.command import say
 from rlx.cli.flags import leaves
 from rlx.cli.signals import interrupts
 from rlx.cli.user_code import words
-from rlx.launch import xla_flags
-from rlx.model import compile_cache, hf, mesh
-from rlx.model import params as parameters
+from rlx.doctor.machine import Devices
 from rlx.run.inputs import INITIAL, Inputs, as_json
 from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join
-from rlx.train.train_options import TrainOptions
-from rlx.train.update import JaxUpdate
+
+TRAINERS = {"jax": "rlx.run.jax_trainer", "torch": "rlx.run.torch_trainer"}
+
+
+class TrainerLibrary(Protocol):
+    """What a module of TRAINERS has.
+
+    Attributes:
+      set_up: called before anything is computed; UserError where the library is not installed.
+      join, leave: of a process among several of the trainer, `hosts`.
+      devices: that this library sees.
+      check_devices: raises UserError where they do not fit `train.mesh`.
+      random_weights: writes an HF directory of random weights of `inputs`' model.
+      make: the trainer, of the config and the HF directory of the run's first weights.
+    """
+
+    set_up: Callable[[], None]
+    join: Callable[[ConfigDict, Hosts], None]
+    leave: Callable[[], None]
+    devices: Callable[[], Devices]
+    check_devices: Callable[[ConfigDict], None]
+    random_weights: Callable[[ConfigDict, Path, Inputs], None]
+    make: Callable[[ConfigDict, str], Update]
+
+
+def library(config: ConfigDict) -> TrainerLibrary:
+    """Return the module of the run's trainer."""
+    module: Any = import_module(TRAINERS[config.trainer])
+    return module
 
 
 def make(config: ConfigDict, hosts: Hosts, model_dir: Path) -> Update:
@@ -40,7 +66,7 @@ def make(config: ConfigDict, hosts: Hosts, model_dir: Path) -> Update:
     Args:
       model_dir: HF directory of the run's first weights, which all processes see.
     """
-    return conductor.conduct(hosts, partial(TRAINERS[config.trainer], config), path=str(model_dir))
+    return conductor.conduct(hosts, partial(library(config).make, config), path=str(model_dir))
 
 
 def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
@@ -48,7 +74,7 @@ def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
     say(f"process {hosts.index} of {hosts.count} follows process 0; stop it there")
     signals = current_thread() is main_thread()
     with interrupts(hosts.stop) if signals else nullcontext():
-        told = conductor.follow(hosts, partial(TRAINERS[config.trainer], config))
+        told = conductor.follow(hosts, partial(library(config).make, config))
     return told["step"], told["complete"]
 
 
@@ -72,7 +98,7 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     hosts.on_stop = stop.set
     try:
         if hosts.count > 1:
-            _join_jax(config, hosts)
+            library(config).join(config, hosts)
         yield hosts
     except BaseException as error:
         hosts.close(str(error) if isinstance(error, UserError) else words(error))
@@ -81,7 +107,7 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
         raise
     hosts.close()
     if hosts.count > 1:
-        jax.distributed.shutdown()
+        library(config).leave()
 
 
 def _identity(config: ConfigDict) -> dict[str, Any]:
@@ -91,23 +117,7 @@ def _identity(config: ConfigDict) -> dict[str, Any]:
         code.update(path.read_bytes())
     found = {f"config.{key}": value for key, value in leaves(as_json(config))}
     del found["config.cluster.process"]
-    return {**found, "rlx's code": code.hexdigest(), "jax": jax.__version__}
-
-
-def _join_jax(config: ConfigDict, hosts: Hosts) -> None:
-    """Let JAX see the devices of all processes; its own watch over them would abort ours."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        hosts.service,
-        hosts.count,
-        hosts.index,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(config.cluster.join_seconds) + 1,
-        heartbeat_timeout_seconds=1_000_000,
-        shutdown_timeout_seconds=int(config.cluster.timeout_seconds) + 1,
-    )
-    jax.devices()
+    return {**found, "rlx's code": code.hexdigest(), config.trainer: version(config.trainer)}
 
 
 def _leave(status: int) -> None:
@@ -115,44 +125,9 @@ def _leave(status: int) -> None:
     os._exit(status)
 
 
-def check_devices(config: ConfigDict) -> None:
-    """Raise UserError where `train.mesh` does not have as many places as JAX sees devices."""
-    mesh.check_devices(config.train.mesh, jax.device_count())
-
-
 def first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:
     """Return the HF directory of the run's first weights; write it where they are random."""
     if not config.model.random_init:
         return inputs.model_dir
-    directory, model = workdir / INITIAL, inputs.model_config
-    weights = parameters.init(model, jax.random.key(config.seed), config.model.dtype)
-    hf.save(directory, model, weights, config.model.publish_dtype, source=inputs.model_dir)
-    return directory
-
-
-def set_up_jax() -> None:
-    """Set XLA's flags, and let JAX keep what it compiles; the checks before a run compile too."""
-    xla_flags.add(os.environ)
-    for name, value in compile_cache.options().items():
-        jax.config.update(name, value)
-
-
-def _jax(config: ConfigDict, path: str) -> Update:
-    options = TrainOptions.of(config)
-
-    def first(places: parameters.Params) -> parameters.Params:
-        return hf.load(path, options.dtype, places)[1]
-
-    return JaxUpdate(hf.load_config(path), options, source=first)
-
-
-def _torch(config: ConfigDict, path: str) -> Update:
-    try:
-        from rlx_torch.update import TorchUpdate
-    except ImportError as error:
-        raise UserError(f"trainer=torch needs PyTorch ({error}); {install('torch')}") from None
-    return TorchUpdate(hf.load_config(path), TrainOptions.of(config), Path(path))
-
-
-# Of the config and the path of the first weights.
-TRAINERS: dict[str, Callable[..., Update]] = {"jax": _jax, "torch": _torch}
+    library(config).random_weights(config, workdir / INITIAL, inputs)
+    return workdir / INITIAL

@@ -1,0 +1,63 @@
+"""The trainer in PyTorch, as rlx/run/trainers.py has it. Without JAX."""
+
+from pathlib import Path
+
+import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
+import numpy as np
+from ml_collections import ConfigDict
+
+from rlx.base import UserError, install
+from rlx.doctor.machine import Devices
+from rlx.model import hf, mesh
+from rlx.model.tensors import Buckets
+from rlx.run.inputs import Inputs
+from rlx.train.contract import Update
+from rlx.train.hosts import Hosts
+from rlx.train.train_options import TrainOptions
+
+try:
+    import torch
+
+    from rlx_torch import packed_model
+    from rlx_torch.update import TorchUpdate
+except ImportError as error:
+    raise UserError(f"trainer=torch needs PyTorch ({error}); {install('torch')}") from None
+
+
+def set_up() -> None:
+    """Return: that this module could be imported is all."""
+
+
+def join(config: ConfigDict, hosts: Hosts) -> None:
+    """Never called: `trainers.together` refuses several processes."""
+    raise AssertionError(f"{hosts.count} processes with trainer={config.trainer}")
+
+
+def leave() -> None:
+    """Return: `join` has begun nothing."""
+
+
+def devices() -> Devices:
+    """Return the device of this process."""
+    return Devices("gpu" if torch.cuda.is_available() else "cpu")
+
+
+def check_devices(config: ConfigDict) -> None:
+    """Raise UserError where `train.mesh` has more than the one place that there is."""
+    mesh.check_devices(config.train.mesh, 1)
+
+
+def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:
+    """Write an HF directory of random weights of the run's model, as transformers begins it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = packed_model.empty(inputs.model_dir)
+    model = packed_model.Valued(model) if inputs.model_config.value_head else model
+    dtype = np.dtype(config.model.publish_dtype)
+    tensors = {name: p.detach().numpy().astype(dtype) for name, p in model.named_parameters()}
+    hf.write(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
+
+
+def make(config: ConfigDict, path: str) -> Update:
+    """Return the trainer of a run that begins with the weights of an HF directory."""
+    return TorchUpdate(hf.load_config(path), TrainOptions.of(config), Path(path))
