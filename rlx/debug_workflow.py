@@ -10,12 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlx.agents import debugger, loading
+from rlx.agents import loading
 from rlx.base import UserError
 from rlx.cli import command, flags
-from rlx.doctor import failures
-from rlx.doctor.findings import Finding
-from rlx.doctor.table import section
+from rlx.debugger import debugger
+from rlx.doctor import failures, findings, table
 from rlx.observe.jsonl import jsonable, write_atomically
 
 FLAGS = {
@@ -40,7 +39,6 @@ def main() -> int:
     agent, kwargs = loading.chosen(values, config.rollout if config else values)
     if ":" not in agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
-    console = Console(highlight=False)
     report = debugger.Debugger(
         make=loading.maker(agent, kwargs), base_url=values.base_url, model=values.model,
         rows=debugger.chosen(debugger.load_rows(values.data, config), values.rows),
@@ -48,7 +46,9 @@ def main() -> int:
         batch=flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32),
         group=flags.number(values, "group", int, config.sampling.n_samples if config else 8),
         timeout=flags.number(values, "timeout", float, 300.0), text=command.say,
-        section=lambda area, found: section(area, [Finding(area, *f) for f in found], console),
+        section=lambda name, found: table.section(
+            name, [findings.Finding(name, *each) for each in found], Console(highlight=False)
+        ),
     ).run(values.steps or "1,2")  # fmt: skip
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from rlx import debug_workflow
-from rlx.agents import debugger, loading, preflight
-from rlx.agents.concurrent_runs import AgentRun, ConcurrentRuns
-from rlx.agents.recorder import Recorder
+from rlx.agents import loading
 from rlx.base import UserError
+from rlx.debugger import debugger, preflight
+from rlx.debugger.concurrent_runs import AgentRun, ConcurrentRuns
+from rlx.debugger.recorder import Recorder
 from rlx.launch.local import LocalServers
 from rlx.model.directory import resolve
 from rlx.observe.jsonl import jsonable

@@ -6,8 +6,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from rlx.agents.recorder import refusal
 from rlx.base import UserError
+from rlx.debugger.recorder import refusal
 
 
 def check_url(base_url: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 from rlx.agents import loop_watch
 from rlx.agents.http_clients import HttpClients
 from rlx.agents.loop_watch import LoopWatch, Place, places
-from rlx.agents.recorder import Recorder
+from rlx.debugger.recorder import Recorder
 
 SLOW_SECONDS = 0.1  # a callback that takes longer blocks the loop
 _GRACE = 2.0  # seconds a cancelled run has to end

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.agents.recorder import ModelCall, Recorder, refusal
+from rlx.debugger.recorder import ModelCall, Recorder, refusal
 
 
 def sse(*events, named=False):

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any
 
-from rlx.agents import preflight
-from rlx.agents.concurrent_runs import AgentRun, ConcurrentRuns
-from rlx.agents.debug_findings import DebugFinding, Evidence, bad, findings
-from rlx.agents.recorder import ModelCall, Recorder, shorten
 from rlx.agents.workflow import with_messages
 from rlx.base import UserError
 from rlx.cli.text import duration
+from rlx.debugger import preflight
+from rlx.debugger.concurrent_runs import AgentRun, ConcurrentRuns
+from rlx.debugger.debug_findings import DebugFinding, Evidence, bad, findings
+from rlx.debugger.recorder import ModelCall, Recorder, shorten
 from rlx.observe.progress_bar import ProgressBar
 from rlx.rewards.worker_process import ending_children
 from rlx.rollout import arithmetic, data

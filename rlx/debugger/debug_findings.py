@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlx.agents import returns
-from rlx.agents.concurrent_runs import SLOW_SECONDS, AgentRun, Blocker, Observed
-from rlx.agents.recorder import ModelCall
 from rlx.cli.text import duration
+from rlx.debugger.concurrent_runs import SLOW_SECONDS, AgentRun, Blocker, Observed
+from rlx.debugger.recorder import ModelCall
 
 _BLOCKS = 0.02  # share of the time that waiting inside the loop may take before it is a problem
 _COMPUTES = 0.5  # seconds of one computation that hold all other runs up
