@@ -141,7 +141,7 @@ def default() -> ConfigDict:
     c.cluster.coordinator = ""  # host:port of process 0, which has servers, rollouts and records
     c.cluster.processes = 0  # how many; 1: this one alone, whatever has started it
     c.cluster.process = -1  # which one this is, from 0
-    c.cluster.timeout_seconds = 60.0  # without a sign of life a process is lost, and all end
+    c.cluster.timeout_seconds = 60.0  # without a sign of life or of progress: lost, and all end
     c.cluster.join_seconds = 300.0  # for all processes to come, at the start
 
     c.fleet = ConfigDict()

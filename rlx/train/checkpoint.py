@@ -117,7 +117,7 @@ def _whole_or_nothing(temporary: Path, size: int) -> Iterator[None]:
         yield
     except Exception as error:
         _remove_failed(temporary)
-        if is_full(error):
+        if is_full(error) and not isinstance(error, DiskFull):  # which names another process
             raise _no_space(temporary.parent, size) from error
         raise
 

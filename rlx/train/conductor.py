@@ -10,9 +10,11 @@ its part of it, and the calls' order, equal everywhere, is the order of their co
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -54,9 +56,15 @@ def follow(hosts: Hosts, make: Make) -> dict[str, Any]:
         name, arguments, groups = _decode(hosts.receive())
         if name == "stop":
             return arguments
-        error = ""
+        error, call = "", hosts.sent
+
+        def written(part: Future[None], call: int = call) -> None:
+            if failure := part.exception():
+                hosts.unsaved(call, words(failure))
+
         try:
-            repeated.call(name, arguments, groups)
+            if part := repeated.call(name, arguments, groups):
+                part.add_done_callback(written)
         except Exception as failure:
             error = words(failure)
         hosts.done(error)
@@ -67,6 +75,8 @@ class _Conducted:
 
     def __init__(self, hosts: Hosts, make: Make, arguments: dict[str, Any]):
         self._hosts, self._lock = hosts, threading.RLock()
+        self._saves: WeakValueDictionary[int, Future[None]] = WeakValueDictionary()
+        hosts.on_unsaved = self._unsaved
         self._state: State = None
         self._update: Update = self._all("make", lambda: make(**arguments), arguments, wait=True)
         self.model, self.devices = self._update.model, self._update.devices
@@ -103,8 +113,17 @@ class _Conducted:
         )
 
     def save(self, path: Path, state: State) -> Future[None]:
+        """Begin to save; what is returned fails at once where another process could not write."""
         given = {"path": str(path)}
-        return self._of(state, "save", lambda: self._update.save(path, state), given, wait=True)
+        with self._lock:
+            whole = self._saves[self._hosts.sent + 1] = Future[None]()
+            own = self._of(state, "save", lambda: self._update.save(path, state), given, wait=True)
+        own.add_done_callback(lambda part: _end(whole, part.exception()))
+        return whole
+
+    def _unsaved(self, call: int, error: str) -> None:
+        if whole := self._saves.get(call):
+            _end(whole, _error(error))
 
     def _of(self, state: State, *call: Any, **more: Any) -> Any:
         """Make a call that is about a state; the other processes have only the last one."""
@@ -121,19 +140,28 @@ class _Conducted:
     ) -> Any:
         """Make a call on all processes; `wait`: until all have made it, and all went well."""
         with self._lock:
-            self._hosts.send(_encode(name, given or {}, groups))
+            self._hosts.send(_encode(name, given or {}, groups), name)
             try:
-                result = call()
-                _raise(self._hosts.outcome() if wait else "")
+                try:
+                    result = call()
+                finally:
+                    self._hosts.made()
+                if error := self._hosts.outcome() if wait else "":
+                    raise _error(error)
             except BaseException:
                 self._hosts.failed()
                 raise
             return result
 
 
-def _raise(error: str) -> None:
-    if error:
-        raise (DiskFull if f"{DiskFull.__name__}: " in error else UserError)(error)
+def _error(text: str) -> UserError:
+    return (DiskFull if f"{DiskFull.__name__}: " in text else UserError)(text)
+
+
+def _end(whole: Future[None], error: BaseException | None) -> None:
+    """End a save with what came of it; whoever comes second has nothing to add."""
+    with suppress(InvalidStateError):
+        whole.set_exception(error) if error else whole.set_result(None)
 
 
 class _Repeated:
@@ -145,8 +173,10 @@ class _Repeated:
         self._state: State = None
         self._buckets: Iterator[Any] = iter(())
 
-    def call(self, name: str, given: dict[str, Any], groups: Sequence[Group]) -> None:
-        """Make one call, as `_Conducted` has sent it."""
+    def call(
+        self, name: str, given: dict[str, Any], groups: Sequence[Group]
+    ) -> Future[None] | None:
+        """Make one call, as `_Conducted` has sent it; return what ends when a save is written."""
         update, state = self._update, self._state
         match name:
             case "make":
@@ -164,9 +194,10 @@ class _Repeated:
             case "bucket":
                 next(self._buckets, None)
             case "save":
-                update.save(Path(given["path"]), state)
+                return update.save(Path(given["path"]), state)
             case _:
                 raise ValueError(f"process 0 calls {name!r}, which no trainer has")
+        return None
 
 
 def _encode(

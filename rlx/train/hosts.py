@@ -4,12 +4,13 @@
     the others   connect, say what they run (config, code), repeat each call
 
 Plain TCP between process 0 and each other one, without JAX or torch, whose collectives wait for
-ever for a process that is gone. Who closes its connection, or gives no sign of life for too long,
-ends all the others, with one line that says which: the process ends where it stands, for its main
-thread may be deep in a collective.
+ever for a process that is gone. Who closes its connection, gives no sign of life for too long, or
+does not finish a call that process 0 has made, ends all the others, with one line that says which:
+the process ends where it stands, for its main thread may be deep in a collective.
 """
 
 import json
+import math
 import os
 import queue
 import re
@@ -26,7 +27,8 @@ from typing import Any
 from rlx.base import UserError
 from rlx.cli.user_code import words
 
-_CALL, _DONE, _STOP, _ALIVE, _FAILED = b"C", b"D", b"S", b"A", b"F"  # kinds of messages
+# Kinds of messages.
+_CALL, _DONE, _STOP, _ALIVE, _FAILED, _UNSAVED = b"C", b"D", b"S", b"A", b"F", b"U"
 _HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # for who connects to say who it is
 _ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
 _SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
@@ -40,8 +42,8 @@ class Cluster:
     Attributes:
       coordinator: host:port on which process 0 waits for the others; empty where it is alone.
       count, index: of processes, and this one's number from 0.
-      timeout: seconds of silence after which a process is lost.
-      join: seconds in which all have to come.
+      timeout: seconds of silence, or in one call after process 0 has made it, until one is lost.
+      join: seconds in which all have to come, or to load or compile what only they have to.
     """
 
     coordinator: str = ""
@@ -98,15 +100,29 @@ def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
     return (f"{first}:{port}", int(count), int(index)) if int(count) > 1 else ("", 1, -1)
 
 
+@dataclass
+class _Call:
+    """A call that not all have made: when it was sent, and when process 0 had made it itself."""
+
+    name: str
+    sent: float
+    made: float = math.inf
+
+
 @dataclass(eq=False)
 class _Peer:
-    """Another process: when it was heard, how many calls it has made, why the last one failed."""
+    """Another process: when it was heard, how many calls it has made, why the last one failed.
+
+    `ended` is when it had made the last one, `longest` the seconds it took for one, by name.
+    """
 
     link: Connection
     name: str = "process 0"
     heard: float = 0.0
     done: int = 0
     error: str = ""
+    ended: float = 0.0
+    longest: dict[str, float] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
     @classmethod
@@ -147,6 +163,8 @@ class Hosts:
 
     Attributes:
       on_stop: what process 0 does when another one asks for the run's end.
+      on_unsaved: what it does when another could not write its part: of call and error.
+      sent: calls that process 0 has sent, or that have come from it.
 
     Args:
       peers: on process 0 all others, on these process 0.
@@ -163,9 +181,12 @@ class Hosts:
     ):
         self.index, self.count, self.service = cluster.index, cluster.count, service
         self.on_stop: Callable[[], None] = lambda: None
-        self._peers, self._end, self._timeout = peers, end, cluster.timeout
+        self.on_unsaved: Callable[[int, str], None] = lambda call, error: None
+        self.sent = 0
+        self._peers, self._end, self._cluster = peers, end, cluster
         self._calls: queue.Queue[bytes] = queue.Queue()
-        self._sent, self._failed, self._news = 0, set[int](), threading.Condition()
+        self._open: dict[int, _Call] = {}
+        self._failed, self._news = set[int](), threading.Condition()
         self._closing, self._ending = threading.Event(), threading.Lock()
         self._sign = _ALIVE
         for peer in peers:
@@ -174,27 +195,40 @@ class Hosts:
         if peers:
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, name: str = "") -> None:
         """Send a call to all others; process 0 alone does."""
-        self._sent += 1
+        self.sent += 1
+        self._open[self.sent] = _Call(name, time.monotonic())
         self._tell(_CALL, message)
+
+    def made(self) -> None:
+        """Say that process 0 has made the last call itself; now it waits for the others."""
+        with self._news:
+            if call := self._open.get(self.sent):
+                call.made = time.monotonic()
 
     def receive(self) -> bytes:
         """Return process 0's next call; waits for it."""
-        return self._calls.get()
+        message = self._calls.get()
+        self.sent += 1
+        return message
 
     def done(self, error: str = "") -> None:
         """Tell process 0 what came of the call that was received last; "": all went well."""
         self._tell(_DONE, error.encode())
 
+    def unsaved(self, call: int, error: str) -> None:
+        """Tell process 0 that what the call `save` has begun could not be written here."""
+        self._tell(_UNSAVED, json.dumps([call, error]).encode())
+
     def failed(self) -> None:
         """Say that the call that was sent last failed here; where others fail alike, all go on."""
-        self._failed.add(self._sent)
+        self._failed.add(self.sent)
 
     def outcome(self) -> str:
         """Wait until all have made the last call; return which of them it failed on, and how."""
         with self._news:
-            self._news.wait_for(lambda: all(peer.done == self._sent for peer in self._peers))
+            self._news.wait_for(lambda: all(peer.done == self.sent for peer in self._peers))
         return "; ".join(f"{peer.name}: {peer.error}" for peer in self._peers if peer.error)
 
     def stop(self) -> None:
@@ -220,6 +254,7 @@ class Hosts:
             _DONE: lambda payload: self._note(peer, payload.decode()),
             _STOP: lambda payload: self.on_stop(),
             _ALIVE: lambda payload: None,
+            _UNSAVED: lambda payload: self._note_unsaved(peer, *json.loads(payload)),
             _FAILED: lambda payload: self._lose(f"{peer.name} ended: {payload.decode()}"),
         }
         try:
@@ -231,25 +266,57 @@ class Hosts:
             self._lose(f"{peer.name} is lost: {str(error) or 'its connection has closed'}")
 
     def _note(self, peer: _Peer, error: str) -> None:
+        now = time.monotonic()
         with self._news:
             peer.done, peer.error = peer.done + 1, error
+            call = self._open[peer.done]
+            took = now - max(call.sent, peer.ended)
+            peer.ended = now
+            peer.longest[call.name] = max(took, peer.longest.get(call.name, 0.0))
+            if all(other.done >= peer.done for other in self._peers):
+                del self._open[peer.done]
             self._news.notify_all()
         if error:
             timer = threading.Timer(_ALIKE_SECONDS, self._unless_alike, (peer, peer.done, error))
             timer.daemon = True
             timer.start()
 
+    def _note_unsaved(self, peer: _Peer, call: int, error: str) -> None:
+        self.on_unsaved(call, f"{peer.name}: {error}")
+
     def _unless_alike(self, peer: _Peer, call: int, error: str) -> None:
         if call not in self._failed:
             self._lose(f"{peer.name} failed: {error}")
 
     def _watch(self) -> None:
-        """Give a sign of life, and see that the others do."""
-        while not self._closing.wait(min(1.0, self._timeout / 4)):
+        """Give a sign of life, and see that the others do, and go on."""
+        timeout = self._cluster.timeout
+        while not self._closing.wait(min(1.0, timeout / 4)):
             for peer in self._peers:
-                if (silent := time.monotonic() - peer.heard) > self._timeout:
+                if (silent := time.monotonic() - peer.heard) > timeout:
                     self._lose(f"{peer.name} is lost: no sign of life for {silent:.0f} s")
+                elif text := self._hangs(peer):
+                    self._lose(text)
             threading.Thread(target=self._tell, args=(self._sign,), daemon=True).start()
+
+    def _hangs(self, peer: _Peer) -> str:
+        """Return what to say of a process that does not finish a call; "" while it may yet.
+
+        Process 0 has made the call, and what took it long, as to compile, is over. Another one may
+        have to compile or load what process 0 has in a cache: as long as it took for such a call
+        before, or, for the first one, as long as processes are waited for.
+        """
+        with self._news:
+            if not (call := self._open.get(peer.done + 1)):
+                return ""
+            late = time.monotonic() - max(call.made, peer.ended)
+            limit = self._cluster.timeout + peer.longest.get(call.name, self._cluster.join)
+        if late < limit:
+            return ""
+        return (
+            f"{peer.name} hangs: it has not finished the call {call.name!r} {late:.0f} s after "
+            "process 0; raise cluster.timeout_seconds if it was at work"
+        )
 
     def _lose(self, text: str) -> None:
         """End all the others and this process, for one of them is gone."""

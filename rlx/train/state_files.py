@@ -1,10 +1,11 @@
 """The train state in a checkpoint, by orbax: every host writes and reads its own shards.
 
     CHECKPOINT/state/ocdbt.process_I/       the shards of host I, as they are: numbers hardly shrink
-    CHECKPOINT/state/host_I.{written,failed}    how that went, on hosts 1, 2, …; empty: no space
+    CHECKPOINT/state/host_I.written         host I = 1, 2, … has written them
     CHECKPOINT/state/{manifest.ocdbt, …}    what there is and where, by host 0 when all have written
 
-A state may be restored to other shardings than it was saved with, on fewer or more hosts.
+A host that cannot write may be unable to leave word of it there: the conductor tells host 0. A
+state may be restored to other shardings than it was saved with, on fewer or more hosts.
 """
 
 import asyncio
@@ -16,14 +17,14 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from rlx.base import UserError
+from rlx.base import DiskFull, UserError
 from rlx.model.tensors import BUCKET
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -48,16 +49,18 @@ def begin(path: Path, state: Any) -> Future[None]:
             f"{path} is not there on host {jax.process_index()}, but on host 0; give a --workdir "
             "on storage that all hosts share"
         )
-    place.mkdir(exist_ok=True)
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     arguments = ocp.args.PyTreeSave(_named_leaves(state))
-    with ThreadPoolExecutor(1) as fresh:  # the caller's thread may run an event loop
+    with _told_by_name(path), ThreadPoolExecutor(1) as fresh:  # the caller may run an event loop
+        place.mkdir(exist_ok=True)
         parts = fresh.submit(asyncio.run, handler.async_save(place, args=arguments)).result() or []
 
     def finish() -> None:
-        with _word_for_host_0(Path(place)) if jax.process_index() else nullcontext():
+        with _told_by_name(path):
             for part in parts:
                 part.result()
+            if jax.process_index():
+                _say_written(Path(place))
         if not jax.process_index():
             _wait_for_others(Path(place))
             handler.finalize(place)
@@ -73,29 +76,28 @@ def _shows_no_stack(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _word_for_host_0(place: Path) -> Iterator[None]:
-    """Leave word of how it went to write this host's shards."""
-    index = jax.process_index()
-    note = place / f".host_{index}"
+def _told_by_name(path: Path) -> Iterator[None]:
+    """Raise DiskFull for an error of a host that host 0 is told by its name and words alone."""
     try:
         yield
-        flush(place.glob(f"*process_{index}/**/*"))
-        note.with_name(f"host_{index}.written").touch()
     except Exception as error:
-        note.write_text("" if is_full(error) else f"{type(error).__name__}: {error}")
-        note.rename(place / f"host_{index}.failed")
+        if jax.process_index() and is_full(error):
+            raise DiskFull(f"no disk space for its part of {path}") from error
         raise
 
 
+def _say_written(place: Path) -> None:
+    """Tell host 0 that this host's shards are on disk."""
+    flush(place.glob(f"*process_{jax.process_index()}/**/*"))
+    Path(place, f"host_{jax.process_index()}.written").touch()
+
+
 def _wait_for_others(place: Path) -> None:
-    """Return when all other hosts have written; raise OSError when one has not, and will not."""
+    """Return when all other hosts have written; raise where the save is given up meanwhile."""
     for index in range(1, jax.process_count()):
-        written, failed = (place / f"host_{index}.{how}" for how in ("written", "failed"))
+        written = place / f"host_{index}.written"
         while not written.exists():
-            if failed.exists():
-                text = f"host {index} could not write its shards: {failed.read_text()}"
-                raise OSError(0 if failed.read_text() else errno.ENOSPC, text)
-            if not place.is_dir():  # a host that did not begin: host 0 has given it up
+            if not place.is_dir():  # host 0 has removed it: another one could not write
                 raise FileNotFoundError(errno.ENOENT, "the save was given up", str(place))
             time.sleep(POLL_SECONDS)
         written.unlink()

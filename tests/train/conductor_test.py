@@ -5,6 +5,8 @@ They are threads here, joined by a pair of sockets; tests/run/hosts_run_test.py 
 
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,7 +36,10 @@ def groups(seed):
 
 
 class Recording:
-    """A trainer that notes its calls; its state counts its updates. `fails`: name → exception."""
+    """A trainer that notes its calls; its state counts its updates.
+
+    `fails`: name → exception; `written` is how a save ends, None: not at all.
+    """
 
     model, devices, state_bytes = None, "2 × nothing", 8
 
@@ -80,7 +85,11 @@ class Recording:
     def save(self, path, state):
         self._note("save", path, state.step)
         done = Future()
-        done.set_result(None)
+        failure = self.fails.get("written")
+        if failure:
+            done.set_exception(failure)
+        elif "written" not in self.fails:
+            done.set_result(None)
         return done
 
 
@@ -197,6 +206,72 @@ def test_a_failure_of_another_process_is_raised_where_process_0_waits_for_it(err
     pair.update.update(state, groups(0))  # after a full disk training goes on
     pair.stop()
     pair.close()
+
+
+@pytest.mark.parametrize("error", [DiskFull("full"), PermissionError(13, "denied")])
+def test_what_another_process_cannot_write_ends_the_save_that_waits_for_it(error):
+    pair = Pair(lead_fails={"written": None}, follower_fails={"written": error})
+    state = pair.update.init()
+    whole = pair.update.save(Path("x"), state)
+    with pytest.raises(UserError, match=f"process 1: {type(error).__name__}: ") as raised:
+        whole.result(SECONDS)
+    assert isinstance(raised.value, DiskFull) == isinstance(error, DiskFull)
+    pair.update.update(state, groups(0))
+    pair.stop()
+    pair.close()
+    assert pair.ended.empty()
+
+
+HUNG = """
+import socket, sys, threading
+from rlx.train import conductor
+from rlx.train.hosts import Cluster, join
+
+class Trainer:
+    model, devices, state_bytes = None, "", 0
+    def __init__(self, path):
+        self.calls = 0
+    def init(self):
+        return "state"
+    def update(self, state, groups):
+        self.calls += 1
+        if self.calls == 2 and index == 1:
+            threading.Event().wait()
+        return state, {}
+
+index = int(sys.argv[2])
+hosts = join(Cluster(sys.argv[1], 2, index, timeout=3.0, join=300.0), {})
+if index:
+    conductor.follow(hosts, Trainer)
+update = conductor.conduct(hosts, Trainer, path="")
+state = update.init()
+for _ in range(2):
+    state, _ = update.update(state, [])
+threading.Event().wait()
+"""
+
+
+def test_a_process_that_hangs_in_a_call_ends_all_in_one_line_that_names_both():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    pair = [
+        subprocess.Popen(
+            [sys.executable, "-c", HUNG, address, str(index)], stderr=subprocess.PIPE, text=True
+        )
+        for index in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[1] for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in pair] == [2, 2]
+    for line in said:
+        assert line.count("\n") == 1
+        assert "error: " in line
+        assert "process 1 of 2 on " in line
+        assert "hangs: it has not finished the call 'update' " in line
 
 
 def test_a_failure_of_another_process_alone_ends_the_run(monkeypatch):

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlx import config as config_lib
 from rlx.base import DiskFull
 from rlx.model.model_config import ModelConfig
-from rlx.train import checkpoint, state_files
+from rlx.train import checkpoint, conductor, hosts, state_files
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
 
@@ -81,20 +81,34 @@ def save(directory: Path, mesh: str) -> None:
     end()
 
 
+class Given(JaxUpdate):
+    """A trainer that begins with noise, equal on all processes."""
+
+    def __init__(self, mesh: str):
+        super().__init__(MODEL, trainer_of(mesh)._options)
+
+    def init(self):
+        return on_devices(self.abstract_state, numbers(self.abstract_state))
+
+
 def full(directory: Path, mesh: str) -> None:
-    """The last process's disk is full: nothing is left, and the next save succeeds."""
-    trainer = trainer_of(mesh)
-    state = on_devices(trainer.abstract_state, numbers(trainer.abstract_state))
-    last, limits = jax.process_index() == jax.process_count() - 1, resource.RLIMIT_FSIZE
-    free = resource.getrlimit(limits)
-    if last:
-        resource.setrlimit(limits, (100, free[1]))
-    expected = {True: (Exception, "os_error_code='27'"), False: (DiskFull, "no disk space")}
-    kind, words = expected[jax.process_index() > 0]
-    with pytest.raises(kind, match=words):
-        begin(directory, trainer, state)()
-    resource.setrlimit(limits, free)
-    assert jax.process_index() or not list(directory.iterdir())
+    """The last process's disk is full: process 0 says so, and nothing is left."""
+    cluster = hosts.Cluster(os.environ["MEET"], jax.process_count(), jax.process_index())
+    joined = hosts.join(cluster, {})
+    if cluster.index:
+        free = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, free[1]))
+        conductor.follow(joined, Given)
+        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    else:
+        update = conductor.conduct(joined, Given, mesh=mesh)
+        save = partial(update.save, state=update.init())
+        with pytest.raises(DiskFull, match=r"process 1 of 2 .*: no disk space for its part of"):
+            checkpoint.begin(directory, 1, save, update.state_bytes, {"step": 1})()
+        assert not list(directory.iterdir())
+        conductor.stop(joined)
+    joined.close()
+    multihost_utils.sync_global_devices("done")
 
 
 def restore(directory: Path, mesh: str) -> None:

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,12 @@ SECONDS = 300.0
 def run(devices: int, root: Path, *tasks: str, processes: int = 1) -> None:
     """Let processes, joined where there are several, do the tasks."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    shared = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        port, meet = (server.getsockname()[1] for server in bound)
+    shared = {
+        **os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "MEET": f"127.0.0.1:{meet}"
+    }  # fmt: skip
     with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would stop its writer
         started = [
             subprocess.Popen(
