@@ -349,9 +349,10 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
     """Wait for all others on process 0; refuse them all when one is wrong."""
     deadline, found = time.monotonic() + cluster.join, dict[int, _Peer]()
     host, port = _address(cluster.coordinator)
-    bind = host if host in ("localhost", "127.0.0.1") else ""
+    bind = host if host in ("localhost", "127.0.0.1", "::1") else ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((bind, port), backlog=cluster.count)
+        listener = socket.create_server((bind, port), family=family, backlog=cluster.count)
     except OSError as error:
         raise UserError(
             f"cannot listen on cluster.coordinator={cluster.coordinator}: {error.strerror}; give "
@@ -369,8 +370,9 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
                         "command and its own cluster.process")  # fmt: skip
             with suppress(OSError, EOFError, ValueError, KeyError, TypeError):  # of somebody else
                 _admit(peer, identity, found)
-    with socket.create_server((bind, 0)) as free:
-        service = f"{host}:{free.getsockname()[1]}"
+    with socket.create_server((bind, 0), family=family) as free:
+        shown = f"[{host}]" if ":" in host else host
+        service = f"{shown}:{free.getsockname()[1]}"
     for peer in found.values():
         peer.send(_CALL, json.dumps({"service": service, "name": str(cluster)}).encode())
     return [found[index] for index in sorted(found)], service

@@ -65,8 +65,9 @@ def test_half_a_cluster_is_refused(given, words):
     assert "\n" not in str(raised.value)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def free_port(host="127.0.0.1"):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
         return server.getsockname()[1]
 
 
@@ -125,6 +126,25 @@ def test_processes_meet_and_talk():
     assert asked.wait(SECONDS)
     leave(lead, *others)
     assert ended.empty()
+
+
+def _has_ipv6():
+    try:
+        return bool(free_port("::1"))
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 on this machine")
+def test_processes_meet_by_ipv6():
+    address = f"[::1]:{free_port('::1')}"
+    with ThreadPoolExecutor(2) as pool:
+        cluster = (Cluster(address, 2, index, join=SECONDS) for index in range(2))
+        lead, other = pool.map(lambda place: join(place, {}), cluster)
+    lead.send(b"a call")
+    assert other.receive() == b"a call"
+    assert lead.service.startswith("[::1]:")
+    leave(lead, other)
 
 
 def test_one_process_needs_no_other():
