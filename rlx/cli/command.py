@@ -29,8 +29,8 @@ def run(
 
     Args:
       explain: returns the UserError for a full disk, memory or the like (rlx.doctor.failures).
-      teardown: whether Python cleans up at exit. With torch and vLLM that takes seconds, in which
-        a dead server could have been started again.
+      teardown: whether Python cleans up at exit, but of an interrupt. With torch and vLLM that
+        takes seconds, in which a dead server could have been started again.
     """
     trace = "--traceback" in sys.argv
     if trace:  # also of what a run says in one line and survives, as of a hook that fails
@@ -45,7 +45,7 @@ def run(
         say(f"error: {error}", sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        status = 130
+        status, teardown = 130, False  # which would wait for threads, as that of a save under way
     except BrokenPipeError:  # the reader of a pipe left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0

@@ -127,7 +127,8 @@ class _Loop:
 
     Attributes:
       step: batches given to the device, as `state` has seen them.
-      whole: False while the device may have failed to make `state`, which then cannot be saved.
+      whole: False while `state` cannot be saved: the device may have failed to make it, or a step
+        before it has no record.
       saved: the step of the last checkpoint. saving: files of one that is being written.
       solved: no prompt is left that could teach anything.
       seconds: of each phase since the last record. published: record of the last publish.
@@ -150,9 +151,19 @@ class _Loop:
         self.device, self.disk = ThreadPoolExecutor(1, "device"), ThreadPoolExecutor(3, "disk")
 
     def main(self) -> tuple[int, bool]:
-        """Step until the last one or a signal; return the steps done, and whether that is all."""
-        with self.device, self.disk:
+        """Step until the last one or a signal; return the steps done, and whether that is all.
+
+        An interrupt leaves a save under way, which takes its place when it is whole, or never.
+        """
+        patient = True
+        try:
             return self._main()
+        except KeyboardInterrupt:
+            patient = False
+            raise
+        finally:
+            for pool in (self.device, self.disk):
+                pool.shutdown(wait=patient, cancel_futures=not patient)
 
     def _main(self) -> tuple[int, bool]:
         self._ask_servers()
@@ -300,7 +311,6 @@ class _Loop:
         with self._phase("train", step=step):
             whole, self.whole, self.under_way = self.whole, False, None
             metrics = read.result()
-            self.whole = whole
         now = time.monotonic()
         counters = self.executor.counters()
         generated = int(counters.pop("generated_tokens"))
@@ -321,6 +331,7 @@ class _Loop:
         )
         self.last_record, self.generated, self.seconds = now, generated, {}
         self.writer.write("metrics.jsonl", record)
+        self.whole = whole  # a checkpoint after a step without a record would lose the record
         count = self.config.observe.transcripts_per_step
         self.writer.write_rollouts(step, run_records.transcripts(step, groups, count))
         self.progress.update(record)

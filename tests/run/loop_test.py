@@ -70,3 +70,31 @@ def test_a_full_disk_does_not_hide_what_ended_the_run(loop, monkeypatch):
         made.main()
     said = [call.args[0] for call in made.progress.message.call_args_list]
     assert said == ["no disk space for a checkpoint; training goes on until the next is due"]
+
+
+def test_a_second_interrupt_waits_for_no_save_under_way(loop, monkeypatch):
+    made, end = loop(), Event()
+    saving = made.disk.submit(end.wait)
+    monkeypatch.setattr(made, "_main", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        made.main()
+    assert not saving.done()
+    end.set()
+
+
+def test_a_step_whose_record_cannot_be_written_is_in_no_checkpoint(loop, monkeypatch):
+    """Who goes on after such a checkpoint would never have the record."""
+    made, saves = loop(), []
+    full = UserError("cannot write metrics.jsonl: No space left on device")
+    made.writer.write.side_effect = full
+    made.executor.collect.side_effect = lambda timeout: [MagicMock(group_id=0)]
+    made.executor.counters.return_value = {"generated_tokens": 1}
+    made.parts.inputs.train_rows = [{}]
+    made.parts.elapsed.return_value = 1.0
+    made.parts.update.update.return_value = object(), {"n_valid_tokens": 1}
+    monkeypatch.setattr(made, "_publish", lambda: None)
+    monkeypatch.setattr(made, "_engines", lambda *_: 0.0)
+    monkeypatch.setattr(made, "_save", lambda: saves.append(made.step))
+    with pytest.raises(UserError, match="No space left"):
+        made.main()
+    assert (made.step > 0, saves) == (True, [])
