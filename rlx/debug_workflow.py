@@ -14,7 +14,7 @@ from rlx.agents import loading
 from rlx.base import UserError
 from rlx.cli import command, flags
 from rlx.debugger import debugger
-from rlx.doctor import failures, findings, table
+from rlx.doctor import failures, table
 from rlx.observe.jsonl import jsonable, write_atomically
 
 FLAGS = {
@@ -41,14 +41,12 @@ def main() -> int:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
     report = debugger.Debugger(
         make=loading.maker(agent, kwargs), base_url=values.base_url, model=values.model,
-        rows=debugger.chosen(debugger.load_rows(values.data, config), values.rows),
+        rows=debugger.load_rows(values.data, values.rows, config),
         api_key=values.api_key or os.environ.get("OPENAI_API_KEY", ""),
         batch=flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32),
         group=flags.number(values, "group", int, config.sampling.n_samples if config else 8),
         timeout=flags.number(values, "timeout", float, 300.0), text=command.say,
-        section=lambda name, found: table.section(
-            name, [findings.Finding(name, *each) for each in found], Console(highlight=False)
-        ),
+        section=lambda area, found: table.section(area, found, Console(highlight=False)),
     ).run(values.steps or "1,2")  # fmt: skip
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())

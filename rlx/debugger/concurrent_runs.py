@@ -10,7 +10,6 @@ import copy
 import gc
 import inspect
 import logging
-import os
 import re
 import signal
 import threading
@@ -19,18 +18,20 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlx.agents import loop_watch
+from rlx.agents import loop_watch, returns
 from rlx.agents.http_clients import HttpClients
 from rlx.agents.loop_watch import LoopWatch, Place, places
-from rlx.debugger.recorder import Recorder
+from rlx.debugger.model_call import ModelCall
+
+if TYPE_CHECKING:
+    from rlx.debugger.recorder import Recorder
 
 SLOW_SECONDS = 0.1  # a callback that takes longer blocks the loop
 _GRACE = 2.0  # seconds a cancelled run has to end
 _SETTLE = 1.0  # seconds for connections to close behind the runs
 _NEWS_SECONDS = 5.0  # a loop that is blocked for longer is reported at once
-_INTERRUPTS = 5  # before the program is ended, _GRACE apart
 _OWN_THREADS = {"MainThread", "rlx-loop-watch", "rlx-recorder", "asyncio"}
 
 
@@ -45,6 +46,7 @@ class AgentRun:
       value: what it returned.
       error: `KeyError: 'answer'`, of one that raised.
       places: the user's lines of the traceback, outermost first; for a timeout, where it waited.
+      calls: its calls that were answered.
     """
 
     number: int
@@ -56,6 +58,26 @@ class AgentRun:
     value: Any = None
     error: str = ""
     places: Sequence[Place] = ()
+    calls: list[ModelCall] = field(default_factory=list)
+
+    @property
+    def completions(self) -> list[str]:
+        """The ids by which rewards can be given."""
+        return [call.completion_id for call in self.calls if call.completion_id and call.ok]
+
+    @property
+    def mistake(self) -> str:
+        """What is wrong with what it returned; "" where nothing is, or where it did not return."""
+        return returns.mistake(self.value, self.completions) if self.end == "returned" else ""
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which a call was under way; overlapping ones count once."""
+        waiting = until = 0.0
+        for call in self.calls:
+            waiting += max(call.end - max(call.begin, until), 0.0)
+            until = max(until, call.end)
+        return waiting
 
 
 @dataclass(slots=True)
@@ -64,28 +86,17 @@ class Blocker:
 
     Attributes:
       stack: from that line down, of the latest look.
-      seconds: in all.
-      computing_seconds: those of them in which the thread computed rather than waited.
-      longest, stalls: seconds of its longest callback, and in how many callbacks it was.
+      computes: whether the thread computed then rather than waited.
+      remedy: what to write in place of the call.
+      seconds, longest, stalls: in all, of its longest callback, and in how many callbacks it was.
     """
 
     stack: list[str]
+    computes: bool
+    remedy: str
     seconds: float = 0.0
-    computing_seconds: float = 0.0
     longest: float = 0.0
     stalls: int = 0
-
-    @property
-    def computes(self) -> bool:
-        """Whether it computed; on a crowded machine that is a small part of its seconds."""
-        return self.computing_seconds > 0.2 * self.seconds
-
-    @property
-    def remedy(self) -> str:
-        """Return what to write in place of the blocking call."""
-        if self.stack[0].startswith("<"):  # asyncio's name of a callback that was never looked at
-            return "look at it with py-spy"
-        return loop_watch.remedy("\n".join(self.stack), self.computes)
 
 
 @dataclass(slots=True)
@@ -95,8 +106,7 @@ class Observed:
     Attributes:
       begin, end: seconds, monotonic.
       busy_seconds: in which the loop's thread computed.
-      slow: seconds of each callback that blocked the loop.
-      blockers: by their line.
+      slow: seconds of each callback that blocked the loop; `blockers`: by their line.
       background: errors of tasks that nothing awaited.
       left: tasks, threads and connections that the runs left behind, by name.
       gave_up: why it ended before its runs; "" where it did not.
@@ -128,7 +138,7 @@ class ConcurrentRuns(logging.Handler):
         self,
         make: Callable[[], Any],
         runs: Sequence[AgentRun],
-        recorder: Recorder,
+        recorder: "Recorder",
         timeout: float,
         show: Callable[[int, int], None] = lambda done, wanted: None,
         tell: Callable[[str], None] = print,
@@ -136,8 +146,8 @@ class ConcurrentRuns(logging.Handler):
         super().__init__()
         self._make, self._recorder, self._timeout = make, recorder, timeout
         self._show, self._tell, self._done = show, tell, 0
-        self._looks: list[tuple[float, float, float, list[Place]]] = []
-        self._interrupts = self._told = 0
+        self._looks: list[tuple[float, float, bool, list[Place]]] = []  # when, late, computes
+        self._told, self._interrupts = False, 0
         self._watch = LoopWatch(self._late)
         self.observed = Observed(runs)
 
@@ -158,9 +168,8 @@ class ConcurrentRuns(logging.Handler):
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
         except KeyboardInterrupt:  # what is left in the loop would run on if it were closed
-            self._watch.stop()
-            seen.gave_up = seen.gave_up or "interrupted"
-            seen.begin, seen.end = seen.begin or time.monotonic(), time.monotonic()
+            seen.gave_up, seen.end = seen.gave_up or "interrupted", time.monotonic()
+            seen.begin = seen.begin or seen.end
             if self._looks and seen.end - self._looks[-1][0] < 1.0:
                 self._slow("", self._looks[-1][1])
         finally:
@@ -176,52 +185,45 @@ class ConcurrentRuns(logging.Handler):
         """Take a line of asyncio's log: `Executing <…> took 0.150 seconds`, or another."""
         if str(record.msg).startswith("Executing") and isinstance(record.args, tuple):
             if self.observed.begin and not self.observed.end:  # else it is our own
-                self._slow(
-                    re.sub(" name='.*?'", "", str(record.args[0]))[:120], float(str(record.args[1]))
-                )
+                name = re.sub(" name='.*?'", "", str(record.args[0]))
+                self._slow(name[:120], float(str(record.args[1])))
         elif record.levelno >= logging.WARNING:
             self.observed.background[record.getMessage()[:300]] += 1
 
     def _slow(self, name: str, seconds: float) -> None:
-        """Record a callback that blocked the loop, shared out between the looks at it.
+        """Record a callback that blocked the loop, at the line at which most looks found it.
 
         Args:
           name: asyncio's, for a callback that was never looked at.
         """
         begin = time.monotonic() - seconds - 0.01
-        looks = [(late, part, stack) for at, late, part, stack in self._looks if at >= begin]
+        looks = [(computes, stack) for at, _, computes, stack in self._looks if at >= begin]
         self._looks.clear()
-        if any(loop_watch.debugging(stack) for *_, stack in looks):
+        if any(loop_watch.debugging(stack) for _, stack in looks):
             return
+        found = [(computes, loop_watch.blamed(stack)) for computes, stack in looks]
+        found = found or [(False, [name])]
+        line = Counter(lines[0] for _, lines in found).most_common(1)[0][0]
+        computes, lines = next(pair for pair in reversed(found) if pair[1][0] == line)
+        remedy = (
+            loop_watch.remedy("\n".join(lines), computes) if looks else "look at it with py-spy"
+        )
+        blocker = self.observed.blockers.setdefault(line, Blocker(lines, computes, remedy))
+        blocker.seconds, blocker.stalls = blocker.seconds + seconds, blocker.stalls + 1
+        blocker.longest = max(blocker.longest, seconds)
         self.observed.slow.append(seconds)
-        share: dict[str, float] = {}
-        for late, computed, stack in looks or [(seconds, 0.0, [])]:
-            lines = loop_watch.blamed(stack) or [name]
-            blocker = self.observed.blockers.setdefault(lines[0], Blocker(lines))
-            blocker.stack = lines
-            part = seconds / max(len(looks), 1)
-            blocker.seconds += part
-            blocker.computing_seconds += part * min(computed / late, 1.0)
-            share[lines[0]] = share.get(lines[0], 0.0) + part
-        for line, part in share.items():
-            blocker = self.observed.blockers[line]
-            blocker.longest, blocker.stalls = max(blocker.longest, part), blocker.stalls + 1
 
     def _late(self, seconds: float, computed: float, stack: list[Place]) -> None:
         """Keep a look; report a blocked loop, and interrupt it where that is all that helps."""
-        self._looks.append((time.monotonic(), seconds, computed, stack))
+        # On a crowded machine a thread that computes has a small part of its seconds.
+        self._looks.append((time.monotonic(), seconds, computed > 0.2 * seconds, stack))
         if loop_watch.debugging(stack):
             return
-        where = loop_watch.blamed(stack)[0]
-        if seconds < _NEWS_SECONDS:
-            self._told = 0
-        elif not self._told:
-            self._told = 1
+        told, self._told = self._told, seconds > _NEWS_SECONDS
+        if self._told and not told:
+            where = loop_watch.blamed(stack)[0]
             self._tell(f"the event loop is blocked, for {seconds:.0f} s by now: {where}")
         if self._timeout and seconds > self._timeout + _GRACE * (self._interrupts + 1):
-            if self._interrupts == _INTERRUPTS:  # a call of C's that ignores signals
-                self._tell(f"it cannot be interrupted; ended without a report: {where}")
-                os._exit(1)
             self._interrupts += 1
             self.observed.gave_up = f"the event loop was blocked for {seconds:.0f} s: ended"
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -232,22 +234,20 @@ class ConcurrentRuns(logging.Handler):
         self.observed.background[words] += 1
 
     async def _main(self) -> None:
-        before = _population(self._recorder)
+        seen, before = self.observed, _population(self._recorder)
         self._clients = HttpClients()
         await asyncio.sleep(0)  # that was a callback of its own, and slow: it imports openai
-        self.observed.begin, busy = time.monotonic(), time.thread_time()
+        seen.begin, busy = time.monotonic(), time.thread_time()
         self._watch.start()
-        await asyncio.gather(*(self._one(run) for run in self.observed.runs))
+        await asyncio.gather(*(self._one(run) for run in seen.runs))
         self._watch.stop()
-        self.observed.end = time.monotonic()
-        self.observed.busy_seconds = time.thread_time() - busy
+        seen.end, seen.busy_seconds = time.monotonic(), time.thread_time() - busy
         await self._clients.close()
-        until = time.monotonic() + _SETTLE
         gc.collect()
-        while True:  # until what is there and was not before no longer grows less
+        while True:  # until nothing is left, or connections had their time to close
             now = _population(self._recorder)
-            self.observed.left = {kind: names - before[kind] for kind, names in now.items()}
-            if time.monotonic() > until or not any(self.observed.left.values()):
+            seen.left = {kind: names - before[kind] for kind, names in now.items()}
+            if time.monotonic() > seen.end + _SETTLE or not any(seen.left.values()):
                 return
             await asyncio.sleep(0.05)
 
@@ -288,14 +288,12 @@ def _explained(error: BaseException) -> tuple[str, list[Place]]:
 
     The places are the user's, with the deepest where that is another's.
     """
-    inner = error
+    inner, group = error, ""
     while isinstance(inner, BaseExceptionGroup):
-        inner = inner.exceptions[0]
+        inner, group = inner.exceptions[0], f"{type(error).__name__} of "
     stack = places(traceback.walk_tb(inner.__traceback__))
-    own = [place for place in stack if place.owner == "user"]
-    if stack and stack[-1] not in own and stack[-1].owner != "rlx":
-        own.append(stack[-1])
-    group = "" if inner is error else f"{type(error).__name__} of "
+    own = [place for place in stack[:-1] if place.owner == "user"]
+    own += [place for place in stack[-1:] if place.owner != "rlx"]
     return f"{group}{type(inner).__name__}: {' '.join(str(inner).split())[:500]}", own[-8:]
 
 
@@ -308,14 +306,13 @@ def _awaited(coroutine: Any) -> list[Place]:
     return places(frames)
 
 
-def _population(recorder: Recorder) -> dict[str, Counter]:
+def _population(recorder: "Recorder") -> dict[str, Counter]:
     """Return how many tasks, threads (by names without numbers) and connections there are."""
     own = asyncio.current_task()
     coroutines = [task.get_coro() for task in asyncio.all_tasks() if task is not own]
-    names = [getattr(c, "__qualname__", None) or type(c).__name__ for c in coroutines]
     threads = [re.sub(r"[-_(]?\d+\)?", "", thread.name) for thread in threading.enumerate()]
     return {
-        "tasks": Counter(names),
+        "tasks": Counter(getattr(c, "__qualname__", type(c).__name__) for c in coroutines),
         "threads": Counter(name for name in threads if name not in _OWN_THREADS),
         "connections": Counter(open=recorder.connections()),
     }

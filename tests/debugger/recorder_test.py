@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.debugger.recorder import ModelCall, Recorder, refusal
+from rlx.debugger.model_call import ModelCall, refusal
 
 
 def sse(*events, named=False):
@@ -171,6 +171,8 @@ def test_a_stream_that_is_left_where_it_stops_is_whole(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
+        from rlx.debugger.recorder import Recorder
+
         with Recorder(f"http://127.0.0.1:{server.server_port}/v1", "key") as recorder:
             url = f"{recorder.base_url(1)}/chat/completions"
             headers = {"Authorization": f"Bearer {recorder.api_key}"}
