@@ -5,7 +5,6 @@ import dataclasses
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
 from rlx.run.inputs import server_options
+from tests.fixtures.commands import RLX_MAIN
 
 STUDENT = hf.resolve("rlx:arithmetic")
 GRPO, DISTILL, SFT = (presets.PRESETS[name] for name in ("grpo", "distill", "sft"))
@@ -142,7 +142,7 @@ def test_a_dead_teacher_is_one_line_that_says_whose_server_it_is(tmp_path):
 
 def main_of(workdir: Path, *flags: str) -> subprocess.CompletedProcess:
     command = [
-        sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}",
+        *RLX_MAIN, "--config=configs/arithmetic.py", f"--workdir={workdir}",
         "--config.algorithm.preset=distill", "--config.rollout.batch_prompts=2",
         "--config.sampling.n_samples=2", "--config.fleet.slots=4", "--config.total_steps=1",
         "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=2",

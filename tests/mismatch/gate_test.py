@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.commands import RLX_MAIN
+
 MODEL = Path("rlx/assets/arithmetic")
 RUN = [
-    sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
+    *RLX_MAIN, "--config=configs/arithmetic.py",
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
     "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=0",
     "--config.optimizer.learning_rate=3e-3", "--config.observe.writers=()",

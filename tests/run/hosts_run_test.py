@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,12 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlx.observe.jsonl import read_jsonl
+from tests.fixtures.commands import RLX_MAIN
 
 pytestmark = pytest.mark.slow
 
 STEPS = 6
 COMMAND = [
-    sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py", "--traceback",
+    *RLX_MAIN, "--config=configs/arithmetic.py", "--traceback",
     f"--config.total_steps={STEPS}", "--config.rollout.max_staleness=0",
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
     "--config.sampling.max_new_tokens=48", "--config.eval.num_questions=0",

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,9 +20,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tests.fixtures.commands import RLX_MAIN
+
 BATCH, EVAL_EVERY, CHECKPOINT_EVERY, STEPS_EACH = 2, 3, 4, 4
 COMMAND = [
-    sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
+    *RLX_MAIN, "--config=configs/arithmetic.py",
     f"--config.rollout.batch_prompts={BATCH}", "--config.sampling.n_samples=4",
     "--config.sampling.max_new_tokens=24", "--config.fleet.slots=8",
     "--config.reward.name=reward_functions:length",

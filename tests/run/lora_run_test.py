@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -12,9 +11,10 @@ from rlx.fleet.adapter import digest
 from rlx.model import hf, lora, peft
 from rlx.model.lora_config import LoraConfig
 from rlx.train import checkpoint, state_files
+from tests.fixtures.commands import RLX_MAIN
 
 COMMAND = [
-    sys.executable, "-m", "rlx.main", "--config=configs/arithmetic_lora.py",
+    *RLX_MAIN, "--config=configs/arithmetic_lora.py",
     "--config.rollout.batch_prompts=4", "--config.fleet.slots=16", "--config.eval.num_questions=0",
     "--config.gate.every_steps=1", "--config.lora.rank=2", "--config.lora.targets=('q_proj', 'up')",
 ]  # fmt: skip

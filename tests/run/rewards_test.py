@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +14,7 @@ from rlx.model import params as parameters
 from rlx.rewards import worker_process
 from rlx.rollout.workflows import Prompts
 from rlx.run import inputs
+from tests.fixtures.commands import RLX_MAIN
 
 ROW = {"question": "q7", "answer": "x"}
 
@@ -95,7 +95,7 @@ def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_mode
 @pytest.mark.slow
 def test_a_run_learns_from_a_reward_model_and_leaves_no_process(reward_model, tmp_path):
     command = [
-        sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py",
+        *RLX_MAIN, "--config=configs/arithmetic.py",
         f"--workdir={tmp_path}", f"--config.reward.model.path={reward_model}",
         "--config.reward.terms=(('arithmetic', 1.0), ('model', -0.5))",
         "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",

@@ -24,6 +24,7 @@ from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.run.export import named_models
 from rlx.run.inputs import server_options
 from rlx.run.score_models import score_models
+from tests.fixtures.commands import RLX_MAIN
 
 ASK = [
     sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",
@@ -147,7 +148,7 @@ def trained(tmp_path_factory):
     """A run's directory with a checkpoint: one step of LoRA on demonstrations."""
     workdir = tmp_path_factory.mktemp("run")
     command = [
-        sys.executable, "-m", "rlx.main", "--config=configs/arithmetic_sft.py",
+        *RLX_MAIN, "--config=configs/arithmetic_sft.py",
         "--config.lora.rank=2", "--config.fleet.num_servers=0", "--config.rollout.batch_prompts=4",
         "--config.total_steps=1", f"--workdir={workdir}",
     ]  # fmt: skip
