@@ -1,7 +1,6 @@
 """`python -m rlx.evaluate --workflow=`: agents and workflows scored by the command."""
 
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +13,13 @@ from rlx.evaluation import sample_files
 from rlx.fleet.requests import Sampling
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import RLVR, Prompts
+from tests.fixtures.commands import without_torch
 
 VOTE = "experiments/2026-11-agents/vote.py:Vote"
 
 
 def evaluate(*flags):
-    command = [sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py", *flags]
+    command = [*without_torch("rlx.evaluate"), "--config=configs/arithmetic.py", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

@@ -5,7 +5,6 @@ import json
 import signal
 import ssl
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from rlx.agents.sessions import Interaction, Sessions
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.sample import Completion
 from rlx.run.inputs import load_tokenizer
+from tests.fixtures.commands import without_torch
 
 MODEL = "rlx/assets/arithmetic"
 ASK = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -26,7 +26,7 @@ ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 
 async def begin(*flags):
     """(process, what it printed) of the command."""
-    command = (sys.executable, "-m", "rlx.gateway", "--port=0", *flags)
+    command = (*without_torch("rlx.gateway"), "--port=0", *flags)
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     return process, json.loads(await process.stdout.readline())
 
@@ -76,7 +76,7 @@ def test_beyond_loopback_there_are_keys_and_tls(tmp_path, flags, words):
     for name, text in (("KEYS", "sk-one"), ("EMPTY", "\n")):
         (tmp_path / name).write_text(text)
     flags = [flag.replace("--keys=", f"--keys={tmp_path}/") for flag in flags]
-    command = [sys.executable, "-m", "rlx.gateway", f"--model={MODEL}", *flags]
+    command = [*without_torch("rlx.gateway"), f"--model={MODEL}", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert words in done.stderr

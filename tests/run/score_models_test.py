@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.run.export import named_models
 from rlx.run.inputs import server_options
 from rlx.run.score_models import score_models
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import RLX_MAIN, without_torch
 
 ASK = [
-    sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",
+    *without_torch("rlx.evaluate"), "--config=configs/arithmetic.py",
     "--datasets=arithmetic,{file}", "--limit=4", "--n_samples=10", "--pass_at=8", "--maj_at=5",
     "--max_gen_tokens=48", "--output={out}",
 ]  # fmt: skip
@@ -161,7 +160,7 @@ def trained(tmp_path_factory):
 def test_a_checkpoint_is_asked_beside_an_hf_directory(trained, tmp_path):
     """Both are one policy, and float32 all the way, so greedy answers are the same."""
     command = [
-        sys.executable, "-m", "rlx.evaluate", "--config=configs/arithmetic.py",
+        *without_torch("rlx.evaluate"), "--config=configs/arithmetic.py",
         "--datasets=arithmetic",
         f"--models={trained},{trained / 'hf'}", "--limit=3", "--n_samples=0",
         "--max_gen_tokens=16", f"--output={tmp_path}", "--config.model.publish_dtype=float32",
