@@ -1,18 +1,18 @@
-"""Lossless binary patches between two weight files of one model; numpy and zlib only.
+"""Lossless binary patches between two weight files of one size; numpy and zlib only.
 
 A step at an RL learning rate leaves most bf16 weights as they were and moves the others by one
-unit in the last place. So a delta holds, block by block, where elements changed (the gaps between
-them) and by how much (the difference of their bit patterns as integers), and nothing of the rest:
+unit in the last place. So a delta holds, block by block, which of the file's 16-bit words changed
+(the gaps between them) and by how much (the difference as integers), and nothing of the rest. Whose
+words they are does not matter: a float32 is two, of which the upper one rarely changes.
 
-    file  = magic, format, block size, file size, [segment] · blocks of every segment, in order
-    block = number of changes, gaps, signs (a bit each), magnitudes − 1 (a plane per byte)
+    file  = magic, format, words of a block, bytes of the files · blocks in order
+    block = number of changes, gaps, signs (a bit each), magnitudes − 1 (low bytes, high bytes)
 
-A segment is a run of elements of one width, across tensors; gaps of 255 and more take several
-bytes. Streams are Huffman-coded where that makes them smaller. All numbers are little-endian.
+Gaps of 255 and more take several bytes. Streams are Huffman-coded where that makes them smaller.
+All numbers are little-endian.
 """
 
 import itertools
-import json
 import os
 import struct
 import zlib
@@ -21,27 +21,24 @@ from typing import BinaryIO
 
 import numpy as np
 
-BLOCK = 1 << 20  # elements
+BLOCK = 1 << 20  # words
 MAX_BLOCK = 1 << 24  # that a reader takes
-_WIDTHS = {"BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4,
-           "F64": 8, "I64": 8, "U64": 8}  # fmt: skip
-_MAGIC, _FORMAT = b"rlxdelta", 1
-_HEAD = struct.Struct("<8sIIQI")  # magic, format, block, bytes of the files, segments
-_SEGMENT = struct.Struct("<QQI")  # first byte, elements, bytes of an element
-_CHANGES = struct.Struct("<II")  # changed elements, bytes of their gaps
+_WORD = 2  # bytes
+_MAGIC, _FORMAT = b"rlxdelta", 2
+_HEAD = struct.Struct("<8sIIQ")  # magic, format, block, bytes of the files
+_CHANGES = struct.Struct("<II")  # changed words, bytes of their gaps
 _STREAM = struct.Struct("<BI")  # whether deflated, bytes stored
 _SAMPLE = 16 << 10  # bytes that decide whether a stream is deflated
 _WORTH = 0.97  # of the plain size
 
 Path = str | os.PathLike
-Segment = tuple[int, int, int]  # first byte, elements, bytes of an element
 
 
 def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | None:
     """Write to `out` the patch from `base` to `new`.
 
     Args:
-      base, new: safetensors files with the same header: names, dtypes, shapes, order.
+      base, new: files of one size.
       out: an existing file, overwritten in place, so a lock on it stays.
       limit: bytes that the patch may have.
 
@@ -49,20 +46,17 @@ def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | No
       (bytes, CRC-32) of the patch; None when it would exceed `limit`.
 
     Raises:
-      ValueError: the files have different headers or sizes, or are not safetensors.
+      ValueError: the files have different sizes.
     """
     with open(base, "rb", buffering=0) as old, open(new, "rb", buffering=0) as now:
         size = os.fstat(now.fileno()).st_size
-        header = _header(now, size)
-        if os.fstat(old.fileno()).st_size != size or _read(old, len(header)) != header:
-            raise ValueError("the two files hold different tensors")
-        segments = _segments(header, size)
-        head = _HEAD.pack(_MAGIC, _FORMAT, BLOCK, size, len(segments))
-        parts = [head, *(_SEGMENT.pack(*segment) for segment in segments)]
+        if os.fstat(old.fileno()).st_size != size:
+            raise ValueError("the two files have different sizes")
+        head = _HEAD.pack(_MAGIC, _FORMAT, BLOCK, size)
         num_bytes = crc = 0
         with open(out, "r+b", buffering=1 << 20) as file:
             file.truncate(0)
-            for data in itertools.chain(parts, _blocks(old, now, segments)):
+            for data in itertools.chain([head], _blocks(old, now, size)):
                 num_bytes += len(data)
                 if num_bytes > limit:
                     return None
@@ -101,53 +95,17 @@ def apply(base: Path, delta: Path, out: Path) -> int:
 # The files.
 
 
-def _header(file: BinaryIO, size: int) -> bytes:
-    """Return the first bytes of a safetensors file, up to its data."""
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > size - 8:
-        raise ValueError("not a safetensors file")
-    return length.to_bytes(8, "little") + bytes(_read(file, length))
-
-
-def _segments(header: bytes, size: int) -> list[Segment]:
-    """Return the runs of elements of one width, which cover all bytes behind the header."""
-    try:
-        entries = json.loads(header[8:])
-        tensors = sorted(
-            (*entry["data_offsets"], _WIDTHS.get(entry["dtype"], 1))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not a safetensors file: {error}") from error
-    segments: list[Segment] = []
-    position = 0
-    for start, end, width in tensors:
-        if start != position or end < start or (end - start) % width:
-            raise ValueError(f"tensors do not fill the file: one at byte {start} of the data")
-        position = end
-        if start == end:
-            continue
-        first, count, before = segments[-1] if segments else (0, 0, 0)
-        if before == width:
-            segments[-1] = (first, count + (end - start) // width, width)
-        else:
-            segments.append((len(header) + start, (end - start) // width, width))
-    if len(header) + position != size:
-        raise ValueError("tensors do not fill the file")
-    return segments
-
-
-def _read(file: BinaryIO, count: int, buffer: bytearray | None = None) -> memoryview:
-    """Return the next `count` bytes, in `buffer` if there is one."""
-    view = memoryview(buffer if buffer is not None else bytearray(count))[:count]
-    filled = 0
+def _words(file: BinaryIO, count: int, buffer: bytearray) -> np.ndarray:
+    """Read the next `count` bytes into `buffer`; return its words, the last one filled up by 0."""
+    words = -(-count // _WORD)
+    buffer[count : words * _WORD] = bytes(words * _WORD - count)
+    view, filled = memoryview(buffer)[:count], 0
     while filled < count:
         got = file.readinto(view[filled:])  # type: ignore[attr-defined]
         if not got:
             raise ValueError("the file is shorter than it was")
         filled += got
-    return view
+    return np.frombuffer(buffer, "<u2", words)
 
 
 def _write(file: BinaryIO, data: memoryview) -> None:
@@ -158,25 +116,22 @@ def _write(file: BinaryIO, data: memoryview) -> None:
 # Encoding.
 
 
-def _blocks(old: BinaryIO, new: BinaryIO, segments: list[Segment]) -> Iterator[bytes]:
-    """Yield the encoded blocks; both files are read from the first segment on."""
-    widest = max((width for _, _, width in segments), default=0)
-    buffers = bytearray(widest * BLOCK), bytearray(widest * BLOCK)
-    for _, count, width in segments:
-        for first in range(0, count, BLOCK):
-            length = width * min(BLOCK, count - first)
-            yield _block(_read(old, length, buffers[0]), _read(new, length, buffers[1]), width)
+def _blocks(old: BinaryIO, new: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the encoded blocks of two files of `size` bytes."""
+    buffers = bytearray(_WORD * BLOCK), bytearray(_WORD * BLOCK)
+    for start in range(0, size, _WORD * BLOCK):
+        count = min(_WORD * BLOCK, size - start)
+        yield _block(_words(old, count, buffers[0]), _words(new, count, buffers[1]))
 
 
-def _block(old: memoryview, new: memoryview, width: int) -> bytes:
-    before, after = np.frombuffer(old, f"<u{width}"), np.frombuffer(new, f"<u{width}")
+def _block(before: np.ndarray, after: np.ndarray) -> bytes:
     positions = np.flatnonzero(before != after)
     if not positions.size:
         return _CHANGES.pack(0, 0)
     gaps = _gaps(positions)
-    change = (after[positions] - before[positions]).view(f"<i{width}")
+    change = (after[positions] - before[positions]).view("<i2")
     negative = change < 0
-    magnitude = np.where(negative, ~change, change - 1).view(np.uint8).reshape(-1, width)
+    magnitude = np.where(negative, ~change, change - 1).view(np.uint8).reshape(-1, _WORD)
     planes = [np.ascontiguousarray(plane) for plane in magnitude.T]
     return b"".join(
         (
@@ -189,7 +144,7 @@ def _block(old: memoryview, new: memoryview, width: int) -> bytes:
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """Encode [n] increasing positions as [≥ n] uint8: elements skipped before each; 255: go on."""
+    """Encode [n] increasing positions as [≥ n] uint8: words skipped before each; 255: go on."""
     gaps = np.diff(positions, prepend=-1) - 1
     wide = np.flatnonzero(gaps >= 255)
     more, gaps[wide] = np.divmod(gaps[wide], 255)
@@ -254,47 +209,31 @@ class _Reader:
 
 def _applied(delta: _Reader, old: BinaryIO, size: int) -> Iterator[memoryview]:
     """Yield the new file's bytes in order; a part is overwritten by the next one."""
-    magic, number, block, wanted, count = delta.unpack(_HEAD)
+    magic, number, block, wanted = delta.unpack(_HEAD)
     if (magic, number) != (_MAGIC, _FORMAT) or not 0 < block <= MAX_BLOCK:
         raise ValueError("not a delta, or one of another format")
     if wanted != size:
         raise ValueError(f"the delta is for a file of {wanted} bytes, not {size}")
-    segments = list(_SEGMENT.iter_unpack(delta.take(_SEGMENT.size * count)))
-    buffer = bytearray(min(8 * block, max(size, 1)))
-    position = 0
-    for start, elements, width in segments:
-        if width not in (1, 2, 4, 8) or not position <= start <= start + elements * width <= size:
-            raise ValueError("the delta is damaged: a segment lies outside the file")
-        yield from _copied(old, start - position, buffer)
-        for first in range(0, elements, block):
-            here = min(block, elements - first)
-            data = _read(old, here * width, buffer)
-            _change(delta, np.frombuffer(data, f"<u{width}"))
-            yield data
-        position = start + elements * width
+    buffer = bytearray(min(_WORD * block, size + 1))
+    for start in range(0, size, _WORD * block):
+        count = min(_WORD * block, size - start)
+        _change(delta, _words(old, count, buffer))
+        yield memoryview(buffer)[:count]
     delta.end()
-    yield from _copied(old, size - position, buffer)
-
-
-def _copied(file: BinaryIO, count: int, buffer: bytearray) -> Iterator[memoryview]:
-    while count:
-        part = _read(file, min(count, len(buffer)), buffer)
-        yield part
-        count -= len(part)
 
 
 def _change(delta: _Reader, values: np.ndarray) -> None:
-    """Apply the next block to `values`, [≤ block] unsigned, in place."""
+    """Apply the next block to `values`, [≤ block] uint16, in place."""
     count, gap_bytes = delta.unpack(_CHANGES)
     if count > values.size or not count <= gap_bytes <= count + values.size // 255:
-        raise ValueError(f"the delta is damaged: {count} changes of {values.size} elements")
+        raise ValueError(f"the delta is damaged: {count} changes of {values.size} words")
     if not count:
         if gap_bytes:
             raise ValueError("the delta is damaged: gaps without a change")
         return
     positions = _positions(delta.stream(gap_bytes), count, values.size)
     negative = np.unpackbits(delta.stream(-(-count // 8)), count=count).view(bool)
-    planes = [delta.stream(count) for _ in range(values.itemsize)]
+    planes = [delta.stream(count) for _ in range(_WORD)]
     magnitude = np.stack(planes, axis=1).view(values.dtype).reshape(-1)
     values[positions] += np.where(negative, ~magnitude, magnitude + 1).astype(values.dtype)
 

@@ -214,7 +214,7 @@ def stage(
       method: `path`, when the servers see the same file system, `stream`, or `delta`: as `stream`,
         and for the servers that have `base` only what changed; `adapter` for an Adapter alone.
       base: an earlier version. No delta is made when no server keeps it, when it is not a file of
-        ours (others may have changed), or when it has other tensors or differs too much.
+        ours (others may have changed), or when it has another size or differs too much.
 
     Raises:
       UserError: there are no weights at the path, no room, or the method is unknown.
@@ -245,7 +245,7 @@ def _delta(base: Weights, weights: Weights, directory: str | os.PathLike) -> Del
     try:
         limit = int(DELTA_SHARE * weights.num_bytes)
         made = delta.encode(base.path, weights.path, file.path, limit)
-    except (ValueError, OSError):  # other tensors, or no room
+    except (ValueError, OSError):  # another size, or no room
         return None
     finally:
         if made is None:

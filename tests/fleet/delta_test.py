@@ -2,7 +2,6 @@
 
 import os
 import random
-import struct
 import zlib
 from pathlib import Path
 
@@ -106,7 +105,8 @@ def test_large_tensors_of_several_blocks(tmp_path, dtype, share):
     new = old + step.astype(unsigned)
     num_bytes = round_trip(tmp_path, {"w": old.view(dtype)}, {"w": new.view(dtype)})
     changed = (old != new).sum()
-    assert num_bytes <= 1.4 * changed + 2000, "a change of one unit takes about a byte"
+    most = 1.4 * changed + new.nbytes / 4000 + 2000  # where few changed: the gaps between them
+    assert num_bytes <= most, "a change of one unit takes about a byte"
 
 
 def test_nothing_changed_is_next_to_nothing(tmp_path):
@@ -125,35 +125,21 @@ def test_it_stops_at_the_limit(tmp_path):
     assert delta.encode(base, new, made, 200_000)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"v": np.zeros(4, np.float32)},
-        {"w": np.zeros(5, np.float32)},
-        {"w": np.zeros((2, 2), np.float32)},
-        {"w": np.zeros(4, np.int32)},
-        {"w": np.zeros(4, np.float32), "v": np.zeros(0, np.float32)},
-    ],
-)
-def test_other_tensors_have_no_delta(tmp_path, other):
-    base, new, made, _ = files(tmp_path, {"w": np.zeros(4, np.float32)}, other)
-    with pytest.raises(ValueError, match="different tensors"):
+@FEW
+@given(st.integers(0, 30).flatmap(lambda n: st.tuples(*[st.binary(min_size=n, max_size=n)] * 2)))
+def test_bytes_of_any_number_and_meaning_come_back(scratch, contents):
+    base, new, made, result = (scratch / name for name in ("base", "new", "delta", "result"))
+    for path, content in zip((base, new, made, result), (*contents, b"", b""), strict=True):
+        path.write_bytes(content)
+    delta.encode(base, new, made, 1 << 20)
+    assert delta.apply(base, made, result) == zlib.crc32(contents[1])
+    assert result.read_bytes() == contents[1]
+
+
+def test_files_of_two_sizes_have_no_delta(tmp_path):
+    base, new, made, _ = files(tmp_path, {"w": np.zeros(4)}, {"w": np.zeros(5)})
+    with pytest.raises(ValueError, match="different sizes"):
         delta.encode(base, new, made, 1 << 20)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"abc", bytes(8), struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 3) + b"{x}", struct.pack("<Q", 2) + b"{}" + b"tail",
-        struct.pack("<Q", 8) + b'{"a": 1}',
-    ],
-)  # fmt: skip
-def test_what_is_not_safetensors_has_no_delta(tmp_path, content):
-    for name in ("base", "new", "delta"):
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=r"safetensors|fill the file"):
-        delta.encode(tmp_path / "base", tmp_path / "new", tmp_path / "delta", 1 << 20)
 
 
 def small_delta(directory):
@@ -202,7 +188,7 @@ def test_a_damaged_delta_is_refused_or_seen_by_its_result(tmp_path, monkeypatch)
     assert refused > 2000
 
 
-@pytest.mark.parametrize("length", [0, 1, 27, 28, 60, 100])
+@pytest.mark.parametrize("length", [0, 1, 23, 24, 60, 100])
 def test_a_delta_that_ends_early(tmp_path, length):
     base, _, made, result = small_delta(tmp_path)
     made.write_bytes(made.read_bytes()[:length])
@@ -225,8 +211,7 @@ def test_a_stream_that_inflates_to_more_than_belongs_there(tmp_path, gap_bytes, 
     base, _, path, result = small_delta(tmp_path)
     size = base.stat().st_size
     path.write_bytes(
-        delta._HEAD.pack(b"rlxdelta", 1, 64, size, 1)
-        + delta._SEGMENT.pack(0, 64, 2)
+        delta._HEAD.pack(b"rlxdelta", 2, 64, size)
         + delta._CHANGES.pack(1, gap_bytes)
         + delta._STREAM.pack(1, len(bomb))
         + bomb
@@ -236,27 +221,19 @@ def test_a_stream_that_inflates_to_more_than_belongs_there(tmp_path, gap_bytes, 
 
 
 @pytest.mark.parametrize(
-    ("head", "segment"),
+    ("magic", "number", "block", "off"),
     [
-        ((b"rlxdeltb", 1, 64, 0, 1), (0, 1, 2)),
-        ((b"rlxdelta", 2, 64, 0, 1), (0, 1, 2)),
-        ((b"rlxdelta", 1, 0, 0, 1), (0, 1, 2)),
-        ((b"rlxdelta", 1, (1 << 24) + 1, 0, 1), (0, 1, 2)),
-        ((b"rlxdelta", 1, 64, 1, 1), (0, 1, 2)),
-        ((b"rlxdelta", 1, 64, 0, (1 << 32) - 1), (0, 1, 2)),
-        ((b"rlxdelta", 1, 64, 0, 1), (0, 1, 3)),
-        ((b"rlxdelta", 1, 64, 0, 1), (0, 1 << 62, 8)),
-        ((b"rlxdelta", 1, 64, 0, 1), ((1 << 64) - 1, 1, 2)),
+        (b"rlxdeltb", 2, 64, 0),
+        (b"rlxdelta", 1, 64, 0),
+        (b"rlxdelta", 2, 0, 0),
+        (b"rlxdelta", 2, (1 << 24) + 1, 0),
+        (b"rlxdelta", 2, 64, 1),
     ],
 )
-def test_a_head_that_cannot_be(tmp_path, head, segment):
+def test_a_head_that_cannot_be(tmp_path, magic, number, block, off):
     base, _, path, result = small_delta(tmp_path)
-    magic, number, block, off, count = head
-    path.write_bytes(
-        delta._HEAD.pack(magic, number, block, base.stat().st_size + off, count)
-        + delta._SEGMENT.pack(*segment)
-        + delta._CHANGES.pack(0, 0)
-    )
+    head = delta._HEAD.pack(magic, number, block, base.stat().st_size + off)
+    path.write_bytes(head + delta._CHANGES.pack(0, 0))
     with pytest.raises(ValueError, match="delta"):
         delta.apply(base, path, result)
 
@@ -290,7 +267,7 @@ def test_stage_makes_a_delta_of_two_versions_of_ours(tmp_path):
         (tensors, "stream", first),  # not asked for
         (tensors, "delta", by_path),  # which no server keeps
         (second.path, "delta", first),  # a user's file may change under us
-        ({"v": tensors["w"]}, "delta", first),  # other tensors
+        ({"w": tensors["w"][:-1]}, "delta", first),  # another size
         ({"w": noise}, "delta", first),  # everything, by anything
     ):
         third = publish.stage(3, source, method, tmp_path, base)
