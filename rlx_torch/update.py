@@ -1,14 +1,13 @@
 """The trainer in PyTorch, of transformers' own models, where rlx knows their config.
 
-It is an `Update` as rlx/train/contract.py has it, and does what rlx/train/update.py does, in the
-same order, with the same flat and packed batches, losses, schedule and metrics.
+It is an `Update` as rlx/train/contract.py has it; the walk through a batch is `BatchUpdate`'s.
 """
 
 import copy
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,13 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from rlx.algorithms import critic, kl, losses
-from rlx.base import Group, UserError
+from rlx.algorithms import critic, kl
+from rlx.base import UserError
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
-from rlx.train import objective, packing, step_metrics
+from rlx.train import objective
+from rlx.train.batch_update import BatchUpdate, require_same
 from rlx.train.optimizer_options import OptimizerOptions, rate_at
-from rlx.train.step_metrics import Metrics
 from rlx.train.train_options import TrainOptions
 from rlx_torch import packed_model
 from rlx_torch.packed_model import Valued
@@ -76,7 +75,7 @@ class TorchState:
         return out
 
 
-class TorchUpdate:
+class TorchUpdate(BatchUpdate):
     """The trainer in PyTorch; the state's tensors are changed in place.
 
     Args:
@@ -86,7 +85,8 @@ class TorchUpdate:
     """
 
     def __init__(self, model_config: ModelConfig, options: TrainOptions, model_dir: Path):
-        self._options, self._algorithm, self._directory = options, options.algorithm, model_dir
+        super().__init__(options)
+        self._directory = model_dir
         scores, self._scored = self._algorithm.kind.scores, model_config.value_head
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +95,6 @@ class TorchUpdate:
         kind = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
         self.devices = f"1 × {kind} (PyTorch {torch.__version__})"
         self._follows = self._algorithm.needs_reference and options.reference_mode != "frozen"
-        self._reference: Any = None
         if self._algorithm.needs_reference and not self._follows:
             self._reference = self._load()
         self.state_bytes = self._count_bytes()
@@ -132,14 +131,19 @@ class TorchUpdate:
 
     def save(self, path: Path, state: TorchState) -> Future[None]:
         """Begin to write the state to `path`, by torch's distributed checkpoints, from a copy."""
-        tree = {key: _copied(part) for key, part in state.tree().items()}
+        tree = _mapped(state.tree(), lambda x: x.to("cpu", copy=True))
         return self._writer.submit(_alone, dcp.save, tree, path)
 
     def restore(self, path: Path) -> TorchState:
         """Return the state of a checkpoint; UserError where it is of another model or trainer."""
         state = self.init()
         tree = state.tree()
-        _require_same(path, tree)
+        try:
+            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        except OSError:
+            text = f"{path} was not written by trainer=torch; use the other trainer"
+            raise UserError(text) from None
+        require_same(path, _described(stored), _described(tree))
         _alone(dcp.load, tree, path)
         state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
         for name in ("policy", "critic"):
@@ -172,15 +176,56 @@ class TorchUpdate:
 
     # One batch.
 
-    def _pack(self, flat: packing.FlatBatch, ids: np.ndarray) -> tuple[packing.PackPlan, list]:
-        """Return the plan and the device's microbatches of some sequences."""
-        o = self._options
-        plan = packing.plan(
-            flat.sizes[ids], o.token_budget, o.row_buckets, attention_cost=0.0, shards=1,
-            together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
-        )  # fmt: skip
-        parts = packing.microbatches(flat, ids, plan)
-        return plan, [packed_model.put(part, self._device) for part in parts]
+    def _put(self, arrays: Any) -> Any:
+        return {name: torch.from_numpy(x).to(self._device) for name, x in arrays.items()}
+
+    def _put_rows(self, microbatch: Any) -> Any:
+        return packed_model.put(microbatch, self._device)
+
+    def _to_host(self, tree: Any) -> Any:
+        return _mapped(tree, _host)
+
+    def _policy(self, state: TorchState) -> Any:
+        return state.policy.model
+
+    @torch.no_grad()
+    def _logprobs_of(self, policy: Any, batch: Any) -> Tensor:
+        return self._logprobs(policy, batch)[0]
+
+    @torch.no_grad()
+    def _values_of(self, critic: Learned, batch: Any) -> tuple[Tensor, Tensor]:
+        after = self._values(critic.model, batch)
+        return packed_model.before(after, batch["segment_ids"]), after
+
+    def _scatter(self, flat_F: Tensor, flat_index_BT: Tensor, values_BT: Tensor) -> Tensor:
+        size = len(flat_F)
+        wide = nn.functional.pad(flat_F, (0, 1))  # one place for all padding
+        wide[flat_index_BT.long().clamp(max=size)] = values_BT
+        return wide[:size]
+
+    def _prepare(self, state: TorchState, flat: Any, minibatch_of: Any, count: int) -> tuple:
+        parts, beta = torch.from_numpy(minibatch_of), torch.tensor(state.kl_coefficient)
+        scalars = torch.tensor(state.step), beta.to(self._device)
+        return objective.prepare(flat, parts.to(self._device), *scalars, count, self._algorithm)
+
+    def _gather(self, per_token: Any, batch: Any, sums: Any, progress: Any) -> Any:
+        own = ("sizes", "cu_seq_lens", "places")
+        gathered = objective.gather(per_token, batch, sums, progress)
+        return {**gathered, **{name: batch[name] for name in own}}
+
+    def _waits(self, step: int) -> bool:
+        return step < self._options.critic_warmup
+
+    def _learn(self, state: TorchState, inputs: Any, denominator: Any, waits: Any) -> tuple:
+        return state, self._descend(state.policy, self._loss, inputs, denominator, waits)
+
+    def _learn_values(self, state: TorchState, inputs: Any, tokens: Any) -> tuple:
+        assert state.critic
+        return state, self._descend(state.critic, self._value_loss, inputs, tokens, False)
+
+    @torch.no_grad()
+    def _stats(self, state: TorchState, inputs: Any) -> Any:
+        return self._loss(state.policy.model, inputs)[1]
 
     def _precision(self) -> Any:
         """Return the context that products are computed in: parameters stay float32."""
@@ -212,46 +257,7 @@ class TorchUpdate:
         before = packed_model.before(self._values(model, batch), batch["segment_ids"])
         return critic.value_loss(before, batch, self._algorithm)
 
-    @torch.no_grad()
-    def _scatter(self, batches: Sequence[dict], size: int, function: Any) -> Tensor:
-        """Return function(microbatch) [B, T] of all microbatches on the flat axis, [F] float32."""
-        out = torch.zeros(size + 1, device=self._device)
-        for batch in batches:
-            index = batch["flat_index"].long().clamp(max=size)
-            out[index.reshape(-1)] = function(batch).reshape(-1)
-        return out[:size]
-
-    @torch.no_grad()
-    def _begin(self, state: TorchState, groups: Sequence[Group], minibatches: int) -> tuple:
-        """Pack groups, ask other networks about their tokens, and compute what the loss needs."""
-        flat, algorithm = packing.flatten(groups), self._algorithm
-        objective.require(groups, flat, algorithm)
-        parts = packing.minibatch_ids(flat, minibatches)
-        plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
-        minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
-        for index, ids in enumerate(parts):
-            minibatch_of[ids] = index
-        batches, size = [b for part in packed for b in part], len(flat.tokens["tokens"])
-        arrays = {k: torch.from_numpy(x).to(self._device) for k, x in flat.arrays().items()}
-
-        def scored(model: Any) -> Tensor:
-            return self._scatter(batches, size, lambda batch: self._logprobs(model, batch)[0])
-
-        if algorithm.needs_proximal_pass(len(parts)):
-            arrays["proximal_logprobs"] = scored(state.policy.model)
-        if algorithm.needs_reference:
-            arrays["reference_logprobs"] = scored(state.reference or self._reference)
-        if state.critic is not None:
-            after = {id(b): self._values(state.critic.model, b) for b in batches}
-            arrays["values_after"] = self._scatter(batches, size, lambda b: after[id(b)])
-            arrays["values"] = self._scatter(
-                batches, size, lambda b: packed_model.before(after[id(b)], b["segment_ids"])
-            )
-        given = torch.from_numpy(minibatch_of).to(self._device), torch.tensor(state.step)
-        beta = torch.tensor(state.kl_coefficient, device=self._device)
-        return flat, plans, packed, objective.prepare(arrays, *given, beta, len(parts), algorithm)
-
-    def _learn(
+    def _descend(
         self, learned: Learned, loss: Any, batches: list, denominator: Tensor, held: bool
     ) -> dict[str, Any]:
         """Make one optimizer update by a minibatch; return its summed stats.
@@ -274,66 +280,18 @@ class TorchUpdate:
             learned.updates += 1
         return {**total, "grad_norm": norm, "skipped_updates": 1.0 - finite, "updates": updates}
 
-    def update(
-        self, state: TorchState, groups: Sequence[Group]
-    ) -> tuple[TorchState, Mapping[str, Any]]:
-        """Train on a batch of groups; return the state, which is changed in place, and metrics.
-
-        Raises:
-          UserError, ValueError: the groups lack what the algorithm is trained on.
-        """
-        o = self._options
-        flat, plans, packed, prepared = self._begin(state, groups, o.minibatches)
-        per_token, divisors, sums = prepared
-        waits, results = state.step < o.critic_warmup, []
-        for index, batches in enumerate(packed):
-            inputs = [self._inputs(per_token, b, sums, index / len(packed)) for b in batches]
-            denominator, tokens = divisors[index]
-            stats = self._learn(state.policy, self._loss, inputs, denominator, waits)
-            if state.critic is not None:
-                more = self._learn(state.critic, self._value_loss, inputs, tokens, False)
-                del more["updates"]
-                own = ("grad_norm", "skipped_updates")
-                stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}
-            results.append(stats)
-        self._end_batch(state, results, flat.num_sequences, waits)
-        known = step_metrics.host_metrics(groups, flat, plans)
-        versions = step_metrics.count_versions(flat)
-        policy, denominators = state.policy, [denominator for denominator, _ in divisors]
-
-        def compute() -> dict[str, Any]:
-            return {
-                **step_metrics.device_metrics(
-                    [_numbers(stats) for stats in results], [float(d) for d in denominators],
-                    _numbers(sums), flat.num_sequences,
-                    lambda updates: rate_at(policy.options, policy.total, updates, np),
-                ),
-                **known,
-                **step_metrics.staleness(versions, int(sums["version"])),
-            }  # fmt: skip
-
-        return state, Metrics(compute)
-
-    def _inputs(self, per_token: dict, batch: dict, sums: dict, progress: float) -> dict:
-        """Return what the loss and the model take of a microbatch."""
-        own = ("sizes", "cu_seq_lens", "places")
-        gathered = objective.gather(per_token, batch, sums, progress)
-        return {**gathered, **{name: batch[name] for name in own}}
-
     @torch.no_grad()
-    def _end_batch(self, state: TorchState, results: list, trajectories: int, waits: bool) -> None:
-        """Make the state one version older, with β and the reference policy that follow."""
+    def _end_batch(
+        self, state: TorchState, reference_kl: Any, trained: Any, trajectories: Any
+    ) -> TorchState:
         o, algorithm = self._options, self._algorithm
-        state.step += 1
-        if algorithm.kl_target and not waits:
-            observed, trained = (
-                torch.tensor(sum(float(stats[name]) for stats in results))
-                for name in ("reference_kl", "n_valid_tokens")
-            )
+        if algorithm.kl_target and not self._waits(state.step):
             old, count = torch.tensor(state.kl_coefficient), torch.tensor(trajectories)
             target, horizon = algorithm.kl_target, algorithm.kl_horizon
-            adapted = kl.adapt(old, observed / trained, count, target=target, horizon=horizon)
+            observed = (reference_kl / trained).cpu()
+            adapted = kl.adapt(old, observed, count, target=target, horizon=horizon)
             state.kl_coefficient = float(adapted)
+        state.step += 1
         if state.reference is not None:
             keep = o.reference_decay
             if o.reference_mode == "copy":
@@ -342,25 +300,7 @@ class TorchUpdate:
                 state.reference.parameters(), state.policy.model.parameters(), strict=True
             ):
                 old.mul_(keep).add_(new, alpha=1.0 - keep)
-
-    @torch.no_grad()
-    def evaluate(self, state: TorchState, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the metrics of the loss on groups that are not trained on; waits for them."""
-        _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
-        parts = [
-            _numbers(self._loss(state.policy.model, self._inputs(per_token, batch, sums, 0.0))[1])
-            for batch in packed[0]
-        ]
-        stats = {name: sum(part[name] for part in parts) for name in parts[0]}
-        return losses.summarise(stats, float(divisors[0][0]))
-
-    def logprobs(self, state: TorchState, groups: Sequence[Group]) -> list[np.ndarray]:
-        """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them."""
-        flat, model = packing.flatten(groups), state.policy.model
-        _, batches = self._pack(flat, np.arange(flat.num_sequences))
-        size = len(flat.tokens["tokens"])
-        scores = self._scatter(batches, size, lambda b: self._logprobs(model, b)[0]).cpu().numpy()
-        return [scores[a : a + n] for a, n in zip(flat.starts, flat.sizes, strict=True)]
+        return state
 
 
 def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:
@@ -386,28 +326,13 @@ def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:
     return Learned(model, optimizer, options, total)
 
 
-def _require_same(path: Path, tree: Mapping[str, Any]) -> None:
-    """Raise UserError unless a checkpoint has the tensors of `tree`, of the same shapes."""
-
-    def described(part: Any, name: str = "") -> dict[str, str]:
-        if isinstance(part, Mapping):
-            inner = (described(x, f"{name}.{key}".lstrip(".")) for key, x in part.items())
-            return {key: text for found in inner for key, text in found.items()}
-        shape = getattr(part, "shape", getattr(part, "size", None))
-        return {name: "a number" if shape is None or callable(shape) else str(list(shape))}
-
-    try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except OSError:
-        raise UserError(f"{path} was not written by trainer=torch; use the other trainer") from None
-    have, want = described(stored), described(tree)
-    for name in [*want, *have]:
-        if have.get(name) != want.get(name):
-            raise UserError(
-                f"checkpoint {path} has {name} as {have.get(name, 'nothing')}, this run wants "
-                f"{want.get(name, 'nothing')}; use the model, algorithm and optimizer that it was "
-                "made with, or another workdir"
-            )
+def _described(part: Any, name: str = "") -> dict[str, str]:
+    """Return the shape of each tensor of nested dicts, or of a checkpoint's description of them."""
+    if isinstance(part, Mapping):
+        inner = (_described(x, f"{name}.{key}".lstrip(".")) for key, x in part.items())
+        return {key: text for found in inner for key, text in found.items()}
+    shape = getattr(part, "shape", getattr(part, "size", None))
+    return {name: "a number" if shape is None or callable(shape) else str(list(shape))}
 
 
 def _alone(save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
@@ -415,10 +340,6 @@ def _alone(save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save_or_load(tree, checkpoint_id=path, no_dist=True)
-
-
-def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(x) for name, x in stats.items()}
 
 
 def _host(tensor: Tensor) -> np.ndarray:
@@ -429,8 +350,10 @@ def _host(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def _copied(part: Any) -> Any:
-    """Return nested dicts with each tensor copied to the host."""
+def _mapped(part: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return nested dicts and sequences with a function of each tensor in its place."""
     if isinstance(part, Mapping):
-        return {key: _copied(x) for key, x in part.items()}
-    return part.detach().to("cpu", copy=True) if isinstance(part, Tensor) else part
+        return {key: _mapped(x, function) for key, x in part.items()}
+    if isinstance(part, tuple | list):
+        return [_mapped(x, function) for x in part]
+    return function(part.detach()) if isinstance(part, Tensor) else part

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, groupby
@@ -26,6 +26,7 @@ import jax
 
 from rlx.base import DiskFull, UserError
 from rlx.model.tensors import BUCKET
+from rlx.train.batch_update import require_same
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CODE = re.compile(r"os_error_code='(\d+)'")  # tensorstore has it only in its message
@@ -134,7 +135,7 @@ def read(path: Path, abstract: Any, whole: bool = True) -> Any:
     wanted, stored, reader = _named_leaves(abstract), _stored(path), ocp.PyTreeCheckpointHandler()
     if not whole:
         stored = {name: stored[name] for name in wanted if name in stored}
-    _require_same(path, stored, wanted)
+    require_same(path, *map(_described, (stored, wanted)))
     leaves: dict[str, Any] = {}
     for part in _buckets(wanted):
         places = {
@@ -162,6 +163,10 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     """Return leaves by path: orbax sees one flat dict, whatever containers the optimizer uses."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves.items()}
 
 
 def _place(path: Path) -> Any:
@@ -194,17 +199,3 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding:
     """Return the leaf's own sharding, or the first device's."""
     own = getattr(leaf, "sharding", None)
     return own or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _require_same(path: Path, stored: Any, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    def described(leaves):
-        return {n: f"{leaf.dtype}{list(leaf.shape)}" for n, leaf in leaves.items()}
-
-    have, want = described(stored), described(wanted)
-    for name in [*want, *have]:
-        if have.get(name) != want.get(name):
-            raise UserError(
-                f"checkpoint {path} has {name} as {have.get(name, 'nothing')}, this run "
-                f"wants {want.get(name, 'nothing')}; use the model and optimizer it was made with, "
-                "or another workdir"
-            )

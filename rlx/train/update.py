@@ -1,15 +1,10 @@
-"""One train batch: groups in, the next policy out. A thin host loop over jitted steps.
+"""The trainer in JAX: a thin host loop over jitted steps.
 
-    groups ─▶ flatten ─▶ plan, pack ─▶ (proximal, reference logprobs; values) ─▶ advantages, loss
-           weights ─▶ for each minibatch: microbatch gradients ─▶ one optimizer update (and one of
-           the critic) ─▶ end of the batch
-
-The host only arranges arrays and dispatches; nothing here waits for the device. SFT, reward models
-and DPO come the same way: what differs is the row of the preset table.
+The host only arranges arrays and dispatches; nothing here waits for the device.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -21,8 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from rlx.algorithms import losses
-from rlx.base import Group, UserError
+from rlx.base import UserError
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model import sharding
@@ -31,16 +25,15 @@ from rlx.model.buckets import Merge, export
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets
-from rlx.train import objective, packing, state_files, step_metrics, steps
-from rlx.train.optimizer_options import rate_at
-from rlx.train.step_metrics import Metrics
+from rlx.train import objective, packing, state_files, steps
+from rlx.train.batch_update import BatchUpdate
 from rlx.train.steps import Critic, Steps, TrainState
 from rlx.train.train_options import TrainOptions
 
 ParamsSource = Callable[[Params], Params]  # where each parameter goes → all of them, there
 
 
-class JaxUpdate:
+class JaxUpdate(BatchUpdate):
     """The trainer in JAX: jitted steps and where arrays go; holds nothing that changes.
 
     It is an `Update` as rlx/train/contract.py has it.
@@ -69,21 +62,18 @@ class JaxUpdate:
         source: ParamsSource | None = None,
         mesh: Mesh | None = None,
     ):
-        self._options, self._base, self._source = options, model_config, source
-        self._algorithm = algorithm = options.algorithm
-        self.lora = options.lora
+        self._base, self._source, self.lora = model_config, source, options.lora
         self._mesh: Any = sharding.make_mesh(options.mesh) if mesh is None else mesh
         self._layout = self._laid_out()
+        super().__init__(options, self._layout.row_shards, self._layout.context)
+        algorithm = self._algorithm
         self._steps = s = Steps(model_config, options, self._layout)
         self.model = s.model
-        self._rate_at = partial(rate_at, options.optimizer, options.policy_updates, lib=np)
         how = attention_kind(options.compute_dtype, model_config.head_dim)
         self._sizes_segments = how == "packed" and self._layout.context == 1
-        self._attention_cost = 0.0  # of what looks at each segment alone
         if not self._sizes_segments:
             self._attention_cost = parameters.attention_cost(model_config, jax.default_backend())
         self._frozen: Any = None
-        self._reference: Any = None  # stays so with LoRA: the base without adapters
         if self.lora:
             if source is None:
                 raise UserError("lora.rank without a base; give a source of its weights")
@@ -113,12 +103,12 @@ class JaxUpdate:
             policy, critic = places.replace(critic=None), places.critic
         everywhere = self._everywhere()
         self._init = jax.jit(s.init, donate_argnums=(0, 1), out_shardings=home)
-        self._learn = s.learner.compiled(policy, everywhere)
+        self._learn_policy = s.learner.compiled(policy, everywhere)
         if self._algorithm.critic:
-            self._learn_values = s.critic_learner.compiled(critic, everywhere)
+            self._learn_critic = s.critic_learner.compiled(critic, everywhere)
         self._logprob_step, self._value_step = jax.jit(s.logprob_step), jax.jit(s.value_step)
         self._loss = jax.jit(s.loss)
-        self._prepare = jax.jit(objective.prepare, static_argnums=(4, 5))
+        self._prepare_step = jax.jit(objective.prepare, static_argnums=(4, 5))
         self._gather, self._waits = jax.jit(objective.gather), jax.jit(s.waits)
         self._end_batch = jax.jit(s.end_batch, donate_argnums=0, out_shardings=places)
         # Every host has all scores: it may have to read them.
@@ -199,7 +189,7 @@ class JaxUpdate:
         copied = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=bool(given)), params)
         return jax.device_put(copied, places)
 
-    def _put(self, arrays: Any, spec: PartitionSpec) -> Any:
+    def _device_put(self, arrays: Any, spec: PartitionSpec) -> Any:
         if self._mesh is None:
             return jax.device_put(arrays)
         place = NamedSharding(self._mesh, spec)
@@ -261,134 +251,41 @@ class JaxUpdate:
 
     # One batch.
 
-    def _pack(
-        self, flat: packing.FlatBatch, ids: np.ndarray
-    ) -> tuple[packing.PackPlan, list[dict[str, Any]]]:
-        """Return the plan and the device's microbatches of some sequences."""
-        plan = packing.plan(
-            flat.sizes[ids],
-            self._options.token_budget * self._layout.context,
-            self._options.row_buckets,
-            attention_cost=self._attention_cost,
-            shards=self._layout.row_shards,
-            together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
-        )
-        parts = packing.microbatches(flat, ids, plan)
+    _to_host = staticmethod(jax.device_get)
+
+    def _put(self, arrays: Any) -> Any:
+        return dict(self._device_put(arrays, PartitionSpec()))
+
+    def _put_rows(self, microbatch: Any) -> Any:
         if self._sizes_segments:
-            for part in parts:
-                part["segment_sizes"] = packing.segment_sizes(part["segment_ids"])
-        return plan, [self._put(part, sharding.BATCH) for part in parts]
+            microbatch["segment_sizes"] = packing.segment_sizes(microbatch["segment_ids"])
+        return self._device_put(microbatch, sharding.BATCH)
 
-    def _score(self, params: Any, batches: Sequence[dict], size: int) -> Any:
-        """Return log-probabilities under `params` of all the microbatches' tokens, [F] float32."""
-        scores_F = self._put(np.zeros(size, np.float32), PartitionSpec())
-        for batch in batches:
-            scores_BT = self._logprob_step(params, self._frozen, _model_inputs(batch))
-            scores_F = self._scatter(scores_F, batch["flat_index"], scores_BT)
-        return scores_F
+    def _policy(self, state: TrainState) -> Params:
+        return state.params
 
-    def _values(self, critic: Critic, batches: Sequence[dict], size: int) -> tuple[Any, Any]:
-        """Return the critic's V before and after each token, [F] float32 each."""
-        zeros = np.zeros(size, np.float32)
-        before_F, after_F = (self._put(zeros, PartitionSpec()) for _ in range(2))
-        for batch in batches:
-            before_BT, after_BT = self._value_step(critic.params, _model_inputs(batch))
-            before_F = self._scatter(before_F, batch["flat_index"], before_BT)
-            after_F = self._scatter(after_F, batch["flat_index"], after_BT)
-        return before_F, after_F
+    def _logprobs_of(self, policy: Any, batch: Any) -> Any:
+        return self._logprob_step(policy, self._frozen, _model_inputs(batch))
 
-    def _begin(self, state: TrainState, groups: Sequence[Group], minibatches: int) -> tuple:
-        """Pack groups, ask other networks about their tokens, and compute what the loss needs.
+    def _values_of(self, critic: Critic, batch: Any) -> tuple[Any, Any]:
+        return self._value_step(critic.params, _model_inputs(batch))
 
-        Returns:
-          The flat batch; of each minibatch the plan and the microbatches; what `prepare` has.
-        """
-        flat = packing.flatten(groups)
-        objective.require(groups, flat, self._algorithm)
-        parts = packing.minibatch_ids(flat, minibatches)
-        plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
-        minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
-        for index, ids in enumerate(parts):
-            minibatch_of[ids] = index
-        batches, size = [b for part in packed for b in part], len(flat.tokens["tokens"])
-        arrays = dict(self._put(flat.arrays(), PartitionSpec()))
-        if self._algorithm.needs_proximal_pass(len(parts)):
-            arrays["proximal_logprobs"] = self._score(state.params, batches, size)
-        if self._algorithm.needs_reference:
-            reference = state.reference if self._steps.follows else self._reference
-            arrays["reference_logprobs"] = self._score(reference, batches, size)
-        if state.critic is not None:
-            arrays["values"], arrays["values_after"] = self._values(state.critic, batches, size)
-        scalars = state.step, state.kl_coefficient
-        given = arrays, minibatch_of, *scalars, len(parts), self._algorithm
-        return flat, plans, packed, self._prepare(*given)
+    def _prepare(self, state: TrainState, flat: Any, minibatch_of: Any, count: int) -> tuple:
+        given = flat, minibatch_of, state.step, state.kl_coefficient
+        return self._prepare_step(*given, count, self._algorithm)
 
-    def _minibatch(self, state, batches, divisors, waits) -> tuple[TrainState, dict[str, Any]]:
-        """Make one minibatch's update of the policy, and that of its critic."""
-        denominator, tokens = divisors
-        critic = state.critic
-        state, stats = self._learn(
-            state.replace(critic=None), self._frozen, batches, denominator, waits
-        )
-        if critic is not None:
-            critic, more = self._learn_values(critic, None, batches, tokens, np.bool_(False))
-            del more["updates"]
-            own = ("grad_norm", "skipped_updates")
-            stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}
+    def _learn(self, state: TrainState, inputs: Any, denominator: Any, waits: Any) -> tuple:
+        learned = state.replace(critic=None)
+        learned, stats = self._learn_policy(learned, self._frozen, inputs, denominator, waits)
+        return learned.replace(critic=state.critic), stats
+
+    def _learn_values(self, state: TrainState, inputs: Any, tokens: Any) -> tuple:
+        given = state.critic, None, inputs, tokens, np.bool_(False)
+        critic, stats = self._learn_critic(*given)
         return state.replace(critic=critic), stats
 
-    def update(self, state: TrainState, groups: Sequence[Group]) -> tuple[TrainState, Metrics]:
-        """Train on a batch of groups; return the new state and lazy `Metrics`; see the contract.
-
-        Raises:
-          UserError, ValueError: the groups lack what the algorithm is trained on.
-        """
-        flat, plans, packed, prepared = self._begin(state, groups, self._options.minibatches)
-        per_token, divisors, sums = prepared
-        waits, results = self._waits(state.step), []
-        for index, batches in enumerate(packed):
-            progress = np.float32(index / len(packed))
-            inputs = [self._gather(per_token, b, sums, progress) for b in batches]
-            state, stats = self._minibatch(state, inputs, divisors[index], waits)
-            results.append(stats)
-        state = self._end_batch(
-            state,
-            sum(stats.get("reference_kl", 0.0) for stats in results),
-            sum(stats["n_valid_tokens"] for stats in results),
-            np.float32(flat.num_sequences),
-        )
-        known = step_metrics.host_metrics(groups, flat, plans)
-        versions = step_metrics.count_versions(flat)
-        denominators = [denominator for denominator, _ in divisors]
-
-        def compute() -> dict[str, Any]:
-            made, divided, whole = jax.device_get((results, denominators, sums))
-            count = flat.num_sequences
-            return {
-                **step_metrics.device_metrics(made, divided, whole, count, self._rate_at),
-                **known,
-                **step_metrics.staleness(versions, int(whole["version"])),
-            }
-
-        return state, Metrics(compute)
-
-    def evaluate(self, state: TrainState, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the loss's metrics on groups that are not trained on; raises as `update` does."""
-        _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
-        totals = []
-        for batch in packed[0]:
-            inputs = self._gather(per_token, batch, sums, np.float32(0.0))
-            totals.append(self._loss(state.params, self._frozen, inputs)[1])
-        totals, denominator = jax.device_get((totals, divisors[0][0]))
-        stats = {name: float(sum(part[name] for part in totals)) for name in totals[0]}
-        return losses.summarise(stats, float(denominator))
-
-    def logprobs(self, state: TrainState, groups: Sequence[Group]) -> list[np.ndarray]:
-        """Return the log-probabilities of each trajectory's tokens; see the contract."""
-        flat = packing.flatten(groups)
-        _, batches = self._pack(flat, np.arange(flat.num_sequences))
-        scores = np.asarray(self._score(state.params, batches, len(flat.tokens["tokens"])))
-        return [scores[a : a + n] for a, n in zip(flat.starts, flat.sizes, strict=True)]
+    def _stats(self, state: TrainState, inputs: Any) -> Any:
+        return self._loss(state.params, self._frozen, inputs)[1]
 
 
 def _model_inputs(batch: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""One train batch, as the trainers in JAX and torch do it alike; imports neither library.
+
+    groups ─▶ flatten ─▶ plan, pack ─▶ (proximal, reference logprobs; values) ─▶ advantages, loss
+           weights ─▶ for each minibatch: one optimizer update (and one of the critic) ─▶ end of
+           the batch
+
+SFT, reward models and DPO come the same way: what differs is the row of the preset table.
+Shapes: F tokens of the flat axis, B rows of a microbatch, T tokens of a row.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.algorithms import losses
+from rlx.algorithms.algorithm import Algorithm
+from rlx.base import Group, UserError
+from rlx.train import objective, packing, step_metrics
+from rlx.train.optimizer_options import rate_at
+from rlx.train.step_metrics import Metrics
+from rlx.train.train_options import TrainOptions
+
+State = Any  # has `critic`, or None, and `reference`, where that follows the policy
+Arrays = dict[str, Any]  # on the trainer's devices
+
+
+class BatchUpdate:
+    """What the `Update` contract says of batches, of primitives that each trainer has.
+
+    Args:
+      options: of the run.
+      row_shards: devices that share a microbatch's rows.
+      context: devices that share a row.
+    """
+
+    def __init__(self, options: TrainOptions, row_shards: int = 1, context: int = 1):
+        self._options = options
+        self._algorithm: Algorithm = options.algorithm
+        self._row_shards, self._token_budget = row_shards, options.token_budget * context
+        self._attention_cost = 0.0  # of what looks at each segment alone
+        self._reference: Any = None  # a frozen one; None with LoRA: the base without adapters
+
+    # What a trainer has of its own: each returns what is said of it.
+
+    _put: Callable[[Any], Arrays]  # flat arrays, on every device
+    _put_rows: Callable[[Any], Arrays]  # a packed microbatch, on the devices that share its rows
+    _to_host: Callable[[Any], Any]  # dicts and sequences of arrays, as numpy's; waits for them
+    _policy: Callable[[State], Any]  # what `_logprobs_of` takes of the policy that is trained
+    _logprobs_of: Callable[[Any, Arrays], Any]  # a policy's of a microbatch, [B, T] float32
+    _values_of: Callable[[Any, Arrays], tuple]  # a critic's V before and after each token, same
+    _scatter: Callable[..., Any]  # flat_F, given up, with values_BT at flat_index_BT < F
+    _prepare: Callable[..., tuple]  # `objective.prepare`, of (state, flat, minibatch_of, count)
+    _gather: Callable[..., Arrays]  # `objective.gather`, and what else the model takes
+    _waits: Callable[[Any], Any]  # whether the policy waits for its critic at a step; bool
+    # The state after the policy's update by a minibatch, unless it waits, and its summed stats, of
+    # (state, microbatches, denominator, waits); and after the critic's, of (…, trained tokens).
+    _learn: Callable[..., tuple[State, Arrays]]
+    _learn_values: Callable[..., tuple[State, Arrays]]
+    _stats: Callable[[State, Arrays], Arrays]  # summed, of a microbatch that is not trained on
+    # The state one version on, with β and the reference policy that follow, of (state, summed KL to
+    # the reference, the tokens it is of, trajectories).
+    _end_batch: Callable[..., State]
+
+    def _pack(
+        self, flat: packing.FlatBatch, ids: np.ndarray
+    ) -> tuple[packing.PackPlan, list[Arrays]]:
+        """Return the plan and the devices' microbatches of some sequences."""
+        plan = packing.plan(
+            flat.sizes[ids],
+            self._token_budget,
+            self._options.row_buckets,
+            attention_cost=self._attention_cost,
+            shards=self._row_shards,
+            together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
+        )
+        return plan, [self._put_rows(part) for part in packing.microbatches(flat, ids, plan)]
+
+    def _on_flat_axis(
+        self, batches: Sequence[Arrays], size: int, count: int, function: Callable[[Arrays], tuple]
+    ) -> tuple:
+        """Return the `count` [B, T] that function(microbatch) gives of all, [size] float32 each."""
+        zeros = np.zeros(size, np.float32)
+        out = [self._put({"zeros": zeros})["zeros"] for _ in range(count)]
+        for batch in batches:
+            for i, x_BT in enumerate(function(batch)):
+                out[i] = self._scatter(out[i], batch["flat_index"], x_BT)
+        return tuple(out)
+
+    def _score(self, policy: Any, batches: Sequence[Arrays], size: int) -> Any:
+        """Return log-probabilities under a policy of all the microbatches' tokens, [F] float32."""
+        return self._on_flat_axis(batches, size, 1, lambda b: (self._logprobs_of(policy, b),))[0]
+
+    def _begin(self, state: State, groups: Sequence[Group], minibatches: int) -> tuple:
+        """Pack groups, ask other networks about their tokens, and compute what the loss needs.
+
+        Returns:
+          The flat batch; of each minibatch the plan and the microbatches; what `prepare` has.
+        """
+        flat, algorithm = packing.flatten(groups), self._algorithm
+        objective.require(groups, flat, algorithm)
+        parts = packing.minibatch_ids(flat, minibatches)
+        plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
+        minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
+        for index, ids in enumerate(parts):
+            minibatch_of[ids] = index
+        batches, size = [b for part in packed for b in part], len(flat.tokens["tokens"])
+        arrays = self._put(flat.arrays())
+        if algorithm.needs_proximal_pass(len(parts)):
+            arrays["proximal_logprobs"] = self._score(self._policy(state), batches, size)
+        if algorithm.needs_reference:
+            reference = self._reference if state.reference is None else state.reference
+            arrays["reference_logprobs"] = self._score(reference, batches, size)
+        if state.critic is not None:
+            arrays["values"], arrays["values_after"] = self._on_flat_axis(
+                batches, size, 2, lambda b: self._values_of(state.critic, b)
+            )
+        return flat, plans, packed, self._prepare(state, arrays, minibatch_of, len(parts))
+
+    def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
+        """Train on a batch of groups; return the new state and lazy `Metrics`; see the contract.
+
+        Raises:
+          UserError, ValueError: the groups lack what the algorithm is trained on.
+        """
+        o = self._options
+        flat, plans, packed, prepared = self._begin(state, groups, o.minibatches)
+        per_token, divisors, sums = prepared
+        waits, results = self._waits(state.step), []
+        for index, batches in enumerate(packed):
+            progress = np.float32(index / len(packed))
+            inputs = [self._gather(per_token, b, sums, progress) for b in batches]
+            denominator, tokens = divisors[index]
+            state, stats = self._learn(state, inputs, denominator, waits)
+            if state.critic is not None:
+                state, more = self._learn_values(state, inputs, tokens)
+                del more["updates"]
+                own = ("grad_norm", "skipped_updates")
+                stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}
+            results.append(stats)
+        observed, trained = (
+            sum(stats.get(name, 0.0) for stats in results)
+            for name in ("reference_kl", "n_valid_tokens")
+        )
+        state = self._end_batch(state, observed, trained, np.float32(flat.num_sequences))
+        known = step_metrics.host_metrics(groups, flat, plans)
+        versions = step_metrics.count_versions(flat)
+        denominators = [denominator for denominator, _ in divisors]
+
+        def compute() -> dict[str, Any]:
+            made, divided, whole = self._to_host((results, denominators, sums))
+            return {
+                **step_metrics.device_metrics(
+                    made, divided, whole, flat.num_sequences,
+                    lambda updates: rate_at(o.optimizer, o.policy_updates, updates, np),
+                ),
+                **known,
+                **step_metrics.staleness(versions, int(whole["version"])),
+            }  # fmt: skip
+
+        return state, Metrics(compute)
+
+    def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the loss's metrics on groups that are not trained on; raises as `update` does."""
+        _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
+        inputs = (self._gather(per_token, batch, sums, np.float32(0.0)) for batch in packed[0])
+        made = [self._stats(state, batch) for batch in inputs]
+        parts, denominator = self._to_host((made, divisors[0][0]))
+        stats = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        return losses.summarise(stats, float(denominator))
+
+    def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Return the log-probabilities of each trajectory's tokens; see the contract."""
+        flat = packing.flatten(groups)
+        _, batches = self._pack(flat, np.arange(flat.num_sequences))
+        scores = self._score(self._policy(state), batches, len(flat.tokens["tokens"]))
+        scores = np.asarray(self._to_host(scores))
+        return [scores[a : a + n] for a, n in zip(flat.starts, flat.sizes, strict=True)]
+
+
+def require_same(path: Path, have: Mapping[str, str], want: Mapping[str, str]) -> None:
+    """Raise UserError unless a checkpoint's state has the leaves of this run's, as described."""
+    for name in [*want, *have]:
+        if have.get(name) != want.get(name):
+            raise UserError(
+                f"checkpoint {path} has {name} as {have.get(name, 'nothing')}, this run wants "
+                f"{want.get(name, 'nothing')}; use the model, algorithm and optimizer that it was "
+                "made with, or another workdir"
+            )
