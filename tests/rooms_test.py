@@ -41,7 +41,7 @@ LIGHT_FILES = (
     "train/hosts.py", "train/objective.py", "train/optimizer_options.py", "train/packing.py",
     "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
-    "model/mesh.py", "model/model_config.py", "model/tensors.py",
+    "model/hf_files.py", "model/mesh.py", "model/model_config.py", "model/tensors.py",
 )  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/programs.py",
@@ -168,6 +168,19 @@ def test_a_run_sees_its_trainer_through_the_contract_alone(path):
     names = {".".join(name.split(".")[:3]) for name in imports((PACKAGE / path).read_text())}
     found = {name for name in names if name in OF_JAX or name.split(".")[0] in HEAVY}
     assert not found, f"rlx/{path} imports {sorted(found)}; ask for it in rlx/train/contract.py"
+
+
+def test_a_run_with_the_trainer_in_torch_imports_no_jax():
+    """Which would take half a second, a hundred megabytes, and three quarters of a GPU."""
+    program = (
+        "import sys, rlx.main, rlx.run.loop, rlx.run.config_checks, rlx.run.torch_trainer\n"
+        "assert 'torch' in sys.modules\n"
+        "assert not {'jax', 'flax', 'optax', 'orbax'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_trainer_does_not_know_the_other_ones_library():

@@ -9,23 +9,23 @@ every axis, of 7B on 16 devices and of 32B on 64 too.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
+import numpy as np
 
 from rlx.base import DiskFull
 from rlx.cli.text import size
 from rlx.doctor.machine import Devices
-from rlx.engines.jax.programs import make_plan
+from rlx.engines.jax.cache_plan import make_plan
 from rlx.launch.available_memory import MemoryLimit
-from rlx.model import lora, remat, sharding
+from rlx.model import lora_config, remat
 from rlx.model import params as parameters
-from rlx.model.mesh import mesh_axes, num_row_shards
+from rlx.model.mesh import mesh_axes, num_row_shards, share
 from rlx.model.model_config import ModelConfig
-from rlx.train.steps import Steps
+from rlx.train.optimizer_options import OPTIMIZERS
 from rlx.train.train_options import TrainOptions
 
 Bytes = dict[str, int]
@@ -73,9 +73,18 @@ class RunSizes:
     keep: int
 
     @property
-    def steps(self) -> Steps:
-        """The trainer's device functions."""
-        return Steps(self.model, self.train)
+    def follows(self) -> bool:
+        """Whether the reference policy follows the trained one and so belongs to the state."""
+        return self.train.algorithm.needs_reference and self.train.reference_mode != "frozen"
+
+    @property
+    def trained(self) -> int:
+        """How many numbers are trained, beside a critic's."""
+        if self.train.lora:
+            return lora_config.count(self.model, self.train.lora)
+        scores = self.train.algorithm.kind.scores
+        return parameters.count(dataclasses.replace(self.model, value_head=True) if scores
+                                else self.model)  # fmt: skip
 
     @property
     def longest(self) -> int:
@@ -106,19 +115,16 @@ def state(sizes: RunSizes) -> Bytes:
 
     Checkpoints hold it too, but for what is frozen.
     """
-    s = _abstract_state(sizes)
-    parts = {"parameters": s.params, "optimizer": s.opt_state, "critic": s.critic}
-    parts["reference"] = s.reference
-    leaves = {name: jax.tree.leaves(tree) for name, tree in parts.items() if tree is not None}
-    return {name: sum(x.size * x.dtype.itemsize for x in each) for name, each in leaves.items()}
-
-
-def _abstract_state(sizes: RunSizes) -> Any:
-    steps, dtype = sizes.steps, jnp.dtype(sizes.train.dtype)
-    if sizes.train.lora:
-        return jax.eval_shape(steps.init, lora.shapes(steps.model, sizes.train.lora))
-    critic = steps.critic_model and parameters.shapes(steps.critic_model, dtype)
-    return jax.eval_shape(steps.init, parameters.shapes(steps.model, dtype), critic)
+    train, numbers = sizes.train, sizes.trained
+    width = 4 if train.lora else np.dtype(train.dtype).itemsize
+    moments = 4 * OPTIMIZERS[train.optimizer.name]
+    held = {"parameters": numbers * width, "optimizer": numbers * moments}
+    if train.algorithm.critic:
+        valued = parameters.count(dataclasses.replace(sizes.model, value_head=True))
+        held["critic"] = valued * (np.dtype(train.dtype).itemsize + moments)
+    if sizes.follows:
+        held["reference"] = numbers * (4 if train.reference_mode == "ema" else width)
+    return {name: part for name, part in held.items() if part}
 
 
 def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
@@ -134,17 +140,17 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     train, model = sizes.train, sizes.model
     axes = mesh_axes(train.mesh, devices.count)
     shards, tensor = num_row_shards(axes), axes["tensor"]
-    share = sharding.share(model, parameters.table(model), axes)
-    own = sharding.share(model, lora.table(model, train.lora), axes) if train.lora else share
+    part = share(model, parameters.table(model), axes)
+    own = share(model, lora_config.table(model, train.lora), axes) if train.lora else part
     held = state(sizes)
-    width = jnp.dtype(train.dtype).itemsize
+    width = np.dtype(train.dtype).itemsize
     if train.lora:
         held["frozen base"] = parameters.count(model) * width
-    elif train.algorithm.needs_reference and not sizes.steps.follows:
+    elif train.algorithm.needs_reference and not sizes.follows:
         held["reference"] = parameters.count(model) * width
     trained = ("parameters", "optimizer")
-    out = {name: part * (own if name in trained else share) for name, part in held.items()}
-    numbers = own * sum(leaf.size for leaf in jax.tree.leaves(_abstract_state(sizes).params))
+    out = {name: size * (own if name in trained else part) for name, size in held.items()}
+    numbers = own * sizes.trained
     out["gradients"] = numbers * width
     # At their longest, trajectories fill the budget sooner than on average.
     whole = math.ceil(sizes.minibatch / shards) * math.ceil(sizes.longest / axes["context"])
@@ -171,7 +177,7 @@ def _gathered(sizes: RunSizes, platform: str) -> float:
     Each as it is computed with, and its gradient in float32 before it is scattered.
     """
     model = sizes.model
-    half = platform != "cpu" and jnp.dtype(sizes.train.compute_dtype).itemsize == 2
+    half = platform != "cpu" and np.dtype(sizes.train.compute_dtype).itemsize == 2
     rows = parameters.table(model)
     layer = sum(math.prod(row.shape[1:]) for row in rows if row.stacked)
     tables = 2 * model.vocab_size * model.model_dim  # one that is both is gathered for each
@@ -187,7 +193,7 @@ def _activations(sizes: RunSizes, tokens: float, platform: str, tensor: int) -> 
     model = sizes.model
     wide, mlp, layers = model.model_dim, model.mlp_dim / tensor, model.num_layers
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    half = jnp.dtype(sizes.train.compute_dtype).itemsize == 2
+    half = np.dtype(sizes.train.compute_dtype).itemsize == 2
     width = 2.0 if half else 4.0
     if platform == "cpu":  # computes half precision in float32, with casts beside it
         width = 4.4 if half else 4
@@ -223,7 +229,7 @@ def _logits(sizes: RunSizes, tokens: float) -> float:
 
 def server(sizes: RunSizes) -> Bytes:
     """Return what one rollout server needs: two versions of the weights during a publish, KV."""
-    model, width = sizes.model, jnp.dtype(sizes.publish_dtype).itemsize
+    model, width = sizes.model, np.dtype(sizes.publish_dtype).itemsize
     tokens = sizes.max_model_len
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
     if sizes.engine == "vllm":
@@ -238,14 +244,14 @@ def server(sizes: RunSizes) -> Bytes:
 def published(sizes: RunSizes) -> int:
     """Return the bytes of a published file."""
     if sizes.publish == "adapter" and sizes.train.lora:
-        width = jnp.dtype(sizes.publish_dtype).itemsize
-        return lora.count(sizes.model, sizes.train.lora) * width
+        width = np.dtype(sizes.publish_dtype).itemsize
+        return sizes.trained * width
     return exported(sizes)
 
 
 def exported(sizes: RunSizes) -> int:
     """Return the bytes of the exported HF directory."""
-    return parameters.count(sizes.model) * jnp.dtype(sizes.publish_dtype).itemsize
+    return parameters.count(sizes.model) * np.dtype(sizes.publish_dtype).itemsize
 
 
 def with_value(sizes: RunSizes, key: str, value: Any) -> RunSizes:
@@ -310,13 +316,14 @@ def estimate(pieces: Mapping[str, int], mesh: str = "") -> str:
     return f"a step is estimated at {size(sum(pieces.values()))}{each} ({listed(pieces)})"
 
 
-def advice(sizes: RunSizes, *, started: bool = True) -> str:
+def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True) -> str:
     """Return the estimate and what would lower it, for a trainer that has run out of memory.
 
     Args:
+      find: returns the trainer's devices.
       started: a step was made; before that, other processes may hold the device's memory.
     """
-    devices = Devices(jax.default_backend(), count=jax.device_count())
+    devices = find()
     first = ""
     if not started and devices.platform == "gpu":
         first = "end what else uses the GPU (nvidia-smi lists it); "
@@ -326,13 +333,11 @@ def advice(sizes: RunSizes, *, started: bool = True) -> str:
 def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = False) -> str:
     """Return the warning before a run that may be OOM-killed; "" where memory is enough.
 
-    On a CPU alone: a GPU's allocator raises an error of its own, the kernel kills without one.
+    For a trainer on a CPU: a GPU's allocator raises an error of its own, the kernel kills without.
 
     Args:
       always: say how much is needed and free, also where it is enough.
     """
-    if jax.default_backend() != "cpu":
-        return ""
     pieces = trainer(sizes)
     what = f"{estimate(pieces, sizes.train.mesh)}, {there}"
     if sum(pieces.values()) <= there.free:

@@ -28,7 +28,7 @@ def explained(error: Exception, config: ModelConfig, plan: Any, dtype: Any) -> U
     """Return the UserError for an engine without memory to start; None for another failure.
 
     Args:
-      plan: rlx.engines.jax.programs.CachePlan.
+      plan: rlx.engines.jax.cache_plan.CachePlan.
     """
     if not device_is_full(error) and not isinstance(error, MemoryError):
         return None

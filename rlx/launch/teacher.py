@@ -88,7 +88,7 @@ def check(
 
     Args:
       student: its HF directory.
-      read: returns the model of a directory; `hf.check` compares its tensors, too.
+      read: returns the model of a directory; `hf_files.check` compares its tensors, too.
 
     Raises:
       UserError: the teacher is missing, in vain, no language model, of another vocabulary, or too

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
 import numpy as np
 
 from rlx.mismatch import measure
 from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer, compare
-from rlx.model import decoder
 from rlx.model.model_config import Rope
 from rlx.model.params import Params
 
@@ -164,6 +162,8 @@ def _rope(case: MismatchCase) -> Iterator[Guess]:
 
 def _head(case: MismatchCase) -> Iterator[Guess]:
     """Guess that head or token embedding are not those of the other weights."""
+    from rlx.model import decoder
+
     new, model = case.params, case.scorer.model
     untied = dataclasses.replace(model, tie_embeddings=False)
     own = decoder.head(new, model)
@@ -185,11 +185,13 @@ def _stale(case: MismatchCase) -> Iterator[Guess]:
 
 
 def _dtype(case: MismatchCase) -> Iterator[Guess]:
+    import jax
+
     ours, compute = case.score(), case.scorer.compute_dtype
     for dtype in ("bfloat16", "float16"):
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), case.params)
         yield Guess(f"the engine's weights are rounded to {dtype}", case.score(rounded))
-        if jnp.dtype(compute).itemsize > 2:
+        if np.dtype(compute).itemsize > 2:
             scores = _half(case, rounded, dtype)
             noise = [a - b for a, b in zip(scores, ours, strict=True)]
             yield Guess(f"the engine computes in {dtype}, the trainer in {compute}", scores, noise)
@@ -198,7 +200,7 @@ def _dtype(case: MismatchCase) -> Iterator[Guess]:
 def _half(case: MismatchCase, params: Params, dtype: str) -> Scores:
     """Return scores in half precision; an engine rounds its logits too, unlike the trainer."""
     scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
-    logits = scorer.logits(params, case.samples).astype(jnp.dtype(dtype))
+    logits = scorer.logits(params, case.samples).astype(np.dtype(dtype))
     return case.split(measure.tempered(logits, case.tokens, scorer.temperature))
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.mismatch.diagnose import Explanation, MismatchCase, advice, diagnose
 from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer
-from rlx.model import hf
 from rlx.rollout.executor import Executor
 from rlx.rollout.workflows import trajectory
 
@@ -122,6 +122,8 @@ class Gate:
             ours = [next(scores)[len(sample.prompt) :] for sample in case.samples]
             found, causes = case.compare(ours), []
             if found.tokens and not found.ok:
+                from rlx.model import hf
+
                 params = params or hf.from_hf(weights(), self.scorer.model, self.dtype)
                 causes = diagnose(dataclasses.replace(case, params=params), found)
             servers[address] = _server_record(found, causes)
@@ -141,8 +143,13 @@ class Gate:
         return Verdict(record, errors[0] if errors else None)
 
     def _case(self, completions: Sequence[Completion], version: int) -> MismatchCase:
+        def load(path: Path) -> Any:
+            from rlx.model import hf
+
+            return hf.load(path, self.dtype)[1]
+
         earlier = {
-            name: lambda path=path: hf.load(path, self.dtype)[1]
+            name: partial(load, path)
             for name, path in self.earlier.items()
             if version and path.exists()
         }

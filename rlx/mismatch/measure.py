@@ -4,21 +4,18 @@ engine's tokens and logprobs ─┐
                               ├─▶ compare ─▶ Comparison ─ not ok ─▶ rlx.mismatch.diagnose: why
 trainer's logprobs of them ───┘
 
-The trainer scores samples as rows of one padded shape, so that a run compiles one program.
+The trainer scores samples as rows of one padded shape, so that a run compiles one program. JAX is
+imported where it does.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx.fleet.sample import Completion
-from rlx.model import decoder
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 
@@ -173,7 +170,10 @@ class TrainerScorer:
 
     def logprobs(self, params: Params, samples: Sequence[EngineSample]) -> list[np.ndarray]:
         """Return each completion's log-probabilities, [T] float32, nats. Waits for the device."""
-        scores = np.asarray(_logprobs(params, _rows(samples, self.row_length), self))
+        from rlx.model import decoder_scores
+
+        rows = _rows(samples, self.row_length)
+        scores = np.asarray(decoder_scores.logprobs(params, rows, self))
         return [
             scores[i, len(s.prompt) :][: len(s.completion.tokens)] for i, s in enumerate(samples)
         ]
@@ -188,7 +188,10 @@ class TrainerScorer:
             i * self.row_length + len(s.prompt) - 1 + np.arange(len(s.completion.tokens))
             for i, s in enumerate(samples)
         ])  # fmt: skip
-        return np.asarray(_logits(params, _rows(samples, self.row_length), index, self))
+        from rlx.model import decoder_scores
+
+        rows = _rows(samples, self.row_length)
+        return np.asarray(decoder_scores.logits(params, rows, index, self))
 
 
 def row_length(longest: int) -> int:
@@ -259,24 +262,6 @@ def _rows(samples: Sequence[EngineSample], length: int) -> dict[str, np.ndarray]
         tokens[i, : len(whole)], segments[i, : len(whole)] = whole, 1
     positions = np.arange(length, dtype=np.int32) * segments
     return {"tokens": tokens, "positions": positions, "segment_ids": segments}
-
-
-@partial(jax.jit, static_argnums=2)
-def _logprobs(params, batch, scorer: TrainerScorer):
-    return decoder.logprobs(
-        params, scorer.model, batch,
-        temperature=scorer.temperature, compute_dtype=jnp.dtype(scorer.compute_dtype),
-        chunk=scorer.chunk,
-    )[0]  # fmt: skip
-
-
-@partial(jax.jit, static_argnums=3)
-def _logits(params, batch, index, scorer: TrainerScorer):
-    x = decoder.hidden(
-        params, scorer.model, batch["tokens"], batch["positions"], batch["segment_ids"],
-        compute_dtype=jnp.dtype(scorer.compute_dtype),
-    )  # fmt: skip
-    return decoder.unembed(params, scorer.model, x.reshape(-1, x.shape[-1])[index])
 
 
 def _picked(z: np.ndarray, tokens: np.ndarray) -> np.ndarray:

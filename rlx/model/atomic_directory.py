@@ -4,16 +4,34 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlx.base import DiskFull, UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CODE = re.compile(r"os_error_code='(\d+)'")  # tensorstore has it only in its message
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether a write failed for lack of space."""
+    codes = [getattr(error, "errno", None), *map(int, _CODE.findall(str(error)))]
+    return any(code in _FULL for code in codes)
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """Put files and directories on disk, so that no rename comes before them."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -43,7 +61,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             fresh.rename(path)
             shutil.rmtree(old)
     except OSError as error:
-        raise (DiskFull if error.errno in _FULL else UserError)(
+        raise (DiskFull if is_full(error) else UserError)(
             f"cannot write {path}: {error}; free space or choose another directory"
         ) from error
     finally:

@@ -7,9 +7,7 @@ On a mesh each device's part of a parameter is read by itself, and at most BUCKE
 the host at a time: a model need fit neither the host nor any one device.
 """
 
-import json
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,28 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx.base import UserError
+from rlx.model import hf_files
 from rlx.model import params as parameters
-from rlx.model.atomic_directory import atomic_directory
 from rlx.model.buckets import export
 from rlx.model.directory import load_config as load_config
 from rlx.model.directory import resolve as resolve
+from rlx.model.hf_files import check as check
+from rlx.model.hf_files import write as write
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, Row
-from rlx.model.tensors import BUCKET, Buckets, LazyTensors, save_tensors
+from rlx.model.tensors import BUCKET, LazyTensors
 from rlx.model.tensors import INDEX as INDEX
 from rlx.model.tensors import WEIGHTS as WEIGHTS
 from rlx.model.tensors import open_tensors as open_tensors
 
-# Copied next to exported weights from the directory that the run started from.
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
-
-# Tensors that old exporters wrote and no decoder reads.
-_IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 _WIDEST = 4  # bytes a number
 
 Slices = tuple[slice, ...]  # one an axis, of step 1; start and stop may be None
@@ -63,27 +53,6 @@ def load(
         return config, from_hf(tensors, config, dtype, shardings)
 
 
-def check(path: str | Path) -> ModelConfig:
-    """Return the ModelConfig of an HF directory; reads only the headers of its tensors.
-
-    Raises:
-      UserError: naming the file or tensor that is missing, extra or mis-shaped.
-    """
-    config = load_config(path)
-    with open_tensors(path) as tensors:
-        check_tensors(tensors, config)
-    return config
-
-
-def check_tensors(tensors: LazyTensors, config: ModelConfig) -> None:
-    """Raise UserError naming the first tensor that does not fit; reads only headers."""
-    rows = parameters.table(config)
-    _check_names(tensors, config, rows)
-    for row in rows:
-        for name in row.names:
-            _check_shape(name, tensors.shape(name), row)
-
-
 def from_hf(
     tensors: Mapping[str, np.ndarray],
     config: ModelConfig,
@@ -103,7 +72,7 @@ def from_hf(
       UserError: naming the tensor that is missing, extra or mis-shaped.
     """
     rows = parameters.table(config)
-    _check_names(tensors, config, rows)
+    hf_files.check_names(tensors, config, rows)
     leaves = {}
     for row in rows:
         read = partial(_read, tensors, row, dtype)
@@ -135,63 +104,6 @@ def save(
     write(path, config, export(params, parameters.table(config), dtype), source, chat_template)
 
 
-def write(
-    path: str | Path,
-    config: ModelConfig,
-    tensors: Buckets,
-    source: str | Path | None = None,
-    chat_template: str = "",
-) -> None:
-    """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
-
-    A `chat_template` takes the place of the one that is among them.
-
-    It is written under another name and renamed, so `path` is always whole: old or new.
-
-    Raises:
-      UserError: it cannot be written; nothing is left behind.
-    """
-    with atomic_directory(Path(path)) as fresh:
-        name = np.dtype(next(iter(tensors.tensors.values())).dtype).name
-        record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
-        (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        save_tensors(tensors, fresh / WEIGHTS)
-        for companion in COMPANIONS if source else ():
-            if Path(source or "", companion).exists():
-                shutil.copyfile(Path(source or "", companion), fresh / companion)
-        if chat_template:
-            (fresh / "chat_template.jinja").write_text(chat_template)
-
-
-def _check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row, ...]) -> None:
-    wanted = {name for row in rows for name in row.names}
-    given = {name for name in tensors if not name.endswith(_IGNORED)}
-    if missing := sorted(wanted - given):
-        raise UserError(
-            f"{_tensors(missing)} missing of those that config.json describes, first "
-            f"{missing[0]!r}; get weights and config.json again, from one and the same "
-            f"{config.architecture}"
-        )
-    extra = sorted(given - wanted)
-    if config.tie_embeddings and extra == ["lm_head.weight"]:
-        # Some exporters store the tied matrix twice; harmless as long as both are equal.
-        if np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-            return
-        raise UserError(
-            "tensor 'lm_head.weight' differs from the embedding although config.json says "
-            "tie_word_embeddings; set it to false or remove the tensor"
-        )
-    if extra:
-        raise UserError(
-            f"{_tensors(extra)} without a place in {config.architecture}, first {extra[0]!r}; "
-            "check architectures, num_hidden_layers and tie_word_embeddings in config.json"
-        )
-
-
-def _tensors(names: list[str]) -> str:
-    return f"{len(names)} tensors are" if len(names) > 1 else "1 tensor is"
-
-
 def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np.ndarray:
     """Return a slice of the row's array, copied from HF's tensors into the pytree's layout."""
     inner = index[1:] if row.stacked else index
@@ -212,10 +124,10 @@ def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np
 def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.ndarray:
     """Return a slice of one of HF's tensors, whose shape is checked."""
     if isinstance(tensors, LazyTensors):
-        _check_shape(name, tensors.shape(name), row)
+        hf_files.check_shape(name, tensors.shape(name), row)
         return tensors.part(name, index)
     whole = np.asarray(tensors[name])
-    _check_shape(name, whole.shape, row)
+    hf_files.check_shape(name, whole.shape, row)
     return whole[index]
 
 
@@ -266,11 +178,3 @@ def _on_devices(
 @partial(jax.jit, donate_argnums=0)
 def _fill(whole: jax.Array, part: jax.Array, start: int) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
-
-
-def _check_shape(name: str, got: tuple[int, ...], row: Row) -> None:
-    if got != row.hf_shape:
-        raise UserError(
-            f"tensor {name!r} has shape {got}, config.json wants {row.hf_shape}; get both again, "
-            "from one and the same model"
-        )

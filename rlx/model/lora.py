@@ -7,7 +7,6 @@ Adapters are a pytree of their own with the parameters' structure, stacked over 
 them to it. The rows of `table` have their shapes, sharding and PEFT's names. I/O is in peft.py.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -15,25 +14,10 @@ import jax.numpy as jnp
 
 from rlx.model import params as parameters
 from rlx.model.lora_config import LoraConfig
+from rlx.model.lora_config import count as count
+from rlx.model.lora_config import table as table
 from rlx.model.model_config import ModelConfig
-from rlx.model.params import Params, Row
-
-PREFIX = "base_model.model."  # of every name in PEFT's files
-
-
-def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
-    """Return the rows of the adapters: A and B of each target, with PEFT's names and layouts."""
-    sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
-    bases = {row.path: row for row in parameters.table(config)}
-    rows: list[Row] = []
-    for name in lora.targets:
-        base = bases["layers", name]
-        _, inner, outer = base.axes
-        stem = PREFIX + base.hf.removesuffix("weight")
-        down = ("layers", f"{name}_lora_a"), ("layers", inner, "rank"), f"{stem}lora_A.weight"
-        up = ("layers", f"{name}_lora_b"), ("layers", "rank", outer), f"{stem}lora_B.weight"
-        rows += [Row(*down, True, "matrix"), Row(*up, True, "zeros")]
-    return tuple(row.sized(sizes) for row in rows)
+from rlx.model.params import Params
 
 
 def shapes(config: ModelConfig, lora: LoraConfig) -> Params:
@@ -42,11 +26,6 @@ def shapes(config: ModelConfig, lora: LoraConfig) -> Params:
     return parameters.build(
         {row.path: jax.ShapeDtypeStruct(row.shape, jnp.float32) for row in rows}
     )
-
-
-def count(config: ModelConfig, lora: LoraConfig) -> int:
-    """Return how many numbers the adapters have."""
-    return sum(math.prod(row.shape) for row in table(config, lora))
 
 
 def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:

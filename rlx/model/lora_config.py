@@ -5,6 +5,11 @@ from dataclasses import dataclass
 
 from rlx.base import UserError
 from rlx.config import LORA_TARGETS, lora_targets
+from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
+from rlx.model.params import Row
+
+PREFIX = "base_model.model."  # of every name in PEFT's files
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +37,23 @@ class LoraConfig:
     def scale(self) -> float:
         """alpha / rank."""
         return self.alpha / self.rank
+
+
+def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
+    """Return the rows of the adapters: A and B of each target, with PEFT's names and layouts."""
+    sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
+    bases = {row.path: row for row in parameters.table(config)}
+    rows: list[Row] = []
+    for name in lora.targets:
+        base = bases["layers", name]
+        _, inner, outer = base.axes
+        stem = PREFIX + base.hf.removesuffix("weight")
+        down = ("layers", f"{name}_lora_a"), ("layers", inner, "rank"), f"{stem}lora_A.weight"
+        up = ("layers", f"{name}_lora_b"), ("layers", "rank", outer), f"{stem}lora_B.weight"
+        rows += [Row(*down, True, "matrix"), Row(*up, True, "zeros")]
+    return tuple(row.sized(sizes) for row in rows)
+
+
+def count(config: ModelConfig, lora: LoraConfig) -> int:
+    """Return how many numbers the adapters have."""
+    return sum(math.prod(row.shape) for row in table(config, lora))

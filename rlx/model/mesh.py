@@ -10,11 +10,24 @@ from collections.abc import Mapping, Sequence
 from math import gcd, prod
 
 from rlx.base import UserError, unknown
+from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 
 AXES = ("replica", "fsdp", "context", "tensor")  # from the slowest links to the fastest
 ALIASES = {"data": "fsdp"}
 ROWS = ("replica", "fsdp")  # what cuts the rows of a batch
+WEIGHTS = ("fsdp", "context")  # what cuts parameters, and is gathered where they are used
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "layers": None,
+    "vocab": "tensor",
+    "values": None,
+    "model": WEIGHTS,
+    "mlp": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "rank": None,
+}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -38,6 +51,35 @@ def parse_mesh(text: str) -> dict[str, int]:
 def mesh_axes(text: str, devices: int) -> dict[str, int]:
     """Return the size of every axis of AXES; empty text puts all `devices` on `fsdp`."""
     return dict.fromkeys(AXES, 1) | (parse_mesh(text) or {"fsdp": devices})
+
+
+def cuts(
+    config: ModelConfig, row: parameters.Row, axes: Mapping[str, int]
+) -> list[str | tuple[str, ...] | None]:
+    """Return what of a mesh of these axes cuts each axis of one parameter."""
+    sizes = parameters.axis_sizes(config)
+    # Whole heads only: half a head on a device would split RoPE's pairs.
+    units = sizes | {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    cut = []
+    for axis in row.axes:
+        target = RULES[axis]
+        matrix = len(row.axes) > 1 + row.stacked
+        divides = target and units[axis] % _parts(target, axes) == 0
+        cut.append(target if divides and matrix else None)
+    return cut
+
+
+def _parts(target: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> int:
+    return prod(axes[name] for name in ((target,) if isinstance(target, str) else target or ()))
+
+
+def share(config: ModelConfig, rows: tuple[parameters.Row, ...], axes: Mapping[str, int]) -> float:
+    """Return which part of these parameters one device of a mesh keeps, in (0, 1]."""
+    kept = (
+        prod(row.shape) // prod(_parts(target, axes) for target in cuts(config, row, axes))
+        for row in rows
+    )
+    return sum(kept) / sum(prod(row.shape) for row in rows)
 
 
 def num_row_shards(axes: Mapping[str, int]) -> int:

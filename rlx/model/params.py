@@ -2,18 +2,19 @@
 
 A row gives the path in the pytree, the logical axes, their sizes, HF's tensor name, and HF's
 layout. Initialisation, sharding and both HF directions read this table and nothing else.
-Parameters are a nested dict; those of the layers are stacked on axis 0.
+Parameters are a nested dict; those of the layers are stacked on axis 0. JAX is imported by what
+makes arrays alone.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlx.model.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    import jax
 
 Params = dict[str, Any]
 
@@ -112,13 +113,18 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+def shapes(config: ModelConfig, dtype: Any = "float32") -> Params:
     """Return the pytree of `jax.ShapeDtypeStruct` of a model, without allocating it."""
+    import jax
+
     return build({row.path: jax.ShapeDtypeStruct(row.shape, dtype) for row in table(config)})
 
 
-def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+def init(config: ModelConfig, key: "jax.Array", dtype: Any = "float32") -> Params:
     """Return random parameters: matrices N(0, initializer_range²), norms one, biases zero."""
+    import jax
+    import jax.numpy as jnp
+
     rows = table(config)
     leaves = {}
     for row, row_key in zip(rows, jax.random.split(key, len(rows)), strict=True):
@@ -136,6 +142,8 @@ def with_value_head(params: Params, config: ModelConfig) -> tuple[Params, ModelC
     Returns:
       the parameters of `config` with `value_head`, sharing arrays with `params`; that config.
     """
+    import jax.numpy as jnp
+
     config = dataclasses.replace(config, value_head=True)
     head = jnp.zeros((1, config.model_dim), params["embed"].dtype)
     rows = [row for row in table(config) if row.path != ("value_head",)]

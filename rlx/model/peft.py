@@ -3,7 +3,8 @@
     adapter_config.json           rank, alpha, targets
     adapter_model.safetensors     base_model.model.….q_proj.lora_A.weight [rank, in], and lora_B
 
-Copies and transposes driven by `lora.table`, as hf.py's are by the parameter table.
+Copies and transposes driven by `lora_config.table`, as hf.py's are by the parameter table. JAX is
+imported by what takes and gives its arrays alone.
 """
 
 import json
@@ -11,20 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from rlx.base import UserError
 from rlx.config import LORA_TARGETS
-from rlx.model import hf, lora
+from rlx.model import lora_config
 from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
-from rlx.model.buckets import export
 from rlx.model.directory import read_json
 from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
-from rlx.model.tensors import Buckets, save_tensors
+from rlx.model.tensors import Buckets, open_tensors, save_tensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -42,7 +41,9 @@ _REFUSED = (
 
 def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> Buckets:
     """Return tensors with PEFT's names and layouts, float32."""
-    return export(adapters, lora.table(config, settings), np.float32)
+    from rlx.model.buckets import export
+
+    return export(adapters, lora_config.table(config, settings), np.float32)
 
 
 def from_peft(
@@ -53,7 +54,9 @@ def from_peft(
     Raises:
       UserError: naming the tensor that is missing, extra or mis-shaped.
     """
-    rows = lora.table(config, settings)
+    import jax.numpy as jnp
+
+    rows = lora_config.table(config, settings)
     names = {name for row in rows for name in row.names}
     if missing := sorted(names - set(tensors)):
         raise UserError(
@@ -133,7 +136,7 @@ def load(path: str | Path, config: ModelConfig) -> tuple[LoraConfig, Params]:
     settings = load_config(path)
     if not (path / WEIGHTS).exists():
         raise UserError(f"{path} has no {WEIGHTS}; save the adapter as safetensors")
-    with hf.open_tensors(path / WEIGHTS) as tensors:
+    with open_tensors(path / WEIGHTS) as tensors:
         return settings, from_peft(tensors, config, settings)
 
 

@@ -16,10 +16,6 @@ output stands a float32 log-normaliser a head (one a head and segment bucket for
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from rlx.model.packed_attention import KERNEL
-
 KEPT: dict[str, tuple[str, ...]] = {  # names that the decoder and attention give their results
     "dots": ("qkv", "attention", "o", "mlp"),
     "attention": ("qkv", "attention"),
@@ -29,6 +25,10 @@ KEPT: dict[str, tuple[str, ...]] = {  # names that the decoder and attention giv
 
 def policy(remat: str) -> Callable[..., Any]:
     """Return JAX's policy of a key of KEPT."""
+    import jax
+
+    from rlx.model.packed_attention import KERNEL
+
     named = jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
 
     def kernel(primitive: Any, *_: Any, **__: Any) -> bool:  # has no name of ours inside

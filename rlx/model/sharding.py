@@ -9,12 +9,11 @@
     tensor    heads, MLP and vocabulary are cut (Megatron, arXiv 1909.08053); between the blocks the
               tokens of the residual stream are (sequence parallelism, arXiv 2205.05198)
 
-Parameters follow from RULES, which apply only where the axis divides the size. Activations follow
-from the constraints of `Layout`: without them XLA's partitioner spreads the cut of a weight over
-the activations, and reduces the tokens of all rows over all devices in every layer.
+Parameters follow from mesh.RULES, which apply only where the axis divides the size. Activations
+follow from the constraints of `Layout`: without them XLA's partitioner spreads the cut of a weight
+over the activations, and reduces the tokens of all rows over all devices in every layer.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,25 +23,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlx.model import params as parameters
-from rlx.model.mesh import ROWS, check_devices, mesh_axes, num_row_shards, parse_mesh
+from rlx.model.mesh import (
+    ROWS,
+    WEIGHTS,
+    check_devices,
+    cuts,
+    mesh_axes,
+    num_row_shards,
+    parse_mesh,
+)
 from rlx.model.model_config import ModelConfig
 
-WEIGHTS = ("fsdp", "context")  # what cuts parameters, and is gathered where they are used
 BATCH = PartitionSpec(ROWS)  # of a batch's arrays, whose tokens the decoder cuts by itself
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    "layers": None,
-    "vocab": "tensor",
-    "values": None,
-    "model": WEIGHTS,
-    "mlp": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "rank": None,
-}
 
 
 def make_mesh(text: str) -> Mesh | None:
@@ -63,17 +58,7 @@ def make_mesh(text: str) -> Mesh | None:
 
 def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
     """Return the partition of one parameter over the mesh."""
-    sizes = parameters.axis_sizes(config)
-    # Whole heads only: half a head on a device would split RoPE's pairs.
-    units = sizes | {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    cut = []
-    for axis in row.axes:
-        target = RULES[axis]
-        names = (target,) if isinstance(target, str) else target
-        matrix = len(row.axes) > 1 + row.stacked
-        divides = names and units[axis] % prod(mesh.shape[name] for name in names) == 0
-        cut.append(target if divides and matrix else None)
-    return PartitionSpec(*cut)
+    return PartitionSpec(*cuts(config, row, mesh.shape))
 
 
 def named_shardings(
@@ -84,13 +69,6 @@ def named_shardings(
     return parameters.build(
         {row.path: NamedSharding(mesh, spec(config, row, mesh)) for row in rows}
     )
-
-
-def share(config: ModelConfig, rows: tuple[parameters.Row, ...], axes: Mapping[str, int]) -> float:
-    """Return which part of these parameters one device of a mesh keeps, in (0, 1]."""
-    mesh: Any = AbstractMesh(tuple(axes.values()), tuple(axes))
-    cut = (NamedSharding(mesh, spec(config, row, mesh)).shard_shape(row.shape) for row in rows)
-    return sum(map(math.prod, cut)) / sum(math.prod(row.shape) for row in rows)
 
 
 @dataclass(frozen=True)

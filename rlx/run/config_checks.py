@@ -28,7 +28,7 @@ from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
-from rlx.model import hf
+from rlx.model import directory, hf_files
 from rlx.model import params as parameters
 from rlx.model.mesh import check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
@@ -90,7 +90,7 @@ def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
     if not options.num_local:
         return None
     try:
-        model = hf.load_config(hf.resolve(options.path))
+        model = directory.load_config(directory.resolve(options.path))
     except UserError:  # the row of the teacher has said it
         return None
     return dataclasses.replace(
@@ -112,22 +112,22 @@ def _model(
 ) -> tuple[list[Finding], ModelConfig | None]:
     """Return the rows of the model's and the teacher's directory, and the config that was read."""
     area = "model"
-    row, place = attempt(area, "directory", lambda: hf.resolve(config.model.path), str)
+    row, place = attempt(area, "directory", lambda: directory.resolve(config.model.path), str)
     rows = [row]
     if not place:
         return rows, None
-    row, model = attempt(area, "config.json", lambda: hf.load_config(place), _shape)
+    row, model = attempt(area, "config.json", lambda: directory.load_config(place), _shape)
     rows.append(row)
     if model and not config.model.random_init:
         count = len(list(place.glob("*.safetensors")))
         words = f"names and shapes fit, by the headers of {count} file{'s' * (count > 1)}"
-        rows.append(attempt(area, "tensors", partial(hf.check, place), lambda _: words)[0])
+        rows.append(attempt(area, "tensors", partial(hf_files.check, place), lambda _: words)[0])
     rows += _tokenizer(config, place, model)
     options = ScorerOptions.of_teacher(config)
     if algorithm and options:
         known = "its vocabulary is the student's"
         words = known if options.path else f"at {', '.join(options.addresses)}"
-        compare = partial(teacher.check, options, algorithm, place, hf.check)
+        compare = partial(teacher.check, options, algorithm, place, hf_files.check)
         rows.append(attempt(area, "teacher", compare, lambda _: words)[0])
     return rows, model
 

@@ -1,4 +1,7 @@
-"""Export the policy: weights for the fleet, HF and PEFT directories for everyone else."""
+"""Export the policy: weights for the fleet, HF and PEFT directories for everyone else.
+
+What converts checkpoints of trainer=jax imports it; the rest does without.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,14 +15,14 @@ from ml_collections import ConfigDict
 from rlx.base import UserError
 from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
-from rlx.model import hf, peft
-from rlx.model import lora as lora_lib
+from rlx.model import directory as directories
+from rlx.model import hf_files, peft
 from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 from rlx.run.inputs import INITIAL
-from rlx.train import checkpoint, state_files
+from rlx.train import checkpoint
 from rlx.train.contract import State, Update
 from rlx.train.train_options import lora_of
 
@@ -71,7 +74,7 @@ class Export:
         model, source, template = self._update.model, self._source, self._template
 
         def write(tensors: Buckets) -> Future[None]:
-            return submit(hf.write, workdir / "hf", model, tensors, source, template)
+            return submit(hf_files.write, workdir / "hf", model, tensors, source, template)
 
         def write_adapters(tensors: Buckets) -> Future[None]:
             return submit(
@@ -150,6 +153,10 @@ def checkpoint_to_hf(
     Raises:
       UserError: the checkpoint is of another model, or has no adapters and they are wanted.
     """
+    from rlx.model import hf
+    from rlx.model import lora as lora_lib
+    from rlx.train import state_files
+
     host = checkpoint.read_host(path)
     run = host.get("config", {})
     if run.get("trainer", "jax") != "jax":
@@ -181,6 +188,8 @@ def checkpoint_to_hf(
 
 def hf_to_checkpoint(source: Path, target: Path, dtype: str) -> str:
     """Write a checkpoint with an HF directory's parameters; return a line for the terminal."""
+    from rlx.model import hf
+
     config, loaded = hf.load(source, dtype or None)
     host = {"model": config.to_hf(), "config": {"model": {"path": str(source.absolute())}}}
     with atomic_directory(target) as fresh:
@@ -195,7 +204,7 @@ def _model_of(path: Path, run: Mapping[str, Any], model: str, first: bool) -> Pa
     if first and not model and described.get("random_init") and begun.is_dir():
         return begun
     model = model or described.get("path", "")
-    return hf.resolve(model, "--model") if model else None
+    return directories.resolve(model, "--model") if model else None
 
 
 def directory_of(path: Path, out: Path) -> Path:
@@ -218,7 +227,7 @@ def named_models(sources: Sequence[str]) -> dict[str, Path]:
     Raises:
       UserError: a source that is no model, or one given twice.
     """
-    paths = {text: checkpoint.find(text) or hf.resolve(text, "--models")
+    paths = {text: checkpoint.find(text) or directories.resolve(text, "--models")
              for text in (source.strip() for source in sources)}  # fmt: skip
     if len(paths) < len(sources):
         raise UserError(f"--models={','.join(sources)} names a model twice; name each once")

@@ -23,7 +23,7 @@ from rlx.cli.user_code import words
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
-from rlx.model import directory, hf, mesh
+from rlx.model import directory, hf_files, mesh
 from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
@@ -79,15 +79,16 @@ def prepare(config: ConfigDict) -> Inputs:
     """
     weights = check_reward(config)
     check_engine(config)
-    model_dir = hf.resolve(config.model.path)
-    model_config = hf.load_config(model_dir) if config.model.random_init else hf.check(model_dir)
+    model_dir = directory.resolve(config.model.path)
+    read = directory.load_config if config.model.random_init else hf_files.check
+    model_config = read(model_dir)
     check_context(config, model_config)
     check_mesh(config, model_config)
     options = TrainOptions.of(config)
     algorithm = options.algorithm
     dry_call.check(algorithm, config.trainer)
     check_kind(config, model_config, algorithm)
-    teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf.check)
+    teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf_files.check)
     given = rows(config, algorithm)
     reward = config.reward
     pool = RewardPool(weights, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
@@ -189,7 +190,7 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
     if not options.path:
         return make if options else None
     place = directory.resolve(options.path, "reward.model.path")
-    model, longest = hf.check(place), options.longest // 2
+    model, longest = hf_files.check(place), options.longest // 2
     if not model.value_head or longest > model.max_position:
         kind = "reward" if model.value_head else "language"
         raise UserError(

@@ -105,7 +105,8 @@ def run(
             killed = stack.enter_context(occupied(workdir))
             said = resume.claim(config, workdir)
             sizes = sizes_of(config, inputs.model_config)
-            advice = partial(memory.advice, sizes, started=False)
+            devices = trainers.library(config).devices
+            advice = partial(memory.advice, sizes, devices, started=False)
             with failures.explained(advice, "before the first step"):
                 built = build(config, workdir, inputs, stack, killed, said, hooks, stop, hosts)
             step, complete = _Loop(*built).main()

@@ -219,7 +219,8 @@ def build(
     gate = None
     if served and config.gate.enabled:
         gate = gate_of(config, inputs, model_dir, workdir / "hf")
-    advice = partial(memory.advice, sizes_of(config, inputs.model_config))
+    devices = trainers.library(config).devices
+    advice = partial(memory.advice, sizes_of(config, inputs.model_config), devices)
     parts = Parts(
         config, workdir, inputs, stop, elapsed, progress, timeline, update, export, writer,
         hooks, held_out, executor, fleet, tutor, gate, advice,
@@ -253,7 +254,8 @@ def _warn_low_memory(
         say(str(killed))
     for_memory = bool(killed and killed.for_memory)
     there, sizes = available_memory.memory(), sizes_of(config, inputs.model_config)
-    if text := memory.low_memory_warning(sizes, there, always=for_memory):
+    on_cpu = trainers.library(config).devices().platform == "cpu"
+    if on_cpu and (text := memory.low_memory_warning(sizes, there, always=for_memory)):
         say(text)
     if text := disk_warning(config, workdir, inputs):  # last: a full disk raises
         say(text)

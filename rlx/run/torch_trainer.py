@@ -8,7 +8,8 @@ from ml_collections import ConfigDict
 
 from rlx.base import UserError, install
 from rlx.doctor.machine import Devices
-from rlx.model import hf, mesh
+from rlx.model import hf_files, mesh
+from rlx.model.directory import load_config
 from rlx.model.tensors import Buckets
 from rlx.run.inputs import Inputs
 from rlx.train.contract import Update
@@ -55,9 +56,9 @@ def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:
     model = packed_model.Valued(model) if inputs.model_config.value_head else model
     dtype = np.dtype(config.model.publish_dtype)
     tensors = {name: p.detach().numpy().astype(dtype) for name, p in model.named_parameters()}
-    hf.write(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
+    hf_files.write(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
 
 
 def make(config: ConfigDict, path: str) -> Update:
     """Return the trainer of a run that begins with the weights of an HF directory."""
-    return TorchUpdate(hf.load_config(path), TrainOptions.of(config), Path(path))
+    return TorchUpdate(load_config(path), TrainOptions.of(config), Path(path))

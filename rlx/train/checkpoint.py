@@ -24,13 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from rlx.base import DiskFull, Group, UserError
-from rlx.model.atomic_directory import exchange
-from rlx.train import state_files
+from rlx.model.atomic_directory import exchange, flush, is_full
 from rlx.train.archive import read_groups, write_groups
-from rlx.train.state_files import flush, is_full
 
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY = ".writing-"
@@ -47,7 +43,11 @@ class Restored(NamedTuple):
 
 
 def save(directory: str | Path, step: int, state: Any, host: dict, *rest: Any, **more: Any) -> Path:
-    """Write a checkpoint of a pytree of arrays, of any dtype and sharding; see `begin`."""
+    """Write a checkpoint of a pytree of JAX's arrays, of any dtype and sharding; see `begin`."""
+    import jax
+
+    from rlx.train import state_files
+
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(state))
     begin_state = partial(state_files.begin, state=state)
     return begin(directory, step, begin_state, size, host, *rest, **more)()

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 
 from rlx.algorithms import advantages, losses
@@ -18,6 +17,8 @@ LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
 
 def check(algorithm: Algorithm, trainer: str = "jax") -> None:
     """Compute a user's own advantage and loss, with its gradient, as a train step does, on the CPU.
+
+    Servers that start after this may want all of an accelerator.
 
     Args:
       trainer: jax | torch; whose arrays they are given.
@@ -42,10 +43,7 @@ def _check_advantage(what: str, algorithm: Algorithm, function: Callable, traine
     flat |= {"loss_mask": mask, "sequence_ids": ids, "turn_ids": 0 * ids}
     flat |= {"rewards": np.array([0, 1, 1, 1], np.float32), "group_ids": np.array([0, 0, 1, 1])}
     flat |= {"valid": np.ones(4, bool), "truncated": ids[:4] > 3, "agent_ids": 0 * ids[:4]}
-    made = {
-        "jax": lambda: jax.jit(advantages.advantages, static_argnums=1)(flat, algorithm),
-        "torch": lambda: advantages.advantages(_tensors(flat), algorithm),
-    }[trainer]()["advantages"]
+    made = {"jax": _advantages_in_jax, "torch": _advantages_in_torch}[trainer](flat, algorithm)
     bad = int(np.sum(~np.isfinite(np.asarray(made))))
     if bad:
         words = f"the advantage of {bad} of {mask.sum()} tokens is not finite"
@@ -69,11 +67,25 @@ def _check_loss(what: str, algorithm: Algorithm, function: Callable, trainer: st
         raise UserError(f"{what}: {wrong[0]} is not finite {place(function)}")
 
 
+def _advantages_in_jax(flat: dict[str, Any], algorithm: Algorithm) -> Any:
+    import jax
+
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.jit(advantages.advantages, static_argnums=1)(flat, algorithm)["advantages"]
+
+
+def _advantages_in_torch(flat: dict[str, Any], algorithm: Algorithm) -> Any:
+    return advantages.advantages(_tensors(flat), algorithm)["advantages"]
+
+
 def _in_jax(rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any, Any]:
     """Return the statistics of the loss, and its gradients."""
+    import jax
+
     run = jax.value_and_grad(losses.policy_loss, argnums=(0, 1), has_aux=True)
     inputs = rows["target"], rows["entropy"], rows
-    (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*inputs, algorithm))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*inputs, algorithm))
     return stats, gradients
 
 
@@ -94,13 +106,9 @@ def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _of_user(what: str, function: Callable) -> Iterator[str]:
-    """Tell a failure in one line, by the user's file and line; compute on the CPU meanwhile.
-
-    Servers that start after this may want all of an accelerator.
-    """
+    """Tell a failure in one line, by the user's file and line."""
     try:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            yield what
+        yield what
     except UserError:
         raise
     except Exception as error:

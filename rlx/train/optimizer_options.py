@@ -7,7 +7,7 @@ from typing import Any
 
 from rlx.base import UserError, unknown
 
-OPTIMIZERS = ("adamw", "lion", "sgd")
+OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # float32 numbers that each keeps for a parameter's
 # Share of the peak by the part of the run that is done, 0 to 1.
 SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
     "constant": lambda done, lib: 1.0,

@@ -12,10 +12,8 @@ import asyncio
 import errno
 import logging
 import math
-import os
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, groupby
@@ -25,11 +23,10 @@ from typing import Any
 import jax
 
 from rlx.base import DiskFull, UserError
+from rlx.model.atomic_directory import flush, is_full
 from rlx.model.tensors import BUCKET
 from rlx.train.batch_update import require_same
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CODE = re.compile(r"os_error_code='(\d+)'")  # tensorstore has it only in its message
 POLL_SECONDS = 0.05  # how often host 0 looks whether the others have written
 
 
@@ -102,22 +99,6 @@ def _wait_for_others(place: Path) -> None:
                 raise FileNotFoundError(errno.ENOENT, "the save was given up", str(place))
             time.sleep(POLL_SECONDS)
         written.unlink()
-
-
-def is_full(error: BaseException) -> bool:
-    """Return whether a write failed for lack of space."""
-    codes = [getattr(error, "errno", None), *map(int, _CODE.findall(str(error)))]
-    return any(code in _FULL for code in codes)
-
-
-def flush(paths: Iterable[Path]) -> None:
-    """Put files and directories on disk, so that no rename comes before them."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def read(path: Path, abstract: Any, whole: bool = True) -> Any:

@@ -25,6 +25,7 @@ from functools import partial
 import jax, numpy as np
 from rlx.cli import command
 from rlx.doctor import failures, memory
+from rlx.doctor.machine import Devices
 from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.model import params
@@ -52,7 +53,8 @@ def main():
     jax.block_until_ready(state)
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30),) * 2)
-    with failures.explained(partial(memory.advice, sizes_of(config, model)), "train step 1"):
+    advice = partial(memory.advice, sizes_of(config, model), Devices)
+    with failures.explained(advice, "train step 1"):
         jax.block_until_ready(update.update(state, groups)[0])
 
 command.run(main, explain=failures.explain)

@@ -7,11 +7,18 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.slow
+PROGRAM = """
+import sys
+from rlx.main import main
+status = main()
+assert "jax" not in sys.modules
+sys.exit(status)
+"""
 
 
 def run(workdir, steps):
     command = [
-        sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}",
+        sys.executable, "-c", PROGRAM, "--config=configs/arithmetic.py", f"--workdir={workdir}",
         "--config.trainer=torch", f"--config.total_steps={steps}", "--config.eval.num_questions=64",
         "--config.checkpoint.first_step=1",
     ]  # fmt: skip

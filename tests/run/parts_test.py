@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.base import DiskFull
+from rlx.config import default
 from rlx.launch.workdir_lock import Killed
 from rlx.run import parts
 
@@ -19,5 +20,5 @@ def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tm
     said = []
     killed, inputs = Killed(pid=7, for_memory=True), SimpleNamespace(model_config=None)
     with pytest.raises(DiskFull):
-        parts._warn_low_memory(None, tmp_path, inputs, killed, said.append)
+        parts._warn_low_memory(default(), tmp_path, inputs, killed, said.append)
     assert said == [str(killed), "little memory"]

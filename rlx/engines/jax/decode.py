@@ -58,7 +58,7 @@ def serving_params(
 
     Args:
       tensors: HF's names and layouts ([out, in]), already checked against `config`
-        (rlx.model.hf.check_tensors); each is read once, so it may be lazy.
+        (rlx.model.hf_files.check_tensors); each is read once, so it may be lazy.
       dtype: of the result, and of the engine's activations and cache.
 
     Raises:

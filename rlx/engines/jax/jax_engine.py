@@ -28,12 +28,13 @@ import numpy as np
 from rlx.base import UserError
 from rlx.engines import kv_memory
 from rlx.engines.jax import decode
-from rlx.engines.jax.programs import Programs, make_plan
+from rlx.engines.jax.cache_plan import make_plan
+from rlx.engines.jax.programs import Programs
 from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.engines.jax.slots import MAX_STOPS, LiveRequest, Slots, SlotStart
 from rlx.engines.model_engine import ModelEngine
 from rlx.fleet.requests import Chunk, EngineStatus, Request, ScoreRequest, Scores
-from rlx.model import compile_cache, hf
+from rlx.model import compile_cache, hf, hf_files
 
 _T = TypeVar("_T")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -218,7 +219,7 @@ class JaxEngine(ModelEngine):
         """
         try:
             with hf.open_tensors(path) as tensors:
-                hf.check_tensors(tensors, self._config)
+                hf_files.check_tensors(tensors, self._config)
                 params = decode.serving_params(tensors, self._config, self._dtype)
         except UserError as error:
             raise ValueError(str(error)) from error

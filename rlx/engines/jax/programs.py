@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx.engines.jax import decode, sampling
+from rlx.engines.jax.cache_plan import CachePlan
 from rlx.engines.jax.slots import (
     BUDGET,
     LENGTH,
@@ -39,7 +40,6 @@ from rlx.model.model_config import ModelConfig
 
 PROMPTS = 4  # prompts of the wider prefill
 TRIALS = 2  # decode calls in which a smaller shape must agree before it is used alone
-_LENGTH_UNIT = 32  # cache lengths are multiples of this
 
 log = logging.getLogger(__name__)
 
@@ -49,41 +49,6 @@ class Shape(NamedTuple):
 
     slots: int
     length: int
-
-
-class CachePlan(NamedTuple):
-    """Sizes that follow from the engine's options.
-
-    Attributes:
-      slots: in the cache; at least 2, because XLA multiplies a single row in another order.
-      length: positions in the cache.
-      chunk: prompt positions computed together. prompt: places for the longest prompt.
-      slot_buckets, length_buckets: ascending, the last is all.
-    """
-
-    slots: int
-    length: int
-    chunk: int
-    prompt: int
-    slot_buckets: tuple[int, ...]
-    length_buckets: tuple[int, ...]
-
-
-def make_plan(slots: int, max_model_len: int, steps: int) -> CachePlan:
-    """Return the sizes for `slots` sequences of `max_model_len` tokens."""
-    slots = max(slots, 2)
-    chunk = 32 if max_model_len <= 512 else 128
-    prompt = -(-max_model_len // chunk) * chunk
-    # No room past max_model_len: only a sequence's last decode call reaches beyond it. XLA shifts
-    # that write back to fit, over positions that are not read again.
-    length = max(-(-max(prompt, max_model_len) // _LENGTH_UNIT) * _LENGTH_UNIT, steps)
-    slot_buckets = tuple(b for b in (8, 16, 32, 64, 128, 256) if b <= slots * 2 // 3)
-    shorter = (32, 64, 96, 128, 192, 256, 384, 512, 768, *(1024 * k for k in (1, 2, 4, 8, 16)))
-    # XLA copies the part of the cache that a call reads: worth it up to half of the cache.
-    length_buckets = tuple(n for n in shorter if n <= length // 2)
-    return CachePlan(
-        slots, length, chunk, prompt, (*slot_buckets, slots), (*length_buckets, length)
-    )
 
 
 class Programs:
