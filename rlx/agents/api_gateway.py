@@ -16,7 +16,7 @@ import inspect
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,21 +27,22 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rlx.agents import dialects, http_errors, tool_calls
+from rlx.agents import dialects, http_errors
 from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
 from rlx.agents.sessions import Interaction, Session, Sessions
 from rlx.agents.stream_text import StreamText, cut
+from rlx.agents.tool_calls import Reader
 from rlx.base import UserError, install
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
+from rlx.fleet.requests import Chunk
 from rlx.fleet.sample import Completion
 from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
 
 MAX_BODY = 16 << 20  # bytes of a request
 _SMALL = 8 << 10  # bytes of a body that is read and tokenised on the event loop
-_PIECE = 1 << 16  # characters of a long prompt whose tokens are counted at once
 _BACKLOG = 4096  # connections that a burst of agents may open at once
 _CHAT = "rlx.agents.chat"
 _DIALECTS = {  # route → module
@@ -50,6 +51,7 @@ _DIALECTS = {  # route → module
     "/v1/messages": "rlx.agents.messages",
 }
 _COUNT = "/v1/messages/count_tokens"
+_FIELDS = {"guide": "response_format", "top_logprobs": "top_logprobs"}  # by Sampling's
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -78,6 +80,7 @@ class Gateway:
       fleet: generates, on the same loop.
       tokenizer: of the served model, with its chat template.
       name: what /v1/models calls the model.
+      tool_format: see `Reader`; "": as the chat template shows.
       host, port: to listen at; port 0 takes a free one.
       tls: of the server.
 
@@ -91,6 +94,7 @@ class Gateway:
         tokenizer: Any,
         *,
         name: str = "default",
+        tool_format: str = "",
         host: str = "127.0.0.1",
         port: int = 0,
         tls: Tls | None = None,
@@ -99,7 +103,11 @@ class Gateway:
         self.sessions = Sessions()
         self._fleet, self._tokenizer, self._name = fleet, tokenizer, name
         self._host, self._port = host, port
-        self._has_tools = tool_calls.known(str(tokenizer.chat_template))
+        self._reader = Reader(str(tokenizer.chat_template), tool_format, tokenizer)
+        marks = {*self._reader.opens, *(self._reader.tags or ())}
+        added = tokenizer.added_tokens_decoder.items()
+        self._hidden = {k for k, t in added if t.special and t.content not in marks}
+        self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token, at most
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._modules: dict[str, Any] = {}
         self._created = int(time.time())
@@ -165,8 +173,8 @@ class Gateway:
         return web.json_response({"object": "list", "data": [{**ours, **anthropics}], **pages})
 
     async def _answer(self, module: str, request: web.Request) -> web.StreamResponse:
-        with self._under_way(request) as session:
-            dialect = await self._dialect(module)
+        dialect = await self._dialect(module)
+        with self._under_way(request, dialect.NAMES) as session:
             p = await self._read(request, session, dialect.to_chat)
             # Here and not in a thread: two of them could count the same prompt as one.
             drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
@@ -180,8 +188,8 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.Response:
         """Answer how many tokens the prompt of a request has."""
-        with self._under_way(request) as session:
-            dialect = await self._dialect(_DIALECTS["/v1/messages"])
+        dialect = await self._dialect(_DIALECTS["/v1/messages"])
+        with self._under_way(request, dialect.NAMES) as session:
             p = await self._read(request, session, dialect.to_chat)
             return web.json_response({"input_tokens": len(p.tokens)})
 
@@ -197,13 +205,17 @@ class Gateway:
         return self._modules[module]
 
     @contextmanager
-    def _under_way(self, request: web.Request) -> Iterator[Session]:
+    def _under_way(self, request: web.Request, names: Mapping[str, str]) -> Iterator[Session]:
         """Provide the request's session, whose end also ends the request."""
         session, task = self._session(request), asyncio.current_task()
         assert task is not None
         session.tasks.add(task)
         try:
             yield session
+        except ApiError as error:  # chat completions' name of a field to the API's own
+            head, dot, rest = (error.param or "").partition(".")
+            error.param = names.get(head, head) + dot + rest or None
+            raise
         finally:
             session.tasks.discard(task)
 
@@ -243,16 +255,20 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _prompt(self, session: Session, asked: ChatRequest) -> Prepared:
-        if asked.tools and not self._has_tools:
+        if asked.tools and not self._reader.opens:
             raise ApiError(
                 400,
-                "the model's chat template does not describe tools in the format of Hermes and "
-                "Qwen (<tool_call>), the one that is read here; leave tools out",
+                "the model's chat template does not describe tools in a format that is read here "
+                "(docs/agents.md); leave tools out",
                 "tools",
             )
-        forced = "" if asked.forced is None else tool_calls.beginning(asked.forced)
-        text = self._render(session, asked) + forced
-        self._check_length(text)
+        forced = "" if asked.forced is None else self._reader.beginning(asked.forced)
+        text, context = self._render(session, asked) + forced, self._fleet.context
+        if context and len(text) > context * self._longest:  # sooner told than tokenised
+            raise ApiError(
+                400, f"the prompt has more than {context} tokens, and max_model_len is {context}; "
+                "shorten it", "messages", "context_length_exceeded",
+            )  # fmt: skip
         tokens, parent = session.prompt(text, partial(workflows.encode, self._tokenizer))
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
@@ -273,23 +289,6 @@ class Gateway:
             message = f"the model's chat template does not take these messages: {why}"
             raise ApiError(400, message, "messages") from error
 
-    def _check_length(self, text: str) -> None:
-        """Raise ApiError for a text far beyond the context, having tokenised little of it.
-
-        Cut into pieces, a text has a few tokens more than as a whole: twice as many is a wide
-        margin, not a proved one. What is between one and two contexts the fleet refuses.
-        """
-        context, counted = self._fleet.context, 0
-        if not context or len(text) <= _PIECE:
-            return
-        for start in range(0, len(text), _PIECE):
-            counted += len(workflows.encode(self._tokenizer, text[start : start + _PIECE]))
-            if counted > 2 * context:
-                raise ApiError(
-                    400, f"the prompt has more than {context} tokens, and max_model_len is "
-                    f"{context}; shorten it", "messages", "context_length_exceeded",
-                )  # fmt: skip
-
     async def _generate(self, p: Prepared, **options: Any) -> list[Completion]:
         sticky = None if p.session.endless else p.session.key  # one key's calls may be very many
         try:
@@ -299,7 +298,8 @@ class Gateway:
             )  # fmt: skip
         except ValueError as error:
             code = "context_length_exceeded" if "max_model_len" in str(error) else ""
-            raise ApiError(400, str(error), "messages", code) from error
+            field = _FIELDS.get(str(error).partition(":")[0], "messages")
+            raise ApiError(400, str(error), field, code) from error
         except (UserError, Failed) as error:
             raise ApiError(503, str(error), code="no_server") from error
 
@@ -309,11 +309,12 @@ class Gateway:
         for number, completion in enumerate(completions):
             words = p.forced + self._decode(completion.tokens)
             text, stop = cut(words, p.chat.sampling.stop)
-            content: str | None = text
+            thoughts, spoken = self._thoughts(p, text)
+            content: str | None = spoken
             calls: list[dict[str, Any]] = []
-            if p.chat.tools and text:
-                content, calls = tool_calls.split(text, partial(_new_id, "call_"))
-            if calls:
+            if p.chat.tools and spoken:
+                content, calls = self._reader.calls(spoken, _new_call, p.chat.tools)
+            if calls or (thoughts and spoken):
                 p.session.remember(content, calls, words)
             raw = self._decode(completion.tokens, special=True)
             p.session.keep(Interaction(
@@ -321,21 +322,34 @@ class Gateway:
             ))  # fmt: skip
             length = completion.stop_reason == "length"
             reason = "length" if length else "tool_calls" if calls else "stop"
-            logprobs = self._logprobs(p, completion.tokens, completion.logprobs)
-            said.append(Said(content, calls, reason, stop, len(completion.tokens), logprobs))
+            logprobs = self._logprobs(p, completion)
+            count = len(completion.tokens)
+            said.append(Said(content, calls, reason, stop, count, logprobs, thoughts))
         return said
 
-    def _decode(self, ids: Any, special: bool = False) -> str:
-        return self._tokenizer.decode(
-            list(map(int, ids)), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
+    def _thoughts(self, p: Prepared, text: str) -> tuple[str, str]:
+        tags = self._reader.tags
+        begun = bool(tags) and p.text.rstrip().endswith(tags[0])  # type: ignore[index]
+        return self._reader.thoughts(text, begun)
 
-    def _logprobs(self, p: Prepared, tokens: np.ndarray, logprobs: np.ndarray) -> list[dict]:
+    def _decode(self, ids: Any, special: bool = False) -> str:
+        shown = [int(i) for i in ids if special or i not in self._hidden]
+        return self._tokenizer.decode(shown, clean_up_tokenization_spaces=False)
+
+    def _logprobs(self, p: Prepared, drawn: Completion | Chunk) -> list[dict]:
         """Return the `logprobs.content` of tokens, where the request wants it."""
         if not p.chat.logprobs:
             return []
-        texts = [self._decode([token], special=True) for token in tokens]
-        return self._modules[_CHAT].token_logprobs(texts, logprobs.tolist())
+
+        def told(tokens: Any, logprobs: Any) -> list[dict]:
+            write = self._modules[_CHAT].token_logprob
+            pairs = zip(tokens, logprobs, strict=True)
+            return [write(self._decode([token], special=True), float(v)) for token, v in pairs]
+
+        every, most = told(drawn.tokens, drawn.logprobs), p.chat.sampling.top_logprobs
+        likely = told(drawn.top_tokens, drawn.top_logprobs) if most else []
+        tops = [likely[k * most : (k + 1) * most] for k in range(len(every))]
+        return [{**one, "top_logprobs": top} for one, top in zip(every, tops, strict=True)]
 
     async def _stream(
         self, request: web.Request, events: AsyncGenerator[list[Event], None]
@@ -367,29 +381,38 @@ class Gateway:
     async def _events(
         self, p: Prepared, name: str, reply: Reply
     ) -> AsyncGenerator[list[Event], None]:
-        marks = (tool_calls.OPEN,) if p.chat.tools else ()
-        texts = [StreamText(self._decode, p.chat.sampling.stop, marks) for _ in range(p.chat.n)]
+        marks, stop = self._reader.opens if p.chat.tools else (), p.chat.sampling.stop
+        thoughts, tags = partial(self._thoughts, p), self._reader.tags or ()
+        texts = [StreamText(self._decode, stop, marks, thoughts, tags) for _ in range(p.chat.n)]
         unsaid: list[list[dict]] = [[] for _ in texts]
-        coming: asyncio.Queue[tuple | None] = asyncio.Queue()
-        work = asyncio.create_task(self._generate(p, watch=lambda *piece: coming.put_nowait(piece)))
+        coming: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        work = asyncio.create_task(self._generate(p, watch=coming.put_nowait))
         work.add_done_callback(lambda _: coming.put_nowait(None))
         begun = False
+
+        def events(index: int, pieces: Iterator[tuple[str, str]]) -> list[Event]:
+            found: list[Event] = []
+            for kind, words in pieces:
+                found += reply.words(index, kind, words, unsaid[index])
+                unsaid[index] = []
+            return found
+
         try:
-            while (piece := await coming.get()) is not None:
-                index, tokens, logs = piece
+            while (chunk := await coming.get()) is not None:
                 if not begun:
                     yield list(reply.begin())
-                begun = True
-                unsaid[index] += self._logprobs(p, tokens, logs)
+                begun, index = True, chunk.index
+                unsaid[index] += self._logprobs(p, chunk)
                 # A call that was begun for the model is known as one when it is whole.
-                if words := "" if p.forced else texts[index].add(tokens.tolist()):
-                    yield list(reply.words(index, words, unsaid[index]))
-                    unsaid[index] = []
+                if not p.forced and (new := events(index, texts[index].add(list(chunk.tokens)))):
+                    yield new
             said = self._keep(p, name, await work)
             for index, one in enumerate(said):
-                words = texts[index].rest(one.content or "")
-                if words or unsaid[index]:
-                    yield list(reply.words(index, words, unsaid[index]))
+                last = events(index, texts[index].rest(one.thoughts, one.content or ""))
+                if unsaid[index]:  # of tokens that are no words
+                    last += reply.words(index, "text", "", unsaid[index])
+                if last:
+                    yield last
             yield list(reply.end(said))
         finally:
             work.cancel()
@@ -398,6 +421,10 @@ class Gateway:
 
 def _new_id(begin: str) -> str:
     return begin + uuid.uuid4().hex
+
+
+def _new_call() -> str:
+    return _new_id("call_")
 
 
 def _sse(events: Sequence[Event]) -> bytes:

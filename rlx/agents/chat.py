@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from openai.types import chat as types
+from openai.types import shared_params as formats
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 
 from rlx.agents.dialects import (
@@ -25,9 +26,10 @@ from rlx.agents.dialects import (
     take,
     wrong,
 )
-from rlx.fleet.requests import Sampling
+from rlx.fleet.requests import MOST_TOP_LOGPROBS, Sampling
 
 ID = "chatcmpl-"
+NAMES: dict[str, str] = {}
 MAX_CHOICES = 128
 MAX_STOPS = 16
 IGNORED = frozenset({
@@ -39,7 +41,7 @@ _KNOWN = frozenset({*CompletionCreateParamsNonStreaming.__annotations__, "best_o
 _TAKEN = frozenset({
     "model", "messages", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens",
     "min_tokens", "n", "stop", "seed", "stream", "stream_options", "logprobs", "tools",
-    "tool_choice", "response_format", "chat_template_kwargs",
+    "tool_choice", "response_format", "chat_template_kwargs", "top_logprobs",
 })  # fmt: skip
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda v: 0 <= v <= 100, "in [0, 100]"),
@@ -50,6 +52,7 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "min_tokens": (int, lambda v: v >= 0, "≥ 0"),
     "n": (int, lambda v: 1 <= v <= MAX_CHOICES, f"in [1, {MAX_CHOICES}]"),
     "seed": (int, lambda v: abs(v) < 2**63, "of 64 bits"),
+    "top_logprobs": (int, lambda v: 0 <= v <= MOST_TOP_LOGPROBS, f"in [0, {MOST_TOP_LOGPROBS}]"),
 }
 _ROLES = {
     "system": types.ChatCompletionSystemMessageParam,
@@ -58,6 +61,10 @@ _ROLES = {
     "assistant": types.ChatCompletionAssistantMessageParam,
     "tool": types.ChatCompletionToolMessageParam,
 }
+_FORMATS = {
+    "text": formats.ResponseFormatText, "json_object": formats.ResponseFormatJSONObject,
+    "json_schema": formats.ResponseFormatJSONSchema,
+}  # fmt: skip
 _PARTS = {
     "text": types.ChatCompletionContentPartTextParam,
     "refusal": types.ChatCompletionContentPartRefusalParam,
@@ -75,48 +82,48 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     Args:
       defaults: of the session; its `max_new_tokens` is also the most that a request may have,
         more is cut down to it.
-      temperature_fixed: whether another temperature than the session's is refused: losses take
-        the logprobs to be of that one.
+      temperature_fixed: whether the answer is trained on. Then another temperature than the
+        session's is refused, and so is a guide: losses take the logprobs to be without.
 
     Raises:
       ApiError: 400, naming the field.
     """
     check_fields(data, _TAKEN, IGNORED, _KNOWN)
-    if data.get("response_format") not in (None, {"type": "text"}):
-        message = "response_format can be {'type': 'text'} only; ask in words"
-        raise ApiError(400, message, "response_format")
     messages, tools = data.get("messages"), take(data, "tools", list, [])
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list with one message or more")
     tools = [{"type": "function", **t} if isinstance(t, dict) else t for t in tools]
     for i, tool in enumerate(tools):
         check_type(types.ChatCompletionFunctionToolParam, tool, f"tools[{i}]")
+    forced = _forced(data.get("tool_choice"), [tool["function"]["name"] for tool in tools])
+    if data.get("tool_choice") == "none":
+        tools = []
+    guide, logprobs = _guide(data.get("response_format")), take(data, "logprobs", bool, False)
+    if guide and (tools or temperature_fixed):
+        why = "leaves no room for tool calls" if tools else "changes what training counts on"
+        message = f"response_format {why}; leave it out, or ask in words"
+        raise ApiError(400, message, "response_format")
+    sampling = replace(_sampling(data, defaults, temperature_fixed), guide=guide)
+    if sampling.top_logprobs and not logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     return ChatRequest(
         model=take(data, "model", str, ""),
         messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
-        sampling=_sampling(data, defaults, temperature_fixed),
+        sampling=sampling,
         n=_number(data, "n", 1),
         stream=take(data, "stream", bool, False),
         include_usage=take(data, "stream_options", dict, {}).get("include_usage") is True,
-        logprobs=take(data, "logprobs", bool, False),
-        tools=() if data.get("tool_choice") == "none" else tuple(tools),
-        forced=_forced(data.get("tool_choice"), [tool["function"]["name"] for tool in tools]),
+        logprobs=logprobs,
+        tools=tuple(tools),
+        forced=forced,
         template_kwargs=take(data, "chat_template_kwargs", dict, {}),
     )
 
 
-def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-    """Return the `logprobs.content` of a choice.
-
-    Args:
-      logprobs: nats, ≤ 0, of the tempered distribution; −inf, which JSON cannot hold, is OpenAI's
-        −9999.
-    """
-    finite = [value if math.isfinite(value) else -9999.0 for value in map(float, logprobs)]
-    return [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts, finite, strict=True)
-    ]
+def token_logprob(text: str, logprob: float) -> dict[str, Any]:
+    """Return a token and its logprob (nats); −inf, which JSON cannot hold, is OpenAI's −9999."""
+    finite = logprob if math.isfinite(logprob) else -9999.0
+    return {"token": text, "logprob": finite, "bytes": list(text.encode())}
 
 
 class ChatReply:
@@ -132,6 +139,8 @@ class ChatReply:
             message: dict = {"role": "assistant", "content": one.content, "refusal": None}
             if one.calls:
                 message["tool_calls"] = one.calls
+            if one.thoughts:
+                message["reasoning_content"] = one.thoughts
             choices.append({
                 "index": index, "message": message, "finish_reason": one.reason,
                 "logprobs": _wrapped(one.logprobs) if self._head.asked.logprobs else None,
@@ -143,9 +152,12 @@ class ChatReply:
         for index in range(self._head.asked.n):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
-    def words(self, choice: int, text: str, logprobs: Sequence[Mapping]) -> Iterator[Event]:
+    def words(
+        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    ) -> Iterator[Event]:
         """Yield the next words of a choice."""
-        yield self._delta(choice, {"content": text}, logprobs)
+        key = {"text": "content", "thinking": "reasoning_content"}[kind]
+        yield self._delta(choice, {key: text}, logprobs)
 
     def end(self, said: Sequence[Said]) -> Iterator[Event]:
         """Yield tool calls and reasons, and token counts where the request wants them."""
@@ -206,6 +218,7 @@ def _sampling(data: Mapping[str, Any], defaults: Sampling, temperature_fixed: bo
         min_new_tokens=min(most, _number(data, "min_tokens", defaults.min_new_tokens)),
         stop=(*defaults.stop, *(s for s in _stop(data.get("stop")) if s not in defaults.stop)),
         seed=_number(data, "seed", None),
+        top_logprobs=_number(data, "top_logprobs", 0),
     )
 
 
@@ -215,6 +228,13 @@ def _stop(stop: Any) -> list[str]:
     if not texts or len(found) > MAX_STOPS:
         raise wrong("stop", stop, f"a text or at most {MAX_STOPS} of them, none empty")
     return found
+
+
+def _guide(form: Any) -> str:
+    """Return the JSON Schema that an answer in a format must fit, "" where it need not."""
+    if form is None or member(form, "type", _FORMATS, "response_format") == "text":
+        return ""
+    return json.dumps(form.get("json_schema", {}).get("schema") or {"type": "object"})
 
 
 def _forced(choice: Any, names: Sequence[str]) -> str | None:

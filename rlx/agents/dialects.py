@@ -2,7 +2,8 @@
 
 Each API is a module of its own, imported when it is first asked, since the packages whose types
 check a request take seconds to import. It has ID (the beginning of an answer's id), `to_chat`
-(a request's JSON → that of a chat completion) and REPLY (a class of the protocol `Reply`).
+(a request's JSON → that of a chat completion), NAMES (its names of fields that are called otherwise
+there) and REPLY (a class of the protocol `Reply`).
 """
 
 import json
@@ -78,6 +79,7 @@ class Said:
 
     Attributes:
       content: the words; None where there are tool calls alone.
+      thoughts: what the model wrote between its tags of reasoning, before the words.
       calls: of tools, as chat completions have them.
       reason: stop | length | tool_calls.
       stop: the stop string that ended it; "" where none did.
@@ -91,6 +93,7 @@ class Said:
     stop: str
     tokens: int
     logprobs: Sequence[Mapping[str, Any]]
+    thoughts: str = ""
 
 
 class Reply(Protocol):
@@ -102,8 +105,14 @@ class Reply(Protocol):
     def begin(self) -> Iterator[Event]:
         """Yield what comes before the first word."""
 
-    def words(self, choice: int, text: str, logprobs: Sequence[Mapping]) -> Iterator[Event]:
-        """Yield the next words of a choice, with the logprobs of all tokens since the last."""
+    def words(
+        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    ) -> Iterator[Event]:
+        """Yield the next words of a choice, with the logprobs of all tokens since the last.
+
+        Args:
+          kind: thinking | text, in this order.
+        """
 
     def end(self, said: Sequence[Said]) -> Iterator[Event]:
         """Yield what comes after the last word: tool calls, reasons, token counts."""

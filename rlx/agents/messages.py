@@ -25,11 +25,14 @@ from rlx.agents.dialects import (
 )
 
 ID = "msg_"
+NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
 _SAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "chat_template_kwargs")
-_TAKEN = frozenset({*_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice"})
+_TAKEN = frozenset({
+    *_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice", "output_config",
+})  # fmt: skip
 _IGNORED = frozenset({
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
-    "output_config", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
+    "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
 })  # fmt: skip
 _KNOWN = frozenset(MessageCreateParamsNonStreaming.__annotations__)
 _TEXT = {"text": types.TextBlockParam}
@@ -46,6 +49,10 @@ _CHOICES = {
     "auto": types.ToolChoiceAutoParam, "any": types.ToolChoiceAnyParam,
     "none": types.ToolChoiceNoneParam, "tool": types.ToolChoiceToolParam,
 }  # fmt: skip
+_BEGUN = {  # blocks
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
@@ -57,8 +64,10 @@ def to_chat(data: Any) -> dict[str, Any]:
     """
     check_fields(data, _TAKEN, _IGNORED, _KNOWN)
     out = {name: data[name] for name in _SAME if data.get(name) is not None}
-    if take(data, "output_config", dict, {}).get("format"):
-        raise ApiError(400, "output_config.format is not done here; ask in words", "output_config")
+    if form := take(data, "output_config", dict, {}).get("format"):
+        check_type(types.JSONOutputFormatParam, form, "output_config.format")
+        schema = {"name": "output", "schema": form["schema"]}
+        out["response_format"] = {"type": "json_schema", "json_schema": schema}
     stops = take(data, "stop_sequences", list, [])
     if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
         raise wrong("stop_sequences", stops, f"at most {MAX_STOPS} texts, none empty")
@@ -88,38 +97,46 @@ class MessageReply:
 
     def __init__(self, head: Head):
         self._head = head
-        self._open = False  # whether a block of text is under way
+        self._open = ""  # thinking | text: the block under way
+        self._index = -1  # its number
 
     def whole(self, said: Sequence[Said]) -> Event:
         """Return the answer."""
         (one,) = said
-        text = [{"type": "text", "text": one.content}] if one.content else []
+        said_so = (("thinking", one.thoughts), ("text", one.content))
+        texts = [{**_BEGUN[kind], kind: words} for kind, words in said_so if words]
         calls = [{**_use(call), "input": json.loads(_given(call))} for call in one.calls]
-        return self._message([*text, *calls], one)
+        return self._message([*texts, *calls], one)
 
     def begin(self) -> Iterator[Event]:
         """Yield the empty message."""
         yield {"type": "message_start", "message": self._message([], None)}
 
-    def words(self, choice: int, text: str, logprobs: Sequence[Mapping]) -> Iterator[Event]:
+    def words(
+        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    ) -> Iterator[Event]:
         """Yield the next words, the beginning of their block before the first."""
-        if not self._open:
-            self._open = True
-            yield _block(0, "start", content_block={"type": "text", "text": ""})
-        yield _block(0, "delta", delta={"type": "text_delta", "text": text})
+        if kind != self._open:
+            yield from self._close()
+            self._open, self._index = kind, self._index + 1
+            yield _block(self._index, "start", content_block=_BEGUN[kind])
+        yield _block(self._index, "delta", delta={"type": f"{kind}_delta", kind: text})
 
     def end(self, said: Sequence[Said]) -> Iterator[Event]:
         """Yield the end of the text, a block for each tool call, and why it ended."""
         (one,) = said
-        if self._open:
-            yield _block(0, "stop")
-        for index, call in enumerate(one.calls, self._open):
+        yield from self._close()
+        for index, call in enumerate(one.calls, self._index + 1):
             yield _block(index, "start", content_block=_use(call))
             delta = {"type": "input_json_delta", "partial_json": _given(call)}
             yield _block(index, "delta", delta=delta)
             yield _block(index, "stop")
         yield {"type": "message_delta", "delta": _ended(one), "usage": self._usage(one)}
         yield {"type": "message_stop"}
+
+    def _close(self) -> Iterator[Event]:
+        if self._open:
+            yield _block(self._index, "stop")
 
     def _message(self, content: list, said: Said | None) -> Event:
         return {

@@ -14,12 +14,19 @@ from rlx.agents.chat import IGNORED
 from rlx.agents.dialects import ApiError, Event, Head, Said, check_fields, take, wrong
 
 ID = "resp_"
-_SAME = ("model", "temperature", "top_p", "stream", "chat_template_kwargs")
+NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+_SAME = ("model", "temperature", "top_p", "stream", "chat_template_kwargs", "top_logprobs")
 _KNOWN = frozenset(ResponseCreateParamsNonStreaming.__annotations__)
 _TAKEN = frozenset({
     *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text",
 })  # fmt: skip
 _IGNORED = frozenset({"include", "reasoning", "truncation", "stream_options"})
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
+_PARTS = {"text": "output_text", "thinking": "reasoning_text"}
+_ITEMS: dict[str, tuple[str, Event, Event]] = {  # beginning of the id, fields, and of its part
+    "text": ("msg_", {"type": "message", "role": "assistant"}, {"annotations": []}),
+    "thinking": ("rs_", {"type": "reasoning", "summary": []}, {}),
+}
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -30,9 +37,13 @@ def to_chat(data: Any) -> dict[str, Any]:
       ApiError: 400, naming the field.
     """
     check_fields(data, _TAKEN, IGNORED | _IGNORED, _KNOWN)
-    if take(data, "text", dict, {}).get("format") not in (None, {"type": "text"}):
-        raise ApiError(400, "text.format can be {'type': 'text'} only; ask in words", "text")
     out = {name: data[name] for name in _SAME if data.get(name) is not None}
+    if (form := take(data, "text", dict, {}).get("format")) is not None:
+        own = form if isinstance(form, dict) else {}
+        schema = {key: value for key, value in own.items() if key != "type"}
+        out["response_format"] = {**own, "json_schema": schema} if schema else form
+    if _LOGPROBS in take(data, "include", list, []) or out.get("top_logprobs"):
+        out["logprobs"] = True
     if data.get("max_output_tokens") is not None:
         out["max_completion_tokens"] = data["max_output_tokens"]
     if data.get("tools"):
@@ -56,17 +67,21 @@ class ResponseReply:
     def __init__(self, head: Head):
         self._head = head
         self._number = itertools.count()  # of events
-        self._message = f"msg_{head.id}"
-        self._text: str | None = None  # of the message under way
+        self._open, self._index = "", -1  # kind and number of the item under way
+        self._text, self._logprobs = "", []  # type: tuple[str, list[Mapping]]
 
     def whole(self, said: Sequence[Said]) -> Event:
         """Return the answer."""
         (one,) = said
-        prompt, incomplete = self._head.prompt_tokens, one.reason == "length"
-        output = [self._item(one.content or "", _status(one))] * bool(one.content or not one.calls)
+        prompt, status = self._head.prompt_tokens, _status(one)
+        output = []
+        if one.thoughts:
+            output.append(self._item("thinking", one.thoughts, status))
+        if one.content or not one.calls:
+            output.append(self._item("text", one.content or "", status, one.logprobs))
         return self._response(
-            status=_status(one),
-            incomplete_details={"reason": "max_output_tokens"} if incomplete else None,
+            status=status,
+            incomplete_details={"reason": "max_output_tokens"} if status != "completed" else None,
             output=[*output, *map(_call, one.calls)],
             usage={
                 "input_tokens": prompt,
@@ -82,26 +97,30 @@ class ResponseReply:
         yield self._event("created", response=self._response())
         yield self._event("in_progress", response=self._response())
 
-    def words(self, choice: int, text: str, logprobs: Sequence[Mapping]) -> Iterator[Event]:
-        """Yield the next words of the message, its beginning before the first."""
-        place = self._place()
-        if self._text is None:
-            self._text = ""
-            item = {**self._item("", "in_progress"), "content": []}
-            yield self._event("output_item.added", output_index=0, item=item)
-            yield self._event("content_part.added", **place, part=_part(""))
+    def words(
+        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    ) -> Iterator[Event]:
+        """Yield the next words of an item, its beginning before the first."""
+        if kind != self._open:
+            if not text:  # logprobs of a tool call, which have no place here
+                return
+            yield from self._close("completed")
+            self._open, self._index, self._text, self._logprobs = kind, self._index + 1, "", []
+            item = self._item(kind, "", "in_progress")
+            (part,) = item["content"]
+            empty = {**item, "content": []}
+            yield self._event("output_item.added", output_index=self._index, item=empty)
+            yield self._event("content_part.added", **self._place(), part=part)
         self._text += text
-        yield self._event("output_text.delta", **place, delta=text, logprobs=[])
+        self._logprobs += logprobs
+        delta = {"delta": text, **_told(kind, logprobs)}
+        yield self._event(f"{_PARTS[kind]}.delta", **self._place(), **delta)
 
     def end(self, said: Sequence[Said]) -> Iterator[Event]:
-        """Yield the end of the message, the tool calls, and the whole response."""
-        (one,), text, place = said, self._text, self._place()
-        if text is not None:
-            yield self._event("output_text.done", **place, text=text, logprobs=[])
-            yield self._event("content_part.done", **place, part=_part(text))
-            item = self._item(text, _status(one))
-            yield self._event("output_item.done", output_index=0, item=item)
-        for index, item in enumerate(map(_call, one.calls), text is not None):
+        """Yield the end of the item, the tool calls, and the whole response."""
+        (one,) = said
+        yield from self._close(_status(one))
+        for index, item in enumerate(map(_call, one.calls), self._index + 1):
             begun = {**item, "arguments": "", "status": "in_progress"}
             at, given = {"output_index": index, "item_id": item["id"]}, item["arguments"]
             yield self._event("output_item.added", output_index=index, item=begun)
@@ -112,17 +131,27 @@ class ResponseReply:
             yield self._event("output_item.done", output_index=index, item=item)
         yield self._event(_status(one), response=self.whole(said))
 
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._open:
+            return
+        kind, place = self._open, self._place()
+        item = self._item(kind, self._text, status, self._logprobs)
+        done = {"text": self._text, **_told(kind, self._logprobs)}
+        yield self._event(f"{_PARTS[kind]}.done", **place, **done)
+        yield self._event("content_part.done", **place, part=item["content"][0])
+        yield self._event("output_item.done", output_index=self._index, item=item)
+
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": f"response.{kind}", "sequence_number": next(self._number), **fields}
 
     def _place(self) -> Event:
-        return {"output_index": 0, "content_index": 0, "item_id": self._message}
+        item = _ITEMS[self._open][0] + self._head.id
+        return {"output_index": self._index, "content_index": 0, "item_id": item}
 
-    def _item(self, text: str, status: str) -> Event:
-        return {
-            "type": "message", "id": self._message, "role": "assistant", "status": status,
-            "content": [_part(text)],
-        }  # fmt: skip
+    def _item(self, kind: str, text: str, status: str, logprobs: Sequence[Mapping] = ()) -> Event:
+        begin, fields, part = _ITEMS[kind]
+        content = [{"type": _PARTS[kind], "text": text, **part, **_told(kind, logprobs)}]
+        return {"id": begin + self._head.id, "status": status, **fields, "content": content}
 
     def _response(self, **more: Any) -> Event:
         head = self._head
@@ -137,8 +166,8 @@ class ResponseReply:
 REPLY = ResponseReply
 
 
-def _part(text: str) -> Event:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _told(kind: str, logprobs: Sequence[Mapping]) -> Event:
+    return {"logprobs": list(logprobs)} if kind == "text" else {}
 
 
 def _call(call: Mapping[str, Any]) -> Event:

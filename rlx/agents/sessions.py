@@ -125,16 +125,16 @@ class Session:
         return self.endless and self._tokens > _MOST_TOKENS
 
     def remember(self, content: str | None, calls: Sequence[dict[str, Any]], raw: str) -> None:
-        """Keep what the model wrote for the tool calls that the agent gets."""
-        self._said[tuple(call["id"] for call in calls)] = (_canonical(content, calls), raw)
+        """Keep what the model wrote where the agent gets calls, or words without thoughts."""
+        self._said[_key(content, calls)] = (_canonical(content, calls), raw)
 
     def verbatim(self, messages: Sequence[Any]) -> list[Any]:
-        """Return the messages, with unchanged tool calls of ours in the model's words again."""
+        """Return the messages, with unchanged ones of the model in its own words again."""
         out = []
         for message in messages:
-            calls = message.get("tool_calls") or []
-            known, raw = self._said.get(tuple(call["id"] for call in calls), ("", ""))
-            same = calls and known == _canonical(message["content"], calls)
+            content, calls = message["content"], message.get("tool_calls") or []
+            known, raw = self._said.get(_key(content, calls), ("", ""))
+            same = message["role"] == "assistant" and known == _canonical(content, calls)
             out.append({"role": "assistant", "content": raw} if same else message)
         return out
 
@@ -176,6 +176,10 @@ class Sessions:
         for task in list(session.tasks):
             task.cancel()
         return session.interactions
+
+
+def _key(content: str | None, calls: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(call["id"] for call in calls) or ((content or "").strip(),)
 
 
 def _canonical(content: str | None, calls: Sequence[dict[str, Any]]) -> str:

@@ -1,9 +1,10 @@
 """Text of a completion while its tokens come; what is sent never has to be taken back. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 _HALF = "\ufffd"  # what a decoder writes for a character that has not all its bytes yet
+_KINDS = ("thinking", "text")
 
 
 class StreamText:
@@ -16,17 +17,28 @@ class StreamText:
       decode: token ids to text.
       stop: strings that end the text, and are not in it.
       marks: from the first of these on, nothing is text.
+      thoughts: a text, or its beginning, to (thoughts, words); a longer one to longer ones.
+      tags: around thoughts, held back as the marks are until they are whole.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = (), marks: Sequence[str] = ()):
-        self._decode, self._ends = decode, (*stop, *marks)
+    def __init__(
+        self,
+        decode: Decode,
+        stop: Sequence[str] = (),
+        marks: Sequence[str] = (),
+        thoughts: Callable[[str], tuple[str, str]] = lambda text: ("", text),
+        tags: Sequence[str] = (),
+    ):
+        self._decode, self._ends, self._tags = decode, (*stop, *marks), tags
+        self._thoughts = thoughts
         self._ids: list[int] = []
         self._from = self._read = 0  # decoded together with, and decoded until
         self._text = ""
-        self._said = 0
+        self._safe = 0  # characters that no stop string or mark can reach any more
+        self._said = [0, 0]
 
-    def add(self, ids: Sequence[int]) -> str:
-        """Take the next tokens; return the text that can be sent now."""
+    def add(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
+        """Take the next tokens; return what can be sent now, as `rest` does."""
         self._ids += ids
         # A token's text depends on the one before it (leading blanks), so both are decoded.
         before = self._decode(self._ids[self._from : self._read])
@@ -34,24 +46,22 @@ class StreamText:
         if len(now) > len(before) and not now.endswith(_HALF):
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._ids)
-        return self._say(self._safe())
+        self._safe = max(self._safe, self._until())
+        return self.rest(*self._thoughts(self._text[: self._safe]))
 
-    def rest(self, whole: str) -> str:
-        """Return the part of `whole`, the finished text, that has not been sent."""
-        said, self._said = self._said, len(whole)
-        return whole[said:]
+    def rest(self, thoughts: str, words: str) -> Iterator[tuple[str, str]]:
+        """Yield ("thinking" or "text", what of it has not been sent), neither empty."""
+        for place, text in enumerate((thoughts, words)):
+            said, self._said[place] = self._said[place], max(self._said[place], len(text))
+            if text[said:]:
+                yield _KINDS[place], text[said:]
 
-    def _say(self, until: int) -> str:
-        said, self._said = self._said, max(self._said, until)
-        return self._text[said : self._said]
-
-    def _safe(self) -> int:
-        """Return how many characters of the text no stop string or mark can reach any more."""
+    def _until(self) -> int:
         until = len(self._text)
-        for end in self._ends:
-            found = self._text.find(end, max(0, self._said - len(end)))
+        for end in (*self._ends, *self._tags):
+            found = self._text.find(end, max(0, self._safe - len(end)))
             if found >= 0:
-                until = min(until, found)
+                until = min(until, found) if end in self._ends else until
                 continue
             for length in range(min(len(end) - 1, len(self._text)), 0, -1):
                 if self._text.endswith(end[:length]):

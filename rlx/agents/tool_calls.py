@@ -1,67 +1,214 @@
-"""Tool calls in a completion's text, in the format of Hermes and Qwen. Pure.
+"""Tool calls and thoughts in a completion's text, in the formats that models write. Pure.
 
-    <tool_call>
-    {"name": "add", "arguments": {"a": 1, "b": 2}}
-    </tool_call>
+    hermes       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>   Hermes, Qwen
+    qwen3_xml    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]  or  [TOOL_CALLS]add{"a": 1}
+    llama3_json  {"name": "add", "parameters": {"a": 1}}
 
-(https://github.com/NousResearch/Hermes-Function-Calling)
+`vllm:NAME` reads by vLLM's parser of that name, where vLLM is installed. What does not parse is
+words: the agent then judges what the model meant.
 """
 
+import importlib
 import json
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALLS = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+from rlx.base import UserError, unknown
 
-
-def known(template: str) -> bool:
-    """Return whether a chat template describes tools in this format."""
-    return "tools" in template and OPEN in template
+Call = tuple[str, dict[str, Any]]  # name, arguments
 
 
-def beginning(name: str) -> str:
-    """Return the text that a call begins with, of the tool `name`, of any where it is ""."""
-    return f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments":' if name else f"{OPEN}\n"
+class Format(NamedTuple):
+    """How calls are written.
+
+    Attributes:
+      template: what chat templates that teach this format have in them.
+      opens: from one of these on, all is calls.
+      call: a call, with the groups `json` (an object or a list with name and arguments), or `name`
+        and one of `arguments` and `xml`.
+      begin, begin_named: how a call begins, of any tool, and of one ({} is its name).
+    """
+
+    template: str
+    opens: tuple[str, ...]
+    call: str
+    begin: str
+    begin_named: str
 
 
-def split(text: str, new_id: Callable[[], str]) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the words before the calls, and the calls as OpenAI has them.
+FORMATS = {  # the first whose mark is in the template is taken
+    "qwen3_xml": Format(
+        "<function=", ("<tool_call>",),
+        r"<tool_call>\s*<function=(?P<name>[^>]+)>(?P<xml>.*?)</function>\s*</tool_call>",
+        "<tool_call>\n<function=", "<tool_call>\n<function={}>",
+    ),
+    "mistral": Format(
+        "[TOOL_CALLS]", ("[TOOL_CALLS]",),
+        r"\[TOOL_CALLS\]\s*(?:(?P<json>\[.*\])\s*\Z|(?P<name>[\w.-]+)(?:\[ARGS\])?"
+        r"(?P<arguments>\{.*?\})\s*(?=\[TOOL_CALLS\]|\Z))",
+        "[TOOL_CALLS]", '[TOOL_CALLS][{{"name": "{}", "arguments":',
+    ),
+    "hermes": Format(
+        "<tool_call>", ("<tool_call>",), r"<tool_call>(?P<json>.*?)</tool_call>",
+        "<tool_call>\n", '<tool_call>\n{{"name": "{}", "arguments":',
+    ),
+    "llama3_json": Format(
+        '"parameters": ', ("<|python_tag|>", '{"name"'),
+        r"(?:<\|python_tag\|>)?\s*(?P<json>\{.*?\})\s*(?:;\s*(?=\{)|\Z)",
+        '{"name":', '{{"name": "{}", "parameters":',
+    ),
+}  # fmt: skip
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
-    A text whose calls are not all well-formed and closed is returned as words alone: the agent
-    then judges what the model meant.
+
+class Reader:
+    """What a model's calls and thoughts are read by.
 
     Args:
-      new_id: makes an id for each call.
+      template: the chat template.
+      name: of FORMATS, or vllm: and that of one of its parsers; "": as the template shows.
+      tokenizer: for vLLM's parsers.
 
-    Returns:
-      (None where there are calls and only blanks before them, calls).
+    Attributes:
+      opens: marks from which on all may be calls; none where the template has no tools.
+      tags: those around thoughts, or None.
+
+    Raises:
+      UserError: there is no such format.
     """
-    start = text.find(OPEN)
+
+    def __init__(self, template: str, name: str = "", tokenizer: Any = None):
+        taught = [n for n, f in FORMATS.items() if "tools" in template and f.template in template]
+        name = name or next(iter(taught), "")
+        own, _, vllms = name.partition("vllm:")
+        if own and own not in FORMATS:
+            raise unknown("format of tool calls", name, FORMATS)
+        self._format = FORMATS.get(own)
+        self._foreign = _vllm_parser(vllms, tokenizer) if vllms else None
+        # Where calls of vLLM's formats begin is not known: their answers come whole.
+        self.opens = self._format.opens if self._format else ("",) * bool(self._foreign)
+        self.tags = next((tags for tags in THOUGHTS if tags[1] in template), None)
+
+    def beginning(self, name: str) -> str:
+        """Return the text that a call begins with, of the tool `name`, of any where it is ""."""
+        if self._format is None:
+            return ""
+        named = self._format.begin_named.format(json.dumps(name)[1:-1])
+        return named if name else self._format.begin
+
+    def calls(
+        self, text: str, new_id: Callable[[], str], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """Return the words before the calls, and the calls as OpenAI has them.
+
+        Args:
+          new_id: makes an id for each call.
+          tools: of the request, whose schemas tell texts from numbers where calls do not.
+
+        Returns:
+          (None where there are calls and only blanks before them, calls).
+        """
+        if self._foreign:
+            before, found = self._foreign(text, tools)
+        elif self._format:
+            before, found = _split(text, self._format, tools)
+        else:
+            return text, []
+        functions = [
+            {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            for name, arguments in found
+        ]
+        calls = [{"id": new_id(), "type": "function", "function": f} for f in functions]
+        return (before if before.strip() or not calls else None), calls
+
+    def thoughts(self, text: str, begun: bool) -> tuple[str, str]:
+        """Return the thoughts and the words of a text, or of its beginning.
+
+        Args:
+          begun: whether the prompt ends in the tag that opens thoughts.
+        """
+        if self.tags is None:
+            return "", text
+        opens, closes = self.tags
+        start = text.lstrip()
+        if not begun and not start.startswith(opens):
+            return "", text
+        inside, _, words = start.removeprefix(opens).partition(closes)
+        return inside.lstrip("\n"), words.lstrip("\n")
+
+
+def _split(text: str, form: Format, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
+    start = min((at for mark in form.opens if (at := text.find(mark)) >= 0), default=-1)
     if start < 0:
         return text, []
-    bodies = _CALLS.findall(text, start)
-    if _CALLS.sub("", text[start:]).find(OPEN) >= 0:
+    rest, calls = text[start:], []
+    if any(mark in re.sub(form.call, "", rest, flags=re.DOTALL) for mark in form.opens):
         return text, []
-    calls = []
-    for body in bodies:
-        found = _read(body)
+    for match in re.finditer(form.call, rest, re.DOTALL):
+        found = _read(match.groupdict(), tools)
         if found is None:
             return text, []
-        name, arguments = found
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append({"id": new_id(), "type": "function", "function": function})
-    before = text[:start]
-    return (before if before.strip() else None), calls
+        calls += found
+    return text[:start], calls
 
 
-def _read(body: str) -> tuple[str, dict[str, Any]] | None:
+def _read(parts: Mapping[str, str | None], tools: Sequence[Mapping]) -> list[Call] | None:
+    name, body = parts.get("name"), parts.get("json") or parts.get("arguments")
+    if name and (xml := parts.get("xml")) is not None:
+        return [(name, _parameters(name, xml, tools))]
     try:
-        found = json.loads(body)
+        found = json.loads(body or "")
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", {})
-    return (found["name"], arguments) if isinstance(arguments, dict) else None
+    if name:
+        found = {"name": name, "arguments": found}
+    calls = []
+    for call in found if isinstance(found, list) else [found]:
+        call = call if isinstance(call, dict) else {}
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        calls.append((name, arguments))
+    return calls or None
+
+
+def _parameters(name: str, xml: str, tools: Sequence[Mapping]) -> dict[str, Any]:
+    """Return the parameters of a call in XML: JSON, but where the tool's schema wants a text."""
+    functions = [tool["function"] for tool in tools]
+    schema = next((f.get("parameters") for f in functions if f["name"] == name), None) or {}
+    known, out = schema.get("properties"), {}
+    for key, value in _PARAMETER.findall(xml):
+        about = known.get(key) if isinstance(known, dict) else None
+        out[key] = value
+        if not isinstance(about, dict) or about.get("type") != "string":
+            with suppress(ValueError, RecursionError):
+                out[key] = json.loads(value)
+    return out
+
+
+def _vllm_parser(
+    name: str, tokenizer: Any
+) -> Callable[[str, Sequence[Mapping]], tuple[str, list[Call]]]:
+    """Return what reads by vLLM's parser; imported by name: its import is that of torch."""
+    try:
+        manager = importlib.import_module("vllm.tool_parsers").ToolParserManager
+        chat = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
+        parser = manager.get_tool_parser(name)
+    except (ImportError, KeyError) as error:
+        raise UserError(f"vllm:{name} cannot be had ({error}); use one of vLLM's parsers") from None
+
+    def read(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
+        talk = [{"role": "user", "content": ""}]
+        request = chat.ChatCompletionRequest(messages=talk, tools=list(tools), model="")
+        try:
+            got = parser(tokenizer, request.tools).extract_tool_calls(text, request)
+            functions = [call.function for call in got.tool_calls]
+            return got.content or "", [(f.name, json.loads(f.arguments)) for f in functions]
+        except Exception:  # a parser of another's makes what it likes of a text
+            return text, []
+
+    return read

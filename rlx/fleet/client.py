@@ -22,7 +22,7 @@ from rlx.fleet.addresses import FILE, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
 from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused, Timeouts
 from rlx.fleet.publish import Weights, stage, sweep
-from rlx.fleet.requests import Sampling, ScoreRequest
+from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
 from rlx.fleet.tls import Tls
 
@@ -213,7 +213,7 @@ class Fleet:
         *,
         session: str | None = None,
         priority: int = 0,
-        watch: Callable[[int, np.ndarray, np.ndarray], None] | None = None,
+        watch: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
         """Draw `n` completions of one prompt.
 
@@ -223,7 +223,7 @@ class Fleet:
           n: ≥ 1; sample i is a function of (seed, i) and the weights.
           session: calls with the same one go to the same server while it lives.
           priority: higher first, where the engine has priorities.
-          watch: called with a sample's index, tokens and logprobs whenever it has new ones.
+          watch: called with the new tokens of a sample whenever it has some.
 
         Raises:
           ValueError: the request cannot be served; the message says why.
@@ -386,6 +386,8 @@ class Fleet:
                 await _together([self._finish(call, part, only) for part in parts])
                 return
             before = sum(s.length for s in todo)
+            if call.sampling.guide and before:
+                raise Failed("a guided completion was cut off and cannot go on; ask again")
             member = only or await self._balancer.pick(call.session, member, full)
             try:
                 await self._attempt(member, call, todo)
@@ -429,7 +431,7 @@ class Fleet:
                         )
                     samples[k].add(chunk)
                     if call.watch and len(chunk.tokens):
-                        call.watch(chunk.index, chunk.tokens, chunk.logprobs)  # type: ignore[arg-type]
+                        call.watch(chunk)
         finally:
             await stream.aclose()
 

@@ -22,6 +22,9 @@ class Sampling:
       stop_token_ids: tokens that end a completion (kept in the tokens), besides the model's own.
       seed: each draw is a function of (seed, sample index, position in the completion) alone, so
         a completion never depends on what else is in the batch. None: the engine picks one.
+      guide: JSON Schema, as text, that the completion must fit; "": none. Behaviour logprobs are
+        then those of the tokens that it leaves. vLLM alone has guides and `top_logprobs`.
+      top_logprobs: in [0, 20]; how many of the likeliest tokens are told beside each one drawn.
     """
 
     temperature: float = 1.0
@@ -32,6 +35,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    guide: str = ""
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +66,7 @@ class Chunk:
       index: of the sample.
       tokens, logprobs (nats), versions: one number a token; lists from an engine, arrays (int32,
         float32, int32) from the wire.
+      top_tokens, top_logprobs: `Sampling.top_logprobs` numbers a token, one token after another.
       stop_reason: `stop` | `length` | `abort` ends the sample; None: more will come.
     """
 
@@ -69,6 +75,8 @@ class Chunk:
     logprobs: list[float] | np.ndarray = field(default_factory=list)
     versions: list[int] | np.ndarray = field(default_factory=list)
     stop_reason: str | None = None
+    top_tokens: list[int] | np.ndarray = field(default_factory=list)
+    top_logprobs: list[float] | np.ndarray = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +104,7 @@ class Scores:
     values: bool = False  # they are a reward model's numbers after these tokens
 
 
+MOST_TOP_LOGPROBS = 20
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # of scores; vLLM replaces lower ones
 
 

@@ -21,12 +21,15 @@ class Completion:
       tokens: [T] int32, the stop token included. logprobs: [T] float32, nats.
       versions: [T] int32, the policy version that produced each token.
       stop_reason: `stop` | `length`.
+      top_tokens, top_logprobs: [T · k] int32, float32; k: `Sampling.top_logprobs`.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     stop_reason: str
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -53,9 +56,9 @@ class PartialSample:
         """Return the sample, which must have a stop reason."""
         assert self.stop_reason
         logprobs = self._joined("logprobs", np.float32)
-        return Completion(
-            self.tokens(), logprobs, self._joined("versions", np.int32), self.stop_reason
-        )
+        versions = self._joined("versions", np.int32)
+        tops = self._joined("top_tokens", np.int32), self._joined("top_logprobs", np.float32)
+        return Completion(self.tokens(), logprobs, versions, self.stop_reason, *tops)
 
     def _joined(self, name: str, dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(getattr(c, name) for c in self.chunks)])
@@ -69,7 +72,7 @@ class GenerateCall:
     sampling: Sampling
     session: str | None
     priority: int
-    watch: Callable[[int, np.ndarray, np.ndarray], None] | None = None
+    watch: Callable[[Chunk], None] | None = None
 
     def request(self, samples: Sequence[PartialSample]) -> Request:
         """Return the request for the rest of `samples`: one part of what `split` returns."""

@@ -13,14 +13,9 @@ import numpy as np
 
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.requests import (
-    LEAST_TEMPERATURE,
-    MOST_TEMPERATURE,
-    Chunk,
-    Request,
-    Sampling,
-    ScoreRequest,
+    LEAST_TEMPERATURE, MOST_TEMPERATURE, MOST_TOP_LOGPROBS, Chunk, Request, Sampling, ScoreRequest,
     Scores,
-)
+)  # fmt: skip
 
 MAX_MESSAGE_BYTES = 32 << 20
 PUBLISH_CHUNK_BYTES = 2 << 20
@@ -37,11 +32,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 _STOP_REASONS = {None: pb.RUNNING, "stop": pb.STOP, "length": pb.LENGTH, "abort": pb.ABORT}
 KV_NUMBERS = {
-    None: pb.SERVER_DEFAULT,
-    "keep": pb.KEEP,
-    "recompute": pb.RECOMPUTE,
+    None: pb.SERVER_DEFAULT, "keep": pb.KEEP, "recompute": pb.RECOMPUTE,
     "abort": pb.ABORT_AND_RESEND,
-}
+}  # fmt: skip
 KV_NAMES = {number: name for name, number in KV_NUMBERS.items()}
 _STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
 
@@ -85,6 +78,8 @@ def request_from(message: pb.GenerateRequest) -> Request:
         (all(s.stop), "stop", "an empty string", "strings of one character or more"),
         (stop_ids <= MAX_STOPS, "stop_token_ids", f"{stop_ids} tokens", f"at most {MAX_STOPS}"),
         (seed is None or seed >= 0, "seed", seed, "≥ 0, or absent"),
+        (0 <= s.top_logprobs <= MOST_TOP_LOGPROBS, "top_logprobs", s.top_logprobs,
+         f"in [0, {MOST_TOP_LOGPROBS}]"),
         (1 <= n <= MAX_SAMPLES, "n", n, f"in [1, {MAX_SAMPLES}]"),
         (message.first_index >= 0, "first_index", message.first_index, "≥ 0"),
         (length >= 1, "prompt_tokens", "no token", "at least one"),
@@ -92,19 +87,12 @@ def request_from(message: pb.GenerateRequest) -> Request:
          f"in [0, {room}]: below both the prompt's length and max_new_tokens"),
     ):  # fmt: skip
         _require(good, name, got, wanted)
+    own = {name: getattr(s, name) for name in Sampling.__dataclass_fields__}
+    lists = {"stop": tuple(s.stop), "stop_token_ids": tuple(s.stop_token_ids)}
     return Request(
         request_id=message.request_id,
         prompt_tokens=np.fromiter(message.prompt_tokens, np.int32, length),
-        sampling=Sampling(
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            max_new_tokens=most,
-            min_new_tokens=fewest,
-            stop=tuple(s.stop),
-            stop_token_ids=tuple(s.stop_token_ids),
-            seed=seed,
-        ),
+        sampling=Sampling(**{**own, **lists, "seed": seed}),
         n=n,
         first_index=message.first_index,
         prefix_len=prefix,
@@ -125,12 +113,9 @@ def score_from(message: pb.ScoreRequest) -> ScoreRequest:
     _require(length >= 2, "tokens", f"{length} tokens", "two or more: the first is never scored")
     _require(1 <= message.first < length, "first", message.first, f"in [1, {length - 1}]")
     temperature = message.temperature if message.HasField("temperature") else 1.0
-    _require(
-        LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE,
-        "temperature",
-        temperature,
-        f"in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}]",
-    )
+    good = LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE
+    wanted = f"in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}]"
+    _require(good, "temperature", temperature, wanted)
     tokens = np.fromiter(message.tokens, np.int32, length)
     return ScoreRequest(tokens, message.first, temperature)
 
@@ -169,6 +154,8 @@ def reply_message(chunks: Sequence[Chunk]) -> pb.GenerateReply:
         reply.tokens.extend(chunk.tokens)
         reply.logprobs.extend(chunk.logprobs)
         reply.versions.extend(chunk.versions)
+        reply.top_tokens.extend(chunk.top_tokens)
+        reply.top_logprobs.extend(chunk.top_logprobs)
     return reply
 
 
@@ -180,16 +167,22 @@ def chunks_from(reply: pb.GenerateReply) -> list[Chunk]:
     """
     total = len(reply.tokens)
     aligned = len(reply.index) == len(reply.count) == len(reply.stop_reason)
+    tops, over = divmod(len(reply.top_tokens), max(total, 1))
+    aligned = aligned and not over and len(reply.top_tokens) == len(reply.top_logprobs)
     if not (aligned and total == len(reply.logprobs) == len(reply.versions) == sum(reply.count)):
         raise ValueError("the lengths in a GenerateReply do not agree")
     tokens = np.fromiter(reply.tokens, np.int32, total)
     logprobs = np.fromiter(reply.logprobs, np.float32, total)
     versions = np.fromiter(reply.versions, np.int32, total)
+    top_tokens = np.array(reply.top_tokens, np.int32)
+    top_logprobs = np.array(reply.top_logprobs, np.float32)
     chunks, start = [], 0
     for index, count, reason in zip(reply.index, reply.count, reply.stop_reason, strict=True):
         part = slice(start, start + count)
         numbers = tokens[part], logprobs[part], versions[part]
-        chunks.append(Chunk(index, *numbers, _STOP_NAMES[reason]))
+        likely = slice(start * tops, (start + count) * tops)
+        tops_of = top_tokens[likely], top_logprobs[likely]
+        chunks.append(Chunk(index, *numbers, _STOP_NAMES[reason], *tops_of))
         start += count
     return chunks
 

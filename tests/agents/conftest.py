@@ -13,6 +13,7 @@ from rlx.agents.api_gateway import Gateway
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
+from rlx.run.inputs import load_tokenizer
 
 HERE = Path(__file__).parent
 
@@ -58,10 +59,13 @@ class AgentTools:
 
     @classmethod
     @asynccontextmanager
-    async def gateway(cls, engine=None, sampling=None, template=None, **options):
+    async def gateway(cls, engine=None, sampling=None, template=None, tokenizer="", **options):
         """A gateway with a session; yields gateway, session, engine, server, fleet."""
         engine = engine or cls.engine()
-        tokenizer = cls.tokenizer(template) if template else cls.tokenizer()
+        if tokenizer:  # of a real model
+            tokenizer = load_tokenizer(Path(tokenizer))
+        else:
+            tokenizer = cls.tokenizer(template) if template else cls.tokenizer()
         async with cls.fleet(engine) as (fleet, server):
             gateway = Gateway(fleet, tokenizer)
             await gateway.start()

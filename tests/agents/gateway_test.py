@@ -510,12 +510,12 @@ def test_the_loop_turns_while_a_large_body_is_read(agents, context):
                 body = json.dumps({"messages": [{"role": "user", "content": words}]})
                 status, answer = await post(g, io.BytesIO(body.encode()))
             ticking.cancel()
-            assert sum(during) > 0  # others ran while it was tokenised
             if context == 4096:
                 assert status == 400
                 assert answer["error"]["code"] == "context_length_exceeded"
-                assert len(during) == 1  # one piece was enough
+                assert not during  # no tokenizer could make so little of it
             else:
                 assert status == 200
+                assert sum(during) > 0  # others ran while it was tokenised
 
     agents.run(main(), 120)

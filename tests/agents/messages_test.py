@@ -200,7 +200,7 @@ def test_errors_are_the_clients_own_exceptions(agents):
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
         ({"tool_choice": {"type": "some"}}, "tool_choice"), ({"container": "c"}, "container"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"messags": 5}, "messags"),
     ],
 )  # fmt: skip

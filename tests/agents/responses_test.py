@@ -98,7 +98,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(agents):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "messages[0].content[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"), ({"tools": 5}, "tools"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema"}}}, "response_format.json_schema"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
          "messages[0].tool_calls[0].function.arguments"),
     ],

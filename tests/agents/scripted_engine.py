@@ -115,7 +115,13 @@ class ScriptedEngine:
                     if over:
                         del at[index]
                     logs = [-0.5 - 0.001 * (k + i) for i in range(len(new))]
-                    yield Chunk(index, new, logs, [self.version] * len(new), reason)
+                    tops = [[i, p] for i, p in zip(new, logs, strict=True)]
+                    likely = [pair for top in tops for pair in [top, [0, -1.0], [1, -2.0]]]
+                    likely = likely if s.top_logprobs else []
+                    yield Chunk(
+                        index, new, logs, [self.version] * len(new), reason,
+                        [i for i, _ in likely], [p for _, p in likely],
+                    )  # fmt: skip
         finally:
             self.aborted += len(at)
             self.running -= request.n

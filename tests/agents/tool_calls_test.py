@@ -1,4 +1,4 @@
-"""Tool calls in the format of Hermes and Qwen."""
+"""Tool calls and thoughts in the formats that models write."""
 
 import itertools
 import json
@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.agents import tool_calls
+from rlx.agents.tool_calls import FORMATS, Reader
+from rlx.base import UserError
+
+TEMPLATES = {name: f"tools {form.template}" for name, form in FORMATS.items()}
+FIELDS = {"city": {"type": "string"}, "days": {"type": "integer"}}
+WEATHER = {"type": "function", "function": {
+    "name": "weather", "parameters": {"type": "object", "properties": FIELDS}}}  # fmt: skip
 
 
-def split(text):
+def split(text, form="hermes"):
     ids = (f"id{k}" for k in itertools.count())
-    return tool_calls.split(text, lambda: next(ids))
+    return Reader("", form).calls(text, lambda: next(ids), [WEATHER])
 
 
 def written(name, arguments):
@@ -57,3 +63,94 @@ def test_every_written_call_is_read_back(wanted):
 def test_no_text_is_lost_or_raises(text):
     words, calls = split(text)
     assert calls or words == text
+
+
+WRITTEN = {  # what models of a family write for weather(city="7", days=3), said("So: ") before it
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "7", "days": 3}}\n'
+    "</tool_call>",
+    "qwen3_xml": "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "7", "days": 3}}]',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "7", "days": 3}}',
+}
+TWICE = {
+    "hermes": "\n".join([WRITTEN["hermes"]] * 2),
+    "qwen3_xml": "\n".join([WRITTEN["qwen3_xml"]] * 2),
+    "mistral": f"{WRITTEN['mistral'][:-1]}, {WRITTEN['mistral'][13:]}",
+    "llama3_json": "; ".join([WRITTEN["llama3_json"]] * 2),
+}
+NEWER = {"mistral": '[TOOL_CALLS]weather[ARGS]{"city": "7", "days": 3}',
+         "llama3_json": "<|python_tag|>" + WRITTEN["llama3_json"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_calls_of_each_family_are_read_alike(form):
+    wanted = {"name": "weather", "arguments": '{"city": "7", "days": 3}'}
+    words, calls = split("So: " + WRITTEN[form], form)
+    assert (words, [c["function"] for c in calls]) == ("So: ", [wanted])
+    assert [c["function"] for c in split(TWICE[form], form)[1]] == [wanted] * 2
+    if form in NEWER:
+        assert [c["function"] for c in split(NEWER[form], form)[1]] == [wanted]
+        assert [c["function"] for c in split(NEWER["mistral"] * 2, "mistral")[1]] == [wanted] * 2
+    for end in (1, 5, 12):
+        broken = "So: " + WRITTEN[form][:-end]
+        assert split(broken, form) == (broken, [])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_template_tells_the_format_and_a_flag_another(form):
+    other = next(name for name in FORMATS if name != form)
+    for reader in (Reader(TEMPLATES[form]), Reader(TEMPLATES[other], form), Reader("", form)):
+        assert reader.opens == FORMATS[form].opens
+    begun = Reader("", form).beginning("weather")
+    assert WRITTEN[form].replace(" ", "").startswith(begun.replace(" ", ""))
+    assert begun.startswith(Reader("", form).beginning("").rstrip())
+    assert Reader("no t@@ls <tool_call>").opens == ()
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.text(
+    alphabet='<tool_call>/{}[]"name:f=prt;TOLCAS_', max_size=60))  # fmt: skip
+def test_no_text_of_any_format_is_lost_or_raises(form, text):
+    for said in (text, FORMATS[form].opens[0] + text):
+        words, calls = split(said, form)
+        assert calls or words == said
+
+
+def test_json_that_names_no_call_is_an_answer():
+    for text in ('{"name": "Bob"}', '{"name": "f", "parameters": 5}', '{"a": {"name": "f"}}'):
+        assert split(text, "llama3_json") == (text, [])
+
+
+def test_an_unknown_format_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'hermes'"):
+        Reader("", "hermess")
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+def test_thoughts_are_before_the_tag_that_closes_them(opens, closes):
+    reader = Reader(f"... {opens} {closes} ...")
+    text = f"\n{opens}\nhm{closes}\n\nyes"
+    assert reader.thoughts(text, False) == ("hm", "yes")
+    assert reader.thoughts(text.removeprefix(f"\n{opens}\n"), True) == ("hm", "yes")
+    assert reader.thoughts(f"{opens}hm", False) == ("hm", "")
+    assert reader.thoughts(f"yes {text}", False) == ("", f"yes {text}")
+    assert Reader("").thoughts(text, True) == ("", text)
+    pieces = [reader.thoughts(text[:k], False) for k in range(len(opens) + 1, len(text))]
+    grown = [p for p in pieces if closes[:1] not in p[0]]  # those that are held back
+    assert all("hm".startswith(a) and "yes".startswith(b) for a, b in grown)
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # of vLLM's imports
+@pytest.mark.parametrize("form", ["qwen3_xml", "hermes", "llama3_json"])
+def test_vllms_parsers_read_the_same(form):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("rlx/assets/arithmetic")
+    tokens = [*FORMATS[form].opens, "</tool_call>", "[ARGS]", "<function=", "</function>"]
+    tokenizer.add_tokens(tokens)
+    reader = Reader("", f"vllm:{form}", tokenizer)
+    got = reader.calls(WRITTEN[form], lambda: "id", [WEATHER])
+    assert [c["function"] for c in got[1]] == [
+        {"name": "weather", "arguments": '{"city": "7", "days": 3}'}
+    ]

@@ -74,7 +74,8 @@ def test_scores_survive_the_wire(tokens, data):
 
 CHUNKS = st.builds(
     lambda index, rows, reason: Chunk(
-        index, [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows], reason
+        index, [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows], reason,
+        [t for r in rows for t in (r[0], 7)], [p for r in rows for p in (r[1], -2.0)],
     ),
     INT32,
     st.lists(
@@ -96,11 +97,16 @@ def test_chunks_of_several_samples_survive_one_message(chunks):
         assert got.tokens.tolist() == chunk.tokens
         assert got.logprobs.tolist() == chunk.logprobs
         assert got.versions.tolist() == chunk.versions
+        assert got.top_tokens.tolist() == chunk.top_tokens
+        assert got.top_logprobs.tolist() == chunk.top_logprobs
 
 
 def test_reply_with_lengths_that_disagree_is_refused():
     reply = wire.reply_message([Chunk(0, [1, 2], [-1.0, -1.0], [0, 0])])
     reply.tokens.append(3)
+    with pytest.raises(ValueError, match="lengths"):
+        wire.chunks_from(reply)
+    reply = wire.reply_message([Chunk(0, [1, 2], [-1.0, -1.0], [0, 0], None, [5], [-1.0])])
     with pytest.raises(ValueError, match="lengths"):
         wire.chunks_from(reply)
 

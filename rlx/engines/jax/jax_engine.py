@@ -179,6 +179,9 @@ class JaxEngine(ModelEngine):
     def _checked(self, request: Request) -> LiveRequest:
         """Return `request` ready for the queue; ValueError, with the remedy, if it is refused."""
         self._check_request(request)
+        for name in ("guide", "top_logprobs"):
+            if getattr(request.sampling, name):
+                raise ValueError(f"{name}: the JAX engine has none; serve with --engine=vllm")
         stops = self._stop_tokens(request.sampling)
         if len(stops) > MAX_STOPS:
             raise ValueError(

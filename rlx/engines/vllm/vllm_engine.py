@@ -231,6 +231,8 @@ class VllmEngine(ModelEngine):
 
     def _core_request(self, request: Request) -> Any:
         """Return vLLM's form of `request`, without a seed or a name."""
+        from vllm.sampling_params import StructuredOutputsParams
+
         sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
         longest = min(sampling.max_new_tokens - request.prefix_len, room)
         return self._processed(
@@ -243,6 +245,10 @@ class VllmEngine(ModelEngine):
             max_tokens=longest,
             min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
             stop_token_ids=list(self._stop_tokens(sampling)),
+            logprobs=sampling.top_logprobs,
+            structured_outputs=StructuredOutputsParams(json=sampling.guide)
+            if sampling.guide
+            else None,
         )
 
     def _core_score(self, request: ScoreRequest) -> Any:
@@ -259,6 +265,7 @@ class VllmEngine(ModelEngine):
             temperature=request.temperature,
             max_tokens=1,
             allowed_token_ids=[int(request.tokens[-1])],
+            logprobs=0,
             prompt_logprobs=0,
         )
 
@@ -270,7 +277,7 @@ class VllmEngine(ModelEngine):
 
         try:
             params = SamplingParams(
-                logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling
+                detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling
             )
             return self.llm.input_processor.process_inputs(
                 name,
@@ -280,7 +287,8 @@ class VllmEngine(ModelEngine):
                 priority=priority,
             )
         except (VLLMValidationError, ValueError, TypeError, OverflowError) as error:
-            raise ValueError(f"vLLM does not take the request: {error}") from error
+            field = "guide: " if sampling.get("structured_outputs") else ""
+            raise ValueError(f"{field}vLLM does not take the request: {error}") from error
 
     def _for_sample(self, core: Any, request: Request, index: int) -> Any:
         mine = copy.copy(core)
@@ -419,7 +427,7 @@ class _Sample:
 
     __slots__ = (
         "begun", "core", "ended", "index", "logprobs", "stop_reason", "stops", "tokens",
-        "versions", "wake",
+        "top_logprobs", "top_tokens", "versions", "wake",
     )  # fmt: skip
 
     def __init__(self, index: int, core: Any, wake: asyncio.Event):
@@ -427,6 +435,8 @@ class _Sample:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.top_tokens: list[int] = []
+        self.top_logprobs: list[float] = []
         self.begun = self.ended = False
         self.stop_reason: str | None = None
         self.stops: StopStrings | None = None
@@ -440,7 +450,11 @@ class _Sample:
             if self.stops and (count := self.stops(tokens)) is not None:
                 tokens, reason = tokens[:count], "stop"
             self.tokens += tokens
-            self.logprobs += output.new_logprobs.logprobs[: len(tokens), 0].tolist()
+            # The token drawn, then the likeliest: as many as any request of the step wants.
+            new, tops = output.new_logprobs, slice(1, 1 + self.core.sampling_params.logprobs)
+            self.logprobs += new.logprobs[: len(tokens), 0].tolist()
+            self.top_tokens += new.logprob_token_ids[: len(tokens), tops].flatten().tolist()
+            self.top_logprobs += new.logprobs[: len(tokens), tops].flatten().tolist()
             self.versions += [version] * len(tokens)
         if reason:
             self.end(reason if reason in ("stop", "length") else "abort")
@@ -456,8 +470,12 @@ class _Sample:
         """Return what came since the last call; None when nothing did."""
         if not self.tokens and self.stop_reason is None:
             return None
-        chunk = Chunk(self.index, self.tokens, self.logprobs, self.versions, self.stop_reason)
+        chunk = Chunk(
+            self.index, self.tokens, self.logprobs, self.versions, self.stop_reason,
+            self.top_tokens, self.top_logprobs,
+        )  # fmt: skip
         self.tokens, self.logprobs, self.versions, self.stop_reason = [], [], [], None
+        self.top_tokens, self.top_logprobs = [], []
         return chunk
 
 

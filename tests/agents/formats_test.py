@@ -1,0 +1,214 @@
+"""Answers in a format, logprobs of the likeliest tokens, and thoughts, in all three APIs."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+from pydantic import BaseModel
+
+from rlx.engines.jax.jax_engine import JaxEngine
+
+ASK = [{"role": "user", "content": "What is 3 + 4?"}]
+MODEL = "rlx/assets/arithmetic"
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    "{# <think></think> #}"
+)
+
+
+class Answer(BaseModel):
+    """What is asked for."""
+
+    text: str
+    number: int
+
+
+SCHEMA = Answer.model_json_schema()
+SAID = '{"text": "seven", "number": 7}'
+GUIDED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+def claude(g, session=None):
+    url = g.gateway.base_url()
+    return anthropic.AsyncAnthropic(base_url=url, api_key=(session or g.session).key, max_retries=0)
+
+
+def test_a_schema_goes_down_to_the_engine_from_each_api(agents):
+    async def main():
+        async with (
+            agents.gateway(agents.engine(lambda *_: SAID)) as g,
+            agents.client(g) as client, claude(g) as other,
+        ):  # fmt: skip
+            one = await client.chat.completions.parse(
+                model="m", messages=ASK, response_format=Answer
+            )
+            two = await client.responses.parse(model="m", input=ASK, text_format=Answer)
+            three = await other.messages.parse(
+                model="m", max_tokens=90, messages=ASK, output_format=Answer
+            )
+            await client.chat.completions.create(
+                model="m", messages=ASK, response_format={"type": "json_object"}
+            )
+            parsed = (one.choices[0].message.parsed, two.output_parsed, three.parsed_output)
+            return parsed, [r.sampling.guide for r in g.engine.requests]
+
+    parsed, guides = agents.run(main())
+    assert parsed == (Answer(text="seven", number=7),) * 3
+    *schemas, anything = map(json.loads, guides)
+    assert anything == {"type": "object"}
+    assert all(set(s["properties"]) == {"text", "number"} for s in schemas)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"response_format": GUIDED}, "response_format"),
+     ({"logprobs": True, "top_logprobs": 2}, "top_logprobs")],
+)  # fmt: skip
+def test_the_jax_engine_has_none_and_the_field_is_named(agents, fields, param):
+    async def main():
+        engine = JaxEngine(MODEL, slots=2, max_model_len=64)
+        async with agents.gateway(engine, tokenizer=MODEL) as g, agents.client(g) as client:
+            with pytest.raises(openai.BadRequestError, match="JAX engine has none") as error:
+                await client.chat.completions.create(model="m", messages=ASK, **fields)
+            assert error.value.param == param
+            if param == "response_format":
+                with pytest.raises(openai.BadRequestError) as error:
+                    await client.responses.parse(model="m", input=ASK, text_format=Answer)
+                assert error.value.param == "text.format"
+
+    agents.run(main(), 120)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_guide_and_tools_or_training_exclude_each_other(agents, fixed):
+    tool = {"type": "function", "function": {"name": "f"}}
+
+    async def main():
+        async with agents.gateway(temperature_fixed=fixed) as g, agents.client(g) as client:
+            with pytest.raises(openai.BadRequestError, match="response_format"):
+                await client.chat.completions.create(
+                    model="m", messages=ASK, response_format=GUIDED, tools=[] if fixed else [tool]
+                )
+
+    agents.run(main())
+
+
+def test_the_likeliest_tokens_stand_beside_each_drawn_one(agents):
+    fields = {"logprobs": True, "top_logprobs": 3}
+
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            whole = await client.chat.completions.create(model="m", messages=ASK, n=2, **fields)
+            stream = await client.chat.completions.create(
+                model="m", messages=ASK, stream=True, **fields
+            )
+            pieces = [c.logprobs.content async for e in stream for c in e.choices if c.logprobs]
+            response = await client.responses.create(
+                model="m", input=ASK, top_logprobs=3, include=["message.output_text.logprobs"]
+            )
+            return (
+                whole.choices,
+                [t for p in pieces for t in p],
+                response.output[0].content[0].logprobs,
+            )
+
+    choices, streamed, response = agents.run(main())
+    for found in (choices[0].logprobs.content, choices[1].logprobs.content, streamed, response):
+        assert "".join(t.token for t in found) == "What is 3 + 4?<|end|>"
+        for token in found:
+            assert [t.token for t in token.top_logprobs] == [token.token, "!", '"']
+            assert token.top_logprobs[0].logprob == token.logprob
+            assert token.top_logprobs[1].logprob == -1.0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_thoughts_have_their_own_place_and_go_back_as_they_were(agents, begun):
+    thought, words = "three and four", "it is 7 < 8"
+    raw = f"<think>{thought}</think>\n\n{words}"
+
+    async def main():
+        engine = agents.engine(lambda *_: raw.removeprefix("<think>" if begun else ""))
+        template = THINKING + "<think>" * begun
+        async with (
+            agents.gateway(engine, template=template) as g,
+            agents.client(g) as client, claude(g) as other,
+        ):  # fmt: skip
+            chat = await client.chat.completions.create(model="m", messages=ASK)
+            stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
+            deltas = [c.delta async for event in stream for c in event.choices]
+            response = await client.responses.create(model="m", input=ASK)
+            async with client.responses.stream(model="m", input=ASK) as events:
+                built = [event async for event in events][-1].response
+            message = await other.messages.create(model="m", max_tokens=99, messages=ASK)
+            async with other.messages.stream(model="m", max_tokens=99, messages=ASK) as events:
+                streamed = await events.get_final_message()
+            said = chat.choices[0].message
+            talk = [*ASK, said.model_dump(exclude_none=True), {"role": "user", "content": "so?"}]
+            await client.chat.completions.create(model="m", messages=talk)
+            return said, deltas, (response, built), (message, streamed), g.session.interactions
+
+    said, deltas, responses, messages, kept = agents.run(main())
+    assert (said.reasoning_content, said.content) == (thought, words)
+    pieces = [getattr(d, "reasoning_content", None) or "" for d in deltas]
+    assert len([p for p in pieces if p]) > 1
+    assert ("".join(pieces), "".join(d.content or "" for d in deltas)) == (thought, words)
+    for got in responses:
+        assert [i.type for i in got.output] == ["reasoning", "message"]
+        assert (got.output[0].content[0].text, got.output_text) == (thought, words)
+    for got in messages:
+        assert [b.type for b in got.content] == ["thinking", "text"]
+        assert (got.content[0].thinking, got.content[1].text) == (thought, words)
+    last = kept[-1]
+    if begun:  # the prompt's own tag is no part of the conversation
+        assert last.parent is None
+    else:
+        assert last.parent is not None
+        assert last.prompt_text.count(thought) == 1
+
+
+@pytest.mark.vllm
+def test_vllm_answers_by_the_schema_and_tells_the_likeliest_tokens(agents, tmp_path):
+    from transformers import AutoTokenizer
+
+    from rlx.agents.api_gateway import Gateway
+    from rlx.fleet.client import Fleet
+    from rlx.launch.local import LocalServers
+
+    async def main(servers):
+        fleet = Fleet(servers.wait(), token=servers.token)
+        await fleet.connect()
+        gateway = Gateway(fleet, AutoTokenizer.from_pretrained(MODEL))
+        await gateway.start()
+        try:
+            key = gateway.sessions.open(agents.sampling).key
+            url = gateway.base_url()
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                schema = {"type": "object", "properties": {"sum": {"enum": [7, 8]}},
+                          "required": ["sum"], "additionalProperties": False}  # fmt: skip
+                form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+                options = {"model": "m", "messages": ASK, "logprobs": True}
+                got = await client.chat.completions.create(
+                    **options, response_format=form, top_logprobs=4, n=2
+                )
+                plain = await client.chat.completions.create(**options, max_tokens=4)
+                bad = {"name": "s", "schema": {"type": "nothing"}}
+                form = {"type": "json_schema", "json_schema": bad}
+                with pytest.raises(openai.BadRequestError) as error:
+                    await client.chat.completions.create(**options, response_format=form)
+            return got, plain, error.value
+        finally:
+            await gateway.stop()
+            await fleet.close()
+
+    options = {"engine": "vllm", "slots": 4, "max_model_len": 256}
+    with LocalServers(MODEL, workdir=tmp_path, **options) as servers:
+        got, plain, error = agents.run(main(servers), 240)
+    for choice in got.choices:
+        assert json.loads(choice.message.content)["sum"] in (7, 8)
+        for token in choice.logprobs.content:
+            tops = [t.logprob for t in token.top_logprobs]
+            assert (len(tops), tops) == (4, sorted(tops, reverse=True))
+            assert token.logprob <= tops[0] <= 0
+    assert all(t.top_logprobs == [] for t in plain.choices[0].logprobs.content)
+    assert error.param == "response_format"
