@@ -13,7 +13,13 @@ import numpy as np
 
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.requests import (
-    LEAST_TEMPERATURE, MOST_TEMPERATURE, MOST_TOP_LOGPROBS, Chunk, Request, Sampling, ScoreRequest,
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    MOST_TOP_LOGPROBS,
+    Chunk,
+    Request,
+    Sampling,
+    ScoreRequest,
     Scores,
 )  # fmt: skip
 

@@ -74,8 +74,13 @@ def test_scores_survive_the_wire(tokens, data):
 
 CHUNKS = st.builds(
     lambda index, rows, reason: Chunk(
-        index, [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows], reason,
-        [t for r in rows for t in (r[0], 7)], [p for r in rows for p in (r[1], -2.0)],
+        index,
+        [r[0] for r in rows],
+        [r[1] for r in rows],
+        [r[2] for r in rows],
+        reason,
+        [t for r in rows for t in (r[0], 7)],
+        [p for r in rows for p in (r[1], -2.0)],
     ),
     INT32,
     st.lists(

@@ -14,6 +14,8 @@ from rlx.cli.user_code import words
 from rlx.engines.kv_memory import token_bytes, vllm_advice
 from rlx.model.model_config import ModelConfig
 
+# Any number of blanks fits a schema: small models would write nothing else.
+_GUIDES = {"backend": "xgrammar", "disable_any_whitespace": True}
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
 _MOST_KV_BYTES = 4 << 30  # on a CPU, where vLLM does not limit itself
 _WORKER = "rlx.engines.vllm.vllm_worker.RolloutWorker"
@@ -68,6 +70,7 @@ def start_llm(
             max_model_len=max_model_len,
             max_num_seqs=slots,
             logprobs_mode="raw_logprobs",  # of TemperedSampler
+            structured_outputs_config=cast(Any, _GUIDES),
             enable_prefix_caching=True,
             scheduling_policy="priority",
             disable_log_stats=True,
