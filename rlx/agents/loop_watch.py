@@ -101,17 +101,23 @@ class LoopWatch:
 
     def _watch(self, loop: asyncio.AbstractEventLoop, ident: int) -> None:
         clock = time.pthread_getcpuclockid(ident)
+
+        def look() -> None:
+            stack = places(traceback.walk_stack(sys._current_frames().get(ident)))[::-1]
+            if stack and not stack[-1].function.endswith("Selector.select"):  # else it is idle
+                seconds = time.monotonic() - begin
+                self._late(seconds, time.clock_gettime(clock) - computed, stack)
+
+        begin, computed = time.monotonic(), time.clock_gettime(clock)
         while not self._ended.wait(_TICK):
+            if time.monotonic() - begin > _TICK + _LOOK:  # a call held the interpreter
+                look()
             answered = threading.Event()
-            begin, computed = time.monotonic(), time.clock_gettime(clock)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(answered.set)
             while not answered.wait(_LOOK) and not self._ended.is_set():
-                stack = places(traceback.walk_stack(sys._current_frames().get(ident)))[::-1]
-                seconds = time.monotonic() - begin
-                if stack and stack[-1].function.endswith("Selector.select"):
-                    continue  # the machine is busy, not the loop
-                self._late(seconds, time.clock_gettime(clock) - computed, stack)
+                look()
+            begin, computed = time.monotonic(), time.clock_gettime(clock)
 
 
 def places(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
