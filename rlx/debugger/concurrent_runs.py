@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SLOW_SECONDS = 0.1  # a callback that takes longer blocks the loop
 _GRACE = 2.0  # seconds a cancelled run has to end
-_SETTLE = 1.0  # seconds for connections to close behind the runs
+_SETTLE = 1.0  # seconds for what ends after the runs
 _NEWS_SECONDS = 5.0  # a loop that is blocked for longer is reported at once
 _OWN_THREADS = {"MainThread", "rlx-loop-watch", "rlx-recorder", "asyncio"}
 
@@ -108,7 +108,7 @@ class Observed:
       busy_seconds: in which the loop's thread computed.
       slow: seconds of each callback that blocked the loop; `blockers`: by their line.
       background: errors of tasks that nothing awaited.
-      left: tasks, threads and connections that the runs left behind, by name.
+      left: (tasks | threads | connections, name) that the runs left behind.
       gave_up: why it ended before its runs; "" where it did not.
     """
 
@@ -119,7 +119,7 @@ class Observed:
     slow: list[float] = field(default_factory=list)
     blockers: dict[str, Blocker] = field(default_factory=dict)
     background: Counter = field(default_factory=Counter)
-    left: dict[str, Counter] = field(default_factory=dict)
+    left: Counter = field(default_factory=Counter)
     gave_up: str = ""
 
 
@@ -234,7 +234,7 @@ class ConcurrentRuns(logging.Handler):
         self.observed.background[words] += 1
 
     async def _main(self) -> None:
-        seen, before = self.observed, _population(self._recorder)
+        seen, before = self.observed, _population(self._recorder, Counter())
         self._clients = HttpClients()
         await asyncio.sleep(0)  # that was a callback of its own, and slow: it imports openai
         seen.begin, busy = time.monotonic(), time.thread_time()
@@ -244,12 +244,10 @@ class ConcurrentRuns(logging.Handler):
         seen.end, seen.busy_seconds = time.monotonic(), time.thread_time() - busy
         await self._clients.close()
         gc.collect()
-        while True:  # until nothing is left, or connections had their time to close
-            now = _population(self._recorder)
-            seen.left = {kind: names - before[kind] for kind, names in now.items()}
-            if time.monotonic() > seen.end + _SETTLE or not any(seen.left.values()):
-                return
+        until = seen.end + _SETTLE  # for connections to close behind the runs
+        while (left := _population(self._recorder, before)) and time.monotonic() < until:
             await asyncio.sleep(0.05)
+        seen.left = left
 
     async def _one(self, run: AgentRun) -> None:
         run.begin = time.monotonic()
@@ -306,13 +304,11 @@ def _awaited(coroutine: Any) -> list[Place]:
     return places(frames)
 
 
-def _population(recorder: "Recorder") -> dict[str, Counter]:
-    """Return how many tasks, threads (by names without numbers) and connections there are."""
+def _population(recorder: "Recorder", before: Counter) -> Counter:
+    """Return how many (kind, name) of tasks, threads and connections there are more than before."""
     own = asyncio.current_task()
     coroutines = [task.get_coro() for task in asyncio.all_tasks() if task is not own]
-    threads = [re.sub(r"[-_(]?\d+\)?", "", thread.name) for thread in threading.enumerate()]
-    return {
-        "tasks": Counter(getattr(c, "__qualname__", type(c).__name__) for c in coroutines),
-        "threads": Counter(name for name in threads if name not in _OWN_THREADS),
-        "connections": Counter(open=recorder.connections()),
-    }
+    names = [re.sub(r"[-_(]?\d+\)?", "", thread.name) for thread in threading.enumerate()]
+    now = Counter(("tasks", getattr(c, "__qualname__", type(c).__name__)) for c in coroutines)
+    now.update(("threads", name) for name in names if name not in _OWN_THREADS)
+    return now + Counter({("connections", "open"): recorder.connections()}) - before

@@ -70,6 +70,9 @@ class Evidence:
         self.speed_up = None  # runs a second over those one after another
         if self.fastest and self.good and not seen.gave_up:
             self.speed_up = len(self.good) * self.fastest.seconds / self.seconds
+        self.left: dict[str, dict[str, int]] = {kind: {} for kind in _LEFT}
+        for (kind, name), count in seen.left.items():
+            self.left[kind][name] = count
         self.blockers = sorted(seen.blockers.values(), key=lambda found: -found.seconds)
 
     def latencies(self) -> dict[str, dict[str, float]]:
@@ -107,7 +110,7 @@ class Evidence:
                 "longest": max(seen.slow, default=0.0),
                 "causes": [{"at": b.stack[0], **asdict(b)} for b in self.blockers],
             },
-            "left": {kind: dict(names) for kind, names in seen.left.items()},
+            "left": self.left,
             "outcomes": [
                 {
                     "run": run.number, "row": run.index, "end": run.end, "seconds": run.seconds,
@@ -268,9 +271,10 @@ def _level(blocker: Blocker, seconds: float) -> str:
 
 def _left(e: Evidence) -> Iterator[_Found]:
     many = max(_FEW, len(e.runs) // 8)
-    for kind, names in e.seen.left.items():
-        if names.total() >= (1 if kind == "tasks" else many):
-            found = ", ".join(f"{count} × {name}" for name, count in names.most_common(4))
+    for kind, names in e.left.items():
+        if sum(names.values()) >= (1 if kind == "tasks" else many):
+            most = sorted(names.items(), key=lambda pair: -pair[1])[:4]
+            found = ", ".join(f"{count} × {name}" for name, count in most)
             yield "left behind", "warning", f"{kind}: {found}", _LEFT[kind]
 
 

@@ -15,6 +15,7 @@ MODEL = "tiny-model"
 _kept = []
 _connections = []
 _turn = threading.Lock()
+_never = asyncio.Event()
 
 
 def client(kwargs, **more):
@@ -57,14 +58,14 @@ class Sleeps:
         return 1.0
 
     def tool(self):
-        time.sleep(0.15)
+        time.sleep(0.5)
 
 
 class AsksInSync:
     """Blocks the loop by a synchronous HTTP request."""
 
     async def run(self, data, **kwargs):
-        body = {"model": MODEL, "messages": [{"role": "user", "content": '{"delay": 0.2}'}]}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": '{"delay": 0.6}'}]}
         request = urllib.request.Request(
             kwargs["base_url"] + "/chat/completions",
             json.dumps(body).encode(),
@@ -107,13 +108,11 @@ class Deaf:
     """Does not let itself be cancelled."""
 
     async def run(self, data, **kwargs):
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
+        while True:
             try:
-                await asyncio.sleep(30)
+                await _never.wait()
             except asyncio.CancelledError:
                 continue
-        return 1.0
 
 
 class Deadlocks:
@@ -157,24 +156,6 @@ class Refused:
             await ask(kwargs, data.get("wish"))
         except Exception:
             return 0.0
-        return 1.0
-
-
-class KeepsItsClient:
-    """All runs by the first one's client."""
-
-    async def run(self, data, **kwargs):
-        if not _kept:
-            _kept.append(client(kwargs))
-        prompt = [{"role": "user", "content": "{}"}]
-        await _kept[0].chat.completions.create(model=MODEL, messages=prompt)
-        return 1.0
-
-
-class Silent:
-    """Asks nobody."""
-
-    async def run(self, data, **kwargs):
         return 1.0
 
 

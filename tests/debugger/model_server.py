@@ -1,6 +1,7 @@
 """A small server of OpenAI's API for tests, a process of its own: `python model_server.py PORT`.
 
-The prompt says how it behaves: `{"delay": 0.2}`, `{"status": 429}`, `{"drop": true}`. Its key is
+The prompt says how it behaves: `{"delay": 0.2}`, `{"status": 429}`, `{"drop": true}`,
+`{"together": 16}` (none is answered before that many are there). Its key is
 KEY; its models are MODELS. /wrong/… answers without an API, /slow/… never.
 """
 
@@ -14,6 +15,7 @@ from aiohttp import web
 KEY = "sk-real"
 MODELS = ("tiny-model", "other-model")
 _numbers = itertools.count()
+_waiting = []  # requests that are answered with the last of those that come together
 
 
 def refused(request):
@@ -38,6 +40,13 @@ async def chat(request):
         return web.json_response({"error": {"message": text}}, status=404)
     wish = json.loads(body["messages"][-1]["content"]) if body.get("max_tokens") != 1 else {}
     await asyncio.sleep(wish.get("delay", 0))
+    if "together" in wish:
+        _waiting.append(mine := asyncio.Event())
+        if len(_waiting) == wish["together"]:
+            for waiting in _waiting:
+                waiting.set()
+            _waiting.clear()
+        await mine.wait()
     if wish.get("drop"):
         request.transport.close()
         return web.Response()
