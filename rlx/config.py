@@ -22,6 +22,7 @@ def default() -> ConfigDict:
     c.seed = 0
     c.total_steps = 100  # train batches; one publish each
     c.trainer = "jax"
+    c.allocation_mode = ""  # e.g. "vllm:d4+jax:f4": decides servers, trainer, mesh and their GPUs
 
     c.model = ConfigDict()
     c.model.path = ""  # HF directory or hub name; "" is not allowed in a run

@@ -38,8 +38,10 @@ def main() -> int:
     from rlx.evaluation import question_sets, sample_files, statistics
     from rlx.observe.progress_bar import ProgressBar
     from rlx.run import export, score_models
+    from rlx.run.allocate import allocated
 
     asked = score_models.asked_by(config, values)
+    config = allocated(config, trains=False)
     check(config, trains=False)
     limit = flags.number(values, "limit", int, 0)
     reward, keys = config.reward.name, (config.data.question_key, config.data.answer_key)

@@ -17,6 +17,7 @@ from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.launch.workdir_lock import fresh_workdir
+from rlx.run.allocate import allocated, notes
 from rlx.run.run_checks import findings
 from rlx.train.hosts import Cluster
 
@@ -35,6 +36,9 @@ def main() -> int:
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     if values.dry_run:
         return status(show(findings(config, workdir, every_extra=False)))
+    for note in notes(config):
+        command.say(note)
+    config = allocated(config)
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
     from rlx.run import loop
 

@@ -1,16 +1,17 @@
 """Read which servers and which trainer have how many GPUs, and deal GPUs of hosts to them.
 
-    vllm:d4t2+jax:f8t2     four servers of two GPUs each, and a trainer of 16: 24 GPUs
-    vllm[gen]:d4|jax[train]:f4    servers and trainer take turns on the same four
+    vllm:d4t2+jax:f8t2            four servers of two GPUs each, and a trainer of 16: 24 GPUs
+    vllm[gen]:d4|jax[train]:f4    servers and trainer on the same four
 
-Letters: d copies (servers; a trainer's replicas), f fsdp, t tensor, p pipeline, c context, e experts,
-which are inside the others. What is absent is 1. AReaL's forms of all its releases are read too, its
-backends translated to those here, and `notes` says so.
+Letters: d copies (servers; a trainer's replicas), f fsdp, t tensor, p pipeline, c context, e
+experts (inside the others). What is absent is 1. The forms of all releases of AReaL are read too,
+its backends become those here, and `notes` says so.
 """
 
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 
 from rlx.base import UserError
@@ -204,7 +205,7 @@ def _sizes(text: str, start: int, letters: str) -> dict[str, int]:
 
 
 def _hybrid(text: str, start: int, both: re.Match) -> dict[str, int]:
-    """Return the sizes of a mixture of experts' attention, in which those of its experts must fit."""
+    """Return the sizes of a mixture's attention; those of its experts must fit inside."""
     attention = _sizes(text, start + both.start(1), "dtpc")
     experts = _sizes(text, start + both.start(2), "dtpe")
     world, stages = prod(attention.values()), attention.get("p", 1)
@@ -252,10 +253,8 @@ def _named(text: str, spans: Sequence[tuple[int, int]]) -> str:
 def _wrong(text: str, start: int, end: int, why: str, fix: str = "") -> UserError:
     hint = ""
     if fix and fix != text:
-        try:
+        with suppress(UserError):
             hint = f"; did you mean {str(parse(fix))!r}?"
-        except UserError:
-            pass
     what = text[start:end].strip() or "the end"
     start += len(text[start:end]) - len(text[start:end].lstrip())
     return UserError(f"allocation_mode={text!r}, column {start + 1}, {what}: {why}{hint}")

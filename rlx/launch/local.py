@@ -100,7 +100,8 @@ class LocalServers:
       publish_dir: where the private directory of these servers is made.
       weight_roots: further directories that published files may be in.
       token: bearer token that they require; default: a fresh one.
-      platform: of JAX in the servers.
+      platform: of JAX in servers without GPUs of their own.
+      gpus: names of those that each server sees; empty: all have what this process has.
       ready_timeout: seconds until every server must have said it is ready.
       answer_timeout: seconds after which a server that does not answer is killed, to be restarted.
       max_restarts: of one server in a row.
@@ -123,6 +124,7 @@ class LocalServers:
         weight_roots: Sequence[str] = (),
         token: str | None = None,
         platform: str = "cpu",
+        gpus: Sequence[Sequence[str]] = (),
         ready_timeout: float = 180.0,
         answer_timeout: float = 60.0,
         max_restarts: int = 5,
@@ -145,7 +147,7 @@ class LocalServers:
                 command=(*command, *flags, f"--seed={seed + i}"),
                 log=logs / f"{name}-{i}.log",
                 cpus=cpus,
-                env=_environment(len(cpus), platform, self.token),
+                env=_environment(len(cpus), platform, self.token, *gpus[i : i + 1]),
                 token=self.token,
                 lock=self._scratch.lock,
             )
@@ -380,7 +382,9 @@ def _end(servers: Sequence[_Server]) -> None:
         time.sleep(0.01)
 
 
-def _environment(threads: int, platform: str, token: str) -> dict[str, str]:
+def _environment(
+    threads: int, platform: str, token: str, gpus: Sequence[str] = ()
+) -> dict[str, str]:
     """Return the servers' environment: ours with rlx on the path, thread pools and a token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     home = str(Path(next(iter(rlx.__path__))).parent)
@@ -388,7 +392,8 @@ def _environment(threads: int, platform: str, token: str) -> dict[str, str]:
     return {
         **os.environ,
         **dict.fromkeys(pools, str(threads)),
-        "JAX_PLATFORMS": platform,
+        "JAX_PLATFORMS": "cuda" if gpus else platform,
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         wire.TOKEN_VARIABLE: token,

@@ -43,6 +43,7 @@ from rlx.observe.jsonl import read_jsonl
 from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
+from rlx.run.allocate import allocated
 from rlx.run.inputs import as_json, has_servers, prepare
 from rlx.run.parts import Parts, build, disk_warning
 from rlx.run.room_options import sizes_of
@@ -90,7 +91,7 @@ def run(
       UserError: a config, inputs, servers or storage that cannot work. The failure that exhausted
         the rollouts' budget is raised as it was, with its traceback.
     """
-    config, workdir = config.copy_and_resolve_references(), Path(workdir)
+    config, workdir = allocated(config.copy_and_resolve_references()), Path(workdir)
     check(config)
     keep_freed_memory()
     trainers.library(config).set_up()

@@ -3,10 +3,12 @@
 JAX is imported only after it has answered in another process: a broken driver can hang it.
 """
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -17,6 +19,7 @@ from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
+from rlx.run.allocate import allocated, gpus, notes, share
 
 SEAMS = (  # keys of the config that may name a user's own code
     "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
@@ -39,6 +42,10 @@ def findings(
     if config is None:
         yield machine.check_shared_memory()
         return
+    if config.allocation_mode:
+        row, made = attempt("config", "allocation", partial(_dealt, config, devices), itemgetter(2))
+        yield row
+        config, devices, _ = made or (config, devices, "")
     sections = {
         "fleet": config.fleet,
         "teacher": config.teacher,
@@ -58,6 +65,23 @@ def findings(
     from rlx.run import config_checks
 
     yield from config_checks.check(config, workdir, devices)
+
+
+def _dealt(
+    config: ConfigDict, devices: machine.Devices | str
+) -> tuple[ConfigDict, machine.Devices | str, str]:
+    """Return what an allocation decides: the config, the trainer's devices, and both in words."""
+    translated = "".join(f"; {note}" for note in notes(config))
+    config = allocated(config)
+    dealt = share(config, gpus())
+    if dealt is None:
+        return config, devices, f"{config.allocation_mode}{translated}; no GPU here"
+    whose = [(f"server {i}", ids) for i, ids in enumerate(dealt.servers)]
+    whose.append(("trainer", dealt.trainer))
+    shown = "; ".join(f"{who}: GPU {', '.join(ids)}" for who, ids in whose)
+    if not isinstance(devices, str):
+        devices = dataclasses.replace(devices, count=len(dealt.trainer))
+    return config, devices, f"{config.allocation_mode}{translated}; {shown}"
 
 
 def plugged_in(config: ConfigDict) -> Iterator[Finding]:

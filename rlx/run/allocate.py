@@ -1,0 +1,120 @@
+"""Let `allocation_mode` decide a run's servers, trainer and mesh, and the GPUs that each sees."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from rlx.base import UserError
+from rlx.config import default
+from rlx.doctor import machine
+from rlx.launch import allocation
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class GpuShares(NamedTuple):
+    """Names of the GPUs that each server has, and of those the trainer has."""
+
+    servers: tuple[tuple[str, ...], ...]
+    trainer: tuple[str, ...]
+
+
+def allocated(config: ConfigDict, trains: bool = True) -> ConfigDict:
+    """Return a config with what its `allocation_mode` decides.
+
+    Args:
+      trains: whether there must be a trainer.
+
+    Raises:
+      UserError: the allocation cannot be read or run, or a key says otherwise.
+    """
+    if not (text := config.allocation_mode):
+        return config
+    parsed, usual = allocation.parse(text), default()
+    config = config.copy_and_resolve_references()
+    served = any(not part.trains for part in parsed.parts)
+    if served and config.fleet.addresses:
+        raise UserError(
+            f"allocation_mode={text} has servers to start and fleet.addresses names running ones; "
+            "leave one of them out"
+        )
+    if trains and not any(part.trains for part in parsed.parts):
+        raise UserError(
+            f"allocation_mode={text} has no trainer; add one, as {parsed.parts[0]}+jax:f1, or "
+            "evaluate by rlx.evaluate"
+        )
+    for key, value in allocation.settings(parsed).items():
+        section, _, name = key.rpartition(".")
+        place, before = (c[section] if section else c for c in (config, usual))
+        if place[name] not in (before[name], value):
+            raise UserError(
+                f"{key}={place[name]!r} contradicts allocation_mode={text}, which says {value!r}; "
+                "leave one of them out"
+            )
+        place[name] = value
+    config.allocation_mode = str(parsed)
+    return config
+
+
+def notes(config: ConfigDict) -> tuple[str, ...]:
+    """Return what of a config's allocation was translated."""
+    text = config.allocation_mode
+    return allocation.parse(text).notes if text else ()
+
+
+def share(config: ConfigDict, gpus: Sequence[str], processes: int = 1) -> GpuShares | None:
+    """Return who has which GPUs of this machine; None where all see what there is.
+
+    Args:
+      gpus: names of those there are, as CUDA_VISIBLE_DEVICES has them.
+      processes: of the trainer.
+
+    Raises:
+      UserError: there are too few, or more than this machine's would have to be dealt.
+    """
+    if not config.allocation_mode or not gpus:
+        return None
+    if processes > 1:
+        raise UserError(
+            f"allocation_mode={config.allocation_mode} deals the GPUs of one machine and the "
+            f"trainer has {processes} processes; give train.mesh and fleet.addresses in its place"
+        )
+    if config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm":
+        raise UserError(
+            f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "
+            "them by rlx.serve and give teacher.addresses"
+        )
+    parsed = allocation.parse(config.allocation_mode)
+    if any(part.on for part in parsed.parts):
+        raise UserError(
+            f"allocation_mode={config.allocation_mode} puts servers and trainer on the same GPUs, "
+            "which they cannot share yet; write + for |"
+        )
+    placed = allocation.place(parsed, {"this machine": range(len(gpus))})
+    names = [(one.part.trains, tuple(gpus[i] for _, i in one.gpus)) for one in placed]
+    servers = tuple(ids for trains, ids in names if not trains)
+    return GpuShares(servers, next((ids for trains, ids in names if trains), ()))
+
+
+def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the names of the GPUs that this process may use."""
+    if (given := environment.get(VISIBLE)) is not None:
+        return tuple(filter(None, given.replace(" ", "").split(",")))
+    return tuple(map(str, range(machine.nvidia_gpus())))
+
+
+@contextmanager
+def seen(names: Sequence[str]) -> Iterator[None]:
+    """Let this process see the GPUs of `names` alone; before anything in it looks for devices."""
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ",".join(names)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = before

@@ -1,0 +1,91 @@
+"""An allocation decides a run's keys, and which GPUs its servers and its trainer see."""
+
+import os
+import sys
+
+import pytest
+
+from configs import arithmetic
+from rlx.base import UserError
+from rlx.launch.local import CpuPlan, LocalServers
+from rlx.run import allocate
+from rlx.run.run_checks import findings
+
+DEALS = "jax:d2+jax:f4t2"
+
+
+def config_of(text: str, **changes):
+    config = arithmetic.get_config()
+    config.update_from_flattened_dict({"allocation_mode": text, **changes})
+    return config
+
+
+def test_it_sets_servers_trainer_and_mesh():
+    config = allocate.allocated(config_of("sglang:d2+fsdp:d4t2"))
+    assert (config.fleet.engine, config.fleet.num_servers) == ("vllm", 2)
+    assert (config.trainer, config.train.mesh) == ("jax", "fsdp:4,tensor:2")
+    assert allocate.allocated(config).to_dict() == config.to_dict()  # once more changes nothing
+    assert allocate.notes(config_of("sglang:d2+fsdp:d4")) == (
+        "sglang runs as vllm",
+        "fsdp runs as jax",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "words"),
+    [
+        (DEALS, {"train.mesh": "fsdp:8"}, "train.mesh='fsdp:8' contradicts"),
+        (DEALS, {"fleet.addresses": ("a:1",)}, "fleet.addresses names running ones"),
+        ("jax:d2", {}, "has no trainer; add one, as jax:d2"),
+        ("jax:d2t2+jax:f1", {}, "servers of 2 GPUs"),
+    ],
+)
+def test_what_contradicts_it_is_one_line(text, changes, words):
+    with pytest.raises(UserError, match=words):
+        allocate.allocated(config_of(text, **changes))
+
+
+def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0,GPU-9,GPU-8")
+    shares = allocate.share(config_of(DEALS), allocate.gpus())
+    assert shares.servers == (("7",), ("6",))
+    assert shares.trainer == ("5", "4", "3", "2", "1", "0", "GPU-9", "GPU-8")
+    with allocate.seen(shares.trainer):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(shares.trainer)
+    assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("7,6,5")
+    # Two real processes, which say what they see and end.
+    says = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['JAX_PLATFORMS'])"
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    servers = LocalServers(
+        tmp_path, workdir=tmp_path, num_servers=2, plan=CpuPlan(cores, (cores, cores)),
+        gpus=shares.servers, command=(sys.executable, "-c", says),
+    )  # fmt: skip
+    with servers, pytest.raises(UserError, match="ended at start"):
+        servers.wait()
+    logs = [(tmp_path / "logs" / f"server-{i}.log").read_text() for i in range(2)]
+    assert any(log.startswith(f"{gpu} cuda") for log, gpu in zip(logs, "76", strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "processes", "words"),
+    [
+        (DEALS, {}, 2, "the trainer has 2 processes"),
+        (DEALS, {"teacher.path": "t", "teacher.engine": "vllm"}, 1, "no GPU for the teacher"),
+        ("jax[a]:d2|jax[b]:f2", {}, 1, "write . for "),
+        ("jax:d2+jax:f9", {}, 1, "needs 11 GPUs"),
+    ],
+)
+def test_what_cannot_be_dealt_is_one_line(text, changes, processes, words):
+    with pytest.raises(UserError, match=words):
+        allocate.share(config_of(text, **changes), tuple("0123456789"), processes)
+    assert allocate.share(config_of(text, **changes), ()) is None  # no GPU
+
+
+def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    config = config_of("jax:d2+fsdp:d1")
+    rows = {row.name: row for row in findings(config, tmp_path, every_extra=False)}
+    assert rows["allocation"].found == (
+        "jax:d2+jax:f1; fsdp runs as jax; server 0: GPU 0; server 1: GPU 1; trainer: GPU 2"
+    )
+    assert rows["mesh"].level == "ok"
