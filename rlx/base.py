@@ -61,6 +61,8 @@ class Trajectory:
         distribution: log softmax(logits / temperature).
       versions: [T] int32; the policy version that produced each token, −1 where not sampled.
       reward: the trajectory's reward, before any shaping; finite.
+      turn_rewards: the return of each turn, in the order of `turn_ids`, where they are not all the
+        trajectory's reward: each lands on its own turn's tokens alone; (): `reward` on all.
       stop_reason: `stop` (end token or stop string) or `length` (budget exhausted).
       trajectory_id: unique in the run, `"{group_id}.{sample}"`.
       turn_ids: [T] int32; the turn each token belongs to, 0 for a single-turn workflow.
@@ -83,6 +85,12 @@ class Trajectory:
     prompt: str = ""
     completion: str = ""
     info: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+
+    @property
+    def run_id(self) -> str:
+        """The id of the sample, `"{group_id}.{sample}"`, that this is all or a part of."""
+        return ".".join(self.trajectory_id.split(".")[:2])
 
     @property
     def num_trained(self) -> int:
@@ -121,11 +129,16 @@ def malformed(trajectory: Trajectory) -> str | None:
     if len(shapes) != 1 or 0 in shapes:
         return f"per-token arrays have lengths {sorted(shapes)}; want one length of at least 1"
     if t.loss_mask[0]:
-        return (
-            "its first token is trained on, with nothing before it; want a prompt of at least 1 "
-            "token"
-        )
+        return "its first token is trained on; want a prompt of at least 1 token before it"
+    if t.turn_rewards and (turns := len(turn_starts(t))) != len(t.turn_rewards):
+        return f"it has {len(t.turn_rewards)} turn_rewards, turn_ids tell {turns} turns"
     return None
+
+
+def turn_starts(trajectory: Trajectory) -> np.ndarray:
+    """Return where turns with rewards of their own begin, [turns] int; [0] where there are none."""
+    turns = trajectory.turn_ids if trajectory.turn_rewards else None
+    return np.array([0]) if turns is None else np.flatnonzero(np.diff(turns, prepend=turns[0] - 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

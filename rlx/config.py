@@ -65,7 +65,7 @@ def default() -> ConfigDict:
     c.reward.model.num_servers = 1  # how many to start, where there are no addresses
     c.agents = ConfigDict()  # their processes; reward.workers is how many
     c.agents.turn_discount = 1.0  # of the reward of a conversation's next completion, for one
-    c.agents.individual = False  # a trajectory for each completion, not for each conversation
+    c.agents.export = "tree"  # rows of a run: tree | concat | individual, see docs/agents.md
     c.agents.block_seconds = 300.0  # an agent may block its process's event loop
     c.agents.process_per_run = False  # no run sees another's key; reward.workers runs at once
     for workers in (c.reward, c.agents):
@@ -273,6 +273,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"rollout.max_failure_rate={config.rollout.max_failure_rate} must be in [0, 1]; 1: "
             "no failures end a run, 0: the first one does"
         )
+    _choice(config, "agents.export", ("tree", "concat", "individual"))
     if not 0 <= config.agents.turn_discount <= 1:
         raise UserError(f"agents.turn_discount={config.agents.turn_discount} must be in [0, 1]")
     if config.reward.timeout_seconds <= 0:

@@ -1,9 +1,14 @@
 """Makes trajectories of what an agent was answered and of its rewards. Pure.
 
-A conversation is a chain: each prompt begins with all the tokens before it, sampled ones included.
-A number is the reward of the whole run: one trajectory a chain, its observations masked off. With
-rewards by completion each completion is a trajectory of its own (AReaL's individual export), so
-that its reward lands on its own tokens.
+The completions of a run are a forest: a prompt that begins with all the tokens of an earlier one,
+sampled ones included, goes on from it. Each completion has a return, and rows are made of them in
+one of three forms:
+
+    tree        each completion is trained on once, with its own return: a conversation is one row,
+                and where two go on from one place, the second repeats the beginning untrained
+    concat      a row for each conversation from its beginning to its end, with the return of the
+                end on every completion in it: a common beginning is trained on in each
+    individual  a row for each completion
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +22,30 @@ from rlx.base import Group, Trajectory, UserError
 from rlx.rollout.workflows import joined
 
 
-def chains(interactions: Sequence[Interaction]) -> list[list[int]]:
-    """Return the conversations of a run, as numbers of its interactions in order.
+def turn_returns(
+    interactions: Sequence[Interaction], value: float | Mapping[str, float], discount: float
+) -> list[float]:
+    """Return the return R_i of each completion, along the conversations, in whatever order.
 
-    Where two go on from the same place, the first has the common beginning and the second
-    begins anew, so that every completion is in one chain.
+        rewards by completion  R_i = r_i + γ·Σ R_c over the completions c that go on from i
+        a number r             R_i = γ^h·r, h the most completions that come after i in one line
+
+    A reward that several choices of one request share counts once for what came before.
     """
+    rewards = [0.0] * len(interactions)
+    if isinstance(value, Mapping):
+        rewards = [float(value.get(i.completion_id, 0.0)) for i in interactions]
+    found, heights = list(rewards), [0] * len(interactions)
+    for k in reversed(range(len(interactions))):  # a parent was finished before it was gone on from
+        made, parent = interactions[k], interactions[k].parent
+        if parent is not None:
+            found[parent] += discount * (found[k] - (rewards[k] if made.choice else 0.0))
+            heights[parent] = max(heights[parent], heights[k] + 1)
+    return found if isinstance(value, Mapping) else [discount**h * float(value) for h in heights]
+
+
+def _chains(interactions: Sequence[Interaction]) -> list[list[int]]:
+    """Return lines with each completion in one: of those that go on from one, the first does so."""
     found: list[list[int]] = []
     for number, interaction in enumerate(interactions):
         chain = next((c for c in found if c[-1] == interaction.parent), None)
@@ -33,6 +56,24 @@ def chains(interactions: Sequence[Interaction]) -> list[list[int]]:
     return found
 
 
+def _paths(interactions: Sequence[Interaction]) -> list[list[int]]:
+    """Return the line from the beginning to each completion that nothing goes on from."""
+    paths: list[list[int]] = []
+    for number, interaction in enumerate(interactions):
+        before = [] if interaction.parent is None else paths[interaction.parent]
+        paths.append([*before, number])
+    parents = {interaction.parent for interaction in interactions}
+    return [path for number, path in enumerate(paths) if number not in parents]
+
+
+_LINES = {
+    "tree": _chains,
+    "concat": _paths,
+    "individual": lambda interactions: [[k] for k in range(len(interactions))],
+}
+EXPORTS = tuple(_LINES)
+
+
 def of_run(
     interactions: Sequence[Interaction],
     value: float | Mapping[str, float],
@@ -40,7 +81,7 @@ def of_run(
     *,
     agent: str = "",
     turn_discount: float = 1.0,
-    individual: bool = False,
+    export: str = "tree",
 ) -> list[Trajectory]:
     """Return the trajectories of one run.
 
@@ -49,34 +90,37 @@ def of_run(
       value: a reward for the run, or rewards by completion id; completions without one get 0.
       run_id: `"{group_id}.{sample}"`; the only trajectory's id, several have it with `.0`, `.1`, ….
       agent: a name for statistics.
-      turn_discount: γ, in [0, 1], of R_i = r_i + γ·R_{i+1} along a conversation, for rewards by
-        completion.
-      individual: make one trajectory per completion for a number too, which is then the r of the
-        last one.
+      turn_discount: γ of `turn_returns`, in [0, 1].
+      export: one of EXPORTS, see the top of this file.
 
     Returns:
-      In the order of the conversations; `info["run_reward"]` is `outcome(…)` in each.
+      In the order of the completions; `info["run_reward"]` is `outcome(…)` in each.
     """
     info = {
         "run_reward": outcome(interactions, value),
         "interactions": float(len(interactions)),
         "tool_calls": float(sum(i.tool_calls for i in interactions)),
     }
-    every: list[tuple[list[Interaction], int, float]] = []  # turns, number of the first, reward
-    for chain in chains(interactions):
-        turns = [interactions[k] for k in chain]
-        if isinstance(value, Mapping) or individual:
-            rewards = _returns(turns, value, turn_discount)
-            every += [([turn], k, rewards[k]) for k, turn in enumerate(turns)]
-        else:
-            every.append((turns, 0, float(value)))
-    several = len(every) > 1
-    return [
-        _trajectory(
-            turns, first, reward, f"{run_id}.{k}" if several else run_id, agent=agent, info=info
+    returns = turn_returns(interactions, value, turn_discount)
+    depths: list[int] = []
+    for interaction in interactions:
+        depths.append(0 if interaction.parent is None else depths[interaction.parent] + 1)
+    found: list[Trajectory] = []
+    for line in (lines := _LINES[export](interactions)):
+        own = tuple(returns[k] for k in line)
+        if export == "concat":
+            own = own[-1:]
+        made = _trajectory(
+            [interactions[k] for k in line],
+            depths[line[0]],
+            reward=own[0],
+            trajectory_id=run_id if len(lines) == 1 else f"{run_id}.{len(found)}",
+            agent=agent,
+            info=info,
+            turn_rewards=own if len(set(own)) > 1 else (),
         )
-        for k, (turns, first, reward) in enumerate(every)
-    ]
+        found.append(made)
+    return found
 
 
 def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> float:
@@ -112,7 +156,7 @@ def samples(group: Group, count: int) -> list[list[Trajectory]]:
     Raises:
       UserError: the workflow gave another number of samples.
     """
-    found = [list(own) for _, own in groupby(group.trajectories, _sample_of)]
+    found = [list(own) for _, own in groupby(group.trajectories, lambda t: t.run_id)]
     if len(found) != count:
         raise UserError(
             f"the workflow gave {len(found)} samples where n={count} were asked for; its "
@@ -145,44 +189,12 @@ def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
     return {**found, "completion": words, "turns": texts}
 
 
-def _sample_of(trajectory: Trajectory) -> tuple[str, ...]:
-    return tuple(trajectory.trajectory_id.split(".")[:2])
-
-
-def _returns(
-    turns: Sequence[Interaction], value: float | Mapping[str, float], discount: float
-) -> list[float]:
-    if isinstance(value, Mapping):
-        rewards = [float(value.get(turn.completion_id, 0.0)) for turn in turns]
-    else:
-        rewards = [0.0] * (len(turns) - 1) + [float(value)]
-    for k in reversed(range(len(turns) - 1)):
-        rewards[k] += discount * rewards[k + 1]
-    return rewards
-
-
-def _trajectory(
-    turns: Sequence[Interaction],
-    first: int,
-    reward: float,
-    trajectory_id: str,
-    *,
-    agent: str,
-    info: Mapping[str, float],
-) -> Trajectory:
+def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Trajectory:
     """Return one sequence; `first` is the number of its first turn in its conversation."""
     before = [0, *(len(t.prompt_tokens) + len(t.completion.tokens) for t in turns)]
     new = [
         (t.prompt_tokens[length:], t.completion) for t, length in zip(turns, before, strict=False)
     ]
     last, begun = turns[-1], turns[0].prompt_text
-    return joined(
-        new,
-        reward,
-        trajectory_id,
-        first,
-        agent=agent,
-        prompt=begun,
-        completion=last.text if len(turns) == 1 else last.whole[len(begun) :],
-        info=info,
-    )
+    said = last.text if len(turns) == 1 else last.whole[len(begun) :]
+    return joined(new, first=first, prompt=begun, completion=said, **fields)

@@ -40,7 +40,7 @@ class AgentOptions:
     Attributes:
       system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
       workers: number of processes; one serves many runs as long as they wait rather than compute.
-      turn_discount, individual: see `trajectories.of_run`.
+      turn_discount, export: see `trajectories.of_run`.
       block_seconds: how long an agent may block its process's event loop.
       limits: of each process.
       process_per_run: give each run its own process, so that none sees another's key; `workers` at
@@ -51,7 +51,7 @@ class AgentOptions:
     question_key: str = "question"
     workers: int = 1
     turn_discount: float = 1.0
-    individual: bool = False
+    export: str = "tree"
     block_seconds: float = 300.0
     limits: WorkerLimits = NO_LIMITS
     process_per_run: bool = False
@@ -62,7 +62,7 @@ class AgentOptions:
         agents = config.agents
         return cls(
             config.data.system_prompt, config.data.question_key, config.reward.workers,
-            agents.turn_discount, agents.individual, agents.block_seconds, WorkerLimits.of(agents),
+            agents.turn_discount, agents.export, agents.block_seconds, WorkerLimits.of(agents),
             agents.process_per_run,
         )  # fmt: skip
 
@@ -196,7 +196,7 @@ class AgentWorkflow:
                     run_id,
                     agent=self.agent,
                     turn_discount=self._options.turn_discount,
-                    individual=self._options.individual,
+                    export=self._options.export,
                 )
             except Displaced:
                 continue

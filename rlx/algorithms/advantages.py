@@ -28,7 +28,8 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     Args:
       flat: loss_mask [F] bool; sequence_ids [F] int32, trajectories contiguous; rewards [N] f32;
         group_ids [N] int; truncated [N] bool; valid [N] bool (false for padding);
-        behaviour_logprobs [F] f32. Optional: proximal_logprobs, reference_logprobs, values
+        behaviour_logprobs [F] f32. Optional: run_ids [N] int, equal for the parts of one run, which
+        count together as one in its group; proximal_logprobs, reference_logprobs, values
         (V of the state in which token t was chosen), each [F] f32; bootstrap_values [N] f32
         (V of the state after the last token); kl_coefficient, f32 scalar, else the algorithm's;
         for peers=agent agent_ids [N] int, for peers=turn turn_ids [F] int.
@@ -60,6 +61,7 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     inputs = AdvantageInputs(
         rewards=shaped, group_ids=peers_N, valid=valid, truncated=flat["truncated"],
         sequence_ids=ids, mask=mask, kl_rewards=kl_rewards, values=values, bootstrap=after_end,
+        run_ids=flat.get("run_ids"),
     )  # fmt: skip
     known = mask
     if algorithm.advantage_function is None:
@@ -135,19 +137,31 @@ def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> A
     return lib.clip(scaled, -algorithm.reward_clip, algorithm.reward_clip)
 
 
+def shares(valid: Array, ids: Array | None) -> Array:
+    """Return 1 / the valid entries of the same id, [K] float32; 0 where not valid. None: 1."""
+    ops = ops_of(valid)
+    counted = ops.float32(valid)
+    if ids is None:
+        return counted
+    index = ops.dense_ranks(ids)
+    return counted / ops.lib.clip(_total(counted, index, counted), 1.0, None)
+
+
 def standardise(
-    x: Array, group_ids: Array, valid: Array, *, mean: str, std: str, leave_one_out: bool = False
-) -> Array:
+    x: Array, group_ids: Array, valid: Array, *, mean: str, std: str, leave_one_out: bool = False,
+    run_ids: Array | None = None,
+) -> Array:  # fmt: skip
     """Standardise x over the valid entries of each group, of the batch, or not at all.
 
         (x − μ) / (σ + 1e-5), or for std=mean (x − μ) / μ (2602.02710), 0 where μ ≤ 1e-5
 
     σ is the unbiased deviation, 1 where there is a single entry; without std there is no division
-    at all. A leave-one-out μ is (Σ − x_i)/(n − 1), 0 where n = 1. Sums are two-pass around a
-    member of the group, so that equal entries give exactly 0, not rounding noise over 1e-5.
+    at all. A leave-one-out μ is that of the other runs, 0 where there are none. Sums are two-pass
+    around a member of the group: equal entries give exactly 0, not rounding noise over 1e-5.
 
     Args:
-      x: [K] float32. group_ids: [K] int, any values. valid: [K] bool.
+      x: [K] float32. group_ids: [K] int, any values. valid: [K] bool. run_ids: [K] int; n entries
+        of one run in a group count 1/n each, and the run as one; None: each entry is a run.
       mean, std: group | batch | none; std also mean, the one taken off.
 
     Returns:
@@ -157,6 +171,8 @@ def standardise(
     ops = ops_of(x)
     lib = ops.lib
     x = lib.where(valid, x, 0.0)
+    runs = None if run_ids is None else _pairs(group_ids, run_ids)
+    weight = shares(valid, runs)
     peers: dict[str, Array | None] = {"batch": None, "none": None, "group": None}
     choose("reward_mean or advantage_mean", mean, peers)
     choose("reward_std or advantage_std", std, {**peers, "mean": None})
@@ -164,48 +180,50 @@ def standardise(
         peers["group"] = ops.dense_ranks(group_ids)
     out = x
     if mean != "none":
-        centred, n = _centre(x, peers[mean], valid)
+        centred, n = _centre(x, peers[mean], weight)
         out = centred
         if leave_one_out:
-            out = lib.where(n > 1, centred * (n / lib.clip(n - 1, 1, None)), x)
+            own = centred if runs is None else _total(centred, ops.dense_ranks(runs), weight)
+            out = lib.where(n > 1, centred + own / lib.clip(n - 1, 1, None), x)
     if std == "mean":
         centre = x - out
         out = lib.where(centre > EPS, out / lib.where(centre > EPS, centre, 1.0), 0.0)
     elif std != "none":
-        centred, n = _centre(x, peers[std], valid)
-        variance = _mean(centred**2, n, peers[std], valid) * (n / lib.clip(n - 1, 1, None))
+        centred, n = _centre(x, peers[std], weight)
+        variance = _mean(centred**2, n, peers[std], weight) * (n / lib.clip(n - 1, 1, None))
         sigma = lib.where(n > 1, lib.sqrt(variance), 1.0)
         out = out / (sigma + EPS)
     return lib.where(valid, out, 0.0)
 
 
-def _centre(x: Array, index: Array | None, valid: Array) -> tuple[Array, Array]:
-    """Return x minus its peers' mean, and how many they are, [K] each.
+def _centre(x: Array, index: Array | None, weight: Array) -> tuple[Array, Array]:
+    """Return x minus its peers' mean, and how many runs they are, [K] each.
 
-    Peers are the valid entries of equal index; all of them when index is None.
+    Peers are the entries of equal index and weight > 0; all of them when index is None.
     """
     ops = ops_of(x)
-    lib, n = ops.lib, _total(ops.lib.ones_like(x), index, valid)
+    lib, valid = ops.lib, weight > 0
+    n = lib.round(_total(ops.lib.ones_like(x), index, weight))  # three thirds may be less than one
     candidates = lib.where(valid, x, lib.inf)
     if index is None:
         least = candidates.min()
     else:
         least = ops.segment_min(candidates, index, x.shape[0])[index]
     x = x - lib.where(valid, least, 0.0)  # exact zeros where all are equal
-    return x - _mean(x, n, index, valid), n
+    return x - _mean(x, n, index, weight), n
 
 
-def _mean(x: Array, n: Array, index: Array | None, valid: Array) -> Array:
-    """Return the mean of each entry's n valid peers, [K]; a second pass corrects the rounding."""
+def _mean(x: Array, n: Array, index: Array | None, weight: Array) -> Array:
+    """Return the mean of each entry's n peers, [K]; a second pass corrects the rounding."""
     n = ops_of(n).lib.clip(n, 1, None)
-    first = _total(x, index, valid) / n
-    return first + _total(x - first, index, valid) / n
+    first = _total(x, index, weight) / n
+    return first + _total(x - first, index, weight) / n
 
 
-def _total(x: Array, index: Array | None, valid: Array) -> Array:
-    """Return the sum over each entry's valid peers, [K]."""
+def _total(x: Array, index: Array | None, weight: Array) -> Array:
+    """Return the weighted sum over each entry's peers, [K]."""
     ops = ops_of(x)
-    x = ops.lib.where(valid, x, 0.0)
+    x = ops.lib.where(weight > 0, weight * x, 0.0)
     if index is None:
         return ops.lib.broadcast_to(x.sum(), x.shape)
     return ops.segment_sum(x, index, x.shape[0])[index]
@@ -292,7 +310,7 @@ def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array
     """
     normalised = standardise(
         inputs.rewards, inputs.group_ids, inputs.valid, mean=algorithm.reward_mean,
-        std=algorithm.reward_std, leave_one_out=algorithm.leave_one_out,
+        std=algorithm.reward_std, leave_one_out=algorithm.leave_one_out, run_ids=inputs.run_ids,
     )  # fmt: skip
     rewards = inputs.kl_rewards + token_rewards(normalised, inputs.mask, inputs.sequence_ids)
     given = inputs.values, inputs.mask, inputs.sequence_ids, inputs.bootstrap

@@ -169,8 +169,9 @@ def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float
 
 
 def loss_weights(
-    loss_mask: Array, sequence_ids: Array, group_ids_N: Array, algorithm: Algorithm
-) -> tuple[Array, Array]:
+    loss_mask: Array, sequence_ids: Array, group_ids_N: Array, algorithm: Algorithm,
+    run_ids_N: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Return per-token weights and the denominator of a minibatch: its loss is Σ weight·ℓ / den.
 
         token_mean                1 / trained tokens
@@ -179,14 +180,16 @@ def loss_weights(
         constant                  1 / (sequences · constant_length) (2503.20783)
         prompt_mean               1 / n_prompt / prompts (2510.13786)
 
-    n_seq and n_prompt are the trained tokens of the token's sequence and prompt. Sequences and
+    n_seq and n_prompt are the trained tokens of the token's sequence and prompt; the parts of one
+    run, which have one id in `run_ids_N`, are one sequence here. Sequences and
     prompts without a trained token do not count. Weight control later on changes no denominator.
     Losses on pairs have these weights and are divided by the number of pairs.
 
     Args:
       loss_mask: bool, any shape (flat or rows), true for this minibatch's trained tokens.
       sequence_ids: same shape, int32 in [0, N); N or more for padding.
-      group_ids_N: [N] int, the prompt of each sequence.
+      group_ids_N: [N] int, the prompt of each sequence. run_ids_N: [N] int in [0, N); None: all
+        differ.
 
     Returns:
       weights, float32 of loss_mask's shape, 0 where not trained; denominator, float32 scalar, ≥ 1.
@@ -194,9 +197,10 @@ def loss_weights(
     same_shape(loss_mask, sequence_ids)
     ops = ops_of(loss_mask)
     lib, mask, size = ops.lib, ops.float32(loss_mask), group_ids_N.shape[0]
-    per_sequence = ops.segment_sum(mask.reshape(-1), sequence_ids.reshape(-1), size)
+    parts = ops.segment_sum(mask.reshape(-1), sequence_ids.reshape(-1), size)
+    runs = ops.row_index(parts)[:, 0] if run_ids_N is None else run_ids_N
     prompts = ops.dense_ranks(group_ids_N)
-    per_prompt = ops.segment_sum(per_sequence, prompts, size)
+    per_sequence, per_prompt = (ops.segment_sum(parts, ids, size) for ids in (runs, prompts))
     num_sequences, num_prompts = (lib.sum(x > 0) for x in (per_sequence, per_prompt))
 
     def shared(sizes: Array) -> Array:
@@ -204,7 +208,7 @@ def loss_weights(
 
     table = {
         "token_mean": lambda: (mask, lib.sum(mask)),
-        "sequence_mean_token_mean": lambda: (shared(per_sequence), num_sequences),
+        "sequence_mean_token_mean": lambda: (shared(per_sequence[runs]), num_sequences),
         "sequence_mean_token_sum": lambda: (mask, num_sequences),
         "constant": lambda: (mask, num_sequences * algorithm.constant_length),
         "prompt_mean": lambda: (shared(per_prompt[prompts]), num_prompts),

@@ -49,6 +49,7 @@ class AdvantageInputs(Generic[T]):
     kl_rewards: T  # [F] float32, the penalty of KL in the reward; else 0
     values: T  # [F] float32, the critic's; else 0
     bootstrap: T  # [N] float32, V after the end of what length cut off; else 0
+    run_ids: T | None = None  # [N] int; equal for the parts of one run; None: each is a run
 
 
 def own_advantage(inputs: AdvantageInputs[T], algorithm: Algorithm) -> T:

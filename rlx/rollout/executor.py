@@ -379,7 +379,7 @@ class Executor:
 
     def _finish(self, ticket: Ticket, group: Group) -> None:
         """Accept or reject a finished group."""
-        rewards = {trajectory.reward for trajectory in group.trajectories}
+        rewards = {r for t in group.trajectories for r in t.turn_rewards or (t.reward,)}
         with self._changed:
             self._leave(ticket)
             self._window.add(False)

@@ -99,8 +99,9 @@ def _wrong(group: Any, task: Task, max_tokens: int) -> str:
 
 def _unfit(trajectory: Trajectory, max_tokens: int) -> str:
     """Return why a trajectory cannot be trained on; empty where it can."""
-    if found := reward_pool.problem(trajectory.reward):
-        return f"the reward {found}"
+    given = (trajectory.reward, *trajectory.turn_rewards)
+    if wrong := [found for reward in given if (found := reward_pool.problem(reward))]:
+        return f"the reward {wrong[0]}"
     for name in (*_ARRAYS, *(each for each in _OPTIONAL if getattr(trajectory, each) is not None)):
         if not isinstance(array := getattr(trajectory, name), np.ndarray) or array.ndim != 1:
             return f"{name} that are no array of one dimension: {str(array)[:60]!r}"

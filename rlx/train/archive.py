@@ -85,6 +85,7 @@ def _describe_group(group: Group) -> dict:
                 "prompt": t.prompt,
                 "completion": t.completion,
                 "info": {key: float(value) for key, value in t.info.items()},
+                "turn_rewards": list(t.turn_rewards),
             }
             for t in group.trajectories
         ],
@@ -115,6 +116,7 @@ def _put_together(arrays: dict[str, np.ndarray], described: Mapping[str, Any]) -
         for fields in group["trajectories"]:
             start, end = (ends[index - 1] if index else 0), ends[index]
             own: dict[str, Any] = {name: values[start:end] for name, values in arrays.items()}
+            own["turn_rewards"] = tuple(fields.pop("turn_rewards", ()))
             for name in fields.pop("has"):
                 own[name] = optional[name][taken[name] : taken[name] + end - start]
                 taken[name] += end - start

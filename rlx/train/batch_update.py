@@ -102,9 +102,6 @@ class BatchUpdate:
         objective.require(groups, flat, algorithm)
         parts = packing.minibatch_ids(flat, minibatches)
         plans, packed = zip(*(self._pack(flat, ids) for ids in parts), strict=True)
-        minibatch_of = np.full(len(flat.sequences["valid"]), -1, np.int32)
-        for index, ids in enumerate(parts):
-            minibatch_of[ids] = index
         batches, size = [b for part in packed for b in part], len(flat.tokens["tokens"])
         arrays = self._put(flat.arrays())
         if algorithm.needs_proximal_pass(len(parts)):
@@ -116,7 +113,12 @@ class BatchUpdate:
             arrays["values"], arrays["values_after"] = self._on_flat_axis(
                 batches, size, 2, lambda b: self._values_of(state.critic, b)
             )
-        return flat, plans, packed, self._prepare(state, arrays, minibatch_of, len(parts))
+        return (
+            flat,
+            plans,
+            packed,
+            self._prepare(state, arrays, flat.minibatch_of(parts), len(parts)),
+        )
 
     def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
         """Train on a batch of groups; return the new state and lazy `Metrics`; see the contract.
@@ -152,7 +154,7 @@ class BatchUpdate:
             made, divided, whole = self._to_host((results, denominators, sums))
             return {
                 **step_metrics.device_metrics(
-                    made, divided, whole, flat.num_sequences,
+                    made, divided, whole, flat.num_runs,
                     lambda updates: rate_at(o.optimizer, o.policy_updates, updates, np),
                 ),
                 **known,

@@ -7,7 +7,7 @@ Imports neither library.
 from collections.abc import Callable, Mapping, Sequence
 
 from rlx.algorithms import losses, supervised
-from rlx.algorithms.advantages import advantages, next_trained
+from rlx.algorithms.advantages import advantages, next_trained, shares
 from rlx.algorithms.algorithm import Algorithm
 from rlx.algorithms.array_ops import Array, ops_of
 from rlx.base import Group, UserError
@@ -76,7 +76,9 @@ def prepare(
     divisors = []
     for index in range(num_minibatches):
         part = mask & (part_of == index)
-        own, denominator = losses.loss_weights(part, ids, flat["group_ids"], algorithm)
+        own, denominator = losses.loss_weights(
+            part, ids, flat["group_ids"], algorithm, flat.get("run_ids")
+        )
         if algorithm.second_moment:
             log_weight = flat["behaviour_logprobs"] - flat["proximal_logprobs"]
             kept = losses.within_second_moment(log_weight, part, algorithm.second_moment)
@@ -89,9 +91,10 @@ def prepare(
     for name in ("proximal_logprobs", "reference_logprobs", "values"):
         if name in flat:
             per_token[name] = flat[name]
+    weight = shares(flat["valid"], flat.get("run_ids"))
     sums = {
-        "task_reward": lib.sum(lib.where(flat["valid"], flat["rewards"], 0.0)),
-        "shaped_reward": lib.sum(out["shaped_rewards"]),
+        "task_reward": lib.sum(lib.where(flat["valid"], weight * flat["rewards"], 0.0)),
+        "shaped_reward": lib.sum(weight * out["shaped_rewards"]),
         "kl_reward": lib.sum(out["kl_rewards"]),
         "n_nonfinite_kl": out["nonfinite_kl"],
         "n_left_out": lib.sum(flat["loss_mask"] & ~trained),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group, UserError, malformed
+from rlx.base import Group, UserError, malformed, turn_starts
 
 Arrays = dict[str, np.ndarray]
 
@@ -35,10 +35,12 @@ class FlatBatch:
         padded number of sequences itself marks padding), `versions` int32, `loss_mask` bool,
         `behaviour_logprobs` float32; where the trajectories have them `turn_ids` int32 and
         `reference_logprobs` float32.
-      sequences: per-sequence arrays [N_padded]: `rewards` float32, `group_ids` int32 (dense, from 0
-        in order of the groups; padding has the last group's id + 1), `agent_ids` int32 (dense),
-        `truncated`, `valid` bool.
-      starts, sizes: [N] int64; where each real sequence begins on F, and its tokens.
+      sequences: arrays [N_padded] of what has a reward, a trajectory or a turn with its own, end to
+        end as `sequence_ids` has them: `rewards` float32, `group_ids`, `run_ids` int32 (dense, from
+        0 in order; padding has the last one's id + 1), `agent_ids` int32 (dense), `truncated`,
+        `valid` bool.
+      starts, sizes, groups: of each trajectory where it begins on F, its tokens, its group; int64.
+      owners: [N] int64; the trajectory of each that has a reward.
       num_groups: how many groups there are.
     """
 
@@ -46,11 +48,18 @@ class FlatBatch:
     sequences: Arrays
     starts: np.ndarray
     sizes: np.ndarray
+    groups: np.ndarray
+    owners: np.ndarray
     num_groups: int
 
     @property
     def num_sequences(self) -> int:
+        """Trajectories, of however many rewards."""
         return len(self.sizes)
+
+    @property
+    def num_runs(self) -> int:
+        return int(self.sequences["run_ids"][: len(self.owners)].max(initial=-1)) + 1
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +68,20 @@ class FlatBatch:
 
     def pairs(self, ids: np.ndarray) -> np.ndarray:
         """Return which of these sequences share a group: [N'] int64 from 0, in their order."""
-        return np.unique(self.sequences["group_ids"][ids], return_inverse=True)[1]
+        return np.unique(self.groups[ids], return_inverse=True)[1]
+
+    def minibatch_of(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the minibatch of each of `sequences`, [N_padded] int32, −1 at padding.
+
+        Args:
+          parts: the trajectories of each minibatch, see `minibatch_ids`.
+        """
+        own = np.empty(self.num_sequences, np.int32)
+        for index, ids in enumerate(parts):
+            own[ids] = index
+        out = np.full(len(self.sequences["valid"]), -1, np.int32)
+        out[: len(self.owners)] = own[self.owners]
+        return out
 
     def arrays(self) -> Arrays:
         """Return all that advantages are computed from, in one dict."""
@@ -115,7 +137,10 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
             raise ValueError(f"trajectory {t.trajectory_id}: {wrong}")
     sizes = np.array([len(t.tokens) for t in trajectories], np.int64)
     starts = np.cumsum(sizes) - sizes
-    num_tokens, count = int(sizes.sum()), len(sizes)
+    begins = [turn_starts(t) for t in trajectories]
+    owners = np.repeat(np.arange(len(sizes)), np.array([len(own) for own in begins], int))
+    beginnings = np.concatenate([np.zeros(0, np.int64), *begins]) + starts[owners]
+    num_tokens, count = int(sizes.sum()), len(owners)
     flat = power_of_two(num_tokens, MIN_FLAT)
     padded = power_of_two(count, MIN_SEQUENCES)
 
@@ -127,7 +152,9 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         return out
 
     sequence_ids = np.full(flat, padded, np.int32)
-    sequence_ids[:num_tokens] = np.repeat(np.arange(count), sizes)
+    sequence_ids[:num_tokens] = np.repeat(
+        np.arange(count), np.diff(beginnings, append=num_tokens).astype(np.int64)
+    )
     positions = np.zeros(flat, np.int32)
     positions[:num_tokens] = np.arange(num_tokens) - np.repeat(starts, sizes)
     tokens = {
@@ -147,20 +174,24 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         out[:count] = values
         return out
 
+    rewards = [r for t in trajectories for r in t.turn_rewards or (t.reward,)]
+    cut = np.array([t.truncated for t in trajectories], bool)[owners]
+    group_of = np.repeat(
+        np.arange(len(groups)), np.array([len(g.trajectories) for g in groups], int)
+    )
+    runs: dict[tuple[int, str], int] = {}
+    ids = [(i, t.run_id) for i, g in enumerate(groups) for t in g.trajectories]
+    run_of = np.array([runs.setdefault(each, len(runs)) for each in ids], np.int64)
+    agents = np.unique([t.agent for t in trajectories], return_inverse=True)[1]
     sequences = {
-        "rewards": per_sequence([t.reward for t in trajectories], np.float32, 0.0),
-        "group_ids": per_sequence(
-            np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
-            np.int32,
-            len(groups),
-        ),
-        "agent_ids": per_sequence(
-            np.unique([t.agent for t in trajectories], return_inverse=True)[1], np.int32, 0
-        ),
-        "truncated": per_sequence([t.truncated for t in trajectories], bool, False),
+        "rewards": per_sequence(rewards, np.float32, 0.0),
+        "group_ids": per_sequence(group_of[owners], np.int32, len(groups)),
+        "run_ids": per_sequence(run_of[owners], np.int32, len(runs)),
+        "agent_ids": per_sequence(agents[owners], np.int32, 0),
+        "truncated": per_sequence(cut & (np.diff(owners, append=-1) != 0), bool, False),
         "valid": per_sequence(True, bool, False),
     }
-    return FlatBatch(tokens, sequences, starts, sizes, len(groups))
+    return FlatBatch(tokens, sequences, starts, sizes, group_of, owners, len(groups))
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
@@ -436,6 +467,5 @@ def minibatch_ids(flat: FlatBatch, count: int) -> list[np.ndarray]:
     Returns:
       Index arrays into the real sequences.
     """
-    groups = flat.sequences["group_ids"][: flat.num_sequences]
     parts = np.array_split(np.arange(flat.num_groups), min(count, flat.num_groups))
-    return [np.flatnonzero(np.isin(groups, part)) for part in parts]
+    return [np.flatnonzero(np.isin(flat.groups, part)) for part in parts]

@@ -60,7 +60,7 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
         "n_microbatches": sum(len(plan.shapes) for plan in plans),
         "avg_seq_len": flat.num_tokens / count,
         "avg_prompt_len": float(prompt.mean()),
-        "no_eos_ratio": float(flat.sequences["truncated"][:count].mean()),
+        "no_eos_ratio": float(flat.sequences["truncated"].sum()) / count,
         "pad_ratio": 1 - flat.num_tokens / padded,
         "row_length": max(plan.row_length for plan in plans),
         **info_means(t for group in groups for t in group.trajectories),
@@ -92,12 +92,12 @@ def device_metrics(
     minibatches: Sequence[Mapping[str, Any]],
     denominators: Any,
     sums: Mapping[str, Any],
-    num_sequences: int,
+    num_runs: int,
     schedule: Callable[[Any], Any],
 ) -> dict[str, float]:
     """Return metrics of the sums that the device made, which are on the host by now.
 
-    task_reward: mean reward as the environment gave it. kl_reward: mean per trained token.
+    task_reward: mean over the runs, as the environment gave it. kl_reward: mean per trained token.
     n_left_out: tokens that a filter (overlong_filter, M2PO) took out. kl_coefficient: β.
     final_reward: mean of the shaped reward and the summed KL penalty. grad_norm: mean over the
     minibatches, before clipping. lag_kl: of the first minibatch (`losses.lag_stats`). The rest as
@@ -118,9 +118,9 @@ def device_metrics(
     return {
         **metrics,
         **critic,
-        "task_reward": float(sums["task_reward"]) / num_sequences,
+        "task_reward": float(sums["task_reward"]) / num_runs,
         "kl_reward": penalty / max(total["n_valid_tokens"], 1.0),
-        "final_reward": (shaped + penalty) / num_sequences,
+        "final_reward": (shaped + penalty) / num_runs,
         "n_nonfinite_kl": float(sums["n_nonfinite_kl"]),
         "n_left_out": float(sums["n_left_out"]),
         "kl_coefficient": float(sums["kl_coefficient"]),

@@ -103,15 +103,13 @@ def test_the_tutorials_agent_works_that_gives_no_key(shared):
     assert [t.reward for g in groups for t in g.trajectories] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_rewards_by_completion_make_a_trajectory_each(shared, agents):
+def test_rewards_by_completion_are_each_on_a_turn_of_its_own(shared, agents):
     (group,) = shared.run.rollout_batch(rows_of("Credits")[:1], n=2, timeout=60)
     number = group.group_id
-    assert [t.trajectory_id for t in group.trajectories] == [
-        f"{number}.{run}.{part}" for run in range(2) for part in range(3)
-    ]
-    assert [t.reward for t in group.trajectories[:3]] == [1.25, 1.0, 1.0]
+    assert [t.trajectory_id for t in group.trajectories] == [f"{number}.0", f"{number}.1"]
+    assert [t.turn_rewards for t in group.trajectories] == [(1.25, 1.0, 1.0)] * 2
     first, second = trajectories.samples(group, 2)
-    assert len(first) == len(second) == 3
+    assert len(first) == len(second) == 1
     record = trajectories.record(first, agents.tokenizer())
     assert (record["reward"], record["completion"]) == (1.0, "more")  # of the last completion
     assert record["tokens"] == sum(t.num_trained for t in first)

@@ -103,13 +103,16 @@ def test_what_cannot_work_is_one_line_before_anything_starts(config, tmp_path):
 
 def test_an_agent_class_has_the_run_s_options(config):
     config.rollout.workflow, config.rollout.workflow_kwargs = f"{AGENTS}:Repeat", {"turns": 2}
-    config.agents.turn_discount, config.agents.individual, config.reward.workers = 0.5, True, 3
+    config.agents.turn_discount, config.agents.export, config.reward.workers = 0.5, "concat", 3
     found = inputs.prepare(config).workflow
     assert isinstance(found, AgentWorkflow)
     assert found.name.startswith(f"Repeat ({AGENTS}, line ")
     options = found._options
-    assert (options.turn_discount, options.individual, options.workers) == (0.5, True, 3)
-    config.agents.block_seconds = 0.0
+    assert (options.turn_discount, options.export, options.workers) == (0.5, "concat", 3)
+    config.agents.export = "tre"
+    with pytest.raises(UserError, match=r"unknown agents.export 'tre'; did you mean 'tree'\?"):
+        check(config)
+    config.agents.export, config.agents.block_seconds = "tree", 0.0
     with pytest.raises(UserError, match=r"agents.block_seconds=0 must be above 0 and finite"):
         check(config)
     config.agents.block_seconds, config.agents.turn_discount = 300.0, 1.5
