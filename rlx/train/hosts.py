@@ -31,6 +31,7 @@ from rlx.cli.user_code import words
 _CALL, _DONE, _STOP, _ALIVE, _FAILED, _UNSAVED = b"C", b"D", b"S", b"A", b"F", b"U"
 _HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # for who connects to say who it is
 _ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
+_NEWS_SECONDS = 2.0  # between the ends of two connections of a process that is gone
 _SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
 _RANKS = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # Ray's, torchrun's
 
@@ -188,6 +189,7 @@ class Hosts:
         self._open: dict[int, _Call] = {}
         self._failed, self._news = set[int](), threading.Condition()
         self._closing, self._ending = threading.Event(), threading.Lock()
+        self._ended = threading.Event()
         self._sign = _ALIVE
         for peer in peers:
             peer.heard = time.monotonic()
@@ -222,8 +224,14 @@ class Hosts:
         self._tell(_UNSAVED, json.dumps([call, error]).encode())
 
     def failed(self) -> None:
-        """Say that the call that was sent last failed here; where others fail alike, all go on."""
+        """Say that the call that was sent last failed here; where others fail alike, all go on.
+
+        Where another process is gone, as a collective may tell before its connection does, this one
+        ends here with the line that names it.
+        """
         self._failed.add(self.sent)
+        if self._closing.wait(_NEWS_SECONDS):
+            self._ended.wait(_NEWS_SECONDS)
 
     def outcome(self) -> str:
         """Wait until all have made the last call; return which of them it failed on, and how."""
@@ -327,6 +335,7 @@ class Hosts:
         tell.start()
         tell.join(1.0)  # one that hangs reads nothing
         self._end(f"{text}; the same command goes on after the last checkpoint")
+        self._ended.set()
 
 
 def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process) -> Hosts:
