@@ -40,6 +40,11 @@ class Valued(nn.Module):
         """The decoder without its head."""
         return self.model
 
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """How transformers would cut the model over devices, by names of modules."""
+        return {f"model.{name}": style for name, style in self.model.tp_plan.items()}
+
 
 def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False) -> Any:
     """Return the causal language model of an HF directory, its parameters float32 on `device`.
@@ -53,6 +58,12 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
         path, dtype=torch.float32, attn_implementation=kernel(device, compute_dtype),
         device_map=device,
     )  # fmt: skip
+    ready(model, remat)
+    return model
+
+
+def ready(model: Any, remat: bool) -> None:
+    """Set a model to be trained: `remat` as `load` has it."""
     if remat:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Train mode, which remat asks for, and no dropout, which the fleet has none of either.
@@ -60,25 +71,27 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
         for name in ("p", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-    return model
 
 
-def empty(path: str | Path) -> Any:
+def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
     """Return the model of an HF directory with whatever its parameters' memory holds."""
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(path), dtype=torch.float32, attn_implementation=kernel
+    )
 
 
 def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
     """Return a packed microbatch on the device, with the sizes of its segments and their places."""
     sizes = segment_sizes(arrays["segment_ids"])
-    sizes = sizes[sizes > 0]
+    sizes, used = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
+    if not len(used):  # rows of padding alone: two tokens, which no loss looks at
+        sizes, used = np.array([2], np.int32), np.arange(2)
     ends = torch.from_numpy(np.append(0, np.cumsum(sizes)).astype(np.int32))
-    used = torch.from_numpy(np.flatnonzero(arrays["segment_ids"]))
     return {
         **{name: torch.from_numpy(x).to(device) for name, x in arrays.items()},
         "sizes": sizes.tolist(),
         "cu_seq_lens": ends.to(device),
-        "places": used.to(device),
+        "places": torch.from_numpy(used).to(device),
     }
 
 
@@ -132,7 +145,7 @@ def values(model: Valued, batch: Batch) -> Tensor:
     """Return the value head's number after each token, [B, T] float32, 0 at padding."""
     states = hidden(model, batch)
     with torch.autocast(states.device.type, enabled=False):
-        return _back(model.score(states.float())[:, 0], batch)
+        return _back((states.float() @ model.score.weight.float().T)[:, 0], batch)
 
 
 def before(after_BT: Tensor, segment_ids: Tensor) -> Tensor:
@@ -144,6 +157,6 @@ def before(after_BT: Tensor, segment_ids: Tensor) -> Tensor:
 
 def _back(x_N: Tensor, batch: Batch) -> Tensor:
     """Return x at the places of its tokens, [B, T], 0 at padding."""
-    shape = batch["tokens"].shape
-    out = x_N.new_zeros(shape.numel(), dtype=torch.float32)
-    return out.index_put((batch["places"],), x_N.float()).reshape(shape)
+    places, row = batch["places"], batch["tokens"].shape[1]
+    out = x_N.new_zeros(batch["tokens"].shape, dtype=torch.float32)
+    return out.index_put((places // row, places % row), x_N.float())  # no view, for FSDP's hooks

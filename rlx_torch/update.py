@@ -3,13 +3,13 @@
 It is an `Update` as rlx/train/contract.py has it; the walk through a batch is `BatchUpdate`'s.
 """
 
-import copy
 import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from rlx.train.optimizer_options import OptimizerOptions, rate_at
 from rlx.train.train_options import TrainOptions
 from rlx_torch import packed_model
 from rlx_torch.packed_model import Valued
+from rlx_torch.sharding import Ranks, whole
 
 
 @dataclasses.dataclass
@@ -85,15 +86,16 @@ class TorchUpdate(BatchUpdate):
     """
 
     def __init__(self, model_config: ModelConfig, options: TrainOptions, model_dir: Path):
-        super().__init__(options)
+        self._ranks = Ranks(options.mesh)
+        super().__init__(options, self._ranks.row_shards)
         self._directory = model_dir
         scores, self._scored = self._algorithm.kind.scores, model_config.value_head
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        if self._device == "cpu":  # more threads than cores wait for each other
+        self._device = self._ranks.device
+        if self._device == "cpu" and self._ranks.count == 1:  # more than cores wait for each other
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         kind = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
-        self.devices = f"1 × {kind} (PyTorch {torch.__version__})"
+        self.devices = f"{self._ranks.count} × {kind} (PyTorch {torch.__version__})"
         self._follows = self._algorithm.needs_reference and options.reference_mode != "frozen"
         if self._algorithm.needs_reference and not self._follows:
             self._reference = self._load()
@@ -107,22 +109,25 @@ class TorchUpdate(BatchUpdate):
         moments = {"adamw": 2, "sgd": 0}[self._options.optimizer.name]
         return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + self._follows)
 
-    def _load(self) -> Any:
+    def _load(self, valued: bool = False) -> Any:
         o = self._options
-        return packed_model.load(self._directory, self._device, o.compute_dtype, o.remat != "none")
+        given = self._directory, o.compute_dtype, o.remat != "none"
+        if self._ranks.count > 1:
+            return self._ranks.load(*given, valued)
+        model = packed_model.load(self._directory, self._device, *given[1:])
+        return Valued(model) if valued else model
 
     # The state as a whole.
 
     def init(self) -> TorchState:
         """Return the state before the first update, with the weights that the run begins with."""
-        o, model = self._options, self._load()
-        reference = copy.deepcopy(model) if self._follows else None
+        o, model = self._options, self._load(self._algorithm.kind.scores)
+        reference = self._load() if self._follows else None
         judge = None
         if self._algorithm.critic:
             own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
-            judge = _learned(Valued(copy.deepcopy(model)), own, o.total_steps * o.minibatches)
-        model = Valued(model) if self._algorithm.kind.scores else model
-        if self._scored:  # it goes on from a reward model
+            judge = _learned(self._load(valued=True), own, o.total_steps * o.minibatches)
+        if self._scored and self._ranks.count == 1:  # it goes on from a reward model
             with open_tensors(self._directory) as tensors, torch.no_grad():
                 head = np.array(tensors["score.weight"], np.float32)
                 model.score.weight.copy_(torch.from_numpy(head))
@@ -132,7 +137,7 @@ class TorchUpdate(BatchUpdate):
     def save(self, path: Path, state: TorchState) -> Future[None]:
         """Begin to write the state to `path`, by torch's distributed checkpoints, from a copy."""
         tree = _mapped(state.tree(), lambda x: x.to("cpu", copy=True))
-        return self._writer.submit(_alone, dcp.save, tree, path)
+        return self._writer.submit(self._together, dcp.save, tree, path)
 
     def restore(self, path: Path) -> TorchState:
         """Return the state of a checkpoint; UserError where it is of another model or trainer."""
@@ -144,7 +149,7 @@ class TorchUpdate(BatchUpdate):
             text = f"{path} was not written by trainer=torch; use the other trainer"
             raise UserError(text) from None
         require_same(path, _described(stored), _described(tree))
-        _alone(dcp.load, tree, path)
+        self._together(dcp.load, tree, path)
         state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
         for name in ("policy", "critic"):
             if learned := getattr(state, name):
@@ -168,11 +173,18 @@ class TorchUpdate(BatchUpdate):
                 if sum(x.nbytes for x in bucket.values()) + tensor.nbytes > BUCKET and bucket:
                     yield bucket
                     bucket = {}
-                bucket[name] = _host(tensor.detach().to(getattr(torch, dtype), copy=True))
+                bucket[name] = _host(whole(tensor.detach().to(getattr(torch, dtype), copy=True)))
             yield bucket
 
         shapes = {k: np.broadcast_to(np.zeros((), dtype), x.shape) for k, x in tensors.items()}
         return Buckets(shapes, buckets())
+
+    def _together(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
+        """Save or load on all processes; of one alone torch warns each time."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            alone, group = self._ranks.count == 1, self._ranks.files
+            save_or_load(tree, checkpoint_id=path, no_dist=alone, process_group=group)
 
     # One batch.
 
@@ -180,7 +192,7 @@ class TorchUpdate(BatchUpdate):
         return {name: torch.from_numpy(x).to(self._device) for name, x in arrays.items()}
 
     def _put_rows(self, microbatch: Any) -> Any:
-        return packed_model.put(microbatch, self._device)
+        return packed_model.put(self._ranks.deal(microbatch), self._device)
 
     def _to_host(self, tree: Any) -> Any:
         return _mapped(tree, _host)
@@ -196,6 +208,9 @@ class TorchUpdate(BatchUpdate):
     def _values_of(self, critic: Learned, batch: Any) -> tuple[Tensor, Tensor]:
         after = self._values(critic.model, batch)
         return packed_model.before(after, batch["segment_ids"]), after
+
+    def _on_flat_axis(self, *given: Any) -> tuple:
+        return tuple(self._ranks.sum(x) for x in super()._on_flat_axis(*given))
 
     def _scatter(self, flat_F: Tensor, flat_index_BT: Tensor, values_BT: Tensor) -> Tensor:
         size = len(flat_F)
@@ -225,7 +240,7 @@ class TorchUpdate(BatchUpdate):
 
     @torch.no_grad()
     def _stats(self, state: TorchState, inputs: Any) -> Any:
-        return self._loss(state.policy.model, inputs)[1]
+        return self._ranks.sums(self._loss(state.policy.model, inputs)[1])
 
     def _precision(self) -> Any:
         """Return the context that products are computed in: parameters stay float32."""
@@ -235,15 +250,16 @@ class TorchUpdate(BatchUpdate):
 
     def _logprobs(self, model: Any, batch: dict) -> tuple[Tensor, Tensor]:
         o, algorithm = self._options, self._algorithm
+        asked = partial(
+            packed_model.logprobs, model, batch, temperature=o.temperature, chunk=o.chunk,
+            entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
+        )  # fmt: skip
         with self._precision():
-            return packed_model.logprobs(
-                model, batch, temperature=o.temperature, chunk=o.chunk,
-                entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
-            )  # fmt: skip
+            return self._ranks.within(model, asked)
 
     def _values(self, model: Any, batch: dict) -> Tensor:
         with self._precision():
-            return packed_model.values(model, batch)
+            return self._ranks.within(model, partial(packed_model.values, model, batch))
 
     def _loss(self, model: Any, batch: dict) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the microbatch's summed loss and its summed stats."""
@@ -266,12 +282,13 @@ class TorchUpdate(BatchUpdate):
         """
         learned.optimizer.zero_grad(set_to_none=True)
         total: dict[str, Tensor] = {}
-        for batch in batches:
+        for index, batch in enumerate(batches):
+            self._ranks.expect(learned.model, last=index == len(batches) - 1)
             value, stats = loss(learned.model, batch)
             (value / denominator).backward()
             total = {name: x + total.get(name, 0.0) for name, x in stats.items()}
-        limit = learned.options.clip_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_(learned.model.parameters(), limit)
+        total = self._ranks.sums(total)
+        norm = self._ranks.clip(learned.model, learned.options.clip_norm or float("inf"))
         finite, updates = bool(torch.isfinite(norm)), learned.updates
         if finite and not held:
             for group in learned.optimizer.param_groups:
@@ -305,22 +322,23 @@ class TorchUpdate(BatchUpdate):
 
 def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:
     """Return a model with its optimizer; matrices decay, norms and biases do not."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+    alike: dict[Any, list[nn.Parameter]] = {}  # what one call of the optimizer takes
+    for p in model.parameters():
+        alike.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append(p)
+    groups: list[dict[str, Any]] = [
+        {"params": same, "weight_decay": options.weight_decay if matrices else 0.0}
+        for (matrices, _), same in alike.items()
     ]
     optimizers = {
         # fused: one pass over memory a parameter, torch's fastest on CPU and GPU
         "adamw": lambda: torch.optim.AdamW(
             groups, lr=0.0, betas=(options.b1, options.b2), eps=options.eps, fused=True
         ),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.0),
+        "sgd": lambda: torch.optim.SGD([{"params": same} for same in alike.values()], lr=0.0),
     }
     optimizer = optimizers[options.name]()
     if options.name == "adamw":  # else made at the first step: a checkpoint before has none
-        for p in (*matrices, *others):
+        for p in model.parameters():
             moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     return Learned(model, optimizer, options, total)
@@ -333,13 +351,6 @@ def _described(part: Any, name: str = "") -> dict[str, str]:
         return {key: text for found in inner for key, text in found.items()}
     shape = getattr(part, "shape", getattr(part, "size", None))
     return {name: "a number" if shape is None or callable(shape) else str(list(shape))}
-
-
-def _alone(save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
-    """Save or load in this process alone, which torch warns of each time."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save_or_load(tree, checkpoint_id=path, no_dist=True)
 
 
 def _host(tensor: Tensor) -> np.ndarray:

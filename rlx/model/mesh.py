@@ -113,6 +113,21 @@ def check_model(text: str, model: ModelConfig) -> None:
         )
 
 
+def check_torch(text: str, model: ModelConfig) -> None:
+    """Raise UserError where trainer=torch cannot cut a model so that rlx's own decoder can."""
+    axes = mesh_axes(text, 1)
+    if axes["context"] > 1:
+        raise UserError(
+            f"train.mesh={text!r}: trainer=torch does not cut the tokens of a row; use fsdp and "
+            "tensor in place of context, or trainer=jax"
+        )
+    if model.num_kv_heads % (tensor := axes["tensor"]):
+        raise UserError(
+            f"train.mesh={text!r}: tensor:{tensor} does not divide the model's "
+            f"{model.num_kv_heads} key heads; lower it, or use trainer=jax, which copies them"
+        )
+
+
 def check_rows(text: str, longest: int, buckets: Sequence[int], budget: int) -> None:
     """Raise UserError where `context` cannot cut a row that may come up.
 

@@ -243,6 +243,8 @@ def check_mesh(config: ConfigDict, model: ModelConfig) -> None:
     train = config.train
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     mesh.check_model(train.mesh, model)
+    if config.trainer == "torch":
+        mesh.check_torch(train.mesh, model)
     mesh.check_rows(train.mesh, longest, train.row_buckets, train.max_tokens_per_microbatch)
 
 

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from rlx.base import UserError, install
 from rlx.doctor.machine import Devices
 from rlx.model import hf_files, mesh
-from rlx.model.directory import load_config
+from rlx.model.directory import load_config, resolve
 from rlx.model.tensors import Buckets
 from rlx.run.inputs import Inputs
 from rlx.train.contract import Update
@@ -19,7 +19,7 @@ from rlx.train.train_options import TrainOptions
 try:
     import torch
 
-    from rlx_torch import packed_model
+    from rlx_torch import packed_model, sharding
     from rlx_torch.update import TorchUpdate
 except ImportError as error:
     raise UserError(f"trainer=torch needs PyTorch ({error}); {install('torch')}") from None
@@ -30,22 +30,26 @@ def set_up() -> None:
 
 
 def join(config: ConfigDict, hosts: Hosts) -> None:
-    """Never called: `trainers.together` refuses several processes."""
-    raise AssertionError(f"{hosts.count} processes with trainer={config.trainer}")
+    """Start the group of all processes, each with a device of its own."""
+    sharding.join(hosts.service, hosts.index, hosts.count, config.cluster.join_seconds)
 
 
 def leave() -> None:
-    """Return: `join` has begun nothing."""
+    """End what `join` began."""
+    sharding.leave()
 
 
 def devices() -> Devices:
-    """Return the device of this process."""
-    return Devices("gpu" if torch.cuda.is_available() else "cpu")
+    """Return the devices of all processes, one each."""
+    return Devices("gpu" if torch.cuda.is_available() else "cpu", count=sharding.processes())
 
 
 def check_devices(config: ConfigDict) -> None:
-    """Raise UserError where `train.mesh` has more than the one place that there is."""
-    mesh.check_devices(config.train.mesh, 1)
+    """Raise UserError where `train.mesh` does not have a place for each process, or cannot cut."""
+    mesh.check_devices(config.train.mesh, sharding.processes())
+    if mesh.parse_mesh(config.train.mesh).get("tensor", 1) > 1:
+        with torch.device("meta"):
+            sharding.check_plan(packed_model.empty(resolve(config.model.path)))
 
 
 def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:

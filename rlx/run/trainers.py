@@ -89,11 +89,6 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
       UserError: some do not come, or have another config or code; before anything is compiled.
     """
     cluster = Cluster.of(os.environ, **config.cluster)
-    if cluster.count > 1 and config.trainer != "jax":
-        raise UserError(
-            f"trainer={config.trainer} runs in one process and this is {cluster}; set "
-            "cluster.processes=1, or trainer=jax"
-        )
     hosts = join(cluster, _identity(config))
     hosts.on_stop = stop.set
     try:
@@ -102,7 +97,7 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
         yield hosts
     except BaseException as error:
         hosts.close(str(error) if isinstance(error, UserError) else words(error))
-        if hosts.count > 1:  # else JAX waits at exit for those that are gone, and aborts
+        if hosts.count > 1:  # else its library waits at exit for those that are gone
             atexit.register(_leave, 130 if isinstance(error, KeyboardInterrupt) else 2)
         raise
     hosts.close()
@@ -112,8 +107,8 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
 
 def _identity(config: ConfigDict) -> dict[str, Any]:
     """Return what all processes of a run must have alike: its config and the code."""
-    code, package = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent
-    for path in sorted(package.rglob("*.py")):
+    code, root = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent.parent
+    for path in sorted([*root.glob("rlx/**/*.py"), *root.glob("rlx_torch/*.py")]):
         code.update(path.read_bytes())
     found = {f"config.{key}": value for key, value in leaves(as_json(config))}
     del found["config.cluster.process"]

@@ -33,6 +33,8 @@ def test_a_mesh_has_every_axis_and_an_alias():
             lambda: mesh.check_model("tensor:8", MODEL),
             ["tensor:8", "12", "96", "1, 2, 3, 4, 6, 12"],
         ),
+        (lambda: mesh.check_torch("context:2", MODEL), ["trainer=torch does not", "use fsdp"]),
+        (lambda: mesh.check_torch("tensor:4", MODEL), ["tensor:4", "key heads", "trainer=jax"]),
         (lambda: mesh.check_rows("context:4", 300, (96, 100), 64), ["=64 on each of 4", "300"]),
         (lambda: mesh.check_rows("context:4", 100, (96, 100), 64), ["of 100", "multiples of 8"]),
         (lambda: mesh.check_rows("context:2", 130, (64,), 65), ["130", "_microbatch even"]),

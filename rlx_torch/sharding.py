@@ -1,0 +1,324 @@
+"""The processes of one trainer in PyTorch: their group, their mesh, and models cut over it.
+
+One process has one device, and all have the whole batch. `fsdp` cuts parameters, gradients and
+moments (FSDP2: a layer's are gathered while it computes), `replica` copies them, both deal the rows
+of each microbatch; `tensor` cuts heads and MLP as transformers' own plan of the model says, and its
+processes have equal rows. Gradients are summed and never averaged: losses are divided by what is
+counted over the whole batch, which every process knows. Alone, a process has no mesh, and nothing
+here does anything.
+"""
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from rlx.base import UserError
+from rlx.model.mesh import ROWS, check_devices, mesh_axes, num_row_shards
+from rlx.model.tensors import LazyTensors, open_tensors
+from rlx.train.packing import Arrays
+from rlx_torch import attention, packed_model
+from rlx_torch.packed_model import Valued
+
+AXES = ("replica", "fsdp", "tensor")
+ROOM = 0.25  # of a GPU's memory, in which whole gradients may wait for the minibatch's end
+_PARTIAL = "replicated_with_grad_allreduce"  # each process has the gradient of its own heads
+# Words of transformers' plans → how torch cuts that module.
+_STYLES: dict[str, Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
+    _PARTIAL: None,
+}
+
+
+def join(service: str, index: int, count: int, seconds: float) -> None:
+    """Start the group of all processes: gloo for what is on the host, NCCL between GPUs.
+
+    Args:
+      service: host:port on which process 0 listens; another one's may be a way to it.
+
+    Raises:
+      UserError: more processes on this host than it has GPUs.
+    """
+    host, _, port = service.rpartition(":")
+    host, listening = host.strip("[]"), None
+    near = host in ("localhost", "127.0.0.1", "::1")
+    if not index:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bind = host if near else ""
+        listening = socket.create_server((bind, int(port)), family=family).detach()
+    waits = timedelta(seconds=seconds)
+    store = dist.TCPStore(
+        host, int(port), count, not index, waits, master_listen_fd=listening, wait_for_workers=False
+    )
+    if not index:
+        names = [name for _, name in socket.if_nameindex()]
+        store.set("network", "lo" if near and "lo" in names else "")
+    if network := store.get("network").decode():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    sees = [socket.gethostname(), *(str(torch.cuda.get_device_properties(n).uuid) for n in gpus)]
+    store.set(f"sees {index}", " ".join(sees))
+    others = [store.get(f"sees {other}").decode() for other in range(count)]
+    store.set(f"read {index}", "")
+    store.wait([f"read {other}" for other in range(count)], waits)  # before process 0 may end
+    here, place = others.count(others[index]), others[:index].count(others[index])
+    if gpus and here > len(gpus):
+        raise UserError(
+            f"{here} processes of the trainer share {len(gpus)} GPU{'s' * (len(gpus) > 1)} of "
+            f"{sees[0]}; start one process a GPU"
+        )
+    if gpus:
+        torch.cuda.set_device(place)
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // here, 1))
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=index, world_size=count)
+
+
+def leave() -> None:
+    """End what `join` has started."""
+    dist.destroy_process_group()
+
+
+def processes() -> int:
+    """Return how many there are: 1 where nothing has been joined."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_plan(model: Any) -> dict[str, str]:
+    """Return how transformers would cut a model by `tensor`: name of a module → style.
+
+    Raises:
+      UserError: it has no plan, or one with styles that are not in _STYLES.
+    """
+    plan = dict(model.tp_plan)
+    if model.config.tie_word_embeddings:  # fsdp alone cuts what two modules share
+        shared = ("lm_head", "embedding_rowwise")
+        plan = {k: style for k, style in plan.items() if k not in shared and style not in shared}
+    strange = sorted(set(plan.values()) - set(_STYLES))
+    if strange or not plan:
+        why = f"its plan of the model has {strange[0]!r}" if strange else "it has no plan of it"
+        raise UserError(
+            f"train.mesh with tensor above 1 and {model.config.architectures or type(model)}: "
+            f"transformers cannot say how ({why}); use fsdp alone, or trainer=jax"
+        )
+    return plan
+
+
+class Ranks:
+    """This process among those of the mesh, and what they do together.
+
+    Args:
+      text: train.mesh; "": all on fsdp.
+
+    Attributes:
+      count: processes. row_shards: into how many parts they deal rows.
+      files: a group of the host's own, for collectives in another thread; None where alone.
+    """
+
+    def __init__(self, text: str):
+        self.count = processes()
+        check_devices(text, self.count)
+        axes = mesh_axes(text, self.count)
+        self.row_shards, self._row = num_row_shards(axes), 0
+        self._mesh: Any = None
+        self.files: Any = None
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.count > 1:
+            sizes = tuple(axes[name] for name in AXES)
+            self._mesh = init_device_mesh(self.device, sizes, mesh_dim_names=AXES)
+            place = {name: self._mesh.get_local_rank(name) for name in AXES}
+            self._row = place["replica"] * axes["fsdp"] + place["fsdp"]
+            self.files = dist.new_group(backend="gloo")
+
+    # Rows.
+
+    def deal(self, part: Arrays) -> Arrays:
+        """Return this process's rows of a microbatch, whose last ones may be empty."""
+        return {name: rows[self._row :: self.row_shards] for name, rows in part.items()}
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all rows' processes, in place."""
+        for axis in ROWS:
+            self._reduce(tensor, axis)
+        return tensor
+
+    def _reduce(self, tensor: Tensor, axis: str) -> None:
+        if self._mesh is not None and self._mesh[axis].size() > 1:
+            dist.all_reduce(tensor, group=self._mesh.get_group(axis))
+
+    def sums(self, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sum of each statistic over all rows' processes."""
+        if self._mesh is None or not stats:
+            return dict(stats)
+        device = next(iter(stats.values())).device
+        whole = torch.stack([x.detach().to(device, torch.float64) for x in stats.values()])
+        return dict(zip(stats, self.sum(whole).float(), strict=True))
+
+    # Models.
+
+    def cut(self, model: Any, compute_dtype: str) -> None:
+        """Cut a model's parameters over the mesh, whatever they hold, those on `meta` too.
+
+        From then on the model's `forward` calls what it is given, inside FSDP's own: see `within`.
+
+        Raises:
+          UserError: `tensor` asks for a plan that transformers or torch does not have.
+        """
+        if self._mesh["tensor"].size() > 1:
+            self._cut_heads(model)
+        whole = self._mesh["replica"].size() == 1
+        mesh = self._mesh["fsdp"] if whole else self._mesh["replica", "fsdp"]
+        half = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        layers = set(model.base_model._no_split_modules or ())
+        blocks = [m for m in model.modules() if type(m).__name__ in layers]
+        for module in (*blocks, model):  # cut again after any pass: an optimizer may come between
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        model.forward = lambda function: function()
+
+    def _cut_heads(self, model: Any) -> None:
+        styles = {name: _STYLES[style] for name, style in check_plan(model).items()}
+        chosen = {name: style() for name, style in styles.items() if style}
+        # It warns that gathering what both axes cut takes two steps.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        parallelize_module(model, self._mesh["tensor"], chosen)
+
+    def within(self, model: Any, function: Callable[[], Any]) -> Any:
+        """Return function(), called where FSDP has gathered what the model needs."""
+        return function() if self._mesh is None else model(function)
+
+    def load(self, path: Path, compute_dtype: str, remat: bool, valued: bool) -> Any:
+        """Return the model of an HF directory, cut; each process reads its own slices.
+
+        Args:
+          valued: with a value head, of zeros where the directory has none.
+        """
+        with torch.device("meta"):
+            model = packed_model.empty(path, attention.kernel(self.device, compute_dtype))
+            packed_model.ready(model, remat)
+            model = Valued(model) if valued else model
+        self.cut(model, compute_dtype)
+        model.to_empty(device=self.device)
+        decoder: Any = model.base_model
+        for module in model.modules():
+            if module._non_persistent_buffers_set:  # of rotary embeddings: in no file
+                decoder._init_weights(module)
+        if not valued:
+            model.tie_weights()
+        with torch.no_grad(), open_tensors(path) as tensors:
+            self._fill(model, tensors, path)
+        return model
+
+    def _fill(self, model: Any, tensors: LazyTensors, path: Path) -> None:
+        wanted = {**dict(model.named_parameters()), **_kept_buffers(model)}
+        source: Any = tensors
+        if wanted.keys() - {"score.weight"} - tensors.keys():  # transformers has other names
+            whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            source = _Whole(whole.state_dict())
+        for name, tensor in wanted.items():
+            local, index = _own(tensor)
+            if name == "score.weight" and name not in source:
+                local.zero_()
+            elif local.numel():
+                part = np.asarray(source.part(name, index), np.float32)
+                local.copy_(torch.from_numpy(part))
+
+    # Gradients.
+
+    def expect(self, model: Any, last: bool) -> None:
+        """Say whether the next backward pass is a minibatch's last, which sends the gradients.
+
+        Those of a model that has not the room to keep them whole are sent after each.
+        """
+        if self._mesh is None:
+            return
+        model.set_requires_gradient_sync(last or not self._has_room(model))
+        model.set_is_last_backward(last)
+
+    def _has_room(self, model: Any) -> bool:
+        if self.device == "cpu":
+            return True
+        memory = torch.cuda.get_device_properties(self.device).total_memory
+        return 4 * sum(p.numel() for p in model.parameters()) < ROOM * memory
+
+    @torch.no_grad()
+    def clip(self, model: Any, limit: float) -> Tensor:
+        """Scale gradients so that the norm of all, over all processes, is ≤ limit; return it."""
+        if self._mesh is None:
+            return nn.utils.clip_grad_norm_(model.parameters(), limit)
+        squares: dict[tuple[str, ...], Tensor] = {}  # by the axes that cut the parameter
+        gradients = []
+        partly = _partly(model) if self._mesh["tensor"].size() > 1 else ""
+        for name, parameter in model.named_parameters():
+            if (gradient := parameter.grad) is None:
+                continue
+            local = gradient.to_local()
+            if partly and re.fullmatch(partly, name):
+                self._reduce(local, "tensor")
+            places = zip(gradient.device_mesh.mesh_dim_names, gradient.placements, strict=True)
+            axes = tuple(axis for axis, how in places if not how.is_replicate())
+            squares[axes] = squares.get(axes, 0.0) + local.float().square().sum()
+            gradients.append(local)
+        total = torch.zeros((), device=self.device)
+        for axes in sorted(squares):  # in one order on all
+            for axis in axes:
+                self._reduce(squares[axes], axis)
+            total += squares[axes]
+        norm = total.sqrt()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
+        return norm
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be cut, whole, on every process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class _Whole(dict):
+    """Whole tensors by name, read by slices."""
+
+    def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self[name][index].numpy()
+
+
+def _own(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return what this process has of a tensor, and where in the whole it stands."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, n) for n in tensor.shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, first = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tensor.to_local(), tuple(slice(a, a + n) for a, n in zip(first, shape, strict=True))
+
+
+def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
+def _partly(model: Any) -> str:
+    """Return what matches names of parameters whose gradient is of each process's heads alone."""
+    plan = (name for name, style in model.tp_plan.items() if style == _PARTIAL)
+    return "|".join(re.escape(name).replace(r"\*", r"\d+") + r"\..*" for name in plan)
