@@ -1,11 +1,13 @@
-"""Two processes of four devices each are one run: equal to one device, through deaths too."""
+"""Two processes are one run: equal to one device, through deaths too, with either trainer."""
 
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 6
 COMMAND = [
-    *RLX_MAIN, "--config=configs/arithmetic.py", "--traceback",
+    "--config=configs/arithmetic.py", "--traceback",
     f"--config.total_steps={STEPS}", "--config.rollout.max_staleness=0",
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
     "--config.sampling.max_new_tokens=48", "--config.eval.num_questions=0",
@@ -32,10 +34,12 @@ SAME = ("actor_loss", "grad_norm", "entropy", "task_reward", "n_tokens", "n_vali
 
 def start(workdir, log, *flags, devices=4):
     """A process of a run, in a process group of its own; both its outputs go to `log`."""
+    torch = "--config.trainer=torch" in flags
+    program = [sys.executable, "-m", "rlx.main"] if torch else RLX_MAIN
     seen = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     with open(log, "w") as file:
         return subprocess.Popen(
-            [*COMMAND, f"--workdir={workdir}", *flags], stdout=file, stderr=file,
+            [*program, *COMMAND, f"--workdir={workdir}", *flags], stdout=file, stderr=file,
             start_new_session=True, env={**os.environ, "XLA_FLAGS": seen},
         )  # fmt: skip
 
@@ -82,9 +86,13 @@ def last_line(path):
     return path.read_text().strip().splitlines()[-1]
 
 
-def test_two_processes_equal_one_and_go_on_after_the_death_of_either(cluster, tmp_path):
+@pytest.mark.parametrize(("trainer", "devices"), [("jax", 8), ("torch", 2)])
+def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
+    trainer, devices, cluster, tmp_path
+):
     run, alone = tmp_path / "run", tmp_path / "alone"
-    reference = start(alone, tmp_path / "reference", devices=1)
+    cluster = partial(cluster, f"--config.trainer={trainer}")
+    reference = start(alone, tmp_path / "reference", f"--config.trainer={trainer}", devices=1)
     assert reference.wait(SECONDS) == 0, (tmp_path / "reference").read_text()
 
     pair = cluster()
@@ -103,8 +111,8 @@ def test_two_processes_equal_one_and_go_on_after_the_death_of_either(cluster, tm
     pair = cluster()
     assert [process.wait(SECONDS) for process in pair] == [0, 0], (tmp_path / "0").read_text()
     assert "continuing after step" in (tmp_path / "0").read_text()
-    devices = json.loads((run / "environment.json").read_text())["devices"]
-    assert devices.startswith("8 × ")
+    used = json.loads((run / "environment.json").read_text())["devices"]
+    assert used.startswith(f"{devices} × ")
 
     ours = {record["step"]: record for record in records(run)}
     assert sorted(ours) == list(range(1, STEPS + 1))
