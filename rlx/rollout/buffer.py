@@ -44,19 +44,20 @@ groups that are due, or for its own publish.
 η = 0. At most B groups are unconsumed, all due at k: a batch is exactly the B accepted
 groups of the prompts admitted first, which is synchronous training in admission order.
 
-Cost: O(log n) a finished group, O(d) a question, with n groups and d ≤ η + 1 + publish lag
-distinct versions among them.
+Cost: a copy of n references a finished group, O(d) a question, with n groups and
+d ≤ η + 1 + publish lag distinct versions among them.
 """
 
+import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rlx.base import Group
-from rlx.rollout import heap
 from rlx.rollout.staleness import Limits, StalenessViolation
 
 Counts = tuple[tuple[int, int], ...]  # (version, groups), ascending versions, groups ≥ 1
+Entry = tuple[int, int, Group]  # oldest version, group_id, which no other group has, and the group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,12 +67,12 @@ class Buffer:
     Attributes:
       live: live groups counted by the version they were admitted at.
       finished: finished groups counted by the version of their oldest token.
-      groups: the finished groups, keyed by (oldest version, group_id).
+      groups: the finished groups in the order in which they are due.
     """
 
     live: Counts = ()
     finished: Counts = ()
-    groups: heap.Heap = None
+    groups: tuple[Entry, ...] = ()
 
     @property
     def num_live(self) -> int:
@@ -148,21 +149,20 @@ def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]
     """
     if not ready(buffer, step, limits):
         raise StalenessViolation(f"batch {step} was taken before it was ready")
-    counts, rest, batch = buffer.finished, buffer.groups, []
-    for _ in range(limits.batch_prompts):
-        (version, _), group, rest = heap.pop(rest)
+    due, rest = buffer.groups[: limits.batch_prompts], buffer.groups[limits.batch_prompts :]
+    counts = buffer.finished
+    for version, _, _ in due:
         counts = _add(counts, version, -1)
-        batch.append(group)
+    batch = sorted((group for *_, group in due), key=lambda g: g.group_id)
     if limits.max_staleness < math.inf:  # an evaluation takes tokens of any version
         for group in batch:
             _check_lag(group, step, limits)
-    batch.sort(key=lambda g: g.group_id)
     return replace(buffer, finished=counts, groups=rest), batch
 
 
 def groups(buffer: Buffer) -> list[Group]:
     """Return the finished, unconsumed groups by group_id, for a checkpoint."""
-    return sorted(heap.values(buffer.groups), key=lambda g: g.group_id)
+    return sorted((group for *_, group in buffer.groups), key=lambda g: g.group_id)
 
 
 def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
@@ -195,11 +195,9 @@ def _check_lag(group: Group, step: int, limits: Limits) -> None:
 
 
 def _put(buffer: Buffer, oldest: int, group: Group) -> Buffer:
-    return replace(
-        buffer,
-        finished=_add(buffer.finished, oldest, 1),
-        groups=heap.push(buffer.groups, (oldest, group.group_id), group),
-    )
+    entries = list(buffer.groups)
+    bisect.insort(entries, (oldest, group.group_id, group))
+    return replace(buffer, finished=_add(buffer.finished, oldest, 1), groups=tuple(entries))
 
 
 def _add(counts: Counts, version: int, change: int) -> Counts:
