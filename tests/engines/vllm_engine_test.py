@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import threading
 import time
 from functools import partial
@@ -648,11 +647,3 @@ def test_an_engine_that_is_killed_leaves_its_tokens_and_ends_the_server(
             assert set(sample.versions) <= {0}
             assert sample.stop is None
             assert_scored(model, prompt_of(18, 40), sample, atol=LONG_ATOL)
-
-
-def test_no_engine_outlives_its_server(tiny_model_dir, tmp_path):
-    with servers_of(tiny_model_dir, tmp_path, max_restarts=0) as servers:
-        servers.wait()
-        core = engine_core(servers.pids[0])
-        os.kill(servers.pids[0], signal.SIGKILL)
-        assert gone(core)

@@ -17,7 +17,6 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.client import Fleet
 from rlx.fleet.publish import Adapter
 from rlx.fleet.requests import Request, Sampling
-from rlx.launch.local import LocalServers
 from rlx.model import hf, lora, peft
 from rlx.model.lora_config import LoraConfig
 
@@ -376,14 +375,12 @@ def test_the_jax_engine_takes_an_adapter_as_it_takes_the_merged_file(
 
 
 @pytest.mark.vllm
-def test_vllm_takes_an_adapter_as_it_takes_the_merged_file(tmp_path):
-    model = hf.resolve("rlx:arithmetic")
-    sent, merged = trained(model, "bfloat16")
-    options = {"engine": "vllm", "slots": 4, "max_model_len": 64, "dtype": "bfloat16"}
+def test_vllm_takes_an_adapter_as_it_takes_the_merged_file(vllm_servers):
+    sent, merged = trained(hf.resolve("rlx:arithmetic"), "bfloat16")
     greedy = Sampling(temperature=0.0, max_new_tokens=16, min_new_tokens=16)
 
-    async def main(local):
-        fleet, drawn = local.fleet(), []
+    async def main():
+        fleet, drawn = vllm_servers.fleet(), []
         try:
             await fleet.connect()
             drawn.append((await fleet.generate([1, 2, 3], greedy, 1))[0].logprobs)
@@ -397,7 +394,6 @@ def test_vllm_takes_an_adapter_as_it_takes_the_merged_file(tmp_path):
         finally:
             await fleet.close()
 
-    with LocalServers(model, workdir=tmp_path, **options) as local:
-        before, by_stream, by_adapter = asyncio.run(main(local))
+    before, by_stream, by_adapter = asyncio.run(main())
     assert np.abs(by_stream - before).max() > 0.05
     np.testing.assert_allclose(by_adapter[:4], by_stream[:4], atol=0.05)

@@ -429,20 +429,18 @@ def test_the_jax_engine_holds_the_very_bits(tools, tmp_path, tiny_model_dir):
 
 
 @pytest.mark.vllm
-def test_vllm_takes_a_delta_as_it_takes_the_file(tmp_path):
-    model = hf.resolve("rlx:arithmetic")
-    old = load_file(model / "model.safetensors")
+def test_vllm_takes_a_delta_as_it_takes_the_file(vllm_servers):
+    old = load_file(hf.resolve("rlx:arithmetic") / "model.safetensors")
     old = {name: value.astype(ml_dtypes.bfloat16) for name, value in old.items()}
     rng = np.random.default_rng(0)
     new = {
         name: (v.astype(np.float32) + 1e-4 * rng.standard_normal(v.shape)).astype(v.dtype)
         for name, v in old.items()
     }
-    options = {"engine": "vllm", "slots": 4, "max_model_len": 64, "dtype": "bfloat16"}
     greedy = Sampling(temperature=0.0, max_new_tokens=24, min_new_tokens=24)
 
-    async def main(local):
-        fleet, drawn = local.fleet(), []
+    async def main():
+        fleet, drawn = vllm_servers.fleet(), []
         try:
             await fleet.connect()
             for version, tensors, method in (
@@ -458,7 +456,6 @@ def test_vllm_takes_a_delta_as_it_takes_the_file(tmp_path):
         finally:
             await fleet.close()
 
-    with LocalServers(model, workdir=tmp_path, **options) as local:
-        before, by_delta, by_path = asyncio.run(main(local))
+    before, by_delta, by_path = asyncio.run(main())
     assert [before[0], by_delta[0], by_path[0]] == [["stream"], ["delta"], ["path"]]
     assert by_delta[1] == by_path[1] != before[1]
