@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlx.algorithms import critic, kl
 from rlx.base import UserError
@@ -184,7 +185,10 @@ class TorchUpdate(BatchUpdate):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             alone, group = self._ranks.count == 1, self._ranks.files
-            save_or_load(tree, checkpoint_id=path, no_dist=alone, process_group=group)
+            try:
+                save_or_load(tree, checkpoint_id=path, no_dist=alone, process_group=group)
+            except CheckpointException as error:  # which is no Exception, and hides a full disk
+                raise next(iter(error.failures.values()))[0] from None
 
     # One batch.
 

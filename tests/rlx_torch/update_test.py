@@ -140,6 +140,14 @@ def test_a_state_of_another_model_is_one_line(tmp_path, tiny_model_dir):
         other.restore(tmp_path)
 
 
+def test_a_save_that_fails_says_what_the_system_said(tmp_path, tiny_model_dir):
+    """So that a full disk is known as one."""
+    trainer = TorchUpdate(hf.load_config(tiny_model_dir), options(), tiny_model_dir)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        trainer.save(tmp_path / "file" / "state", trainer.init()).result()
+
+
 def test_a_batch_without_a_trained_token_leaves_all_as_it_was(tiny_model_dir):
     own = options("ppo", **CASES["ppo"], **{"algorithm.overlong_filter": True})
     trainer = TorchUpdate(hf.load_config(tiny_model_dir), own, tiny_model_dir)
