@@ -342,7 +342,8 @@ class Member:
                 self.fatal = self._wrong_token()
             if error.code() is _Code.UNAVAILABLE:
                 self.fatal = transport.refusal(self.address, error.details() or "")
-                self.reason += "" if was_live else transport.hint(self.reason)
+                if "Socket closed" in self.reason and not was_live:
+                    self.reason += transport.HUNG_UP
         except (Lost, Refused) as error:
             self.reason = str(error)
         except asyncio.CancelledError:  # by `fail`, which set the reason, or by our caller

@@ -18,13 +18,14 @@ from rlx.base import UserError
 from rlx.fleet import wire
 from rlx.fleet.addresses import split_address
 
-# What gRPC reports of a handshake that can never succeed, and what to change.
-_REFUSALS = {
+_REFUSALS = {  # what gRPC reports of a handshake that can never succeed → what to change
     "CERTIFICATE_VERIFY_FAILED": "set fleet.tls.ca to the CA that signed its certificate",
     "Hostname Verification Check failed": "use a name of the server that is in its certificate",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS: give it --tls-cert and --tls-key, or unset "
-    "fleet.tls",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: give it --tls-cert, or unset fleet.tls",
 }
+# A server also hangs up on a client without TLS or whose certificate it refuses, and says which in
+# its own log alone.
+HUNG_UP = "; if it asks for TLS or for a client certificate, set fleet.tls"
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,9 @@ def check_host(host: str, token: str | None, tls: Tls | None) -> None:
     """Raise UserError unless `host` is loopback, or both a token and TLS protect it."""
     if is_loopback(host) or (token and tls):
         return
-    missing = " and ".join(["no token is set"] * (not token) + ["there is no TLS"] * (not tls))
     raise UserError(
-        f"host={host} listens beyond this machine and {missing}; use 127.0.0.1, or set "
-        f"{wire.TOKEN_VARIABLE}, --tls-cert and --tls-key"
+        f"host={host} listens beyond this machine, which takes a token and TLS; use 127.0.0.1, or "
+        f"set {wire.TOKEN_VARIABLE}, --tls-cert and --tls-key"
     )
 
 
@@ -68,8 +68,8 @@ def client_tls(ca: str, cert: str, key: str) -> Tls | None:
     """Return the client's files, None for none; raise UserError for half a pair or no CA."""
     if bool(cert) != bool(key) or (cert and not ca):
         raise UserError(
-            f"fleet.tls.ca={ca!r}, cert={cert!r}, key={key!r}: cert and key come together, beside "
-            "the ca that signs the servers' certificates; set all three, or ca alone"
+            f"fleet.tls.ca={ca!r}, cert={cert!r}, key={key!r}: cert and key come together, with "
+            "the CA of the servers' certificates; set all three, or ca alone"
         )
     return Tls(cert, key, ca) if ca else None
 
@@ -86,13 +86,13 @@ def server_tls(cert: str, key: str, client_ca: str) -> Tls | None:
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     """Return the credentials of a listening port; raise UserError for files that cannot work."""
-    roots = _ca(tls) if tls.ca else None
-    return grpc.ssl_server_credentials([_pair(tls)], roots, require_client_auth=bool(roots))
+    cert, key, ca = _contents(tls)
+    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=bool(ca))
 
 
 def https(tls: Tls) -> ssl.SSLContext:
     """Return the context of an HTTPS server; raise UserError for files that cannot work."""
-    _pair(tls)
+    _contents(tls)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca or None)
     context.load_cert_chain(tls.cert, tls.key, password="")
     context.verify_mode = ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE
@@ -103,8 +103,8 @@ def channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]]) -
     """Return an unconnected channel; raise UserError for files that cannot work."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    key, cert = _pair(tls) if tls.cert else (None, None)
-    credentials = grpc.ssl_channel_credentials(_ca(tls), key, cert)
+    cert, key, ca = _contents(tls)
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
@@ -114,49 +114,29 @@ def refusal(address: str, details: str) -> UserError | None:
     Args:
       details: of gRPC's UNAVAILABLE.
     """
-    for what, remedy in _REFUSALS.items():
-        if what in details:
-            text = details[details.index(what) :].removesuffix(": OK").rstrip(".")
-            return UserError(f"{address} and we cannot agree on TLS ({text}); {remedy}")
+    for what in filter(details.__contains__, _REFUSALS):
+        text = details[details.index(what) :].removesuffix(": OK").rstrip(".")
+        return UserError(f"{address} and we cannot agree on TLS ({text}); {_REFUSALS[what]}")
     return None
 
 
-def hint(details: str) -> str:
-    """Return what else may be wrong where a server hangs up before its first answer, or "".
-
-    A server does so when it ends, but also on a client without TLS or whose certificate it refuses;
-    it says which of them in its own log alone.
-    """
-    if "Socket closed" not in details:
-        return ""
-    return "; if it asks for TLS or for a client certificate, set fleet.tls"
-
-
-def _read(path: str) -> bytes:
+def _contents(tls: Tls) -> list[bytes | None]:
+    """Return certificate, key and CA, None for ""; raise UserError unless they work together."""
+    paths = (tls.cert, tls.key, tls.ca)
     try:
-        return Path(path).read_bytes()
+        found = [Path(path).read_bytes() if path else None for path in paths]
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a PEM file") from None
-
-
-def _ca(tls: Tls) -> bytes:
-    content = _read(tls.ca)
+        path, why = error.filename, error.strerror
+        raise UserError(f"cannot read {path}: {why}; give a PEM file") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    wrong, remedy = f"{tls.ca} holds no certificate", "give a CA's in PEM"
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(tls.ca)
-    except (ssl.SSLError, ValueError):
-        raise UserError(f"{tls.ca} holds no certificate; give a CA's in PEM") from None
-    return content
-
-
-def _pair(tls: Tls) -> tuple[bytes, bytes]:
-    """Return (key, certificate); raise UserError unless they belong together."""
-    cert, key = _read(tls.cert), _read(tls.key)
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key, password="")
+        if tls.ca:
+            context.load_verify_locations(tls.ca)
+        wrong = f"{tls.cert} and {tls.key} are not a PEM certificate and its plain key"
+        remedy = "give the two files that were made together"
+        if tls.cert:
+            context.load_cert_chain(tls.cert, tls.key, password="")
     except (ssl.SSLError, ValueError) as error:
-        reason = getattr(error, "reason", "") or error
-        raise UserError(
-            f"{tls.cert} and {tls.key} are not a PEM certificate and its plain key ({reason}); "
-            "give the two files that were made together"
-        ) from None
-    return key, cert
+        raise UserError(f"{wrong} ({getattr(error, 'reason', '') or error}); {remedy}") from None
+    return found
