@@ -5,7 +5,10 @@ its segments begin, as transformers' own FlashAttention takes them. Nothing here
 """
 
 import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +24,10 @@ KERNELS = {
 }
 
 
+# Query and key pairs that take as long as a call; a segment may be padded by so many.
+CALL_PAIRS = 1 << 14
+
+
 def kernel(device: str, compute_dtype: str) -> str:
     """Return the name of the attention that a model on this kind of device is loaded with."""
     for name, (where, module) in KERNELS.items():
@@ -28,6 +35,39 @@ def kernel(device: str, compute_dtype: str) -> str:
         if fits and importlib.util.find_spec(module):
             return name
     raise AssertionError("rlx_segments needs nothing")
+
+
+class Blocks(NamedTuple):
+    """Segments of N tokens, by which one call attends to several at once.
+
+    Attributes:
+      indices: of each block of S segments the places of their tokens, [S, L] int64; a segment
+        shorter than L ends with its first token again, which later tokens alone would see.
+      back: of each token its place in the blocks one after the other, [N] int64.
+    """
+
+    indices: tuple[Tensor, ...]
+    back: Tensor
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], device: str) -> "Blocks":
+        """Return the blocks of segments of these sizes, longest first."""
+        starts = np.cumsum([0, *sizes])
+        parts: list[list[int]] = []
+        for i, size in enumerate(sizes):
+            if not parts or sizes[parts[-1][0]] ** 2 - size**2 > CALL_PAIRS:
+                parts.append([])
+            parts[-1].append(i)
+        indices, back, end = [], np.empty(starts[-1], np.int64), 0
+        for part in parts:
+            length = sizes[part[0]]
+            places = np.arange(length) + starts[part][:, None]
+            for row, i in enumerate(part):
+                places[row, sizes[i] :] = starts[i]
+                back[starts[i] : starts[i + 1]] = end + row * length + np.arange(sizes[i])
+            indices.append(torch.from_numpy(places).to(device))
+            end += places.size
+        return cls(tuple(indices), torch.from_numpy(back).to(device))
 
 
 def segments(
@@ -38,25 +78,26 @@ def segments(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    sizes: list[int],
+    blocks: Blocks,
     **_,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment by one call of torch's fused causal attention.
+    """Attend within each segment by torch's fused causal attention, a call for each block.
 
     Args:
       query: [1, heads, N, H]; key and value may have fewer heads.
-      sizes: tokens of each segment, N in all.
 
     Returns:
       [1, N, heads, H].
     """
-    parts = zip(*(x.split(sizes, 2) for x in (query, key, value)), strict=True)
-    grouped = query.shape[1] != key.shape[1]
-    out = [
-        scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for part in parts
-    ]
-    return torch.cat(out, 2).transpose(1, 2), None
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, H]
+    grouped, out = query.shape[1] != key.shape[1], []
+    for index in blocks.indices:
+        part = (x[index].transpose(1, 2) for x in rows)  # [S, heads, L, H]
+        found = scaled_dot_product_attention(
+            *part, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+        out.append(found.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)[blocks.back][None], None
 
 
 def varlen(

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from rlx.train.packing import segment_sizes
-from rlx_torch.attention import kernel
+from rlx_torch.attention import Blocks, kernel
 
 Batch = Mapping[str, Any]
+LAYOUT = ("longest", "blocks", "cu_seq_lens", "places")
 
 
 class Valued(nn.Module):
@@ -81,15 +82,19 @@ def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
 
 
 def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
-    """Return a packed microbatch on the device, with the sizes of its segments and their places."""
+    """Return a packed microbatch on the device, with its LAYOUT: where its segments are."""
     sizes = segment_sizes(arrays["segment_ids"])
     sizes, used = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
     if not len(used):  # rows of padding alone: two tokens, which no loss looks at
         sizes, used = np.array([2], np.int32), np.arange(2)
+    parts = np.split(used, np.cumsum(sizes)[:-1])
+    order = np.argsort(-sizes, kind="stable")  # neighbours are alike: one call attends to several
+    sizes, used = sizes[order], np.concatenate([parts[i] for i in order])
     ends = torch.from_numpy(np.append(0, np.cumsum(sizes)).astype(np.int32))
     return {
         **{name: torch.from_numpy(x).to(device) for name, x in arrays.items()},
-        "sizes": sizes.tolist(),
+        "longest": int(sizes.max()),
+        "blocks": Blocks.of(sizes.tolist(), device),
         "cu_seq_lens": ends.to(device),
         "places": torch.from_numpy(used).to(device),
     }
@@ -97,10 +102,10 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
 
 def hidden(model: Any, batch: Batch) -> Tensor:
     """Return what the decoder's last norm gives for each token that is not padding, [N, D]."""
-    places, ends, longest = batch["places"], batch["cu_seq_lens"], max(batch["sizes"])
+    places, ends, longest = batch["places"], batch["cu_seq_lens"], batch["longest"]
     tokens, positions = (batch[k].reshape(-1)[places][None] for k in ("tokens", "positions"))
     return model.base_model(
-        input_ids=tokens, position_ids=positions, use_cache=False, sizes=batch["sizes"],
+        input_ids=tokens, position_ids=positions, use_cache=False, blocks=batch["blocks"],
         cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest,
     ).last_hidden_state[0]  # fmt: skip
 
@@ -125,15 +130,17 @@ def logprobs(
         logits = head(states).float()
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        logits = logits / temperature
-        normaliser = torch.logsumexp(logits, -1)
-        picked = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+        logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, -1)
+        picked = logprobs.gather(-1, targets[:, None])[:, 0]
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
         return picked, entropy
 
-    parts = zip(states[:-1].split(chunk), tokens[1:].split(chunk), strict=True)
-    found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
+    parts = [*zip(states[:-1].split(chunk), tokens[1:].split(chunk), strict=True)]
+    if len(parts) == 1:  # its logits would be there again at once
+        found = [scores(*parts[0])]
+    else:
+        found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
     first = batch["cu_seq_lens"][:-1].long()
     return tuple(
         _back(nn.functional.pad(x, (1, 0)).index_fill(0, first, 0.0), batch)

@@ -228,9 +228,8 @@ class TorchUpdate(BatchUpdate):
         return objective.prepare(flat, parts.to(self._device), *scalars, count, self._algorithm)
 
     def _gather(self, per_token: Any, batch: Any, sums: Any, progress: Any) -> Any:
-        own = ("sizes", "cu_seq_lens", "places")
         gathered = objective.gather(per_token, batch, sums, progress)
-        return {**gathered, **{name: batch[name] for name in own}}
+        return {**gathered, **{name: batch[name] for name in packed_model.LAYOUT}}
 
     def _waits(self, step: int) -> bool:
         return step < self._options.critic_warmup

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -123,6 +124,33 @@ def jax_side(options: dict) -> tuple[Step, dict]:
     return step, {"device": device, "rows": rows}
 
 
+def trainer_torch_side(options: dict) -> tuple[Step, dict]:
+    """The update of trainer=torch, of a transformers model with random weights."""
+    import tempfile
+
+    import torch
+
+    from experiments.bench.plain_torch import init
+    from rlx.train.train_options import TrainOptions
+    from rlx_torch.update import TorchUpdate
+
+    shape, config = MODELS[options["model"]], make_config(options)
+    with tempfile.TemporaryDirectory() as directory:
+        init(shape).save_pretrained(directory)
+        update = TorchUpdate(shape, TrainOptions.of(config), Path(directory))
+        state = update.init()
+    if update.devices.endswith("cpu"):
+        torch.set_num_threads(options["threads"])
+    groups = make_groups(make_lengths(options["lengths"], options["sequences"]), shape.vocab_size)
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = update.update(state, groups)
+        return float(dict(metrics)["grad_norm"])
+
+    return step, {"device": update.devices, "rows": "packed"}
+
+
 def torch_side(options: dict) -> tuple[Step, dict]:
     """transformers' model, the same loss, one right-padded batch made before the clock starts."""
     import torch
@@ -186,6 +214,9 @@ def train_flops(model: ModelConfig, lengths: np.ndarray) -> float:
     return 6 * weights * sizes.sum() + attention
 
 
+SIDES = {"jax": jax_side, "trainer_torch": trainer_torch_side, "torch": torch_side}
+
+
 def main() -> None:
     """Serves steps over stdin and stdout."""
     options = json.loads(sys.argv[1])
@@ -193,7 +224,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is not the protocol
     start = time.perf_counter()
-    step, facts = (jax_side if options["side"] == "jax" else torch_side)(options)
+    step, facts = SIDES[options["side"]](options)
     for _ in range(2):
         step()
     print(json.dumps({**facts, "warm_seconds": time.perf_counter() - start}), file=out, flush=True)

@@ -2,6 +2,7 @@
 
 import torch
 from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
 
 from rlx_torch import attention
 
@@ -28,3 +29,21 @@ def test_the_kernel_is_given_one_dtype_and_heads_after_tokens(monkeypatch):
     assert asked["dtypes"] == {torch.bfloat16}
     assert (asked["shape"], asked["window_size"]) == ((6, 2, 8), (-1, 0))
     assert out.shape == (1, 6, 4, 8)
+
+
+def test_one_call_for_several_segments_is_one_for_each():
+    sizes = [300, 290, 40, 33, 33, 1]
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, sum(sizes), 8, requires_grad=True) for heads in (4, 2, 2)
+    )
+    blocks = attention.Blocks.of(sizes, "cpu")
+    assert [index.shape for index in blocks.indices] == [(2, 300), (4, 40)]
+    found, _ = attention.segments(torch.nn.Identity(), query, key, value, None, blocks=blocks)
+    parts = zip(*(x.split(sizes, 2) for x in (query, key, value)), strict=True)
+    alone = [scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+    wanted, cotangent = torch.cat(alone, 2).transpose(1, 2), torch.randn_like(found)
+    torch.testing.assert_close(found, wanted)
+    got, want = (torch.autograd.grad(x, (query, key, value), cotangent) for x in (found, wanted))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
