@@ -20,7 +20,7 @@ _KNOWN = frozenset(ResponseCreateParamsNonStreaming.__annotations__)
 _TAKEN = frozenset({
     *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text",
 })  # fmt: skip
-_IGNORED = frozenset({"include", "reasoning", "truncation", "stream_options"})
+_IGNORED = frozenset({"include", "reasoning", "truncation", "stream_options", "client_metadata"})
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 _PARTS = {"text": "output_text", "thinking": "reasoning_text"}
 _ITEMS: dict[str, tuple[str, Event, Event]] = {  # beginning of the id, fields, and of its part

@@ -1,0 +1,138 @@
+"""What the gateway costs beside vLLM's own OpenAI server, on one and the same engine.
+
+    python -m experiments.bench.gateway                 # 32 at once, rounds in turns
+    python -m experiments.bench.gateway --sessions=1000 # so many sessions held at once, no rival
+
+One `rlx.serve --engine=vllm` has both in front of it: vLLM's own endpoint in its process, and
+`rlx.gateway` by gRPC. Both get the same requests by the same client: `--at-once` chat completions
+under way, each of exactly `--tokens` tokens, greedy, whole or (`--stream`) streamed. Rounds take
+turns; the table has medians over rounds, and the spread. `cpu` is the gateway process's own work,
+ms a call: other work on the machine moves it less than latencies.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from rlx.fleet import wire
+from rlx.launch.local import LocalServers
+from rlx.model.directory import resolve
+
+TALK = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+async def calls(url: str, model: str, keys: list[str], count: int, at_once: int, body: dict):
+    """(seconds of each call, of all together) of `count` calls, `at_once` under way."""
+    numbers, seconds = iter(range(count)), []
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+
+        async def one() -> None:
+            for number in numbers:
+                talk = [{"role": "user", "content": f"What is {number} + 4?"}]
+                sent = {**body, "model": model, "messages": talk}
+                headers = {"Authorization": f"Bearer {keys[number % len(keys)]}"}
+                start = time.perf_counter()
+                async with http.post(f"{url}/chat/completions", json=sent, headers=headers) as got:
+                    answer = await got.read()
+                    assert got.status == 200, answer
+                seconds.append(time.perf_counter() - start)
+
+        start = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(at_once)))
+        return seconds, time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def gateway(model: Path, address: str, token: str, keys: list[str], folder: str):
+    """(base_url, process) of the command."""
+    (Path(folder) / "keys").write_text("\n".join(keys))
+    command = [sys.executable, "-m", "rlx.gateway", f"--model={model}", f"--servers={address}",
+               "--port=0", f"--keys={folder}/keys"]  # fmt: skip
+    environment = {**os.environ, wire.TOKEN_VARIABLE: token}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            yield json.loads(process.stdout.readline())["base_url"], psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+async def compare(urls: dict[str, tuple[str, str, list[str]]], process, args) -> None:
+    """Prints the table of both."""
+    body = {"max_tokens": args.tokens, "min_tokens": args.tokens, "temperature": 0}
+    body |= {"stream": True} if args.stream else {}
+    rounds = []
+    for round_ in range(-1, args.rounds):
+        row = {}
+        for side in list(urls)[:: 1 if round_ % 2 else -1]:
+            before = sum(process.cpu_times()[:2])
+            seconds, total = await calls(*urls[side], args.calls, args.at_once, body)
+            cpu = (sum(process.cpu_times()[:2]) - before) / args.calls
+            rate = args.calls * args.tokens / total
+            row[side] = (statistics.median(seconds) * 1e3, rate, cpu * 1e3)
+        rounds += [row] * (round_ >= 0)
+    print(f"{'':10}{'p50 ms':>10}{'tokens/s':>10}{'cpu ms':>8}")
+    for side in urls:
+        p50, rate, cpu = (statistics.median(r[side][k] for r in rounds) for k in range(3))
+        print(f"{side:10}{p50:10.1f}{rate:10.0f}{cpu:8.2f}")
+    over = sorted(r["gateway"][0] - r["vllm"][0] for r in rounds)
+    share = sorted(r["gateway"][1] / r["vllm"][1] for r in rounds)
+    print(f"overhead p50 {statistics.median(over):.1f} ms ({over[0]:.1f} … {over[-1]:.1f})")
+    print(f"share of tokens/s {statistics.median(share):.3f} ({share[0]:.3f} … {share[-1]:.3f})")
+
+
+async def hold(url: str, keys: list[str], process, args) -> None:
+    """Prints how so many sessions did that were all asked at once, each by a stream."""
+    body = {"max_tokens": args.tokens, "temperature": 0, "stream": True}
+    before = process.memory_info().rss
+    _, total = await calls(url, "m", keys, len(keys), len(keys), body)
+    grown = (process.memory_info().rss - before) / 2**20
+    print(f"{len(keys)} sessions at once: all answered in {total:.1f} s, +{grown:.0f} MB")
+
+
+def main() -> None:
+    """Run one of both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="rlx:arithmetic")
+    parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--calls", type=int, default=320, help="of each side in a round")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--sessions", type=int, default=0)
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model = resolve(args.model, "--model")
+    keys = [f"sk-{k}" for k in range(args.sessions or 1)]
+    options = {"slots": args.slots, "max_model_len": 128, "openai_port": port, "token": "bench"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalServers(model, workdir=folder, engine="vllm", **options) as servers,
+    ):
+        (address,) = servers.wait()
+        with gateway(model, address, "bench", keys, folder) as (url, process):
+            if args.sessions:
+                return asyncio.run(hold(url, keys, process, args))
+            own = f"http://127.0.0.1:{port}/v1"
+            urls = {"vllm": (own, str(model), ["bench"]), "gateway": (url, "m", keys)}
+            asyncio.run(compare(urls, process, args))
+
+
+if __name__ == "__main__":
+    main()
