@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlx.observe.jsonl import read_jsonl
+from tests.fixtures.commands import RLX_MAIN
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,13 +60,12 @@ def test_a_section_s_commands_run_with_its_files(title, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for number, (program, *arguments) in enumerate(commands(section)):
         assert program == "python"
-        run = tmp_path / f"run{number}"
+        run, command = tmp_path / f"run{number}", [sys.executable, *arguments]
         if arguments[:2] == ["-m", "rlx.main"]:
-            arguments += [*SHORT, f"--workdir={run}"]
+            command = [*RLX_MAIN, *arguments[2:], *SHORT, f"--workdir={run}"]
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True,
-            text=True, timeout=600,
-        )  # fmt: skip
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         if arguments[:2] == ["-m", "rlx.main"]:
             steps = list(read_jsonl(run / "metrics.jsonl"))
