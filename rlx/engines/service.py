@@ -54,7 +54,7 @@ class RequestError(Exception):
 
 
 class RolloutService(rpc.RolloutServicer):
-    """The six calls, on `engine`.
+    """Answers the six calls of the protocol by `engine`.
 
     Args:
       engine: started.

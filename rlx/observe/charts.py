@@ -119,7 +119,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 def _drawn(
     line: Line, axes: tuple[Sequence[float], Sequence[float | None]], unit: str, stacked: bool
 ) -> dict[str, Any]:
-    """The line as JSON, with consecutive values averaged where there are too many of them."""
+    """Return the line as JSON; consecutive values are averaged where there are too many."""
     steps, times = (axes[0] if line.steps is None else line.steps), line.times or axes[1]
     count = min(len(line.values), _MAX_BARS if stacked else MAX_POINTS)
     edges = [round(i * len(line.values) / count) for i in range(count + 1)]
@@ -136,5 +136,5 @@ def _drawn(
 
 
 def _short(values: Sequence[float | None]) -> list[float | None]:
-    """The values with six digits, which are more than a chart shows."""
+    """Return the values with six digits, more than a chart shows."""
     return [value if value is None else float(f"{value:.6g}") for value in values]

@@ -75,7 +75,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout this package runs from, with `+` if files differ."""
+    """Return the commit of the checkout this package runs from, with `+` if files differ."""
     here = Path(__file__).parent
     if not _git(here, "ls-files", "--error-unmatch", Path(__file__).name):
         return ""  # installed, or inside somebody else's repository

@@ -93,7 +93,7 @@ class Progress:
         self._console.print(Text(plain(text)), soft_wrap=True)
 
     def _remaining(self) -> float | None:
-        """Seconds until the last step at the recent pace; None before the second step."""
+        """Return the seconds to the last step at the recent pace; None before the second step."""
         recent = [r.get("step_seconds") for r in self._history[1:][-_RECENT:]]
         known = sorted(seconds for seconds in recent if seconds is not None)
         if not known:
@@ -108,7 +108,7 @@ class Progress:
         return (last or 0.0) + (self._clock() - self._updated if running or not last else 0.0)
 
     def _step_line(self, record: Mapping[str, Any]) -> str:
-        """One greppable line: each field is its name, a space, its value."""
+        """Return one greppable line: each field is its name, a space, its value."""
         seconds = sorted(record.get("seconds", {}).items(), key=lambda item: -(item[1] or 0))
         phases = ", ".join(f"{name} {number(value)}" for name, value in seconds[:4])
         sampled = "staleness_mean" in record  # absent where no policy sampled what was trained on
@@ -132,7 +132,7 @@ class Progress:
         return "  ".join(fields)
 
     def _held_out_fields(self) -> list[str]:
-        """Of the last evaluation: `held-out 0.345`, and losses as `held-out-loss 0.0412`."""
+        """Return the last evaluation: `held-out 0.345`, losses as `held-out-loss 0.0412`."""
         last = self._evals[-1] if self._evals else {}
         return [
             f"held-out{'' if h.key == 'greedy_acc' else f'-{h.name}'} {number(last[h.key])}"
@@ -151,7 +151,7 @@ class Progress:
         return "  ".join(fields)
 
     def _render(self) -> Panel:
-        """The panel as it is now."""
+        """Return the panel as it is now."""
         width = min(self._console.width, 120)
         with self._lock:
             rows = self._rows(max(width - 4, 20) - 11)
@@ -173,7 +173,7 @@ class Progress:
         )  # fmt: skip
 
     def _head(self) -> list[Any]:
-        """The bar and the line under it."""
+        """Return the bar and the line under it."""
         last = self._history[-1] if self._history else {}
         step = last.get("step", 0)
         bar = Table.grid(padding=(0, 1, 0, 0), expand=True)
@@ -197,7 +197,7 @@ class Progress:
         return [bar, line]
 
     def _rows(self, width: int) -> list[tuple[str, Text]]:
-        """Label and value of each line of the panel; `width` cells for the value."""
+        """Return label and value of each line of the panel; `width` cells for the value."""
         rows = []
         for metric in present(TRAINED, self._history):
             values = [record.get(metric.key) for record in self._history]
@@ -236,7 +236,7 @@ class Progress:
 
 
 def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> Text:
-    """The named numbers in columns, each followed by what it counts."""
+    """Return numbers in columns, each followed by its name."""
     line = Text()
     for key, name in names:
         if record.get(key) is not None:
@@ -249,7 +249,7 @@ def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> T
 
 
 def _prompts(record: Mapping[str, Any]) -> Text:
-    """Where the prompts are; live ones, if not counted, were admitted and have not ended."""
+    """Return the counts of prompts by state; `live` is admitted less ended, if not counted."""
     names = ("live", "queued", "accepted", "rejected", "failed", "skipped", "dropped")
     ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
     live = {"live": record["admitted"] - ended} if record.get("admitted") is not None else {}
@@ -259,7 +259,7 @@ def _prompts(record: Mapping[str, Any]) -> Text:
 
 
 def _phase_bar(seconds: Mapping[str, float | None], width: int) -> Text:
-    """A bar of the step's phases, longest first, with the legend behind it."""
+    """Return a bar of the step's phases, longest first, and its legend."""
     phases = sorted(((v or 0.0, k) for k, v in seconds.items()), reverse=True)
     cells = max(8, min(28, width - 46))
     line = Text()

@@ -111,7 +111,7 @@ def _by_prefix(run: Run) -> Iterator[Chart]:
 
 
 def _charts(run: Run, charts: tuple[Chart, ...]) -> list[dict[str, Any]]:
-    """Those of the charts for which the run has a value."""
+    """Return the charts for which the run has a value."""
     if not run.metrics:
         return []
     steps = [e["step"] for e in run.evals]

@@ -95,7 +95,7 @@ def trained_versions(sample: Mapping[str, Any]) -> list[int]:
 
 
 def _cut(text: str) -> str:
-    """The text without its middle where it is too long to show."""
+    """Return the text, without its middle where it is too long to show."""
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2

@@ -76,7 +76,7 @@ def speed(run: Run) -> list[dict[str, Any]]:
 
 
 def _step_times(run: Run) -> list[Line]:
-    """The seconds of each phase by step; phases too short for a name of their own are `other`."""
+    """Return the seconds of each phase by step; short phases together are `other`."""
     named = phase_totals(run)
     steps = [_phases(record) for record in run.metrics]
     lines = []
@@ -90,7 +90,7 @@ def _step_times(run: Run) -> list[Line]:
 
 
 def _publishing(run: Run) -> list[Line]:
-    """Milliseconds a published version cost: the trainer's stall, delivery, a server's load."""
+    """Return the ms that publishing cost: the trainer's stall, delivery, a server's load."""
     elapsed = {record["step"]: finite(record.get("elapsed_seconds")) for record in run.metrics}
     stall = [None if v is None else v * 1000 for v in run.series("seconds.publish")]
     lines = [Line("stall", stall, "c2", smooth=True)]
@@ -108,7 +108,7 @@ def _publishing(run: Run) -> list[Line]:
 
 
 def _phases(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each phase of a step; what step_seconds holds besides them is `other`."""
+    """Return the seconds of each phase of a step; the rest of step_seconds is `other`."""
     seconds = record.get("seconds")
     named = {
         str(name): max(0.0, finite(value) or 0.0)

@@ -88,7 +88,7 @@ def covered(spans: Iterable[TraceSpan]) -> float:
 def _rows(
     spans: Sequence[TraceSpan], low: float, length: float
 ) -> list[tuple[str, int, list[list[dict[str, Any]]]]]:
-    """(process, number of hidden rows, the boxes of each row); spans inside others a row deeper."""
+    """Return (process, hidden rows, boxes of each row); spans inside others are a row deeper."""
     rows: dict[tuple[str, int, int], list[TraceSpan]] = {}
     open_spans: dict[tuple[str, int], list[TraceSpan]] = {}
     for span in spans:
@@ -106,7 +106,7 @@ def _rows(
 
 
 def _boxes(row: Sequence[TraceSpan], low: float, length: float) -> list[dict[str, Any]]:
-    """The spans as boxes; neighbours of a kind that are too small to tell apart become one."""
+    """Return the spans as boxes; neighbours of a kind too small to tell apart become one."""
     boxes: list[dict[str, Any]] = []
     for span in row:
         left, right = (
@@ -126,7 +126,7 @@ def _boxes(row: Sequence[TraceSpan], low: float, length: float) -> list[dict[str
 
 
 def _ticks(low: float, length: float) -> Iterator[tuple[float, str]]:
-    """(percentage of the width, text) at round seconds within low…low + length."""
+    """Yield (percentage of the width, text) at round seconds in low…low + length."""
     step = next((size for size in _TICKS if length / size <= 10), length)
     for index in range(int(low / step) + 1, int(low / step) + 12):
         place = round(100 * (index * step - low) / length, 2)

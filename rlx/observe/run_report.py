@@ -92,7 +92,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _header(run: Run) -> dict[str, Any]:
-    """The run's state and the facts under its name."""
+    """Return the run's state and the facts under its name."""
     total, done = finite(run.setting("total_steps")), _last(run, "step") or 0
     finished = total is not None and done >= total
     state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
@@ -126,13 +126,13 @@ def _header(run: Run) -> dict[str, Any]:
 
 
 def _fact(run: Run, form: str, *keys: str) -> str:
-    """`form` with the config's values of `keys`; empty when one is not set."""
+    """Return `form` with the config's values of `keys`; "" when one is not set."""
     values = [run.setting(key) for key in keys]
     return "" if None in values or "" in values else form.format(*values)
 
 
 def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
-    """(color, title, value, note) of what the run took."""
+    """Yield (color, title, value, note) of what the run took."""
     elapsed = _last(run, "elapsed_seconds")
     if elapsed:
         typical = sorted(v for v in run.series("step_seconds") if v is not None)
@@ -154,7 +154,7 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """All keys of the config, and those that differ from the defaults; empty without a config."""
+    """Return the config's keys, and those that differ from the defaults; empty without one."""
     from rlx.config import default  # ml_collections takes a moment to import
 
     rows, standard = flatten(run.config), dict(flatten(default().to_dict()))
@@ -163,7 +163,7 @@ def _config(run: Run) -> dict[str, Any]:
 
 
 def _skipped(run: Run) -> list[tuple[str, str]]:
-    """The last rows that failed in every attempt, with why."""
+    """Return the last rows that failed in every attempt, and why."""
     return [
         (
             f"{record.get('which')} row {record.get('row')}, {record.get('attempts')} attempts",
@@ -174,5 +174,5 @@ def _skipped(run: Run) -> list[tuple[str, str]]:
 
 
 def _last(run: Run, key: str) -> float | None:
-    """The metric's last known value."""
+    """Return the metric's last known value."""
     return next((v for v in reversed(run.series(key)) if v is not None), None)

@@ -107,13 +107,13 @@ def finite(value: Any) -> float | None:
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records with a step, sorted; of two for one step the later written counts."""
+    """Return the records by step; of two for one step the later written counts."""
     steps = {r["step"]: r for r in records if has_step(r)}
     return [steps[step] for step in sorted(steps)]
 
 
 def _by_row(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Skipped rows in order of their last time; each epoch skips them again."""
+    """Return skipped rows by their last time; each epoch skips them again."""
     return list({(str(r.get("which")), str(r.get("row"))): r for r in records}.values())
 
 
@@ -133,7 +133,7 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def _spans(trace: Mapping[str, Any]) -> list[TraceSpan]:
-    """The complete events by start, outer ones before those inside them."""
+    """Return the complete events by start, outer ones before those inside them."""
     events = trace.get("traceEvents")
     events = [e for e in events if isinstance(e, dict)] if isinstance(events, list) else []
     processes = {

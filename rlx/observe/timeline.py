@@ -20,7 +20,7 @@ PROCESSES = ("trainer", "server", "teacher", "rewards", "publish", "evaluation")
 
 
 class Span(NamedTuple):
-    """Something that lasted. `name` is its kind: spans of one kind never nest in each other."""
+    """A stretch of time on a track; spans of one kind, their `name`, never nest."""
 
     process: str
     track: str
@@ -102,7 +102,7 @@ def process_order(process: str) -> tuple[int, int, str]:
 
 
 def _document(spans: list[Span], discarded: int) -> Iterator[bytes]:
-    """The trace as JSON with an event a line."""
+    """Yield the trace as JSON, an event a line."""
     about = {"clock": "CLOCK_MONOTONIC", "discarded_events": discarded}
     yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)},\n'.encode()
     yield b'"traceEvents": [\n'

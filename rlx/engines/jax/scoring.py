@@ -24,7 +24,7 @@ class ScoreJob:
 
 
 class Scoring:
-    """First come, first served.
+    """Scores sequences in the order in which they came.
 
     Args:
       programs: `prepare_score` must have run before the first `step`.
