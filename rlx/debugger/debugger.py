@@ -105,7 +105,7 @@ class Debugger:
         with ProgressBar() as bar:
             show = partial(bar.show, title)
             seen = ConcurrentRuns(self.make, runs, recorder, self.timeout, show, self.text).run()
-        calls = recorder.calls()
+        calls = list(recorder.calls)
         evidence = Evidence(seen, calls)
         record, found = evidence.record(), findings(evidence, title)
         if step == "one":

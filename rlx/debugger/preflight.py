@@ -46,7 +46,7 @@ def check(base_url: str, api_key: str, model: str, timeout: float = 30.0) -> tup
         if model and models and model not in models:
             raise unknown("model of the server", model, models)
         return models
-    if code in (404, 405) and model and base_url.endswith("/v1"):
+    if code in (404, 405) and model:
         return ()  # some servers list none; the first run will tell
     remedy = next(words for sign, words in _REMEDIES if re.search(sign, wrong))
     raise UserError(f"{url} gives no list of models ({wrong}); {remedy}")

@@ -38,6 +38,9 @@ class Recorder:
       base_url: of the server, `http://host:port/v1`.
       api_key: the real one; agents get the attribute `api_key` in its place.
       model: put in every request of an agent; empty: the agent's own stays.
+
+    Attributes:
+      calls: in the order of their beginnings; unanswered ones have no `end`.
     """
 
     def __init__(self, base_url: str, api_key: str, model: str = ""):
@@ -45,7 +48,7 @@ class Recorder:
         self._origin, self._path = f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/")
         self._key, self._model = api_key, model
         self.api_key = f"rlx-{secrets.token_hex(12)}"
-        self._calls: list[ModelCall] = []
+        self.calls: list[ModelCall] = []
         self._thread = LoopThread("rlx-recorder")
 
     def __enter__(self) -> "Recorder":
@@ -64,10 +67,6 @@ class Recorder:
     def base_url(self, run: int) -> str:
         """Return what a run gets as `base_url`; its calls are known by it."""
         return f"http://{_HOST}:{self._port}/{self.api_key}/{run}{self._path}"
-
-    def calls(self) -> list[ModelCall]:
-        """Return the calls until now in the order of their beginnings; unanswered have no `end`."""
-        return list(self._calls)
 
     def connections(self) -> int:
         """Return how many connections agents have open."""
@@ -99,7 +98,7 @@ class Recorder:
         body = await request.read()
         call = ModelCall(int(request.match_info["run"]), path, time.monotonic())
         call.ask(body)
-        self._calls.append(call)
+        self.calls.append(call)
         try:
             return await self._forward(request, f"{self._origin}/{rest}", self._named(body), call)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -322,6 +322,7 @@ def test_what_is_wrong_with_a_server_is_one_line(server):
         assert "\n" not in str(caught.value)
         assert KEY not in str(caught.value)
     assert preflight.check(server, KEY, "") == ("tiny-model", "other-model")
+    assert preflight.check(f"{root}/none/v1", KEY, "of-no-list") == ()
 
 
 def test_mistakes_on_the_command_line_are_told_before_anything_is_asked(monkeypatch, tmp_path):

@@ -182,7 +182,7 @@ def test_a_stream_that_is_left_where_it_stops_is_whole(monkeypatch):
                 read.set()
                 with contextlib.suppress(http.client.HTTPException):
                     answer.read()
-        (call,) = recorder.calls()
+        (call,) = recorder.calls
     finally:
         server.shutdown()
         server.server_close()
