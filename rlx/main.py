@@ -40,17 +40,18 @@ def main() -> int:
         command.say(note)
     config = allocated(config)
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
-    from rlx.run import loop
+    from rlx.run import loop, trainers
 
-    fresh = not values.workdir and not Cluster.of(os.environ, **config.cluster).index
-    if fresh:
-        workdir = fresh_workdir(config_flags.get_config_filename(values["config"]))
-    try:
-        return 0 if loop.run(config, workdir).complete else INTERRUPTED
-    finally:
+    with trainers.others_of_this_host(config) as config:
+        fresh = not values.workdir and not Cluster.of(os.environ, **config.cluster).index
         if fresh:
-            with suppress(OSError):
-                workdir.rmdir()  # empty where nothing was begun
+            workdir = fresh_workdir(config_flags.get_config_filename(values["config"]))
+        try:
+            return 0 if loop.run(config, workdir).complete else INTERRUPTED
+        finally:
+            if fresh:
+                with suppress(OSError):
+                    workdir.rmdir()  # empty where nothing was begun
 
 
 if __name__ == "__main__":

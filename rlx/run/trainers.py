@@ -6,6 +6,8 @@ Who computes is imported when the run asks for it: neither trainer's library oth
 import atexit
 import hashlib
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +32,7 @@ from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join
 
+_LAST_SECONDS = 10.0  # that processes have to end by themselves
 TRAINERS = {"jax": "rlx.run.jax_trainer", "torch": "rlx.run.torch_trainer"}
 
 
@@ -88,8 +91,7 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     Raises:
       UserError: some do not come, or have another config or code; before anything is compiled.
     """
-    cluster = Cluster.of(os.environ, **config.cluster)
-    hosts = join(cluster, _identity(config))
+    hosts = join(Cluster.of(os.environ, **config.cluster), _identity(config))
     hosts.on_stop = stop.set
     try:
         if hosts.count > 1:
@@ -103,6 +105,35 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     hosts.close()
     if hosts.count > 1:
         library(config).leave()
+
+
+@contextmanager
+def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
+    """Start the command's other processes where no more than their number is given; then end them.
+
+    For trainer=torch alone, whose processes have a GPU each; one of JAX's has all of a host.
+    """
+    c = config.cluster
+    told = c.coordinator or c.process >= 0 or Cluster.found(os.environ)
+    if c.processes < 2 or told or config.trainer != "torch":
+        yield config
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config = config.copy_and_resolve_references()
+    config.cluster.coordinator, config.cluster.process = address, 0
+    flags = [*sys.orig_argv, f"--config.cluster.coordinator={address}"]
+    numbers = range(1, c.processes)
+    others = [subprocess.Popen([*flags, f"--config.cluster.process={n}"]) for n in numbers]
+    try:
+        yield config
+    finally:
+        for other in others:
+            try:
+                other.wait(_LAST_SECONDS)
+            except subprocess.TimeoutExpired:
+                other.kill()
+                other.wait()
 
 
 def _identity(config: ConfigDict) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class Cluster:
             raise UserError(f"{given}: processes are numbered from 0 to {count - 1}")
         return cls(coordinator, count, index, timeout_seconds, join_seconds)
 
+    @staticmethod
+    def found(environ: Mapping[str, str]) -> bool:
+        """Return whether Slurm, Ray or torchrun has started this process as one of several."""
+        return _found(environ)[1] > 1
+
     def __str__(self) -> str:
         return f"process {self.index} of {self.count} on {socket.gethostname()}, pid {os.getpid()}"
 

@@ -49,13 +49,17 @@ def cluster(tmp_path):
     """cluster(flags, flags of process 1) → two processes with logs tmp_path/0 and tmp_path/1."""
     started = []
 
-    def make(*flags, second=(), workdir=tmp_path / "run"):
+    def make(*flags, second=(), workdir=tmp_path / "run", by_itself=False):
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         own = [
             f"--config.cluster.coordinator={address}", "--config.cluster.processes=2",
             "--config.cluster.timeout_seconds=60", "--config.cluster.join_seconds=300", *flags,
         ]  # fmt: skip
+        if by_itself:
+            pair = [start(workdir, tmp_path / "0", *flags, "--config.cluster.processes=2")]
+            started.extend(pair)
+            return pair
         pair = [
             start(workdir, tmp_path / "0", *own, "--config.cluster.process=0"),
             start(workdir, tmp_path / "1", *own, *second, "--config.cluster.process=1"),
@@ -108,8 +112,8 @@ def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
     assert pair[1].wait(60) == 2
     assert last_line(tmp_path / "1").startswith("error: process 0 of 2 on ")
 
-    pair = cluster()
-    assert [process.wait(SECONDS) for process in pair] == [0, 0], (tmp_path / "0").read_text()
+    pair = cluster(by_itself=trainer == "torch")  # which starts its second process itself
+    assert not any(process.wait(SECONDS) for process in pair), (tmp_path / "0").read_text()
     assert "continuing after step" in (tmp_path / "0").read_text()
     used = json.loads((run / "environment.json").read_text())["devices"]
     assert used.startswith(f"{devices} × ")
