@@ -134,6 +134,8 @@ def default() -> ConfigDict:
         64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
         16384, 24576, 32768,
     )  # fmt: skip
+    c.train.compile = False  # trainer=torch: each layer by torch.compile
+    c.train.offload_optimizer = False  # trainer=torch on a GPU: its moments in the host's memory
     c.train.mesh = ""  # "" (all devices on fsdp) or e.g. "fsdp:4,tensor:2"; replica copies
     # parameters, context cuts the tokens of a row (its double divides each of row_buckets)
 
@@ -220,6 +222,9 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     _choice(config, "trainer", ("jax", "torch"))
     if config.trainer == "torch":
         _require_of_torch(config)
+    for key in ("compile", "offload_optimizer") if config.trainer != "torch" else ():
+        if config.train[key]:
+            raise UserError(f"train.{key} is of trainer=torch; unset it, or set trainer=torch")
     _choice(config, "model.remat", ("none", "dots", "attention", "full"))
     _choice(config, "data.kind", ("jsonl", "arithmetic"))
     _choice(config, "data.overlong", ("error", "skip"))

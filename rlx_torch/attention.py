@@ -70,6 +70,7 @@ class Blocks(NamedTuple):
         return cls(tuple(indices), torch.from_numpy(back).to(device))
 
 
+@torch.compiler.disable  # else one program for each number of blocks
 def segments(
     module: torch.nn.Module,
     query: Tensor,

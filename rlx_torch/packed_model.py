@@ -5,6 +5,7 @@ each token goes back to the token's place. Shapes: N tokens that are not padding
 """
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
 
 from rlx.train.packing import segment_sizes
@@ -64,7 +66,11 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
 
 
 def ready(model: Any, remat: bool) -> None:
-    """Set a model to be trained: `remat` as `load` has it."""
+    """Set a model to be trained: `remat` as `load` has it; Liger's kernels where installed."""
+    if torch.cuda.is_available() and find_spec("liger_kernel"):
+        kernels = {"rope": True, "rms_norm": True, "swiglu": True}
+        losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # there are none
+        apply_liger_kernel(model, kernels | losses)
     if remat:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Train mode, which remat asks for, and no dropout, which the fleet has none of either.

@@ -42,6 +42,7 @@ class Learned:
     options: OptimizerOptions
     total: int  # updates of the whole run
     updates: int = 0
+    offloaded: bool = False  # the moments are in the host's memory
 
 
 @dataclasses.dataclass
@@ -97,6 +98,11 @@ class TorchUpdate(BatchUpdate):
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         kind = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
         self.devices = f"{self._ranks.count} × {kind} (PyTorch {torch.__version__})"
+        if options.offload_optimizer and (self._device == "cpu" or self._ranks.count > 1):
+            raise UserError(
+                f"train.offload_optimizer is of one process with a GPU and this is {self.devices}; "
+                "unset it"
+            )
         self._follows = self._algorithm.needs_reference and options.reference_mode != "frozen"
         if self._algorithm.needs_reference and not self._follows:
             self._reference = self._load()
@@ -127,12 +133,16 @@ class TorchUpdate(BatchUpdate):
         judge = None
         if self._algorithm.critic:
             own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
-            judge = _learned(self._load(valued=True), own, o.total_steps * o.minibatches)
+            updates = o.total_steps * o.minibatches
+            judge = _learned(self._load(valued=True), own, updates, o.offload_optimizer)
         if self._scored and self._ranks.count == 1:  # it goes on from a reward model
             with open_tensors(self._directory) as tensors, torch.no_grad():
                 head = np.array(tensors["score.weight"], np.float32)
                 model.score.weight.copy_(torch.from_numpy(head))
-        policy = _learned(model, o.optimizer, o.policy_updates)
+        if o.compile:
+            for layer in model.base_model.layers:
+                layer.compile(dynamic=True)
+        policy = _learned(model, o.optimizer, o.policy_updates, o.offload_optimizer)
         return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, judge)
 
     def save(self, path: Path, state: TorchState) -> Future[None]:
@@ -285,18 +295,25 @@ class TorchUpdate(BatchUpdate):
         """
         learned.optimizer.zero_grad(set_to_none=True)
         total: dict[str, Tensor] = {}
-        for index, batch in enumerate(batches):
-            self._ranks.expect(learned.model, last=index == len(batches) - 1)
-            value, stats = loss(learned.model, batch)
-            (value / denominator).backward()
-            total = {name: x + total.get(name, 0.0) for name, x in stats.items()}
+        # Autocast keeps what it has cast until the outermost one ends: here a weight of a process
+        # of its own is cast once an update, and not once a microbatch.
+        with self._precision() if self._ranks.count == 1 else nullcontext():
+            for index, batch in enumerate(batches):
+                self._ranks.expect(learned.model, last=index == len(batches) - 1)
+                value, stats = loss(learned.model, batch)
+                with torch.autocast(self._device, enabled=False):
+                    (value / denominator).backward()
+                total = {name: x + total.get(name, 0.0) for name, x in stats.items()}
         total = self._ranks.sums(total)
         norm = self._ranks.clip(learned.model, learned.options.clip_norm or float("inf"))
         finite, updates = bool(torch.isfinite(norm)), learned.updates
         if finite and not held:
             for group in learned.optimizer.param_groups:
                 group["lr"] = float(rate_at(learned.options, learned.total, updates, np))
-            learned.optimizer.step()
+            if learned.offloaded:
+                step_offloaded(learned.optimizer)
+            else:
+                learned.optimizer.step()
             learned.updates += 1
         return {**total, "grad_norm": norm, "skipped_updates": 1.0 - finite, "updates": updates}
 
@@ -323,7 +340,28 @@ class TorchUpdate(BatchUpdate):
         return state
 
 
-def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:
+def step_offloaded(optimizer: torch.optim.Optimizer) -> None:
+    """Step a parameter at a time, whose moments come from the host's memory and go back there."""
+    wholes = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for group, params in zip(optimizer.param_groups, wholes, strict=True):
+        for p in params:
+            host, group["params"] = optimizer.state[p], [p]
+            there = {name: x.to(p.device, non_blocking=True) for name, x in host.items()}
+            optimizer.state[p] = there
+            optimizer.step()
+            for name, x in there.items():
+                host[name].copy_(x, non_blocking=True)
+            optimizer.state[p] = host
+        group["params"] = []
+    for group, params in zip(optimizer.param_groups, wholes, strict=True):
+        group["params"] = params
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # whoever saves them reads the host's memory
+
+
+def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool = False) -> Learned:
     """Return a model with its optimizer; matrices decay, norms and biases do not."""
     alike: dict[Any, list[nn.Parameter]] = {}  # what one call of the optimizer takes
     for p in model.parameters():
@@ -344,7 +382,10 @@ def _learned(model: Any, options: OptimizerOptions, total: int) -> Learned:
         for p in model.parameters():
             moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
-    return Learned(model, optimizer, options, total)
+            if offloaded:
+                held = {name: x.cpu().pin_memory() for name, x in optimizer.state[p].items()}
+                optimizer.state[p] = held
+    return Learned(model, optimizer, options, total, offloaded=offloaded)
 
 
 def _described(part: Any, name: str = "") -> dict[str, str]:

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,17 @@ def judge_cores(usable: int, present: int, load: float) -> Finding:
     return Finding("machine", "cores", "ok", what)
 
 
+def judge_cpu(flags: Collection[str]) -> Finding:
+    """Return the row of what half precision is worth on this CPU; `flags` are of /proc/cpuinfo."""
+    found = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
+    if not found:
+        what = "no instructions for bfloat16: model.compute_dtype=float32 is the faster one"
+    else:
+        what = f"{', '.join(found)}: trainer=torch may be faster with model.compute_dtype=bfloat16"
+        what += "; trainer=jax computes that in float32, with casts"
+    return Finding("machine", "half precision", "ok", what)
+
+
 def check_loopback() -> Finding:
     """Return the row of loopback: a port is bound and reached."""
     try:
@@ -199,6 +211,11 @@ def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
         yield row
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     yield judge_cores(usable, present, os.getloadavg()[0])
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        if not isinstance(found, str) and found.platform == "cpu":
+            yield judge_cpu(flags.split())
     yield Finding("machine", "memory", "ok", str(available_memory.memory()))
     yield check_loopback()
     place = existing(workdir)

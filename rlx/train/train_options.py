@@ -48,6 +48,8 @@ class TrainOptions:
     lora: LoraConfig | None = None
     seed: int = 0
     publish_dtype: str = "float32"
+    compile: bool = False
+    offload_optimizer: bool = False
 
     @classmethod
     def of(cls, config: Any) -> "TrainOptions":
@@ -78,6 +80,8 @@ class TrainOptions:
             lora_of(config.lora),
             config.seed,
             model.publish_dtype,
+            train.compile,
+            train.offload_optimizer,
         )
         _check(options)
         return options

@@ -15,7 +15,7 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
-from rlx_torch.update import TorchUpdate
+from rlx_torch.update import TorchUpdate, step_offloaded
 
 
 def options(preset="grpo", **overrides):
@@ -194,6 +194,51 @@ def test_tokens_see_their_own_segment_alone(tiny_model_dir):
     apart = [one.logprobs(state, [Group(0, (t,))])[0] for g in batch for t in g.trajectories]
     for a, b in zip(together, apart, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_weights_cast_once_an_update_train_by_all_its_microbatches(tiny_model_dir):
+    found = []
+    for budget in (4096, 128):
+        given = options(**{
+            "model.compute_dtype": "bfloat16", "train.max_tokens_per_microbatch": budget,
+            "train.row_buckets": (64, 128, budget), "model.remat": "full",
+        })  # fmt: skip
+        trainer = TorchUpdate(hf.load_config(tiny_model_dir), given, tiny_model_dir)
+        begun = weights(trainer, trainer.init())
+        state, metrics = trained(trainer, 1)
+        moved = {k: x - begun[k] for k, x in weights(trainer, state).items()}
+        found.append((moved, metrics["n_microbatches"]))
+    (whole, one), (parts, several) = found
+    assert one == 1 < several
+    for name, change in whole.items():
+        error = np.linalg.norm(change - parts[name]) / np.linalg.norm(change)
+        assert error < 0.05, f"{name}: {error}"
+
+
+def test_offloaded_moments_come_back_from_every_step():
+    torch.manual_seed(0)
+    stepped = []
+    for step in (torch.optim.AdamW.step, step_offloaded):
+        params = [torch.nn.Parameter(torch.arange(n, dtype=torch.float32)) for n in (3, 4, 5)]
+        two = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:]}]
+        optimizer = torch.optim.AdamW(two, lr=0.1, weight_decay=0.0)
+        for p in params:
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.zeros(()), **moments}
+        for scale in (1.0, 2.0):
+            for p in params:
+                p.grad = scale * torch.sin(p.detach())
+            step(optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+        stepped.append([*params, *(optimizer.state[p]["exp_avg_sq"] for p in params)])
+    for one, other in zip(*stepped, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_offloading_asks_for_a_gpu(tiny_model_dir):
+    given = options(**{"train.offload_optimizer": True})
+    with pytest.raises(UserError, match="of one process with a GPU and this is 1 × cpu"):
+        TorchUpdate(hf.load_config(tiny_model_dir), given, tiny_model_dir)
 
 
 def test_the_trainer_needs_no_jax():
