@@ -71,6 +71,21 @@ def test_every_part_runs_tiny_on_a_cpu_and_writes_what_it_found(tmp_path):
         assert name in done.stdout
 
 
+def test_the_trainer_in_torch_has_its_own_parts(tmp_path):
+    out = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.gpu.run", "--platform=cpu", "--tiny", "--trainer=torch",
+         "--parts=attention,step_4k", f"--out={out}"],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    report = json.loads(out.read_text())
+    assert done.returncode == 0, report
+    found = {name: part["result"] for name, part in report["parts"].items()}
+    assert found["attention"]["equal"]
+    assert found["attention"]["cases"]["rlx_segments, 4 heads, 1 kv heads"]["grad_k"] > 0
+    assert found["step_4k"]["tokens_per_second"] > 0
+
+
 def test_a_part_that_cannot_run_is_reported_and_the_others_go_on(tmp_path):
     out = tmp_path / "gpu.json"
     done = subprocess.run(

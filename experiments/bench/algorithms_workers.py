@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlx.algorithms import presets
+from rlx.algorithms import losses, presets, supervised
+from rlx.algorithms.advantages import advantages, next_trained
 from rlx.algorithms.algorithm import Algorithm
+from rlx.algorithms.array_ops import ops_of
 from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.launch.host_memory import keep_freed_memory
@@ -111,15 +113,16 @@ def make_inputs(
     return flat, rows
 
 
-def jax_gradient(algorithm: Algorithm) -> Callable:
-    """(flat, rows) → loss, stats and the gradient with respect to rows["target"], in JAX."""
-    import jax
-    import jax.numpy as jnp
+def parts(algorithm: Algorithm) -> tuple[Callable, Callable]:
+    """What the gradient is made of, for JAX's arrays and torch's tensors.
 
-    from rlx.algorithms import losses, supervised
-    from rlx.algorithms.advantages import advantages, next_trained
+    Returns:
+      (flat, rows) → the batch that the loss takes and its denominator, all without gradient;
+      (target, batch, denominator) → the divided loss and its stats.
+    """
 
     def weigh(flat, rows):
+        ops = ops_of(flat["loss_mask"])
         mask, ids = flat["loss_mask"], flat["sequence_ids"]
         if algorithm.loss == "bradley_terry":
             mask = mask & ~next_trained(mask, ids)[1]
@@ -127,14 +130,13 @@ def jax_gradient(algorithm: Algorithm) -> Callable:
         if algorithm.second_moment:
             log_weight = flat["behaviour_logprobs"] - flat["proximal_logprobs"]
             kept = losses.within_second_moment(log_weight, mask, algorithm.second_moment)
-            weights = jnp.where(kept, weights, 0.0)
+            weights = ops.lib.where(kept, weights, 0.0)
         per_token = {"advantages": advantages(flat, algorithm)["advantages"]}
         for name in ("proximal_logprobs", "reference_logprobs"):
             if name in flat:
                 per_token[name] = flat[name]
         per_token["loss_weights"] = weights
-        index = rows["flat_index"]
-        gathered = {k: x.at[index].get(mode="fill", fill_value=0) for k, x in per_token.items()}
+        gathered = {k: ops.take(x, rows["flat_index"], 0.0) for k, x in per_token.items()}
         kept = rows["loss_mask"] & (gathered["loss_weights"] > 0)
         return {**rows, **gathered, "loss_mask": kept}, denominator
 
@@ -146,6 +148,15 @@ def jax_gradient(algorithm: Algorithm) -> Callable:
         else:
             total, stats = losses.policy_loss(target, batch["entropy"], batch, algorithm)
         return total / denominator, stats
+
+    return weigh, loss
+
+
+def jax_gradient(algorithm: Algorithm) -> Callable:
+    """(flat, rows) → loss, stats and the gradient with respect to rows["target"], in JAX."""
+    import jax
+
+    weigh, loss = parts(algorithm)
 
     def gradient(flat, rows):
         batch, denominator = weigh(flat, rows)
@@ -163,38 +174,8 @@ def torch_gradient(algorithm: Algorithm, compiled: str = "") -> Callable:
     """
     import torch
 
-    from rlx.algorithms import losses, supervised
-    from rlx.algorithms.advantages import advantages, next_trained
-    from rlx.algorithms.torch_ops import take
-
-    @torch.no_grad()
-    def weigh(flat, rows):
-        mask, ids = flat["loss_mask"], flat["sequence_ids"]
-        if algorithm.loss == "bradley_terry":
-            mask = mask & ~next_trained(mask, ids)[1]
-        weights, denominator = losses.loss_weights(mask, ids, flat["group_ids"], algorithm)
-        if algorithm.second_moment:
-            log_weight = flat["behaviour_logprobs"] - flat["proximal_logprobs"]
-            kept = losses.within_second_moment(log_weight, mask, algorithm.second_moment)
-            weights = torch.where(kept, weights, 0.0)
-        per_token = {"advantages": advantages(flat, algorithm)["advantages"]}
-        for name in ("proximal_logprobs", "reference_logprobs"):
-            if name in flat:
-                per_token[name] = flat[name]
-        per_token["loss_weights"] = weights
-        gathered = {k: take(x, rows["flat_index"], 0.0) for k, x in per_token.items()}
-        kept = rows["loss_mask"] & (gathered["loss_weights"] > 0)
-        return {**rows, **gathered, "loss_mask": kept}, denominator
-
-    def loss(target, batch, denominator):
-        if algorithm.loss == "nll":
-            total, stats = supervised.nll_loss(target, batch["entropy"], batch)
-        elif algorithm.data == "pairs":
-            total, stats = supervised.pair_loss(target, batch, algorithm)
-        else:
-            total, stats = losses.policy_loss(target, batch["entropy"], batch, algorithm)
-        return total / denominator, stats
-
+    weigh, loss = parts(algorithm)
+    weigh = torch.no_grad()(weigh)
     if compiled:
         weigh, loss = (
             torch.compile(f, fullgraph=True, backend=compiled, dynamic=False) for f in (weigh, loss)

@@ -1,6 +1,7 @@
 """The train step beside the same step in PyTorch; on a GPU, its model FLOP utilisation.
 
-    python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15]
+    python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15] \\
+        [--trainers=jax,trainer_torch,trainer_torch:bfloat16]
     python -m experiments.bench.train_step --platform=cuda      # 1.5B shape, bf16, utilisation
 
 Forward, backward and AdamW of one GRPO update, fp32. rlx's side is the trainer's own update with
@@ -69,36 +70,41 @@ class Worker:
         return json.loads(line)
 
 
-def compare(model: str, lengths: str, threads: int, cores: list[int], steps: int) -> dict:
-    """One row of the table: both sides in turns."""
+def compare(
+    model: str, lengths: str, threads: int, cores: list[int], steps: int, side: str, dtype: str
+) -> dict:
+    """One row of the table: the trainer of that side and plain transformers in turns."""
     options = {
         "model": model, "lengths": lengths, "threads": threads, "platform": "cpu",
         "sequences": SEQUENCES[model], "budget": 1536 * threads, "chunk": 8192, "remat": "none",
-        "compute_dtype": "float32", "row_buckets": (96, 128, 192, 256, 384, 512),
+        "row_buckets": (96, 128, 192, 256, 384, 512),
     }  # fmt: skip
+    dtypes = {side: dtype, "torch": "float32"}
     with contextlib.ExitStack() as stack:
         sides = {}
-        for side in ("jax", "torch"):
-            sides[side] = Worker({**options, "side": side}, cores)
-            stack.callback(sides[side].close)
-        taken = {side: [] for side in sides}
+        for name, kind in dtypes.items():
+            sides[name] = Worker({**options, "side": name, "compute_dtype": kind}, cores)
+            stack.callback(sides[name].close)
+        taken = {name: [] for name in sides}
         for _ in range(steps):
-            for side, worker in sides.items():
-                taken[side].append(worker.step())
+            for name, worker in sides.items():
+                taken[name].append(worker.step())
     tokens = int(make_lengths(lengths, options["sequences"]).sum())
     ratios = {
-        clock: [t[clock] / j[clock] for j, t in zip(taken["jax"], taken["torch"], strict=True)]
+        clock: [t[clock] / j[clock] for j, t in zip(taken[side], taken["torch"], strict=True)]
         for clock in ("wall", "cpu")
     }
-    wall = {side: [s["wall"] for s in rows] for side, rows in taken.items()}
+    wall = {name: [s["wall"] for s in rows] for name, rows in taken.items()}
     return {
+        "trainer": side,
+        "compute_dtype": dtype,
         "model": model,
         "lengths": lengths,
         "threads": threads,
         "tokens": tokens,
-        "rlx_rows": sides["jax"].facts["rows"],
+        "rlx_rows": sides[side].facts["rows"],
         "torch_rows": sides["torch"].facts["rows"],
-        "rlx_tokens_per_second": round(tokens / statistics.median(wall["jax"])),
+        "rlx_tokens_per_second": round(tokens / statistics.median(wall[side])),
         "torch_tokens_per_second": round(tokens / statistics.median(wall["torch"])),
         "wall_ratio": median_spread(ratios["wall"]),
         "cpu_ratio": median_spread(ratios["cpu"]),
@@ -140,6 +146,7 @@ def main() -> None:
     parser.add_argument("--platform", default="cpu", help="cpu (beside torch) | cuda")
     parser.add_argument("--models", default="", help="of tiny,25m,0.5b,1.5b")
     parser.add_argument("--lengths", default="", help="of even,uneven,gsm8k")
+    parser.add_argument("--trainers", default="jax,trainer_torch,trainer_torch:bfloat16")
     parser.add_argument("--cores", type=cores_of, default=[0, 1])
     parser.add_argument("--threads", type=cores_of, default=[1, 2])
     parser.add_argument("--steps", type=int, default=15)
@@ -159,8 +166,10 @@ def main() -> None:
     for model in (a.models or "tiny,25m").split(","):
         for lengths in (a.lengths or "even,uneven").split(","):
             for threads in a.threads:
-                row = compare(model, lengths, threads, a.cores[:threads], a.steps)
-                print(json.dumps(row), flush=True)
+                for side in a.trainers.split(","):
+                    side, _, dtype = side.partition(":")
+                    given = a.cores[:threads], a.steps, side, dtype or "float32"
+                    print(json.dumps(compare(model, lengths, threads, *given)), flush=True)
 
 
 if __name__ == "__main__":

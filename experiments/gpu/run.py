@@ -3,6 +3,7 @@
     python -m experiments.gpu.run                            # every part, on one H100 or H200
     python -m experiments.gpu.run --parts=attention,step_4k  # some of them
     python -m experiments.gpu.run --platform=cpu --tiny      # every part, tiny, on any machine
+    python -m experiments.gpu.run --trainer=torch            # attention, step_*, task of that trainer
 
 | part | question |
 |---|---|
@@ -52,6 +53,8 @@ PARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # module, opt
     "task": ("task", {"steps": 100, "questions": 200}, TASK),
     "decode": ("decode", {"batches": (1, 8, 64, 256), "new": 256}, DECODE),
 }
+OF_TORCH = {"attention": "torch_attention", "step": "torch_step"}  # module → the trainer's own
+TORCH = ("torch", "transformers", "safetensors", "numpy", "absl", "ml_collections", "yaml")
 TINY: dict[str, dict[str, Any]] = {
     "attention": {"length": 192, "heads": 4, "width": 16},
     "step_4k": {"rows": 2, "length": 64},
@@ -67,6 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of them")
     parser.add_argument("--platform", default="", help="cpu, or what JAX finds")
+    parser.add_argument("--trainer", default="jax", choices=("jax", "torch"))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--remat", default="attention", help="model.remat of the step parts")
     parser.add_argument("--chunk", type=int, default=4096, help="model.logprob_chunk of them")
@@ -83,6 +87,8 @@ def main() -> int:
     out = Path(a.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in a.parts.split(","):
+        if name == "decode" and a.trainer == "torch":
+            continue  # which is the JAX engine's
         print(f"{name} …", file=sys.stderr, flush=True)
         report["parts"][name] = _in_process(name, a)
         out.write_text(json.dumps(report, indent=1) + "\n")
@@ -94,25 +100,41 @@ def main() -> int:
 
 def _part(a: argparse.Namespace) -> dict[str, Any]:
     """Return one part's result, computed here."""
-    module, options, _ = PARTS[a.part]
+    options = PARTS[a.part][1]
     if a.tiny:
         options = TINY[a.part]
-    xla_flags.add(os.environ)  # as a run has them, and before JAX makes its backends
-    from experiments.gpu import measure
+    if a.trainer == "torch":
+        from experiments.gpu.torch_step import device
+    else:
+        xla_flags.add(os.environ)  # as a run has them, and before JAX makes its backends
+        from experiments.gpu.measure import device
+    part = importlib.import_module(_module(a.part, a.trainer))
+    more = {"tiny": a.tiny, "remat": a.remat, "chunk": a.chunk, "trainer": a.trainer}
+    return {"device": device(), **part.run({**more, **options})}
 
-    part = importlib.import_module(f"experiments.gpu.{module}")
-    more = {"tiny": a.tiny, "remat": a.remat, "chunk": a.chunk}
-    return {"device": measure.device(), **part.run({**more, **options})}
+
+def _module(name: str, trainer: str) -> str:
+    module = PARTS[name][0]
+    return f"experiments.gpu.{OF_TORCH.get(module, module) if trainer == 'torch' else module}"
 
 
 def _in_process(name: str, a: argparse.Namespace) -> dict[str, Any]:
     """Return how one part went: its status (ok | failed | late | missing), seconds, result."""
-    missing = [module for module in PARTS[name][2] if not _there(module)]
+    needed = (*PARTS[name][2], *TORCH) if name == "task" else TORCH
+    needed = needed if a.trainer == "torch" else PARTS[name][2]
+    missing = [module for module in needed if not _there(module)]
     if missing:
         return {"status": "missing", "error": f"not installed: {', '.join(missing)}"}
     command = [sys.executable, "-m", "experiments.gpu.run", f"--part={name}"]
-    command += [f"--remat={a.remat}", f"--chunk={a.chunk}", *(["--tiny"] * a.tiny)]
+    command += [
+        f"--trainer={a.trainer}",
+        f"--remat={a.remat}",
+        f"--chunk={a.chunk}",
+        *(["--tiny"] * a.tiny),
+    ]
     environment = {**os.environ, **({"JAX_PLATFORMS": a.platform} if a.platform else {})}
+    if a.platform == "cpu" and a.trainer == "torch":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     start = time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
@@ -130,7 +152,7 @@ def _in_process(name: str, a: argparse.Namespace) -> dict[str, Any]:
         said, errors = process.communicate()
     took = {"status": status, "seconds": round(time.monotonic() - start, 1)}
     if status == "ok":
-        return {**took, "result": json.loads(said.splitlines()[-1])}
+        return {**took, "result": {"trainer": a.trainer, **json.loads(said.splitlines()[-1])}}
     return {**took, "error": "\n".join(errors.splitlines()[-12:])}
 
 
@@ -147,7 +169,8 @@ def table(report: dict[str, Any]) -> list[str]:
     for name, part in report["parts"].items():
         lines.append(f"{name:10} {part['status']:8}{part.get('seconds', 0):6.0f} s")
         if part["status"] == "ok":
-            module = importlib.import_module(f"experiments.gpu.{PARTS[name][0]}")
+            trainer = part["result"].get("trainer", "jax")
+            module = importlib.import_module(_module(name, trainer))
             found = [part["result"]["device"]["kind"], *module.lines(part["result"])]
         else:
             found = part["error"].splitlines()[-3:]

@@ -1,5 +1,7 @@
 """Part `task`: the embedded task from start to end, trainer and JAX engine on one device.
 
+The trainer may be torch's: then two libraries share the GPU.
+
 The server is started by hand, as README's "Servers by hand" has it, since those that a run starts
 compute on the CPU. Of the GPU's memory it may take 15 %, the trainer 60 %. Products are in full
 float32: the run's gate compares the two sides' log-probabilities, and TF32 differs by 1e-3.
@@ -41,7 +43,7 @@ def run(o: dict[str, Any]) -> dict[str, Any]:
                 f"--workdir={scratch}/run", f"--config.total_steps={o['steps']}",
                 f"--config.fleet.addresses=('127.0.0.1:{port}',)",
                 f"--config.eval.num_questions={o['questions']}", "--config.observe.writers=()",
-                "--config.checkpoint.first_step=0",
+                "--config.checkpoint.first_step=0", f"--config.trainer={o['trainer']}",
             ]  # fmt: skip
             done = subprocess.run(trainer, cwd=ROOT, env=_environment(0.6), capture_output=True,
                                   text=True, check=False)  # fmt: skip
