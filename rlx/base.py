@@ -68,7 +68,8 @@ class Trajectory:
       turn_ids: [T] int32; the turn each token belongs to, 0 for a single-turn workflow.
       reference_logprobs: [T] float32, nats; log-probabilities under a teacher, 0 where not sampled.
       agent: who acted, for statistics per agent; one nameless agent by default.
-      prompt, completion: the texts, for transcripts and reports only.
+      prompt, completion: the texts, for transcripts and reports only; `said`: begin and end of each
+        turn's words in `completion`, (): they are all of it.
       info: scalars to be averaged into metrics (`info_means`).
     """
 
@@ -86,6 +87,7 @@ class Trajectory:
     completion: str = ""
     info: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
+    said: tuple[tuple[int, int], ...] = ()
 
     @property
     def run_id(self) -> str:

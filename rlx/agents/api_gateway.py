@@ -19,7 +19,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -71,6 +71,7 @@ class Prepared:
     tokens: np.ndarray
     forced: str
     parent: int | None
+    began: float = field(default_factory=time.monotonic)
 
 
 class Gateway:
@@ -318,7 +319,8 @@ class Gateway:
                 p.session.remember(content, calls, words)
             raw = self._decode(completion.tokens, special=True)
             p.session.keep(Interaction(
-                name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls)
+                name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
+                time.monotonic() - p.began,
             ))  # fmt: skip
             length = completion.stop_reason == "length"
             reason = "length" if length else "tool_calls" if calls else "stop"

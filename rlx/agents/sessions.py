@@ -34,7 +34,7 @@ class Interaction:
       raw: the completion's text with its special tokens; `text`: as the agent got it, tool calls
         included.
       parent: the interaction of the session (its number) whose tokens the prompt begins with.
-      tool_calls: how many it has.
+      tool_calls: how many it has. seconds: from the request to the answer.
     """
 
     completion_id: str
@@ -46,6 +46,7 @@ class Interaction:
     text: str
     parent: int | None = None
     tool_calls: int = 0
+    seconds: float = 0.0
 
     @property
     def whole(self) -> str:

@@ -82,6 +82,7 @@ def of_run(
     agent: str = "",
     turn_discount: float = 1.0,
     export: str = "tree",
+    seconds: float = 0.0,
 ) -> list[Trajectory]:
     """Return the trajectories of one run.
 
@@ -92,6 +93,7 @@ def of_run(
       agent: a name for statistics.
       turn_discount: γ of `turn_returns`, in [0, 1].
       export: one of EXPORTS, see the top of this file.
+      seconds: that the run took.
 
     Returns:
       In the order of the completions; `info["run_reward"]` is `outcome(…)` in each.
@@ -100,6 +102,8 @@ def of_run(
         "run_reward": outcome(interactions, value),
         "interactions": float(len(interactions)),
         "tool_calls": float(sum(i.tool_calls for i in interactions)),
+        "latency/run": seconds,
+        "latency/call": sum(i.seconds for i in interactions) / len(interactions),
     }
     returns = turn_returns(interactions, value, turn_discount)
     depths: list[int] = []
@@ -196,5 +200,9 @@ def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Traj
         (t.prompt_tokens[length:], t.completion) for t, length in zip(turns, before, strict=False)
     ]
     last, begun = turns[-1], turns[0].prompt_text
-    said = last.text if len(turns) == 1 else last.whole[len(begun) :]
-    return joined(new, first=first, prompt=begun, completion=said, **fields)
+    if len(turns) == 1:
+        return joined(new, first=first, prompt=begun, completion=last.text, **fields)
+    starts = [len(t.prompt_text) - len(begun) for t in turns]
+    said = tuple((start, start + len(t.raw)) for start, t in zip(starts, turns, strict=True))
+    words = last.whole[len(begun) :]
+    return joined(new, first=first, prompt=begun, completion=words, said=said, **fields)

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,6 +183,7 @@ class AgentWorkflow:
             session = new_session()
             try:
                 url = front.gateway.base_url(session)
+                began = time.monotonic()
                 value = await front.workers.run(data, url, session.key)
                 ids = {i.completion_id for i in session.interactions}
                 if not ids:
@@ -197,6 +199,7 @@ class AgentWorkflow:
                     agent=self.agent,
                     turn_discount=self._options.turn_discount,
                     export=self._options.export,
+                    seconds=time.monotonic() - began,
                 )
             except Displaced:
                 continue

@@ -103,6 +103,7 @@ def _by_prefix(run: Run) -> Iterator[Chart]:
     for prefix, title, about, least in (
         ("reward/", "Rewards", "mean of each in a batch, before its weight", 2),
         ("info/", "The workflow's own", "means over the batch's trajectories", 1),
+        ("latency/", "Latency of agents", "mean seconds of a run, and of a call that it makes", 1),
     ):
         names = [name for name in found if name.startswith(prefix)][:8]  # colors
         lines = ((name, name.removeprefix(prefix), f"c{i}") for i, name in enumerate(names, 1))

@@ -48,6 +48,8 @@ def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
         facts.append(f"version {oldest}" + (f"–{newest}" if newest > oldest else ""))
     if finite(sample.get("advantage")) is not None:
         facts.append(f"advantage {number(sample['advantage'])}")
+    if sample.get("turns"):
+        facts.append(f"{len(sample['turns'])} turns")
     if sample.get("stop_reason") == "length":
         facts.append("cut at the token limit")
     if sample.get("trajectory_id") is not None:
@@ -67,23 +69,36 @@ def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
 def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str, int | None, str]]:
     """Return the completion as (text, lag, tooltip) of each stretch that one version wrote.
 
-    The trainer consumed step k with version k − 1. Records have no text of each token: the
-    completion is divided evenly over them. A text without versions, or one too long to show in
-    full, has no lag.
+    The trainer consumed step k with version k − 1. Records have no text of each token: the words of
+    a turn are divided evenly over them. What others said between turns has no lag and a tooltip; a
+    text without versions, or one too long to show in full, has neither.
     """
     text = sample["completion"]
     if not versions or len(text) > MAX_CHARACTERS:
         return [(_cut(visible(text)), None, "")]
-    current, first, width = int(sample["step"]) - 1, 0, len(text) / len(versions)
     stretches: list[tuple[str, int | None, str]] = []
-    for version, group in groupby(versions):
-        last = first + len(list(group))
-        piece = text[round(first * width) : round(last * width)]
-        lag = max(0, current - version)
-        tip = f"version {version}, lag {lag}\n{last - first} tokens"
-        stretches.append((visible(piece), min(lag, 5), tip))
-        first = last
+    shown = used = 0
+    for turn, (start, end, count) in enumerate(turns_of(sample, versions), 1):
+        if start > shown:
+            stretches.append((visible(text[shown:start]), None, f"before turn {turn}, observed"))
+        first, width, name = 0, (end - start) / max(1, count), f"turn {turn}, " * (start > 0)
+        for version, group in groupby(versions[used : used + count]):
+            last = first + len(list(group))
+            piece = text[start + round(first * width) : start + round(last * width)]
+            lag = max(0, int(sample["step"]) - 1 - version)
+            tip = f"{name}version {version}, lag {lag}\n{last - first} tokens"
+            stretches.append((visible(piece), min(lag, 5), tip))
+            first = last
+        shown, used = end, used + count
     return stretches
+
+
+def turns_of(sample: Mapping[str, Any], versions: Sequence[int]) -> list[list[int]]:
+    """Return begin and end of each turn's words in the completion, and its number of tokens."""
+    turns = sample.get("turns") or []
+    if turns and sum(count for *_, count in turns) == len(versions):
+        return turns
+    return [[0, len(sample["completion"]), len(versions)]]
 
 
 def trained_versions(sample: Mapping[str, Any]) -> list[int]:

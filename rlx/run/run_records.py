@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlx.base import Group, Trajectory
 from rlx.fleet.client import PublishReport
 
@@ -82,12 +84,18 @@ def transcripts(step: int, groups: Sequence[Group], count: int) -> list[dict[str
 
 def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
     sampled = trajectory.versions >= 0
+    turns: dict[str, Any] = {}
+    if trajectory.said and trajectory.turn_ids is not None:
+        counts = np.unique(trajectory.turn_ids[sampled], return_counts=True)[1].tolist()
+        # where each turn's words begin and end in the completion, and its tokens
+        turns["turns"] = [[*span, n] for span, n in zip(trajectory.said, counts, strict=False)]
     return {
         "step": step,
         "group_id": group.group_id,
         "trajectory_id": trajectory.trajectory_id,
         "prompt": trajectory.prompt,
         "completion": trajectory.completion,
+        **turns,
         "reward": trajectory.reward,
         "stop_reason": trajectory.stop_reason,
         "answer": group.row.get("answer"),

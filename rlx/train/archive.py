@@ -86,6 +86,7 @@ def _describe_group(group: Group) -> dict:
                 "completion": t.completion,
                 "info": {key: float(value) for key, value in t.info.items()},
                 "turn_rewards": list(t.turn_rewards),
+                "said": [list(span) for span in t.said],
             }
             for t in group.trajectories
         ],
@@ -117,6 +118,7 @@ def _put_together(arrays: dict[str, np.ndarray], described: Mapping[str, Any]) -
             start, end = (ends[index - 1] if index else 0), ends[index]
             own: dict[str, Any] = {name: values[start:end] for name, values in arrays.items()}
             own["turn_rewards"] = tuple(fields.pop("turn_rewards", ()))
+            own["said"] = tuple(map(tuple, fields.pop("said", ())))
             for name in fields.pop("has"):
                 own[name] = optional[name][taken[name] : taken[name] + end - start]
                 taken[name] += end - start

@@ -257,6 +257,11 @@ def test_versions_shade_the_tokens_they_made():
     assert "3 tokens" in shown["facts"]
     assert "version 2–4" in shown["facts"]
     assert [(text, lag) for text, lag, _ in shown["pieces"]] == [("abcd", 2), ("ef", 0)]
+    talk = {**sample, "completion": "ab<NO>cdef", "turns": [[0, 2, 1], [6, 10, 2]]}
+    pieces = shaded(talk, [3, 4, 4])
+    assert [text for text, *_ in pieces] == ["ab", "<NO>", "cdef"]
+    assert (pieces[1][1], pieces[1][2]) == (None, "before turn 2, observed")
+    assert pieces[2][2].startswith("turn 2, version 4")
     assert shaded(sample, []) == [("abcdef", None, "")]
 
 
