@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pathlib
 import time
 
 from openai import AsyncOpenAI, OpenAI
@@ -91,6 +92,19 @@ class Misbehaves:
             await asyncio.sleep(60)
         returned = {"nan": float("nan"), "none": None, "text": "good", "other": {"id": 1.0}}
         return returned[how] if how in returned else float(bool(got))
+
+
+class Unlucky:
+    """Two turns; a row of each third number meets a fault of its own between them, once."""
+
+    async def run(self, data, **extra_kwargs):
+        turns = Repeat(turns=2)
+        how = ("raises", "exits", "blocks", "dies")[data["number"] // 3 % 4]
+        mark = pathlib.Path(data["place"]) / f"{how}-{data['number']}"
+        if data["number"] % 3 == 0 and not mark.exists():
+            mark.touch()
+            await Misbehaves().run({**data, "how": how}, **extra_kwargs)
+        return await turns.run(data, **extra_kwargs)
 
 
 class AsTheRowSays:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -299,3 +300,83 @@ def test_an_agent_s_conversation_that_training_has_no_room_for_is_a_failure(agen
     wanted = r"workflow Repeat \(.*agent_classes.py, line \d+\) gave, for row .*what is \d+.*, "
     with pytest.raises(RolloutError, match=wanted + r"trajectory .* tokens, .* room for 30 "):
         collected(agents, repeat(agents), max_tokens=30, patience=Patience(rate=0.0, attempts=1))
+
+
+class Counted(Rows):
+    """Rows whose agent does what their number says: most are well, each third misbehaves once."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def next(self):
+        self.dealt += 1
+        return self.dealt - 1, self.row(self.dealt - 1)
+
+    def row(self, number):
+        return {"question": f"what is {number}?", "answer": "", "number": number,
+                "place": str(self.place)}  # fmt: skip
+
+    def index(self, number):
+        return number
+
+
+@pytest.mark.slow
+def test_faults_of_many_kinds_lose_no_row_and_train_on_none_twice(agents, tmp_path):
+    """Agents raise, exit, hang, are killed in flight by the kernel, and calls of theirs fail."""
+    options = AgentOptions(workers=2, block_seconds=2.0)
+    workflow = AgentWorkflow(
+        f"{agents.classes}:Unlucky", agents.tokenizer(), agents.sampling, 2, options=options
+    )
+    engine = agents.engine()
+    engine.step_seconds = 0.01
+    fleet = Fleet(agents, engine)
+    rows, skipped = Counted(tmp_path), []
+    executor = Executor(
+        workflow, rows, Limits(4, 2, 8), fleet, request_timeout=20,
+        patience=Patience(attempts=20, rate=1.0, pause=0.01), on_skip=skipped.append,
+    )  # fmt: skip
+    executor.start()
+    seen, killed = [], 0
+    try:
+        executor.run(fleet.connect())
+        executor.set_version(0)
+        for step in range(1, 7):
+            if step % 2:  # a process with runs in it, by signal 9
+                wait_until(lambda: front_runs(workflow))
+                os.kill(front_runs(workflow)[0]._kept.pid, signal.SIGKILL)
+                killed += 1
+            batch = executor.collect()
+            engine.version = step
+            executor.set_version(step)
+            seen += batch
+            for group in batch:
+                assert step - 1 - group.oldest_version <= 2
+                check_tokens(group)
+    finally:
+        executor.run(fleet.close())
+        executor.close()
+    assert not skipped
+    assert killed == 3
+    assert sorted(g.group_id for g in seen) == sorted({g.group_id for g in seen})
+    assert len(seen) == 24
+    assert max(g.group_id for g in seen) < 24 + 2 * 4 + 8  # what was admitted first is not left
+    tried = [p.name for p in tmp_path.iterdir()]
+    assert {name.partition("-")[0] for name in tried} == {"raises", "exits", "blocks", "dies"}
+    ids = [t.trajectory_id for g in seen for t in g.trajectories]
+    assert len(set(ids)) == len(ids) == 2 * len(seen)
+
+
+def front_runs(workflow):
+    """The processes that have a run in flight."""
+    front = workflow._front
+    return [p for p in front.workers._processes if p and p.runs and p._kept] if front else []
+
+
+def check_tokens(group):
+    """Each run is one conversation of two turns, of its own row, with version and logprob."""
+    for t in group.trajectories:
+        assert t.prompt == f"<|user|>{group.row['question']}<|end|><|assistant|>"
+        assert t.turn_ids[t.loss_mask].tolist() == sorted(t.turn_ids[t.loss_mask].tolist())
+        assert set(t.turn_ids.tolist()) == {0, 1}
+        assert ((t.versions >= 0) == t.loss_mask).all()
+        assert ((t.behaviour_logprobs < 0) == t.loss_mask).all()
