@@ -2,10 +2,9 @@
 
 Command:   python -m rlx.main --config=configs/arithmetic_agent.py
            Another agent: --config.rollout.workflow=FILE.py:Class
-Hardware:  two CPU cores, no network; the extra `agents`. The first step compiles for half a
-           minute, the others take three to ten seconds.
-Expect:    held-out accuracy of greedy runs, right in either turn, from about 0.3; how far a whole
-           run takes it is not measured yet.
+Hardware:  two CPU cores, no network; the extra `agents`; about ten minutes.
+Expect:    held-out accuracy of greedy runs, right in either turn, from 0.35 to 0.93 or more, and
+           turns a run from 1.7 to 1.1. The runs behind this: experiments/2026-11-agents.
 """
 
 from pathlib import Path
@@ -18,6 +17,7 @@ AGENT = Path(__file__).parent / "agents" / "second_try.py"
 def get_config():
     """The run described above."""
     c = arithmetic.get_config()
+    c.total_steps = 60
     c.rollout.workflow = f"{AGENT}:SecondTry"
     c.sampling.max_new_tokens = 96  # of a turn
     c.fleet.max_model_len = 384  # of a conversation
