@@ -54,14 +54,14 @@ PACKED = {"n_microbatches", "pad_ratio", "row_length"}  # which differ with the 
 UPDATES = 2
 
 
-def trainer(root, case, mesh=""):
+def trainer(root, case, mesh="", **more):
     config, (model, own) = default(), CASES[case]
     config.algorithm.preset = case
     config.sampling.temperature = 0.8
     config.update_from_flattened_dict(
         {
             "train.max_tokens_per_microbatch": 128, "train.row_buckets": (64, 128),
-            "train.mesh": mesh, **own,
+            "train.mesh": mesh, **own, **more,
         }
     )  # fmt: skip
     path = root / model
@@ -97,6 +97,26 @@ def same(root, case, mesh):
             err_msg=f"{case} on {mesh}: {name}",
         )  # fmt: skip
     return state
+
+
+def half(root, mesh):
+    """Products in bfloat16: near what float32 gives, and parameters and gradients stay float32."""
+    update = trainer(root, "ppo", mesh, **{"model.compute_dtype": "bfloat16"})
+    state = update.init()
+    before = np.concatenate(update.logprobs(state, groups(8)))
+    whole = trainer(root, "ppo", mesh)
+    wanted = np.concatenate(whole.logprobs(whole.init(), groups(8)))
+    assert 0 < np.abs(before - wanted).max() < 0.2
+    assert np.abs(before - wanted).mean() < 0.02
+    state, metrics = update.update(state, groups(0))
+    assert metrics["skipped_updates"] == metrics["critic_skipped_updates"] == 0
+    assert {p.dtype for p in state.policy.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in state.policy.model.parameters()} == {torch.float32}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def copied(root, mesh, source, target):
@@ -175,9 +195,11 @@ def act(me, root, ports, together):
         np.savez(root / f"{case}.npz", **found)
         if case == "ppo":
             update.save(root / "one", state).result()
+    pair, place = divmod(me, 2)
+    if not place:
+        ports[pair] = free_port()
     together.wait()
 
-    pair, place = divmod(me, 2)
     sharding.join(f"127.0.0.1:{ports[pair]}", place, 2, 300)
     mesh = ("fsdp:2", "fsdp:1,tensor:2")[pair]
     if not pair:
@@ -185,8 +207,11 @@ def act(me, root, ports, together):
         skipped(root, mesh, place)
     for case in CASES:
         same(root, case, mesh)
+    half(root, mesh)
     copied(root, ("fsdp:2", "replica:2")[pair], "one", f"two {pair}")
     sharding.leave()
+    if not me:
+        ports[2] = free_port()
     together.wait()
 
     sharding.join(f"127.0.0.1:{ports[2]}", me, 4, 300)
@@ -212,10 +237,7 @@ def main(root):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(root / name)
     context = get_context("fork")
-    together, ports = context.Barrier(4), []
-    for _ in range(3):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
+    together, ports = context.Barrier(4), context.Array("i", 3)
     processes = [context.Process(target=run, args=(me, root, ports, together)) for me in range(4)]
     for process in processes:
         process.start()
