@@ -29,6 +29,7 @@ def main() -> None:
     p.add_argument("--max-model-len", type=int, default=0, help="tokens; 0: the model's context")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--chat-template", default="", help="a file; default: the model's own")
+    p.add_argument("--tool-format", default="", help="docs/agents.md; default: the template's")
     p.add_argument("--name", default="", help="of the model; default: its directory's")
     p.add_argument("--host", default="127.0.0.1", help="any but loopback needs --keys and TLS")
     p.add_argument("--port", type=int, default=8000, help="0: any")
@@ -37,7 +38,7 @@ def main() -> None:
     p.add_argument("--tls-key", default="", help="PEM file, of --tls-cert")
     a = p.parse_args()
     tls = server_tls(a.tls_cert, a.tls_key, "")
-    front = serving.Front(a.host, a.port, serving.read_keys(a.keys), tls)
+    front = serving.Front(a.host, a.port, serving.read_keys(a.keys), tls, a.tool_format)
     from rlx.run import inputs
 
     model = resolve(a.model, "--model")

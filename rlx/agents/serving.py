@@ -39,6 +39,7 @@ class Front:
 
     Attributes:
       keys: each has a session of its own; without any there is one for all.
+      tool_format: see `tool_calls.Reader`.
 
     Raises:
       UserError: others than this machine could ask, and there are no keys or no TLS.
@@ -48,6 +49,7 @@ class Front:
     port: int
     keys: tuple[str, ...]
     tls: Tls | None
+    tool_format: str = ""
 
     def __post_init__(self) -> None:
         if fleet_tls.is_loopback(self.host) or (self.keys and self.tls):
@@ -67,7 +69,10 @@ class Front:
             from rlx.agents.api_gateway import Gateway
         except ImportError as error:
             raise UserError(f"a gateway needs the extra: {install('agents')} ({error})") from None
-        gateway = Gateway(fleet, tokenizer, name=name, host=self.host, port=self.port, tls=self.tls)
+        gateway = Gateway(
+            fleet, tokenizer, name=name, tool_format=self.tool_format, host=self.host,
+            port=self.port, tls=self.tls,
+        )  # fmt: skip
         stop = asyncio.Event()
         try:
             await fleet.connect()

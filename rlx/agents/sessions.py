@@ -20,6 +20,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 
 _REMEMBERED = 100_000  # keys of ended sessions, answered by 410 rather than 401
+_SEARCHED = 256  # interactions of an endless session that a prompt may go on from
 _MOST_TOKENS = 4_000_000  # prompts' and drawn, that an endless session keeps, then begins anew
 
 
@@ -89,7 +90,9 @@ class Session:
           ([P] int32, number of the interaction or None).
         """
         parent, length = None, 0
-        for number, earlier in enumerate(self.interactions):
+        # Of a key that is let in for good the latest will do: it may have asked 100,000 times.
+        start = max(0, len(self.interactions) - _SEARCHED) if self.endless else 0
+        for number, earlier in enumerate(self.interactions[start:], start):
             whole = len(earlier.prompt_text) + len(earlier.raw)
             own = earlier.prompt_text
             if (
