@@ -66,6 +66,7 @@ def default() -> ConfigDict:
     c.agents = ConfigDict()  # their processes; reward.workers is how many
     c.agents.turn_discount = 1.0  # of the reward of a conversation's next completion, for one
     c.agents.export = "tree"  # rows of a run: tree | concat | individual, see docs/agents.md
+    c.agents.reward_seconds = 0.0  # to wait for the reward of a run that returned None
     c.agents.block_seconds = 300.0  # an agent may block its process's event loop
     c.agents.process_per_run = False  # no run sees another's key; reward.workers runs at once
     for workers in (c.reward, c.agents):
@@ -266,7 +267,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
                 "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
                 "checkpoint.every_steps", "reward.memory_gb", "reward.max_processes",
-                "agents.memory_gb", "agents.max_processes"):  # fmt: skip
+                "agents.memory_gb", "agents.max_processes", "agents.reward_seconds"):  # fmt: skip
         _at_least(config, key, 0)
     for key in ("cluster.timeout_seconds", "cluster.join_seconds",
                 "fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rlx.agents import dialects, http_errors
+from rlx.agents import dialects, http_errors, returns
 from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
 from rlx.agents.sessions import Interaction, Session, Sessions
 from rlx.agents.stream_text import StreamText, cut
@@ -127,6 +127,7 @@ class Gateway:
         for prefix in ("", "/v1", "/{key}", "/{key}/v1"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}{_COUNT}", self._count)
+            app.router.add_post(f"{prefix}/v1/rewards", self._reward)
             for route, module in _DIALECTS.items():
                 app.router.add_post(f"{prefix}{route}", partial(self._answer, module))
         # A client that goes away takes its request with it, down to the engine.
@@ -186,6 +187,17 @@ class Gateway:
             if p.chat.stream:
                 return await self._stream(request, self._events(p, head.id, reply))
             return web.json_response(reply.whole(self._keep(p, head.id, await self._generate(p))))
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        """Take the reward of a run that returns none, from the agent or from outside."""
+        session, body = self._session(request), dialects.parse(await request.read())
+        value = body.get("reward") if isinstance(body, dict) else None
+        ids = {i.completion_id for i in session.interactions}
+        if wrong := returns.mistake(value, ids):
+            raise ApiError(400, wrong.replace("run returned", "the reward is"), "reward")
+        session.reward = value
+        session.rewarded.set()
+        return web.json_response({"completions": len(ids)})
 
     async def _count(self, request: web.Request) -> web.Response:
         """Answer how many tokens the prompt of a request has."""

@@ -4,6 +4,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 _WANTED = "return a float, or {completion id: float}"
@@ -55,9 +56,10 @@ def _of_number(value: Any, what: str) -> str:
     if inspect.isawaitable(value):
         return f"{what} {type(value).__name__}, not yet awaited; write `return await …`"
     if isinstance(value, numbers.Real):
-        if math.isfinite(value):
-            return ""
-        return f"{what} {float(value)}; a reward is finite: mend the division or logarithm"
+        with suppress(OverflowError):  # an integer beyond any float
+            if math.isfinite(value):
+                return ""
+        return f"{what} {_shown(value)}; a reward is finite: mend the division or logarithm"
     if hasattr(value, "shape"):  # an array or tensor of numpy, torch, JAX
         kind = f"{type(value).__module__.split('.')[0]}.{type(value).__name__}"
         if math.prod(value.shape) == 1:

@@ -63,6 +63,7 @@ class Session:
       defaults: of its requests; `defaults.seed` is the run's.
       temperature_fixed: see `chat.read`.
       interactions: in the order in which they were finished.
+      reward: what was told over HTTP in place of what `run` returns; `rewarded`: once it was.
       endless: whether it is of a key that is let in for good, and forgets.
       tasks: requests under way, cancelled when the session ends.
     """
@@ -73,6 +74,8 @@ class Session:
     priority: int = 0
     endless: bool = False
     interactions: list[Interaction] = field(default_factory=list)
+    reward: Any = None
+    rewarded: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task] = field(default_factory=set)
     _asked: dict[bytes, int] = field(default_factory=dict)
     _tokens: int = 0

@@ -88,7 +88,9 @@ class Worker:
                 http_client=client,
             )
             ids = list(value) if isinstance(value, Mapping) else []
-            if wrong := returns.mistake(value, ids):
+            if value is None:  # told over HTTP, or a mistake that the gateway's side names
+                self.say(id=number, value=None)
+            elif wrong := returns.mistake(value, ids):
                 self.say(id=number, error=wrong, traceback="")
             else:
                 self.say(id=number, value=returns.plain(value))

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -43,6 +44,7 @@ class AgentOptions:
       workers: number of processes; one serves many runs as long as they wait rather than compute.
       turn_discount, export: see `trajectories.of_run`.
       block_seconds: how long an agent may block its process's event loop.
+      reward_seconds: how long after a run that returned none its reward may still be told.
       limits: of each process.
       process_per_run: give each run its own process, so that none sees another's key; `workers` at
         once.
@@ -54,6 +56,7 @@ class AgentOptions:
     turn_discount: float = 1.0
     export: str = "tree"
     block_seconds: float = 300.0
+    reward_seconds: float = 0.0
     limits: WorkerLimits = NO_LIMITS
     process_per_run: bool = False
 
@@ -63,7 +66,8 @@ class AgentOptions:
         agents = config.agents
         return cls(
             config.data.system_prompt, config.data.question_key, config.reward.workers,
-            agents.turn_discount, agents.export, agents.block_seconds, WorkerLimits.of(agents),
+            agents.turn_discount, agents.export, agents.block_seconds,
+            agents.reward_seconds, WorkerLimits.of(agents),
             agents.process_per_run,
         )  # fmt: skip
 
@@ -185,6 +189,11 @@ class AgentWorkflow:
                 url = front.gateway.base_url(session)
                 began = time.monotonic()
                 value = await front.workers.run(data, url, session.key)
+                if value is None and session.interactions:
+                    with suppress(TimeoutError):
+                        wait = session.rewarded.wait()
+                        await asyncio.wait_for(wait, self._options.reward_seconds)
+                    value = session.reward
                 ids = {i.completion_id for i in session.interactions}
                 if not ids:
                     raise AgentError(

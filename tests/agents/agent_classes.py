@@ -1,8 +1,11 @@
 """Agents of the tests, as users write them; loaded by their file's name."""
 
 import asyncio
+import json
 import os
 import pathlib
+import subprocess
+import sys
 import time
 
 from openai import AsyncOpenAI, OpenAI
@@ -92,6 +95,27 @@ class Misbehaves:
             await asyncio.sleep(60)
         returned = {"nan": float("nan"), "none": None, "text": "good", "other": {"id": 1.0}}
         return returned[how] if how in returned else float(bool(got))
+
+
+class ToldLater:
+    """Returns nothing; its reward is told when it is over, in a form that the row names."""
+
+    async def run(self, data, base_url, api_key, http_client):
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        got = await client.chat.completions.create(model="x", messages=data["messages"])
+        for body in ({"reward": {"nobody's": 1}}, {"reward": 10**400}, {"reward": "1"}, [], {}):
+            wrong = await http_client.post(f"{base_url}/rewards", json=body)
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "reward")
+        own = {"by run": 3, "by id": {got.id: 0.5}}
+        command = [sys.executable, "-c", TELL, f"{base_url}/rewards", json.dumps(own[data["how"]])]
+        subprocess.Popen(command)
+
+
+TELL = """
+import json, sys, urllib.request
+body = json.dumps({"reward": json.loads(sys.argv[2])}).encode()
+urllib.request.urlopen(urllib.request.Request(sys.argv[1], body)).read()
+"""
 
 
 class Unlucky:

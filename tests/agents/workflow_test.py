@@ -120,6 +120,16 @@ def test_rewards_by_completion_are_each_on_a_turn_of_its_own(shared, agents):
         trajectories.samples(group, 3)
 
 
+def test_a_reward_may_be_told_after_the_run_by_another_process(agents):
+    options = AgentOptions(reward_seconds=30)
+    name = f"{agents.classes}:ToldLater"
+    workflow = AgentWorkflow(name, agents.tokenizer(), agents.sampling, 1, options=options)
+    with Evaluator(Fleet(agents, agents.engine()).connect, workflow) as run:
+        rows = [{"question": "x", "how": how} for how in ("by run", "by id")]
+        groups = run.rollout_batch(rows, timeout=60)
+    assert [t.reward for g in groups for t in g.trajectories] == [3.0, 0.5]
+
+
 def test_a_library_that_needs_the_main_thread_has_it(shared):
     row = {"question": r"\boxed{\frac{1}{2}}", "answer": r"$\frac{2}{4}$"}
     (group,) = shared.run.rollout_batch(rows_of("MathVerify", [row]), n=1, timeout=60)
