@@ -29,8 +29,10 @@ from rlx.train.batch_update import BatchUpdate, require_same
 from rlx.train.optimizer_options import OptimizerOptions, rate_at
 from rlx.train.train_options import TrainOptions
 from rlx_torch import packed_model
+from rlx_torch.jax_checkpoint import JaxCheckpoint
 from rlx_torch.packed_model import Valued
 from rlx_torch.sharding import Ranks, whole
+from rlx_torch.torch_checkpoint import Planner, Reader, fill
 
 
 @dataclasses.dataclass
@@ -151,16 +153,16 @@ class TorchUpdate(BatchUpdate):
         return self._writer.submit(self._together, dcp.save, tree, path)
 
     def restore(self, path: Path) -> TorchState:
-        """Return the state of a checkpoint; UserError where it is of another model or trainer."""
+        """Return the state of a checkpoint by either trainer; UserError for another model's."""
         state = self.init()
         tree = state.tree()
-        try:
-            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        except OSError:
-            text = f"{path} was not written by trainer=torch; use the other trainer"
-            raise UserError(text) from None
-        require_same(path, _described(stored), _described(tree))
-        self._together(dcp.load, tree, path)
+        if (path / "state").is_dir():
+            fill(path, tree, JaxCheckpoint(path, self.model))
+        else:
+            reader = Reader(path)
+            stored = reader.read_metadata().state_dict_metadata
+            require_same(path, _described(stored), _described(tree))
+            self._together(partial(dcp.load, storage_reader=reader, planner=Planner()), tree, path)
         state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
         for name in ("policy", "critic"):
             if learned := getattr(state, name):

@@ -59,7 +59,7 @@ BUDGET = {  # room → lines of Python, generated files left out
 }  # fmt: skip
 
 # They build the trainer; the rest of the room sees its contract alone.
-TRAINERS = ("run/jax_trainer.py", "run/torch_trainer.py")
+TRAINERS = ("run/jax_trainer.py", "run/torch_trainer.py", "run/trainer_switch.py")
 OF_JAX = HEAVY | {
     f"rlx.train.{name}" for name in ("update", "steps", "optimizer", "step_metrics")
 }  # fmt: skip

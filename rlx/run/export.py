@@ -17,10 +17,10 @@ from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
 from rlx.model import directory as directories
 from rlx.model import hf_files, peft
-from rlx.model import params as parameters
 from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
+from rlx.run import trainer_switch
 from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
@@ -153,34 +153,34 @@ def checkpoint_to_hf(
     Raises:
       UserError: the checkpoint is of another model, or has no adapters and they are wanted.
     """
-    from rlx.model import hf
-    from rlx.model import lora as lora_lib
-    from rlx.train import state_files
-
     host = checkpoint.read_host(path)
     run = host.get("config", {})
-    if run.get("trainer", "jax") != "jax":
-        raise UserError(f"{path} is of trainer={run['trainer']}; its run has the same model in hf/")
     lora = lora_of(run["lora"]) if "lora" in run else None
     directory = _model_of(path, run, model, first=bool(lora))
     if "model" in host:
         config = ModelConfig.from_hf(host["model"])
     elif directory:
-        config = hf.load_config(directory)
+        config = directories.load_config(directory)
     else:
         raise UserError(f"{path} does not say which model it is of; give --model=HF_DIRECTORY")
-    if lora and directory:
-        require_base(host, adapter.digest(directory), directory)
-        part = {"params": lora_lib.shapes(config, lora)}
-        adapters = state_files.read(path, part, whole=False)["params"]
-        params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
-    elif peft_target:
+    if not lora and peft_target:
         raise UserError(f"{path} is of no LoRA run and has no adapters; drop --adapter")
-    else:
-        part = {"params": parameters.shapes(config, state_files.dtype_of(path, "params.embed"))}
-        params = state_files.read(path, part, whole=False)["params"]
+    if not lora:
+        tensors = trainer_switch.policy_of(path, config, dtype)
+        hf_files.write(target, config, tensors, source=directory)
+        return f"{path} -> {target} (HF)"
+    from rlx.model import hf
+    from rlx.model import lora as lora_lib
+    from rlx.train import state_files
+
+    if not directory:
+        raise UserError(f"{path} has adapters of a model that it does not name; give --model")
+    require_base(host, adapter.digest(directory), directory)
+    part = {"params": lora_lib.shapes(config, lora)}
+    adapters = state_files.read(path, part, whole=False)["params"]
+    params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
     hf.save(target, config, params, dtype or None, source=directory)
-    if not lora or not peft_target:
+    if not peft_target:
         return f"{path} -> {target} (HF)"
     peft.save(peft_target, config, lora, adapters, str(directory))
     return f"{path} -> {target} (HF), {peft_target} (PEFT)"

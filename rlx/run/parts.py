@@ -170,6 +170,9 @@ def build(
         checkpoints = workdir / "checkpoints"
         restored = checkpoint.restore_latest(checkpoints, update.restore, progress.message)
     if restored:
+        before = restored.host.get("config", {}).get("trainer", config.trainer)
+        if before != config.trainer:
+            progress.message(f"the checkpoint is of trainer={before}; its state was converted")
         export.require_base(restored.host)
         state, step = restored.state, restored.host["step"]
         earlier = restored.host["elapsed_seconds"]

@@ -121,9 +121,9 @@ class _Conducted:
         own.add_done_callback(lambda part: _end(whole, part.exception()))
         return whole
 
-    def _unsaved(self, call: int, error: str) -> None:
+    def _unsaved(self, name: str, call: int, error: str) -> None:
         if whole := self._saves.get(call):
-            _end(whole, _error(error))
+            _end(whole, _error(f"{name}: {error}"))
 
     def _of(self, state: State, *call: Any, **more: Any) -> Any:
         """Make a call that is about a state; the other processes have only the last one."""
@@ -173,9 +173,7 @@ class _Repeated:
         self._state: State = None
         self._buckets: Iterator[Any] = iter(())
 
-    def call(
-        self, name: str, given: dict[str, Any], groups: Sequence[Group]
-    ) -> Future[None] | None:
+    def call(self, name: str, given: dict, groups: Sequence[Group]) -> Future[None] | None:
         """Make one call, as `_Conducted` has sent it; return what ends when a save is written."""
         update, state = self._update, self._state
         match name:

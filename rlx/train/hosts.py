@@ -117,18 +117,15 @@ class _Call:
 
 @dataclass(eq=False)
 class _Peer:
-    """Another process: when it was heard, how many calls it has made, why the last one failed.
-
-    `ended` is when it had made the last one, `longest` the seconds it took for one, by name.
-    """
+    """Another process: when it was heard, how many calls it has made, why the last one failed."""
 
     link: Connection
     name: str = "process 0"
     heard: float = 0.0
     done: int = 0
     error: str = ""
-    ended: float = 0.0
-    longest: dict[str, float] = field(default_factory=dict)
+    ended: float = 0.0  # when it had made the last one
+    longest: dict[str, float] = field(default_factory=dict)  # seconds that a call took, by name
     lock: Any = field(default_factory=threading.Lock)
 
     @classmethod
@@ -169,7 +166,7 @@ class Hosts:
 
     Attributes:
       on_stop: what process 0 does when another one asks for the run's end.
-      on_unsaved: what it does when another could not write its part: of call and error.
+      on_unsaved: what it does when another could not write its part: of its name, call, error.
       sent: calls that process 0 has sent, or that have come from it.
 
     Args:
@@ -187,7 +184,7 @@ class Hosts:
     ):
         self.index, self.count, self.service = cluster.index, cluster.count, service
         self.on_stop: Callable[[], None] = lambda: None
-        self.on_unsaved: Callable[[int, str], None] = lambda call, error: None
+        self.on_unsaved: Callable[[str, int, str], None] = lambda name, call, error: None
         self.sent = 0
         self._peers, self._end, self._cluster = peers, end, cluster
         self._calls: queue.Queue[bytes] = queue.Queue()
@@ -267,7 +264,7 @@ class Hosts:
             _DONE: lambda payload: self._note(peer, payload.decode()),
             _STOP: lambda payload: self.on_stop(),
             _ALIVE: lambda payload: None,
-            _UNSAVED: lambda payload: self._note_unsaved(peer, *json.loads(payload)),
+            _UNSAVED: lambda payload: self.on_unsaved(peer.name, *json.loads(payload)),
             _FAILED: lambda payload: self._lose(f"{peer.name} ended: {payload.decode()}"),
         }
         try:
@@ -294,9 +291,6 @@ class Hosts:
             timer.daemon = True
             timer.start()
 
-    def _note_unsaved(self, peer: _Peer, call: int, error: str) -> None:
-        self.on_unsaved(call, f"{peer.name}: {error}")
-
     def _unless_alike(self, peer: _Peer, call: int, error: str) -> None:
         if call not in self._failed:
             self._lose(f"{peer.name} failed: {error}")
@@ -315,9 +309,8 @@ class Hosts:
     def _hangs(self, peer: _Peer) -> str:
         """Return what to say of a process that does not finish a call; "" while it may yet.
 
-        Process 0 has made the call, and what took it long, as to compile, is over. Another one may
-        have to compile or load what process 0 has in a cache: as long as it took for such a call
-        before, or, for the first one, as long as processes are waited for.
+        Process 0 has made it, but another may have to compile what process 0 has in a cache: as
+        long as it took for such a call before, or, for the first one, as processes are waited for.
         """
         with self._news:
             if not (call := self._open.get(peer.done + 1)):

@@ -120,24 +120,12 @@ def read(path: Path, abstract: Any, whole: bool = True) -> Any:
     leaves: dict[str, Any] = {}
     for part in _buckets(wanted):
         places = {
-            name: ocp.ArrayRestoreArgs(sharding=_sharding(leaf), dtype=leaf.dtype)
+            name: ocp.ArrayRestoreArgs(sharding=sharding_of(leaf), dtype=leaf.dtype)
             for name, leaf in part.items()
         }
         arguments = ocp.args.PyTreeRestore(item=part, restore_args=places, partial_restore=True)
         leaves |= jax.block_until_ready(reader.restore(_place(path), args=arguments))
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
-
-
-def dtype_of(path: Path, name: str) -> Any:
-    """Return the dtype of one leaf of a checkpoint's state, say of `"params.embed"`.
-
-    Raises:
-      UserError: the state has no such leaf.
-    """
-    stored = _stored(path)
-    if name not in stored:
-        raise UserError(f"checkpoint {path} has no {name}; it is not one of a train state")
-    return stored[name].dtype
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -167,7 +155,7 @@ def _buckets(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the leaves together of which this host reads at most BUCKET bytes and a leaf."""
 
     def size(leaf: Any) -> int:
-        sharding = _sharding(leaf)
+        sharding = sharding_of(leaf)
         shard = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         return shard * len(sharding.addressable_devices)
 
@@ -176,7 +164,7 @@ def _buckets(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {name: wanted[name] for name, _ in pairs}
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding:
+def sharding_of(leaf: Any) -> jax.sharding.Sharding:
     """Return the leaf's own sharding, or the first device's."""
     own = getattr(leaf, "sharding", None)
     return own or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

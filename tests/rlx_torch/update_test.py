@@ -132,10 +132,10 @@ def test_a_state_comes_back_and_goes_on_bit_for_bit(warmup, tmp_path, tiny_model
 def test_a_state_of_another_model_is_one_line(tmp_path, tiny_model_dir):
     model = hf.load_config(tiny_model_dir)
     trainer = TorchUpdate(model, options(), tiny_model_dir)
-    trainer.save(tmp_path / "state", trainer.init()).result()
+    trainer.save(tmp_path / "own", trainer.init()).result()
     other = TorchUpdate(model, options("ppo"), tiny_model_dir)
     with pytest.raises(UserError, match=r"has policy.moments.\S+ as nothing|critic\S+ as nothing"):
-        other.restore(tmp_path / "state")
+        other.restore(tmp_path / "own")
     with pytest.raises(UserError, match="was not written by trainer=torch"):
         other.restore(tmp_path)
 

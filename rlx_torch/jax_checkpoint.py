@@ -1,0 +1,108 @@
+"""The state in a checkpoint of the trainer in JAX, as the one in PyTorch names and lays it out.
+
+    params.layers.q[i], [in, out]    policy.model.model.layers.i.self_attn.q_proj.weight, [out, in]
+    opt_state.0.mu.layers.q[i]       policy.moments.model.layers.….weight.exp_avg; nu: exp_avg_sq
+    updates, opt_state.0.count       policy.updates, policy.moments.….weight.step
+    reference.…, critic.params.…     reference.…, critic.model.…
+    step, kl_coefficient             step, kl_coefficient
+
+Read by tensorstore, one tensor at a time, without JAX.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlx.base import UserError
+from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
+
+MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+
+
+class _Place(NamedTuple):
+    """Where one tensor is: leaf of the state, layer of a stacked one, whether it is transposed."""
+
+    leaf: str
+    layer: int | None = None
+    transposed: bool = False
+
+
+class JaxCheckpoint(Mapping[str, Any]):
+    """Tensors and numbers of a checkpoint by their names in the other trainer's; each access reads.
+
+    Args:
+      path: of the checkpoint. model: of what is trained.
+
+    Raises:
+      UserError: it holds adapters, or is of another model.
+    """
+
+    def __init__(self, path: Path, model: ModelConfig):
+        import tensorstore
+
+        self._open = tensorstore.open
+        self._base = f"file://{Path(path).absolute()}/state/"
+        found = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
+        self._leaves = {leaf["key_metadata"][0]["key"] for leaf in found}
+        self._places: dict[str, _Place] = {"step": _Place("step")}
+        self._places["kl_coefficient"] = _Place("kl_coefficient")
+        self._add_learned("policy", "", model)
+        if "critic.updates" in self._leaves:
+            self._add_learned("critic", "critic.", dataclasses.replace(model, value_head=True))
+        if any(name.startswith("reference.") for name in self._leaves):
+            self._add("reference.{}", "reference.", model)
+        known = {place.leaf for place in self._places.values()}
+        if strange := {name for name in self._leaves - known if not name.endswith(".count")}:
+            raise UserError(
+                f"checkpoint {path} has {min(strange)}, which the other trainer cannot take; go on "
+                "with the trainer that wrote it"
+            )
+        self._places = {n: place for n, place in self._places.items() if place.leaf in self._leaves}
+
+    def _add_learned(self, name: str, prefix: str, model: ModelConfig) -> None:
+        self._places[f"{name}.updates"] = _Place(f"{prefix}updates")
+        names = self._add(f"{name}.model.{{}}", f"{prefix}params.", model)
+        moments = [leaf.partition(".mu.") for leaf in self._leaves if leaf.startswith(prefix)]
+        of_adam = {stem for stem, mu, _ in moments if mu and stem.startswith(f"{prefix}opt_state.")}
+        for stem in of_adam:
+            for ours, theirs in MOMENTS.items():
+                self._add(f"{name}.moments.{{}}.{theirs}", f"{stem}.{ours}.", model)
+            for hf_name in names:
+                self._places[f"{name}.moments.{hf_name}.step"] = _Place(f"{stem}.count")
+
+    def _add(self, template: str, prefix: str, model: ModelConfig) -> list[str]:
+        """Add the tensors of one pytree of parameters, or of moments; return HF's names."""
+        names = []
+        for row in parameters.table(model):
+            for layer, name in enumerate(row.names):
+                place = _Place(prefix + ".".join(row.path), layer if row.stacked else None,
+                               row.transposed)  # fmt: skip
+                self._places[template.format(name)] = place
+                names.append(name)
+        return names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, without reading it."""
+        return tuple(self._part(name).shape)
+
+    def _part(self, name: str) -> Any:
+        place = self._places[name]
+        store = {"driver": "ocdbt", "base": self._base, "path": f"{place.leaf}/"}
+        found = self._open({"driver": "zarr", "kvstore": store}, read=True).result()
+        found = found if place.layer is None else found[place.layer]
+        return found.T if place.transposed else found
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        found = np.asarray(self._part(name).read().result(), order="C")
+        return found.astype(np.float32) if name.endswith(".step") else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

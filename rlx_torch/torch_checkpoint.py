@@ -1,0 +1,141 @@
+"""The state in a checkpoint of the trainer in PyTorch, by torch's distributed checkpoints.
+
+Their description, `.metadata`, is a pickle, which could do anything when it is read: here it may
+name torch's own classes of descriptions alone, and numbers are read as such.
+"""
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlx.base import UserError
+
+METADATA = ".metadata"
+_CLASSES = {
+    metadata.__name__: {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    filesystem.__name__: {"_StorageInfo"},
+    "torch": {"Size", *(name for name, x in vars(torch).items() if isinstance(x, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}  # fmt: skip
+
+
+class _Limited(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _CLASSES.get(module, ()):
+            raise UserError(f"{METADATA} of a checkpoint names {module}.{name}, which no state has")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """torch's reader, of descriptions that name nothing but torch's own classes of them."""
+
+    _known: metadata.Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Return the description; UserError where there is none, or it is not one."""
+        if self._known is not None:
+            return self._known
+        path = Path(self.path) / METADATA
+        try:
+            with path.open("rb") as file:
+                _Limited(file).load()
+        except FileNotFoundError:
+            text = f"{path.parent} was not written by trainer=torch; use the other trainer"
+            raise UserError(text) from None
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(f"{path} cannot be read: {error}; take another checkpoint") from error
+        self._known = super().read_metadata(*args, **kwargs)
+        return self._known
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's, but what is no tensor is read as a number, not as any pickle."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Put a number into its place."""
+        name = read_item.dest_index.fqn
+        *path, last = self.mappings[name]
+        found = self.original_state_dict
+        for key in path:
+            found = found[key]
+        found[last] = torch.load(value, weights_only=True)
+
+
+class TorchCheckpoint(Mapping[str, Any]):
+    """Tensors, as numpy's, and numbers of a checkpoint by name; each access reads one whole."""
+
+    def __init__(self, path: Path):
+        self._reader = Reader(path)
+        self._found = self._reader.read_metadata().state_dict_metadata
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, without reading it."""
+        return tuple(getattr(self._found[name], "size", ()))
+
+    def __getitem__(self, name: str) -> Any:
+        found, tree = self._found[name], dict[str, Any]({name: 0})
+        if isinstance(found, metadata.TensorStorageMetadata):
+            tree = {name: torch.empty(found.size, dtype=found.properties.dtype)}
+        with warnings.catch_warnings():  # of one process alone
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tree, storage_reader=self._reader, planner=Planner(), no_dist=True)
+        value = tree[name]
+        return value.numpy() if isinstance(value, torch.Tensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+@torch.no_grad()
+def fill(path: Path, tree: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Put the tensors and numbers of the checkpoint at `path` into nested dicts of them.
+
+    Raises:
+      UserError: the source has others, or of other shapes.
+    """
+    places: dict[str, tuple[dict[str, Any], str]] = {}
+
+    def walk(part: dict[str, Any], prefix: str = "") -> None:
+        for key, inner in part.items():
+            if isinstance(inner, dict):
+                walk(inner, f"{prefix}{key}.")
+            else:
+                places[f"{prefix}{key}"] = part, key
+
+    walk(tree)
+    for name in sorted(places.keys() ^ source.keys()):
+        there = "has" if name in source else "lacks"
+        raise UserError(
+            f"checkpoint {path} {there} {name}, as this run does not; use the model, algorithm and "
+            "optimizer that it was made with, or another workdir"
+        )
+    for name, (part, key) in places.items():
+        old, value = part[key], source[name]
+        if not isinstance(old, torch.Tensor):
+            part[key] = type(old)(value)
+            continue
+        if np.shape(value) != tuple(old.shape):
+            raise UserError(
+                f"checkpoint {path} has {name} as {list(np.shape(value))}, this run wants "
+                f"{list(old.shape)}; use the model that it was made with, or another workdir"
+            )
+        new = torch.from_numpy(np.asarray(value, np.float32)).to(old.device)
+        if isinstance(old, DTensor):
+            new = distribute_tensor(new, old.device_mesh, old.placements)
+        old.copy_(new)

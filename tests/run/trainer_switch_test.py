@@ -1,0 +1,133 @@
+"""A run changes its trainer in the middle: nothing of its state is lost on the way, or back."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rlx.base import UserError
+from rlx.model import hf
+from rlx.run import export
+from rlx.run.jax_trainer import _JaxUpdate
+from rlx.train import checkpoint
+from rlx_torch.torch_checkpoint import TorchCheckpoint
+from rlx_torch.update import TorchUpdate
+from tests.rlx_torch.update_test import CASES, groups, options, weights
+
+ADAM = {"optimizer.name": "adamw", "optimizer.eps": 1e-3, "optimizer.learning_rate": 0.01}
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_the_same_directory_is_made_of_either_trainers_checkpoint(dtype, tiny_model_dir, tmp_path):
+    made = []
+    for trainer in trainers(tiny_model_dir):
+        name = trainer.__class__.__name__
+        path = saved(trainer, trainer.init(), tmp_path / name, 1)
+        host = {"model": trainer.model.to_hf(), "config": {"trainer": name}}
+        (path / "host.json").write_text(json.dumps(host))
+        export.checkpoint_to_hf(path, tmp_path / f"{name}-hf", str(tiny_model_dir), dtype)
+        made.append(tmp_path / f"{name}-hf")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (made[0] / name).read_bytes() == (made[1] / name).read_bytes()
+    if not dtype:
+        want, found = (load_file(d / "model.safetensors") for d in (tiny_model_dir, made[0]))
+        assert want.keys() == found.keys()
+        assert all(np.array_equal(want[name], found[name]) for name in want)
+
+
+def trainers(directory, preset="grpo"):
+    own = options(preset, **CASES[preset], **ADAM)
+    model = hf.load_config(directory)
+    source = lambda _: hf.load(directory)[1]  # noqa: E731
+    return TorchUpdate(model, own, directory), _JaxUpdate(model, own, source=source)
+
+
+def saved(trainer, state, directory, step):
+    size = trainer.state_bytes
+    save = lambda path: trainer.save(path, state)  # noqa: E731
+    return checkpoint.begin(directory, step, save, size, {}, keep=9)()
+
+
+@pytest.mark.parametrize("preset", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_a_state_goes_to_the_other_trainer_and_back_bit_for_bit(preset, tiny_model_dir, tmp_path):
+    ours, theirs = trainers(tiny_model_dir, preset)
+    state, _ = ours.update(ours.init(), groups(seed=1))
+    first = saved(ours, state, tmp_path, 1)
+    other = theirs.restore(first)
+    second = saved(theirs, other, tmp_path, 2)
+    third = saved(ours, ours.restore(second), tmp_path, 3)
+    before, after = TorchCheckpoint(first), TorchCheckpoint(third)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert np.asarray(value).tobytes() == np.asarray(after[name]).tobytes(), name
+    assert any(np.any(value) for name, value in before.items() if name.endswith("exp_avg_sq"))
+    state, metrics = ours.update(state, groups(seed=2))
+    other, wanted = theirs.update(other, groups(seed=2))
+    assert metrics["learning_rate"] == pytest.approx(wanted["learning_rate"])
+    found = weights(ours, state)
+    for name, tensor in weights(theirs, other).items():
+        np.testing.assert_allclose(found[name], tensor, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"optimizer.name": "sgd"}, "lacks|has .*moments|moments .* of policy"),
+        (
+            {
+                "reference.mode": "ema",
+                "algorithm.kl_placement": "loss",
+                "algorithm.kl_coefficient": 0.1,
+            },
+            "reference",
+        ),
+    ],
+)
+def test_a_run_with_other_tensors_refuses_the_other_trainers_state(
+    change, words, tiny_model_dir, tmp_path
+):
+    ours, theirs = trainers(tiny_model_dir)
+    paths = [saved(t, t.init(), tmp_path / t.__class__.__name__, 1) for t in (ours, theirs)]
+    own = options("grpo", **CASES["grpo"], **{**ADAM, **change})
+    model = hf.load_config(tiny_model_dir)
+    source = lambda _: hf.load(tiny_model_dir)[1]  # noqa: E731
+    wanting = TorchUpdate(model, own, tiny_model_dir), _JaxUpdate(model, own, source=source)
+    for trainer, path in zip(wanting, reversed(paths), strict=True):
+        with pytest.raises(UserError, match=words):
+            trainer.restore(path)
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_a_description_that_would_run_code_is_refused_before_it_does(
+    tiny_model_dir, tmp_path, capsys
+):
+    ours, _ = trainers(tiny_model_dir)
+    path = saved(ours, ours.init(), tmp_path, 1)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert ".metadata has changed since it was written" in checkpoint.verify(path)
+    with pytest.raises(UserError, match=r"names builtins\.print, which no state has"):
+        ours.restore(path)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_neither_library_is_imported_for_the_other_ones_checkpoint(tiny_model_dir, tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from rlx.model.directory import load_config
+from rlx.run import trainer_switch
+trainer_switch.tensors_of(Path(sys.argv[1]), load_config(sys.argv[2]))["policy.updates"]
+found = {name for name in sys.argv[3].split(",") if name in sys.modules}
+assert not found, found
+"""
+    for trainer, foreign in zip(trainers(tiny_model_dir), ("jax,orbax", "jax,orbax"), strict=True):
+        path = saved(trainer, trainer.init(), tmp_path / trainer.__class__.__name__, 1)
+        subprocess.run([sys.executable, "-c", code, path, tiny_model_dir, foreign], check=True)
