@@ -79,3 +79,17 @@ def test_another_format_is_refused(tmp_path):
     (tmp_path / "groups.json").write_text(text.replace('"format": 2', '"format": 99'))
     with pytest.raises(ValueError, match="format 99, want 2"):
         archive.read_groups(tmp_path / "groups")
+
+
+def test_the_turns_of_a_conversation_are_read_as_they_were_written():
+    tokens = np.arange(4, dtype=np.int32)
+    mask = np.array([False, True, False, True])
+    one = Trajectory(
+        tokens, mask, -mask.astype(np.float32), np.where(mask, 3, -1).astype(np.int32), 1.5, "stop",
+        "0.0", turn_ids=np.array([0, 0, 1, 1], np.int32), turn_rewards=(1.5, 0.1),
+        said=((0, 2), (5, 7)),
+    )  # fmt: skip
+    (group,) = archive.loads(archive.dumps([Group(0, (one,))]))
+    (read,) = group.trajectories
+    assert (read.turn_rewards, read.said) == (one.turn_rewards, one.said)
+    assert read.run_id == "0.0"
