@@ -121,7 +121,7 @@ class Gate:
         for address, case in zip(probe.answers, cases, strict=True):
             ours = [next(scores)[len(sample.prompt) :] for sample in case.samples]
             found, causes = case.compare(ours), []
-            if found.tokens and not found.ok:
+            if found.tokens and not found.ok and not self.scorer.model.foreign:
                 from rlx.model import hf
 
                 params = params or hf.from_hf(weights(), self.scorer.model, self.dtype)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
-from rlx.model.model_config import ModelConfig
+from rlx.model.model_config import ModelConfig, NotOurs
 
 
 def resolve(path: str, what: str = "model.path") -> Path:
@@ -49,9 +50,22 @@ def _packaged(name: str) -> Path:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Return the ModelConfig of an HF directory, with the end tokens of generation_config.json."""
+    """Return the ModelConfig of an HF directory, with the end tokens of generation_config.json.
+
+    Of a model that rlx's decoder does not have it is `foreign`.
+    """
     path = Path(path)
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    record = read_json(path / "config.json")
+    try:
+        config = ModelConfig.from_hf(record)
+    except NotOurs as error:
+        from rlx.model.tensors import open_tensors  # which reads JSON by this module
+
+        numbers = 0
+        if list(path.glob("*.safetensors")):
+            with open_tensors(path) as tensors:
+                numbers = sum(math.prod(tensors.shape(name)) for name in tensors)
+        config = ModelConfig.from_foreign(record, str(error), numbers)
     generation = path / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     ids = [eos] if isinstance(eos, int) else (eos or [])

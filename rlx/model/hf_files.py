@@ -30,12 +30,15 @@ _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 def check(path: str | Path) -> ModelConfig:
     """Return the ModelConfig of an HF directory; reads only the headers of its tensors.
 
+    What a foreign model's should be called transformers alone knows.
+
     Raises:
       UserError: naming the file or tensor that is missing, extra or mis-shaped.
     """
     config = load_config(path)
     with open_tensors(path) as tensors:
-        check_tensors(tensors, config)
+        if not config.foreign:
+            check_tensors(tensors, config)
     return config
 
 
@@ -78,6 +81,7 @@ def write(
 
 def check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row, ...]) -> None:
     """Raise UserError where tensors are missing, or have no place in the model."""
+    config.require_ours("JAX")
     wanted = {name for row in rows for name in row.names}
     given = {name for name in tensors if not name.endswith(_IGNORED)}
     if missing := sorted(wanted - given):

@@ -2,14 +2,20 @@
 
 The forward pass depends on one frozen, hashable `ModelConfig`, so it can be a static argument of
 `jax.jit`. Options of HF's file that this decoder does not have (another architecture, sliding
-windows, another activation) are refused here by name.
+windows, another activation) are named here: such a model is transformers' alone.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rlx.base import UserError
+
+
+class NotOurs(UserError):
+    """A model that transformers may have and rlx's decoder has not."""
+
 
 # HF's class name → model_type, and HF's defaults of keys that its file may lack.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -70,6 +76,9 @@ class ModelConfig:
         ...ForSequenceClassification with one label.
       max_position: longest context in tokens.
       eos_token_ids: tokens that end a completion, in the order of HF's files.
+      foreign: config.json of a model that this decoder does not compute; sizes that it does not
+        tell in our words are guesses then. "" for ours. why: what is not ours, in words.
+      numbers: how many numbers a foreign model has, as its files say; 0: as ours would have.
     """
 
     architecture: str
@@ -92,8 +101,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    foreign: str = ""
+    why: str = ""
+    numbers: int = 0
 
     def __post_init__(self):
+        if self.foreign:
+            return
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads="
@@ -139,8 +153,49 @@ class ModelConfig:
             pad_token_id=hf.get("pad_token_id"),
         )
 
+    @classmethod
+    def from_foreign(cls, hf: Mapping[str, Any], why: str, numbers: int) -> "ModelConfig":
+        """Return what a run asks of any causal language model; the rest is a guess for estimates.
+
+        Raises:
+          UserError: the file does not tell its vocabulary, context or sizes.
+        """
+        text = {**hf, **hf.get("text_config", {})}
+        for name, others in _OTHER_NAMES.items():
+            found = [text[key] for key in (name, *others) if text.get(key) is not None]
+            text[name] = found[0] if found else None
+        heads, wide = _need(text, "num_attention_heads"), _need(text, "hidden_size")
+        return cls(
+            architecture=str((hf.get("architectures") or [hf.get("model_type")])[0]),
+            vocab_size=_need(text, "vocab_size"),
+            num_layers=_need(text, "num_hidden_layers"),
+            model_dim=wide,
+            mlp_dim=text["intermediate_size"] or 4 * wide,
+            num_heads=heads,
+            num_kv_heads=text["num_key_value_heads"] or heads,
+            head_dim=text.get("head_dim") or wide // heads,
+            tie_embeddings=bool(text.get("tie_word_embeddings", False)),
+            max_position=_need(text, "max_position_embeddings"),
+            eos_token_ids=_ids(text.get("eos_token_id")),
+            bos_token_id=text.get("bos_token_id"),
+            pad_token_id=text.get("pad_token_id"),
+            foreign=json.dumps(hf, sort_keys=True),
+            why=why,
+            numbers=numbers,
+        )
+
+    def require_ours(self, what: str) -> None:
+        """Raise UserError unless rlx's own decoder computes this model, for `what` needs that."""
+        if self.foreign:
+            raise UserError(
+                f"{self.why}; {what} computes rlx's own models alone: trainer=torch with "
+                "fleet.engine=vllm takes any causal language model of transformers"
+            )
+
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a `config.json` from which transformers builds the same model."""
+        if self.foreign:
+            return json.loads(self.foreign)
         eos, name = list(self.eos_token_ids), self.architecture
         name = name.replace(*_SCORED) if self.value_head else name
         hf = {
@@ -171,6 +226,17 @@ class ModelConfig:
         return hf
 
 
+# Keys of config.json → what other architectures call them.
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "max_position_embeddings": ("n_positions", "max_sequence_length", "max_seq_len"),
+}
+
+
 def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return a size, ≥ 1; `default` if the file lacks it, None: then it is an error."""
     value = hf.get(key, default)
@@ -187,7 +253,7 @@ def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
     names = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
     name = str(names[0]).replace(*_SCORED[::-1])
     if name not in ARCHITECTURES:
-        raise UserError(
+        raise NotOurs(
             f"unsupported architecture {names[0]!r}; use one of {', '.join(sorted(ARCHITECTURES))}"
         )
     value_head = name != names[0]
@@ -211,7 +277,7 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
     }
     for key, refuse in refused.items():
         if refuse:
-            raise UserError(
+            raise NotOurs(
                 f"unsupported option {key}={hf.get(key)!r} of {architecture}; use another model"
             )
 
@@ -234,9 +300,9 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
     given.pop("type", None)
     theta = float(given.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
     if kind not in ROPE_KINDS:
-        raise UserError(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(ROPE_KINDS)}")
+        raise NotOurs(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(ROPE_KINDS)}")
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError("unsupported option partial_rotary_factor; use a model without it")
+        raise NotOurs("unsupported option partial_rotary_factor; use a model without it")
     if kind in ("llama3", "yarn"):
         given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     known = {field.name for field in fields(Rope)} - {"kind", "theta"}
@@ -246,7 +312,7 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
     if kind == "default":
         given = {}
     if extra := sorted(set(given) - known):
-        raise UserError(f"unsupported RoPE option {extra[0]!r} of {kind!r}; remove it")
+        raise NotOurs(f"unsupported RoPE option {extra[0]!r} of {kind!r}; remove it")
     return Rope(kind=kind, theta=theta, **given)
 
 

@@ -171,7 +171,7 @@ def leaf(params: Params, row: Row) -> Any:
 
 def count(config: ModelConfig) -> int:
     """Return how many numbers the model has (tied embeddings once)."""
-    return sum(math.prod(row.shape) for row in table(config))
+    return config.numbers or sum(math.prod(row.shape) for row in table(config))
 
 
 # How much longer attention takes than its arithmetic says, against matrix products. Measured on a

@@ -120,7 +120,8 @@ def _model(
     rows.append(row)
     if model and not config.model.random_init:
         count = len(list(place.glob("*.safetensors")))
-        words = f"names and shapes fit, by the headers of {count} file{'s' * (count > 1)}"
+        fit = "are transformers' own" if model.foreign else "fit"
+        words = f"names and shapes {fit}, by the headers of {count} file{'s' * (count > 1)}"
         rows.append(attempt(area, "tensors", partial(hf_files.check, place), lambda _: words)[0])
     rows += _tokenizer(config, place, model)
     options = ScorerOptions.of_teacher(config)
@@ -172,10 +173,10 @@ def _blame(
     So one mistake does not hide another. `whole` is what all of them together said.
     """
     looks: dict[str, Callable[[], Any]] = {
-        "engine": partial(run_inputs.check_engine, config),
         "reward": partial(run_inputs.check_reward, config),
     }
     if model:
+        looks["engine"] = partial(run_inputs.check_engine, config, model)
         looks["context"] = partial(run_inputs.check_context, config, model)
     if model and algorithm:
         looks["algorithm"] = partial(run_inputs.check_kind, config, model, algorithm)

