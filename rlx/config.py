@@ -378,7 +378,7 @@ def _get(config: ConfigDict, key: str):
 
 def _require_of_torch(config: ConfigDict) -> None:
     """Raise UserError for settings that trainer=torch does not have yet."""
-    known = {"lora.rank": (0,), "optimizer.name": ("adamw", "sgd"),
+    known = {"optimizer.name": ("adamw", "sgd"),
              "model.dtype": ("float32",)}  # fmt: skip
     for key, values in known.items():
         section, _, name = key.partition(".")

@@ -5,6 +5,7 @@ its segments begin, as transformers' own FlashAttention takes them. Nothing here
 """
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+
+from rlx.base import UserError
+
+BLOCK = 512  # queries whose scores exist at one time, where torch has no fused attention
 
 # The first that is installed and knows the device; `segments` is always there. The others compute
 # in half precision alone.
@@ -28,10 +34,11 @@ KERNELS = {
 CALL_PAIRS = 1 << 14
 
 
-def kernel(device: str, compute_dtype: str) -> str:
+def kernel(device: str, compute_dtype: str, model_type: str = "") -> str:
     """Return the name of the attention that a model on this kind of device is loaded with."""
     for name, (where, module) in KERNELS.items():
         fits = not where or (where == device and compute_dtype != "float32")
+        fits = fits and not (model_type == "gpt_oss" and name.startswith("flash"))  # has sinks
         if fits and importlib.util.find_spec(module):
             return name
     raise AssertionError("rlx_segments needs nothing")
@@ -79,26 +86,71 @@ def segments(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    blocks: Blocks,
+    blocks: Blocks | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_,
 ) -> tuple[Tensor, None]:
     """Attend within each segment by torch's fused causal attention, a call for each block.
 
     Args:
       query: [1, heads, N, H]; key and value may have fewer heads.
+      sliding_window: keys that a query sees, its own included. softcap: bound of scores, by tanh.
+      s_aux: sinks, [heads]: a score of each head that no value belongs to.
 
     Returns:
       [1, N, heads, H].
+
+    Raises:
+      UserError: the model does not hand on what it is called with.
     """
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, H]
-    grouped, out = query.shape[1] != key.shape[1], []
-    for index in blocks.indices:
-        part = (x[index].transpose(1, 2) for x in rows)  # [S, heads, L, H]
-        found = scaled_dot_product_attention(
-            *part, is_causal=True, scale=scaling, enable_gqa=grouped
+    if blocks is None:
+        raise UserError(
+            f"{type(module).__name__} does not tell attention where packed sequences begin, so "
+            "trainer=torch cannot train its model; use another model"
         )
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, H]
+    groups, out = query.shape[1] // key.shape[1], []
+    for index in blocks.indices:
+        q, k, v = (x[index].transpose(1, 2) for x in rows)  # [S, heads, L, H]
+        window = sliding_window or q.shape[2]
+        if q.shape[2] > window or softcap or s_aux is not None:
+            wide = (x.repeat_interleave(groups, 1) for x in (k, v))
+            scale = scaling or 1 / math.sqrt(query.shape[-1])
+            found = _unfused(q, *wide, scale, window, softcap or 0.0, s_aux)
+        else:
+            found = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1
+            )
         out.append(found.transpose(1, 2).flatten(0, 1))
     return torch.cat(out)[blocks.back][None], None
+
+
+def _unfused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend causally within segments, whose scores are computed again for the gradient."""
+
+    def block(first: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)).float() * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        behind = torch.arange(q.shape[2], device=q.device)[:, None] + first
+        behind = behind - torch.arange(k.shape[2], device=q.device)
+        scores = scores.masked_fill((behind < 0) | (behind >= window), -torch.inf)
+        if sinks is not None:
+            column = sinks.float()[None, :, None, None].expand(len(q), -1, q.shape[2], -1)
+            scores = torch.cat([scores, column], -1)
+        return torch.softmax(scores, -1)[..., : k.shape[2]].to(v.dtype) @ v
+
+    out = []
+    for start in range(0, query.shape[2], BLOCK):
+        stop, low = min(start + BLOCK, query.shape[2]), max(0, start - window + 1)
+        parts = query[:, :, start:stop], key[:, :, low:stop], value[:, :, low:stop]
+        out.append(checkpoint(block, start - low, *parts, sinks, use_reentrant=False))
+    return torch.cat(out, 2)
 
 
 def varlen(
@@ -111,18 +163,23 @@ def varlen(
     *,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
-    **_,
+    sliding_window: int | None = None,
+    **more,
 ) -> tuple[Tensor, None]:
     """Attend within each segment by torch's varlen kernel; CUDA, half precision."""
+    if more.get("softcap") or more.get("s_aux") is not None:
+        return segments(
+            module, query, key, value, attention_mask, scaling, sliding_window=sliding_window,
+            **more,
+        )  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
     # Under autocast RoPE leaves queries and keys in float32; values are as products give them.
     rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     ends, longest = (cu_seq_lens_q,) * 2, (max_length_q,) * 2
     grouped = query.shape[1] != key.shape[1]
-    out = varlen_attn(
-        *rows, *ends, *longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped
-    )
+    window = ((sliding_window or 0) - 1, 0)
+    out = varlen_attn(*rows, *ends, *longest, scale=scaling, window_size=window, enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out[None], None
 

@@ -4,7 +4,9 @@ A microbatch's rows [B, T] become one sequence without padding for the model, an
 each token goes back to the token's place. Shapes: N tokens that are not padding, D the width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
 
+from rlx.base import UserError, install
+from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.train.packing import segment_sizes
 from rlx_torch.attention import Blocks, kernel
 
 Batch = Mapping[str, Any]
 LAYOUT = ("longest", "blocks", "cu_seq_lens", "places")
+_LAYERS = {"full_attention", "sliding_attention"}  # others keep a state over what is before them
 
 
 class Valued(nn.Module):
@@ -57,9 +63,9 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
       remat: keep only what enters each layer and compute the rest again for the gradient.
     """
     logging.disable_progress_bar()
+    attention = kernel(device, compute_dtype, known(path).model_type)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=kernel(device, compute_dtype),
-        device_map=device,
+        path, dtype=torch.float32, attn_implementation=attention, device_map=device,
     )  # fmt: skip
     ready(model, remat)
     return model
@@ -75,16 +81,120 @@ def ready(model: Any, remat: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Train mode, which remat asks for, and no dropout, which the fleet has none of either.
     for module in model.train().modules():
-        for name in ("p", "attention_dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
 
 
 def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
     """Return the model of an HF directory with whatever its parameters' memory holds."""
     return AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(path), dtype=torch.float32, attn_implementation=kernel
+        known(path), dtype=torch.float32, attn_implementation=kernel
     )
+
+
+def known(path: str | Path) -> Any:
+    """Return transformers' config of an HF directory; UserError for what no packed row can enter.
+
+    That is a model that attends by code of its own, or has layers that are not attention.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (KeyError, ValueError) as error:
+        text = f"{path} is of no causal language model that transformers has"
+        raise UserError(f"{text} ({str(error).splitlines()[0]}); use another model") from None
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if others or not kind._supports_attention_backend:
+        what = f"layers of {', '.join(sorted(others))}" if others else "attention of its own"
+        raise UserError(
+            f"{kind.__name__} has {what}, which packed sequences would pass through as one; "
+            "trainer=torch wants a model that is attention alone, by transformers' interface"
+        )
+    return config
+
+
+def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
+    """Give a model adapters of LoRA that add nothing yet, which then are all that is trained."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"lora.rank needs PEFT ({error}); {install('torch')}") from None
+    names = [f"{name}_proj" for name in lora.targets]
+    options = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": names}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model.add_adapter(peft.LoraConfig(**options, inference_mode=False))
+    except ValueError as error:
+        raise UserError(
+            f"{type(model).__name__} has none of {', '.join(names)} ({str(error)[:80]}); set "
+            "lora.rank=0"
+        ) from None
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[Any]:
+    """Let a model be its base while the block lasts."""
+    model.disable_adapters()
+    try:
+        yield model
+    finally:
+        model.enable_adapters()
+
+
+def published(model: Any, adapters: bool = False) -> dict[str, Callable[[], Tensor]]:
+    """Return what gives each tensor of the model, adapters merged, or with `adapters` these alone.
+
+    Names are those of its parameters, or PEFT's; of a tied head there is one.
+    """
+    found: dict[str, Callable[[], Tensor]] = {}
+    tied, kept = model.config.tie_word_embeddings, model.state_dict().keys()
+    buffers = {name: x for name, x in model.named_buffers() if name in kept}
+    for name, tensor in {**dict(model.named_parameters()), **buffers}.items():
+        if ".lora_" in name or adapters:
+            if ".lora_" in name and adapters:
+                found[PREFIX + name.replace(".default", "")] = tensor.detach
+        elif ".base_layer." in name:
+            layer, last = name.split(".base_layer.")
+            found[f"{layer}.{last}"] = partial(_merged, model.get_submodule(layer), last)
+        elif name != "lm_head.weight" or not tied:
+            found[name] = tensor.detach
+    return found
+
+
+@torch.no_grad()
+def _merged(layer: Any, name: str) -> Tensor:
+    base = getattr(layer.base_layer, name).detach()
+    return base + layer.get_delta_weight("default") if name == "weight" else base
+
+
+@torch.no_grad()
+def require_packed(model: Any) -> None:
+    """Raise UserError unless packed sequences have the logits that the model gives each alone.
+
+    Two short ones are tried in float32; a model may count positions or scale logits in its own way.
+    """
+    device, own = next(model.parameters()).device.type, model.config._attn_implementation
+    sizes, number = (3, 4), model.config.get_text_config().vocab_size
+    arrays = {
+        "tokens": np.arange(1, 8, dtype=np.int32)[None] % number,
+        "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes])[None],
+        "segment_ids": np.repeat(np.arange(1, 3, dtype=np.int32), sizes)[None],
+    }
+    model.set_attn_implementation("rlx_segments")
+    packed = put(arrays, device)
+    found = logprobs(model, packed, temperature=1.0, chunk=2)[0][0].split(sizes)
+    for got, tokens in zip(found, packed["tokens"][0].long().split(sizes), strict=True):
+        blocks = Blocks.of([len(tokens)], device)
+        alone = model(input_ids=tokens[None], use_cache=False, blocks=blocks).logits[0]
+        want = torch.log_softmax(alone.float(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        if not torch.allclose(got[1:], want, atol=1e-3):
+            raise UserError(
+                f"{type(model).__name__} says something else of packed sequences than of each "
+                "alone; trainer=torch cannot train it: use another model"
+            )
+    model.set_attn_implementation(own)
 
 
 def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
@@ -104,6 +214,14 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
         "cu_seq_lens": ends.to(device),
         "places": torch.from_numpy(used).to(device),
     }
+
+
+def reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of whole layers with the names and shapes that HF's files have them in.
+
+    transformers keeps the experts of a layer in one tensor, and renames what old files have.
+    """
+    return tensors if isinstance(model, Valued) else revert_weight_conversion(model, tensors)
 
 
 def hidden(model: Any, batch: Batch) -> Tensor:
@@ -131,9 +249,10 @@ def logprobs(
     states, head = hidden(model, batch), model.get_output_embeddings()
     tokens = batch["tokens"].reshape(-1)[batch["places"]].long()
     cap = getattr(model.config, "final_logit_softcapping", None)
+    scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
 
     def scores(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(states).float()
+        logits = head(states).float() * scale if scale != 1 else head(states).float()
         if cap:
             logits = cap * torch.tanh(logits / cap)
         logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, -1)

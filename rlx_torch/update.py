@@ -5,11 +5,13 @@ It is an `Update` as rlx/train/contract.py has it; the walk through a batch is `
 
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlx.algorithms import critic, kl
 from rlx.base import UserError
+from rlx.model import lora_config
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
@@ -71,13 +74,20 @@ class TorchState:
                 names = {id(p): key for key, p in learned.model.named_parameters()}
                 moments = {names[id(p)]: s for p, s in learned.optimizer.state.items()}
                 out[name] = {
-                    "model": dict(learned.model.named_parameters()),
+                    "model": {k: p for k, p in learned.model.named_parameters() if p.requires_grad},
                     "moments": moments,
                     "updates": learned.updates,
                 }
         if self.reference is not None:
             out["reference"] = dict(self.reference.named_parameters())
         return out
+
+
+@dataclasses.dataclass
+class WithoutAdapters:
+    """The base of a model that has adapters, as the reference policy."""
+
+    model: Any
 
 
 class TorchUpdate(BatchUpdate):
@@ -106,7 +116,12 @@ class TorchUpdate(BatchUpdate):
                 "unset it"
             )
         self._follows = self._algorithm.needs_reference and options.reference_mode != "frozen"
-        if self._algorithm.needs_reference and not self._follows:
+        if options.lora and (self._follows or self._ranks.count > 1):
+            raise UserError(
+                "lora.rank with trainer=torch is for one process and reference.mode=frozen; set "
+                "these, or trainer=jax"
+            )
+        if self._algorithm.needs_reference and not self._follows and not options.lora:
             self._reference = self._load()
         self.state_bytes = self._count_bytes()
         self._writer = ThreadPoolExecutor(1)
@@ -115,6 +130,8 @@ class TorchUpdate(BatchUpdate):
         with torch.device("meta"):
             shapes = packed_model.empty(self._directory)
         numbers = sum(p.numel() for p in shapes.parameters())
+        if lora := self._options.lora:
+            numbers = lora_config.count(self.model, lora)
         moments = {"adamw": 2, "sgd": 0}[self._options.optimizer.name]
         return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + self._follows)
 
@@ -141,6 +158,11 @@ class TorchUpdate(BatchUpdate):
             with open_tensors(self._directory) as tensors, torch.no_grad():
                 head = np.array(tensors["score.weight"], np.float32)
                 model.score.weight.copy_(torch.from_numpy(head))
+        if self.model.foreign and self._ranks.count == 1:
+            packed_model.require_packed(model)
+        if o.lora:
+            packed_model.adapt(model, o.lora, o.seed)
+            self._reference = WithoutAdapters(model)
         if o.compile:
             for layer in model.base_model.layers:
                 layer.compile(dynamic=True)
@@ -171,26 +193,30 @@ class TorchUpdate(BatchUpdate):
 
     def weights(self, state: TorchState, adapters: bool = False) -> Buckets:
         """Return the policy with HF's names, a copy of each tensor made when its bucket is."""
-        del adapters
-        model, dtype = state.policy.model, self._options.publish_dtype
-        tied = model.config.tie_word_embeddings
-        tensors = {
-            name: tensor
-            for name, tensor in model.named_parameters()
-            if name != "lm_head.weight" or not tied
-        }
+        model, foreign = state.policy.model, bool(self.model.foreign) and not adapters
+        tensors = packed_model.published(model, adapters)
+        dtype = "float32" if adapters else self._options.publish_dtype
+
+        def named(part: dict[str, Tensor]) -> dict[str, Tensor]:
+            return packed_model.reverted(model, part) if foreign else part
+
+        def copied(name: str) -> Tensor:
+            return whole(tensors[name]().to(getattr(torch, dtype), copy=True))
 
         def buckets() -> Iterator[dict[str, np.ndarray]]:
             bucket: dict[str, np.ndarray] = {}
-            for name, tensor in tensors.items():
-                if sum(x.nbytes for x in bucket.values()) + tensor.nbytes > BUCKET and bucket:
-                    yield bucket
-                    bucket = {}
-                bucket[name] = _host(whole(tensor.detach().to(getattr(torch, dtype), copy=True)))
+            for _, names in groupby(tensors, _layer if foreign else None):
+                for name, tensor in named({name: copied(name) for name in names}).items():
+                    if sum(x.nbytes for x in bucket.values()) + tensor.nbytes > BUCKET and bucket:
+                        yield bucket
+                        bucket = {}
+                    bucket[name] = _host(tensor)
             yield bucket
 
-        shapes = {k: np.broadcast_to(np.zeros((), dtype), x.shape) for k, x in tensors.items()}
-        return Buckets(shapes, buckets())
+        empty = {k: torch.empty(tensor().shape, device="meta") for k, tensor in tensors.items()}
+        zero = np.zeros((), dtype)
+        return Buckets({k: np.broadcast_to(zero, x.shape) for k, x in named(empty).items()},
+                       buckets())  # fmt: skip
 
     def _together(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
         """Save or load on all processes; of one alone torch warns each time."""
@@ -218,6 +244,9 @@ class TorchUpdate(BatchUpdate):
 
     @torch.no_grad()
     def _logprobs_of(self, policy: Any, batch: Any) -> Tensor:
+        if isinstance(policy, WithoutAdapters):
+            with packed_model.without_adapters(policy.model) as base:
+                return self._logprobs(base, batch)[0]
         return self._logprobs(policy, batch)[0]
 
     @torch.no_grad()
@@ -366,7 +395,8 @@ def step_offloaded(optimizer: torch.optim.Optimizer) -> None:
 def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool = False) -> Learned:
     """Return a model with its optimizer; matrices decay, norms and biases do not."""
     alike: dict[Any, list[nn.Parameter]] = {}  # what one call of the optimizer takes
-    for p in model.parameters():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
         alike.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append(p)
     groups: list[dict[str, Any]] = [
         {"params": same, "weight_decay": options.weight_decay if matrices else 0.0}
@@ -381,13 +411,19 @@ def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool 
     }
     optimizer = optimizers[options.name]()
     if options.name == "adamw":  # else made at the first step: a checkpoint before has none
-        for p in model.parameters():
+        for p in trained:
             moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
             if offloaded:
                 held = {name: x.cpu().pin_memory() for name, x in optimizer.state[p].items()}
                 optimizer.state[p] = held
     return Learned(model, optimizer, options, total, offloaded=offloaded)
+
+
+def _layer(name: str) -> str:
+    """Return what the names of one layer's parameters begin with; else the name."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name
 
 
 def _described(part: Any, name: str = "") -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from experiments.bench import train_step_workers as workers
+from rlx.algorithms.presets import PRESETS
 from rlx.base import Group, UserError
 from rlx.config import default
 from rlx.model import hf
@@ -62,6 +63,54 @@ CASES = {
     "reward_model": {},
     "dpo": {"optimizer.name": "adamw", "optimizer.eps": 1e-3, "optimizer.weight_decay": 0.1},
 }  # fmt: skip
+OTHERS = {  # of the presets that are not in CASES, what is not their default
+    "rloo": {
+        "algorithm.kl_placement": "loss", "algorithm.kl_coefficient": 0.1, "reference.mode": "copy",
+    },
+    "dapo": {"algorithm.overlong_filter": True, "train.minibatches": 2},
+}  # fmt: skip
+
+
+def of_a_kind(batch, algorithm):
+    """Groups with what the algorithm asks for; some answers were cut off."""
+
+    def changed(i, t):
+        noise = np.random.default_rng(i).normal(-4.0, 0.3, len(t.tokens)).astype(np.float32)
+        teacher = np.where(t.loss_mask, noise, 0.0) if algorithm.kl_anchor == "teacher" else None
+        stop = "length" if i % 3 == 1 and algorithm.data == "rollouts" else "stop"
+        return replace(t, reference_logprobs=teacher, stop_reason=stop)
+
+    return [
+        replace(g, trajectories=tuple(changed(i, t) for i, t in enumerate(g.trajectories)))
+        for g in batch
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - set(CASES)))
+def test_one_update_of_every_preset_is_that_of_jax(preset, tiny_model_dir):
+    own = options(preset, **OTHERS.get(preset, {}))
+    model, params = hf.load(tiny_model_dir)
+    batch = of_a_kind(groups(2 if own.algorithm.data == "pairs" else 4), own.algorithm)
+    held_out = of_a_kind(groups(2 if own.algorithm.data == "pairs" else 4, 9), own.algorithm)
+    found = []
+    for trainer in (
+        JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1]),
+        TorchUpdate(model, own, tiny_model_dir),
+    ):
+        state = trainer.init()
+        losses = trainer.evaluate(state, held_out)
+        state, metrics = trainer.update(state, batch)
+        found.append((weights(trainer, state), dict(metrics), losses))
+    (one, want, before), (two, got, again) = found
+    assert again == pytest.approx(before, rel=1e-3, abs=1e-5)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+    moved = 0.0
+    for name, tensor in hf.to_hf(params, model).items():
+        apart = np.abs(one[name] - two[name]).max()
+        assert apart <= 1e-5 * max(np.abs(one[name]).max(), 1.0), f"{name}: {apart:.1e} apart"
+        moved = max(moved, np.abs(one[name] - tensor).max())
+    assert moved > 1e-5, "nothing was learned"
 
 
 @pytest.mark.parametrize("preset", CASES)
@@ -245,3 +294,47 @@ def test_the_trainer_needs_no_jax():
     program = "import sys, rlx_torch.update; print('jax' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+LORA = {"lora.rank": 4, "lora.targets": ("q", "v", "down"), "algorithm.kl_placement": "loss",
+        "algorithm.kl_coefficient": 0.1}  # fmt: skip
+
+
+def adapters_of_jax(trainer, state):
+    """Gives a torch state the adapters that JAX's begins with."""
+    tensors = trainer.weights(trainer.init(), adapters=True).arrays()
+    with torch.no_grad():
+        for name, p in state.policy.model.named_parameters():
+            if p.requires_grad:
+                stored = tensors.pop(f"base_model.model.{name.replace('.default', '')}")
+                p.copy_(torch.from_numpy(np.array(stored)))
+    assert not tensors, "PEFT's names are the same"
+    return state
+
+
+def test_adapters_are_trained_as_those_of_jax(tiny_model_dir, tmp_path):
+    own = options("grpo", **LORA)
+    model, _ = hf.load(tiny_model_dir)
+    jax_update = JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1])
+    trainer = TorchUpdate(model, own, tiny_model_dir)
+    other = adapters_of_jax(jax_update, trainer.init())
+    state, want = jax_update.update(jax_update.init(), groups())
+    other, got = trainer.update(other, groups())
+    state, want = jax_update.update(state, groups(seed=1))
+    other, got = trainer.update(other, groups(seed=1))
+    for name in ("actor_loss", "reference_kl", "grad_norm"):
+        assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
+    for adapters in (True, False):
+        one = jax_update.weights(state, adapters=adapters).arrays()
+        two = trainer.weights(other, adapters=adapters).arrays()
+        assert set(one) == set(two)
+        for name, tensor in one.items():
+            apart = np.abs(tensor - two[name]).max()
+            assert apart <= 1e-5 * max(np.abs(tensor).max(), 1.0), f"{name}: {apart:.1e} apart"
+    assert trainer.state_bytes == pytest.approx(jax_update.state_bytes, rel=0.01)
+    trainer.save(tmp_path / "state", other).result()
+    again = trainer.restore(tmp_path / "state")
+    assert "q_proj.base_layer.weight" not in str(again.tree()["policy"]["model"].keys())
+    one, two = weights(trainer, other), weights(trainer, again)
+    for name, tensor in one.items():
+        np.testing.assert_array_equal(tensor, two[name], err_msg=name)

@@ -1,0 +1,140 @@
+"""Decoders that rlx has not: packed rows in them, what is refused, and what is published."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlx.base import UserError
+from rlx.model import directory, hf_files
+from rlx_torch import packed_model
+from rlx_torch.update import TorchUpdate
+from tests.rlx_torch.update_test import groups, options, weights
+
+SIZES = (19, 2, 23)  # tokens of packed sequences, longer and shorter than a window
+SMALL = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+KINDS = {
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    },
+    "gemma2": {
+        "sliding_window": 7, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gpt_oss": {  # sinks
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7,
+        "max_position_embeddings": 4096,
+    },
+    "gpt_neox": {},
+    "granite": {"logits_scaling": 4.0},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Returns a directory of a random model of a kind, and the model, by transformers' own code."""
+    found = {}
+
+    def make(kind):
+        if kind not in found:
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(torch.randn_like(p) * p.abs().mean())
+            path = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(path)
+            found[kind] = path, model
+        return found[kind]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_logprobs_are_those_of_each_sequence_alone(kind, made):
+    path, own = made(kind)
+    model = packed_model.load(path, "cpu", "float32")
+    packed_model.require_packed(model)
+    tokens = np.random.default_rng(0).integers(3, 128, sum(SIZES), dtype=np.int32)
+    arrays = {
+        "tokens": tokens[None],
+        "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in SIZES])[None],
+        "segment_ids": np.repeat(np.arange(1, 4, dtype=np.int32), SIZES)[None],
+    }
+    packed = packed_model.put(arrays, "cpu")
+    found = packed_model.logprobs(model, packed, temperature=0.8, chunk=16)[0]
+    found.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    for got, part in zip(found[0].split(SIZES), packed["tokens"][0].split(SIZES), strict=True):
+        with torch.no_grad():
+            want = torch.log_softmax(own(part[None].long()).logits[0] / 0.8, -1)[:-1]
+        want = want.gather(1, part[1:, None].long())[:, 0]
+        np.testing.assert_allclose(got[1:].detach(), want, atol=1e-5)
+
+
+def test_an_update_of_a_mixture_of_experts_publishes_the_names_of_its_files(made):
+    path, _ = made("qwen3_moe")
+    model = directory.load_config(path)
+    trainer = TorchUpdate(model, options(), path)
+    state = trainer.init()
+    stored = load_file(path / "model.safetensors")
+    before = weights(trainer, state)
+    assert {k: (v.shape, v.tobytes()) for k, v in before.items()} == {
+        k: (v.shape, v.tobytes()) for k, v in stored.items()
+    }
+    assert model.numbers == sum(x.size for x in stored.values())
+    state, metrics = trainer.update(state, groups())
+    assert metrics["grad_norm"] > 0
+    assert metrics["skipped_updates"] == 0
+    assert any((x != before[name]).any() for name, x in weights(trainer, state).items())
+
+
+def test_what_no_packed_row_can_enter_is_refused(tmp_path, made):
+    config = AutoConfig.for_model("mamba", vocab_size=128, hidden_size=32, num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"MambaForCausalLM has layers of .*attention alone"):
+        packed_model.empty(tmp_path)
+    model = packed_model.load(made("granite")[0], "cpu", "float32")
+    model.config.logits_scaling = 1.0  # as of a model that scales in a way of its own
+    type(model).forward, forward = (
+        lambda self, **k: _halved(forward(self, **k)), type(model).forward,
+    )  # fmt: skip
+    try:
+        with pytest.raises(UserError, match="something else of packed sequences than of each"):
+            packed_model.require_packed(model)
+    finally:
+        type(model).forward = forward
+
+
+def _halved(out):
+    out.logits = out.logits / 2
+    return out
+
+
+def test_a_foreign_model_is_for_torch_and_vllm_alone(made):
+    path, _ = made("gemma2")
+    model = hf_files.check(path)
+    assert (model.max_position, model.vocab_size, model.eos_token_ids) == (256, 128, (2,))
+    assert model.to_hf() == json.loads((path / "config.json").read_text())
+    with pytest.raises(UserError, match=r"unsupported .*trainer=torch with fleet.engine=vllm"):
+        model.require_ours("trainer=jax")
+    with pytest.raises(UserError, match="unsupported"), hf_files.open_tensors(path) as tensors:
+        hf_files.check_tensors(tensors, model)
+
+
+def test_a_file_that_tells_no_context_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NewForCausalLM"]}))
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="has no 'num_attention_heads'"):
+        directory.load_config(tmp_path)
