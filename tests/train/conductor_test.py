@@ -240,7 +240,7 @@ class Trainer:
         return state, {}
 
 index = int(sys.argv[2])
-hosts = join(Cluster(sys.argv[1], 2, index, timeout=3.0, join=300.0), {})
+hosts = join(Cluster(sys.argv[1], 2, index, timeout=6.0, join=300.0), {})
 if index:
     conductor.follow(hosts, Trainer)
 update = conductor.conduct(hosts, Trainer, path="")
@@ -261,7 +261,7 @@ def test_a_process_that_hangs_in_a_call_ends_all_in_one_line_that_names_both():
         for index in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=SECONDS)[1] for process in pair]
+        said = [process.communicate(timeout=300)[1] for process in pair]
     finally:
         for process in pair:
             process.kill()
