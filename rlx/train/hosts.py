@@ -28,7 +28,7 @@ from rlx.base import UserError
 from rlx.cli.user_code import words
 
 # Kinds of messages.
-_CALL, _DONE, _STOP, _ALIVE, _FAILED, _UNSAVED = b"C", b"D", b"S", b"A", b"F", b"U"
+_CALL, _DONE, _STOP, _ALIVE, _FAILED, _UNSAVED, _ENDED = b"C", b"D", b"S", b"A", b"F", b"U", b"E"
 _HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # for who connects to say who it is
 _ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
 _NEWS_SECONDS = 2.0  # between the ends of two connections of a process that is gone
@@ -246,10 +246,9 @@ class Hosts:
         self._sign = _STOP  # another thread tells it: the one interrupted may be sending
 
     def close(self, error: str = "") -> None:
-        """Leave the others; with an `error` they end too, and say it."""
+        """Leave the others, who do not miss this one; with an `error` they end too, and say it."""
         self._closing.set()
-        if error:
-            self._tell(_FAILED, error.encode())
+        self._tell(_FAILED if error else _ENDED, error.encode())
 
     def _tell(self, kind: bytes, payload: bytes = b"") -> None:
         for peer in self._peers:
@@ -265,6 +264,7 @@ class Hosts:
             _STOP: lambda payload: self.on_stop(),
             _ALIVE: lambda payload: None,
             _UNSAVED: lambda payload: self.on_unsaved(peer.name, *json.loads(payload)),
+            _ENDED: lambda payload: self._closing.set(),  # all its calls are in the queue
             _FAILED: lambda payload: self._lose(f"{peer.name} ended: {payload.decode()}"),
         }
         try:

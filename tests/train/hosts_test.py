@@ -210,6 +210,20 @@ def test_a_closed_connection_ends_all_the_others():
     leave(lead, first, second)
 
 
+def test_who_has_ended_well_is_not_missed_by_those_still_at_their_last_call():
+    before = set(threading.enumerate())
+    (lead, other), ended = meet([{}] * 2)
+    listening = [t for t in set(threading.enumerate()) - before if "_listen" in t.name]
+    lead.send(b"the last call")
+    lead.close()
+    lead._peers[0].cut()  # as the end of its process does
+    for thread in listening:
+        thread.join(SECONDS)
+    assert other.receive() == b"the last call"
+    assert ended.empty()
+    leave(other)
+
+
 def test_who_says_half_a_word_and_stays_is_not_waited_for():
     near, far = socket.socketpair()
     far.sendall(b"\0")  # of the four bytes of a message's length
