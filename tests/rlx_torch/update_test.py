@@ -66,6 +66,7 @@ CASES = {
 OTHERS = {  # of the presets that are not in CASES, what is not their default
     "rloo": {
         "algorithm.kl_placement": "loss", "algorithm.kl_coefficient": 0.1, "reference.mode": "copy",
+        "reference.every_steps": 1,
     },
     "dapo": {"algorithm.overlong_filter": True, "train.minibatches": 2},
 }  # fmt: skip
