@@ -72,6 +72,7 @@ class Worker:
                 continue
             task = asyncio.create_task(self._run(cls, first["kwargs"], message))
             self._runs[message["id"]] = task
+            await asyncio.sleep(0)  # it begins: one cancelled before that would never be answered
         for task in self._runs.values():
             task.cancel()
         await asyncio.gather(*self._runs.values(), return_exceptions=True)

@@ -252,6 +252,25 @@ def test_a_run_that_will_not_stop_is_killed_and_its_neighbours_are_moved(agents)
     agents.run(main())
 
 
+def test_a_run_given_up_before_it_began_costs_no_process(agents):
+    async def main():
+        async with agents.gateway() as g:
+            own = workers(agents, "Misbehaves")
+            await own.start()
+            (process,) = own._processes
+            given_up = asyncio.create_task(row_of(g, own, "well"))
+            while not process.runs:
+                await asyncio.sleep(0)
+            given_up.cancel()  # told in one breath with the beginning
+            while process.runs:  # the agent was cancelled, and said so
+                assert not process.over
+                await asyncio.sleep(0.01)
+            assert not process.over
+            await own.close()
+
+    agents.run(main())
+
+
 def test_who_blocks_the_loop_for_too_long_is_killed_and_the_line_is_named(agents):
     async def main():
         async with agents.gateway() as g:
