@@ -102,19 +102,23 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 1) -> GpuSha
 def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the names of the GPUs that this process may use."""
     if (given := environment.get(VISIBLE)) is not None:
-        return tuple(filter(None, given.replace(" ", "").split(",")))
+        return tuple(name for name in given.replace(" ", "").split(",") if name not in ("", "-1"))
     return tuple(map(str, range(machine.nvidia_gpus())))
 
 
 @contextmanager
-def seen(names: Sequence[str]) -> Iterator[None]:
-    """Let this process see the GPUs of `names` alone; before anything in it looks for devices."""
-    before = os.environ.get(VISIBLE)
-    os.environ[VISIBLE] = ",".join(names)
+def dealt(config: ConfigDict, processes: int = 1) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Let this process see the trainer's GPUs alone; yield those of each server, () for no share.
+
+    Entered before anything here looks for devices, which JAX and torch do once; raises as `share`.
+    """
+    shares, before = share(config, gpus(), processes), os.environ.get(VISIBLE)
+    if shares:
+        os.environ[VISIBLE] = ",".join(shares.trainer)
     try:
-        yield
+        yield shares.servers if shares else ()
     finally:
-        if before is None:
-            del os.environ[VISIBLE]
-        else:
+        if before is not None:
             os.environ[VISIBLE] = before
+        elif shares:
+            del os.environ[VISIBLE]

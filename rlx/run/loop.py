@@ -43,7 +43,7 @@ from rlx.observe.jsonl import read_jsonl
 from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
-from rlx.run.allocate import allocated
+from rlx.run.allocate import allocated, dealt
 from rlx.run.inputs import as_json, has_servers, prepare
 from rlx.run.parts import Parts, build, disk_warning
 from rlx.run.room_options import sizes_of
@@ -96,7 +96,7 @@ def run(
     keep_freed_memory()
     trainers.library(config).set_up()
     stop = stop or Event()
-    with trainers.together(config, stop) as hosts:
+    with trainers.together(config, stop) as hosts, dealt(config, hosts.count) as gpus:
         if hosts.index:
             return RunResult(workdir, *trainers.follow(config, hosts), [], [])
         hooks = Hooks(writers.load(config.observe.writers, callbacks))
@@ -109,7 +109,9 @@ def run(
             devices = trainers.library(config).devices
             advice = partial(memory.advice, sizes, devices, started=False)
             with failures.explained(advice, "before the first step"):
-                built = build(config, workdir, inputs, stack, killed, said, hooks, stop, hosts)
+                built = build(
+                    config, workdir, inputs, stack, killed, said, hooks, stop, hosts, gpus
+                )
             step, complete = _Loop(*built).main()
         conductor.stop(hosts, step=step, complete=complete)
     records = (list(read_jsonl(workdir / name)) for name in ("metrics.jsonl", "eval.jsonl"))

@@ -39,7 +39,7 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
-from rlx.run import allocate, resume, trainers
+from rlx.run import resume, trainers
 from rlx.run.export import Export
 from rlx.run.inputs import Inputs, as_json, has_servers, patience, server_options
 from rlx.run.room_options import gate_of, held_out_options, sizes_of
@@ -91,6 +91,7 @@ def build(
     hooks: Hooks,
     stop: Event,
     hosts: Hosts,
+    gpus: Sequence[Sequence[str]],
 ) -> tuple[Parts, State, int]:
     """Build and start everything; `stack` ends it, in reverse order.
 
@@ -99,6 +100,7 @@ def build(
       said: what `resume.claim` has to say, for the terminal.
       stop: see Parts.
       hosts: the processes of the trainer, of which this is number 0.
+      gpus: names of those of each server that is started here; empty: all see what there is.
 
     Returns:
       the parts, the train state to go on with, and the train batches it has seen. Parts do not hold
@@ -133,9 +135,6 @@ def build(
     plan = cpu_plan(cores, first_judge + judged.num_local, config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
-    dealt = allocate.share(config, allocate.gpus(), hosts.count)
-    if dealt:  # before a library looks for devices
-        stack.enter_context(allocate.seen(dealt.trainer))
     trainers.library(config).check_devices(config)
     model_dir = trainers.first_weights(config, workdir, inputs)
     given: dict[str, Any] = {"token": token, "tls": client_tls(**config.fleet.tls)}
@@ -153,10 +152,8 @@ def build(
         stack.enter_context(judges)
     if served:
         own_plan = CpuPlan(plan.trainer, plan.servers[:own])
-        servers = servers_of(
-            config.fleet.addresses, model_dir, plan=own_plan,
-            gpus=dealt.servers if dealt else (), **given, **started,
-        )  # fmt: skip
+        addresses = config.fleet.addresses
+        servers = servers_of(addresses, model_dir, plan=own_plan, gpus=gpus, **given, **started)
         stack.enter_context(servers)
     stack.callback(inputs.reward_pool.close)
     if served:

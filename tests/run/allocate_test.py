@@ -8,7 +8,7 @@ import pytest
 from configs import arithmetic
 from rlx.base import UserError
 from rlx.launch.local import CpuPlan, LocalServers
-from rlx.run import allocate
+from rlx.run import allocate, loop
 from rlx.run.run_checks import findings
 
 DEALS = "jax:d2+jax:f4t2"
@@ -50,7 +50,8 @@ def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
     shares = allocate.share(config_of(DEALS), allocate.gpus())
     assert shares.servers == (("7",), ("6",))
     assert shares.trainer == ("5", "4", "3", "2", "1", "0", "GPU-9", "GPU-8")
-    with allocate.seen(shares.trainer):
+    with allocate.dealt(config_of(DEALS)) as servers:
+        assert servers == shares.servers
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(shares.trainer)
     assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("7,6,5")
     # Two real processes, which say what they see and end.
@@ -64,6 +65,19 @@ def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
         servers.wait()
     logs = [(tmp_path / "logs" / f"server-{i}.log").read_text() for i in range(2)]
     assert any(log.startswith(f"{gpu} cuda") for log, gpu in zip(logs, "76", strict=True))
+
+
+def test_a_trainer_is_dealt_its_gpus_before_anything_looks_for_devices(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+
+    def prepare(config):  # compiles a user's own loss, the first thing that does
+        raise UserError(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    monkeypatch.setattr(loop, "prepare", prepare)
+    with pytest.raises(UserError, match=r"^2$"):
+        loop.run(config_of("jax:d2+jax:f1"), tmp_path)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    assert allocate.gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == ()  # as users hide them
 
 
 @pytest.mark.parametrize(
