@@ -79,8 +79,8 @@ class LoopWatch:
     """Looks at the stack of a loop's thread, from a thread of its own, while the loop is late.
 
     Args:
-      late: called in the watching thread at each look with the seconds since the loop was asked to
-        turn, those of them that its thread computed, and its stack, outermost first.
+      late: called in the watching thread at each look with the seconds by `own_clock` since the
+        loop was asked to turn, those that its thread computed, and its stack, outermost first.
     """
 
     def __init__(self, late: Callable[[float, float, list[Place]], None]):
@@ -89,35 +89,51 @@ class LoopWatch:
 
     def start(self) -> None:
         """Begin to watch the running loop; called in its thread."""
-        ident = threading.get_ident()
+        watched = asyncio.get_running_loop(), threading.get_ident(), own_clock()
         threading.Thread(
-            target=self._watch, args=(asyncio.get_running_loop(), ident), name="rlx-loop-watch",
-            daemon=True,
-        ).start()  # fmt: skip
+            target=self._watch, args=watched, name="rlx-loop-watch", daemon=True
+        ).start()
 
     def stop(self) -> None:
         """Watch no longer."""
         self._ended.set()
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, ident: int) -> None:
-        clock = time.pthread_getcpuclockid(ident)
+    def _watch(
+        self, loop: asyncio.AbstractEventLoop, ident: int, clock: Callable[[], float]
+    ) -> None:
+        cpu = time.pthread_getcpuclockid(ident)
 
         def look() -> None:
             stack = places(traceback.walk_stack(sys._current_frames().get(ident)))[::-1]
             if stack and not stack[-1].function.endswith("Selector.select"):  # else it is idle
-                seconds = time.monotonic() - begin
-                self._late(seconds, time.clock_gettime(clock) - computed, stack)
+                self._late(clock() - begin, time.clock_gettime(cpu) - computed, stack)
 
-        begin, computed = time.monotonic(), time.clock_gettime(clock)
+        begin, computed = clock(), time.clock_gettime(cpu)
         while not self._ended.wait(_TICK):
-            if time.monotonic() - begin > _TICK + _LOOK:  # a call held the interpreter
+            if clock() - begin > _TICK + _LOOK:  # a call held the interpreter
                 look()
             answered = threading.Event()
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(answered.set)
             while not answered.wait(_LOOK) and not self._ended.is_set():
                 look()
-            begin, computed = time.monotonic(), time.clock_gettime(clock)
+            begin, computed = clock(), time.clock_gettime(cpu)
+
+
+def own_clock() -> Callable[[], float]:
+    """Return a clock in seconds that stands still while this thread is ready and has no CPU.
+
+    On a crowded machine that may be most of the time that a callback takes, and is no fault of it.
+    """
+    path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+
+    def now() -> float:
+        ready = 0.0
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # not of every kernel
+            ready = int(file.read().split()[1]) / 1e9
+        return time.monotonic() - ready
+
+    return now
 
 
 def places(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:

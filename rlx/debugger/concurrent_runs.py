@@ -1,8 +1,8 @@
 """Runs an agent many times at once in one event loop, as training does, and observes the loop.
 
 The loop is in the main thread: some libraries set signals. asyncio's debug mode measures callbacks
-that take too long (and doubles what each call computes); `LoopWatch` finds their lines, and a loop
-that is blocked for ever is interrupted, so that there is still a report.
+that take too long, by `own_clock` (and doubles what each computes); `LoopWatch` finds their lines,
+and a loop that is blocked for ever is interrupted, so that there is still a report.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ class ConcurrentRuns(logging.Handler):
         self._show, self._tell, self._done = show, tell, 0
         self._looks: list[tuple[float, float, bool, list[Place]]] = []  # when, late, computes
         self._told, self._interrupts = False, 0
-        self._watch = LoopWatch(self._late)
+        self._watch, self._clock = LoopWatch(self._late), loop_watch.own_clock()
         self.observed = Observed(runs)
 
     def run(self) -> Observed:
@@ -156,6 +156,7 @@ class ConcurrentRuns(logging.Handler):
         seen = self.observed
         loop = asyncio.new_event_loop()
         loop.set_debug(True)
+        loop.time = self._clock  # type: ignore[method-assign]  # by which debug mode measures
         loop.slow_callback_duration = SLOW_SECONDS
         loop.set_exception_handler(self._unhandled)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun with nohup or &
@@ -170,7 +171,7 @@ class ConcurrentRuns(logging.Handler):
         except KeyboardInterrupt:  # what is left in the loop would run on if it were closed
             seen.gave_up, seen.end = seen.gave_up or "interrupted", time.monotonic()
             seen.begin = seen.begin or seen.end
-            if self._looks and seen.end - self._looks[-1][0] < 1.0:
+            if self._looks and self._clock() - self._looks[-1][0] < 1.0:
                 self._slow("", self._looks[-1][1])
         finally:
             self._watch.stop()
@@ -196,7 +197,7 @@ class ConcurrentRuns(logging.Handler):
         Args:
           name: asyncio's, for a callback that was never looked at.
         """
-        begin = time.monotonic() - seconds - 0.01
+        begin = self._clock() - seconds - 0.01
         looks = [(computes, stack) for at, _, computes, stack in self._looks if at >= begin]
         self._looks.clear()
         if any(loop_watch.debugging(stack) for _, stack in looks):
@@ -215,8 +216,8 @@ class ConcurrentRuns(logging.Handler):
 
     def _late(self, seconds: float, computed: float, stack: list[Place]) -> None:
         """Keep a look; report a blocked loop, and interrupt it where that is all that helps."""
-        # On a crowded machine a thread that computes has a small part of its seconds.
-        self._looks.append((time.monotonic(), seconds, computed > 0.2 * seconds, stack))
+        # A thread that computes has a small part of its seconds where others hold the interpreter.
+        self._looks.append((self._clock(), seconds, computed > 0.2 * seconds, stack))
         if loop_watch.debugging(stack):
             return
         told, self._told = self._told, seconds > _NEWS_SECONDS

@@ -1,11 +1,16 @@
-"""The line that keeps a loop from turning is found while it does. No clocks."""
+"""The line that keeps a loop from turning is found while it does."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from rlx.agents.loop_watch import LoopWatch, Place, blamed, debugging, remedy
+from rlx.agents.loop_watch import LoopWatch, Place, blamed, debugging, own_clock, remedy
 
 
 def test_the_blocking_line_is_seen_while_it_blocks():
@@ -48,3 +53,23 @@ def test_what_to_write_instead(line, computes, instead):
 def test_a_debuggers_prompt_is_no_blocked_loop():
     assert debugging([Place("/usr/lib/python3.11/pdb.py", 1, "Pdb.interaction")])
     assert not debugging([Place("/home/a/agent.py", 1, "Agent.run")])
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count")
+def test_what_others_compute_on_our_cpu_does_not_count():
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
+    try:
+        other.stdout.readline()
+        clock, until = own_clock(), time.thread_time() + 0.2
+        own, wall = clock(), time.monotonic()
+        while time.thread_time() < until:
+            pass
+        assert clock() - own < 0.8 * (time.monotonic() - wall)
+    finally:
+        other.kill()
+        other.communicate()
+        os.sched_setaffinity(0, cores)
