@@ -328,7 +328,7 @@ class Gateway:
             if p.chat.tools and spoken:
                 content, calls = self._reader.calls(spoken, _new_call, p.chat.tools)
             if calls or (thoughts and spoken):
-                p.session.remember(content, calls, words)
+                p.session.remember(p.chat.messages, content, calls, words)
             raw = self._decode(completion.tokens, special=True)
             p.session.keep(Interaction(
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),

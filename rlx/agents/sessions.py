@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class Session:
     tasks: set[asyncio.Task] = field(default_factory=set)
     _asked: dict[bytes, int] = field(default_factory=dict)
     _tokens: int = 0
-    _said: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
+    _said: dict[str, str] = field(default_factory=dict)
 
     def prompt(
         self, text: str, encode: Callable[[str], list[int]]
@@ -131,19 +131,22 @@ class Session:
         """Whether it has been asked and has said more than an endless session keeps."""
         return self.endless and self._tokens > _MOST_TOKENS
 
-    def remember(self, content: str | None, calls: Sequence[dict[str, Any]], raw: str) -> None:
+    def remember(
+        self, before: Sequence[Any], content: str | None, calls: Sequence[Any], raw: str
+    ) -> None:
         """Keep what the model wrote where the agent gets calls, or words without thoughts."""
-        self._said[_key(content, calls)] = (_canonical(content, calls), raw)
+        *_, key = _keys([*before, {"role": "assistant", "content": content, "tool_calls": calls}])
+        self._said[key] = raw
 
     def verbatim(self, messages: Sequence[Any]) -> list[Any]:
         """Return the messages, with unchanged ones of the model in its own words again."""
-        out = []
-        for message in messages:
-            content, calls = message["content"], message.get("tool_calls") or []
-            known, raw = self._said.get(_key(content, calls), ("", ""))
-            same = message["role"] == "assistant" and known == _canonical(content, calls)
-            out.append({"role": "assistant", "content": raw} if same else message)
-        return out
+        if not self._said:
+            return list(messages)
+        found = [self._said.get(key) for key in _keys(messages)]
+        return [
+            message if raw is None else {"role": "assistant", "content": raw}
+            for message, raw in zip(messages, found, strict=True)
+        ]
 
 
 class Sessions:
@@ -185,15 +188,16 @@ class Sessions:
         return session.interactions
 
 
-def _key(content: str | None, calls: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(call["id"] for call in calls) or ((content or "").strip(),)
-
-
-def _canonical(content: str | None, calls: Sequence[dict[str, Any]]) -> str:
-    """Return a text that two messages share if and only if they say the same."""
-    found = []
-    for call in calls:
-        arguments = call["function"]["arguments"]
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        found.append((call["function"]["name"], read))
-    return json.dumps([(content or "").strip(), found], sort_keys=True)
+def _keys(messages: Sequence[Any]) -> Iterator[str]:
+    """Yield what each message is known by: what it says, and without calls all before it too."""
+    before = hashlib.blake2b()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            read = json.loads(arguments) if isinstance(arguments, str) else arguments
+            calls.append((call["id"], call["function"]["name"], read))
+        words = (message["content"] or "").strip()
+        own = json.dumps([message["role"], words, calls], sort_keys=True)
+        yield own if calls else own + before.hexdigest()
+        before.update(own.encode())

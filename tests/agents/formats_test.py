@@ -122,6 +122,25 @@ def test_the_likeliest_tokens_stand_beside_each_drawn_one(agents):
             assert token.top_logprobs[1].logprob == -1.0
 
 
+def test_the_same_words_said_twice_keep_each_its_own_thoughts(agents):
+    thoughts = {1: "at once", 2: "once more", 3: "as ever"}
+
+    async def main():
+        said = "<think>{}</think>7"
+        engine = agents.engine(lambda p, *_: said.format(thoughts[p.count("<|user|>")]))
+        async with agents.gateway(engine, template=THINKING) as g, agents.client(g) as client:
+            talk = list(ASK)
+            for _ in thoughts:
+                got = await client.chat.completions.create(model="m", messages=talk)
+                reply = got.choices[0].message.model_dump(exclude_none=True)
+                talk += [reply, {"role": "user", "content": "sure?"}]
+            return g.session.interactions
+
+    kept = agents.run(main())
+    assert [i.parent for i in kept] == [None, 0, 1]
+    assert kept[2].prompt_text.count(thoughts[1]) == 1
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_thoughts_have_their_own_place_and_go_back_as_they_were(agents, begun):
     thought, words = "three and four", "it is 7 < 8"
