@@ -191,6 +191,8 @@ class Gateway:
     async def _reward(self, request: web.Request) -> web.Response:
         """Take the reward of a run that returns none, from the agent or from outside."""
         session, body = self._session(request), dialects.parse(await request.read())
+        if session.endless:
+            raise ApiError(404, "nobody trains here, and a reward would be of no run")
         value = body.get("reward") if isinstance(body, dict) else None
         ids = {i.completion_id for i in session.interactions}
         if wrong := returns.mistake(value, ids):
@@ -276,6 +278,9 @@ class Gateway:
                 "tools",
             )
         forced = "" if asked.forced is None else self._reader.beginning(asked.forced)
+        if asked.forced is not None and not forced:
+            message = "calls of this format cannot be begun for the model; take auto"
+            raise ApiError(400, message, "tool_choice")
         text, context = self._render(session, asked) + forced, self._fleet.context
         if context and len(text) > context * self._longest:  # sooner told than tokenised
             raise ApiError(

@@ -230,6 +230,7 @@ def _tools(tools: Any) -> list[Any]:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
             raise ApiError(400, f"a tool of type {kind!r} is not done here", f"tools[{index}]")
-        function = {k: tool[k] for k in ("name", "description", "parameters") if k in tool}
+        fields = ("name", "description", "parameters")
+        function = {k: tool[k] for k in fields if tool.get(k) is not None}
         out.append({"type": "function", "function": function})
     return out

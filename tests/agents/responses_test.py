@@ -10,6 +10,7 @@ from rlx.agents import chat, responses
 from rlx.agents.dialects import ApiError
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+NOTHING = {"type": "function", "name": "go", "parameters": None}  # as the API has it
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
@@ -38,13 +39,13 @@ def test_tools_go_round_and_the_conversation_is_one_sequence(agents):
             agents.client(g) as client,
         ):
             talk = [{"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]}]
-            got = await client.responses.create(model="m", input=talk, tools=[ADD])
+            got = await client.responses.create(model="m", input=talk, tools=[ADD, NOTHING])
             words, call = got.output
             assert words.content[0].text == "let me see "
             assert json.loads(call.arguments) == {"a": 1, "b": 2}
             talk += [item.model_dump(exclude_none=True) for item in got.output]
             talk.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
-            got = await client.responses.create(model="m", input=talk, tools=[ADD])
+            got = await client.responses.create(model="m", input=talk, tools=[ADD, NOTHING])
             assert got.output_text == "it is 3"
             return g.session.interactions
 
