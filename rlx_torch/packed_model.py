@@ -86,6 +86,12 @@ def ready(model: Any, remat: bool) -> None:
                 setattr(module, name, 0.0)
 
 
+def layers(model: Any) -> list[nn.Module]:
+    """Return a model's layers, by the classes that transformers says no device may split."""
+    names = set(model.base_model._no_split_modules or ())
+    return [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
+
+
 def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
     """Return the model of an HF directory with whatever its parameters' memory holds."""
     return AutoModelForCausalLM.from_config(

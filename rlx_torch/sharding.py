@@ -189,9 +189,8 @@ class Ranks:
         mesh = self._mesh["fsdp"] if whole else self._mesh["replica", "fsdp"]
         half = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        layers = set(model.base_model._no_split_modules or ())
-        blocks = [m for m in model.modules() if type(m).__name__ in layers]
-        for module in (*blocks, model):  # cut again after any pass: an optimizer may come between
+        # All are cut again after any pass: an optimizer may come between.
+        for module in (*packed_model.layers(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

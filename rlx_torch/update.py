@@ -164,7 +164,7 @@ class TorchUpdate(BatchUpdate):
             packed_model.adapt(model, o.lora, o.seed)
             self._reference = WithoutAdapters(model)
         if o.compile:
-            for layer in model.base_model.layers:
+            for layer in packed_model.layers(model):
                 layer.compile(dynamic=True)
         policy = _learned(model, o.optimizer, o.policy_updates, o.offload_optimizer)
         return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, judge)

@@ -100,6 +100,16 @@ def test_an_update_of_a_mixture_of_experts_publishes_the_names_of_its_files(made
     assert any((x != before[name]).any() for name, x in weights(trainer, state).items())
 
 
+def test_layers_are_compiled_whatever_the_decoder_calls_them(tmp_path, monkeypatch):
+    own = AutoConfig.for_model("gpt2", vocab_size=128, n_embd=32, n_layer=2, n_head=4)
+    AutoModelForCausalLM.from_config(own).save_pretrained(tmp_path)
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    given = options(**{"train.compile": True})
+    state = TorchUpdate(directory.load_config(tmp_path), given, tmp_path).init()
+    assert compiled == list(state.policy.model.transformer.h)
+
+
 def test_what_no_packed_row_can_enter_is_refused(tmp_path, made):
     config = AutoConfig.for_model("mamba", vocab_size=128, hidden_size=32, num_hidden_layers=2)
     config.save_pretrained(tmp_path)
