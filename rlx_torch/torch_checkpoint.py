@@ -29,6 +29,7 @@ _CLASSES = {
     "torch": {"Size", *(name for name, x in vars(torch).items() if isinstance(x, torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # of Python 3.13
 }  # fmt: skip
 
 
@@ -75,11 +76,17 @@ class Planner(DefaultLoadPlanner):
 
 
 class TorchCheckpoint(Mapping[str, Any]):
-    """Tensors, as numpy's, and numbers of a checkpoint by name; each access reads one whole."""
+    """Tensors, as numpy's, and numbers of a checkpoint by name; each access reads one whole.
+
+    Raises:
+      UserError: it holds adapters, or cannot be read.
+    """
 
     def __init__(self, path: Path):
         self._reader = Reader(path)
         self._found = self._reader.read_metadata().state_dict_metadata
+        if any(".lora_" in name for name in self._found):
+            raise UserError(f"{path} has adapters of trainer=torch; go on with that trainer")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, without reading it."""

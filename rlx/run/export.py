@@ -169,6 +169,8 @@ def checkpoint_to_hf(
         tensors = trainer_switch.policy_of(path, config, dtype)
         hf_files.write(target, config, tensors, source=directory)
         return f"{path} -> {target} (HF)"
+    if not (path / "state").is_dir():
+        raise UserError(f"{path} has adapters of trainer=torch; take its run's hf/ or adapter/")
     from rlx.model import hf
     from rlx.model import lora as lora_lib
     from rlx.train import state_files

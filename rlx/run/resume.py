@@ -73,9 +73,8 @@ def claim(config: ConfigDict, workdir: Path) -> list[str]:
         for path in found:  # none is whole
             path.rename(path.with_name(f"damaged-{path.name}"))
             said.append(f"{path} is damaged and is kept as damaged-{path.name}")
-    write_atomically(
-        workdir / "config.json", json.dumps(new, indent=2, sort_keys=True).encode()
-    )  # fmt: skip
+    text = json.dumps(new, indent=2, sort_keys=True)
+    write_atomically(workdir / "config.json", text.encode())
     return said
 
 

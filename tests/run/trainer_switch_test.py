@@ -1,6 +1,8 @@
 """A run changes its trainer in the middle: nothing of its state is lost on the way, or back."""
 
+import io
 import json
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -10,10 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlx.base import UserError
+from rlx.config import default
 from rlx.model import hf
 from rlx.run import export
 from rlx.run.jax_trainer import _JaxUpdate
 from rlx.train import checkpoint
+from rlx_torch import torch_checkpoint
 from rlx_torch.torch_checkpoint import TorchCheckpoint
 from rlx_torch.update import TorchUpdate
 from tests.rlx_torch.update_test import CASES, groups, options, weights
@@ -99,6 +103,25 @@ def test_a_run_with_other_tensors_refuses_the_other_trainers_state(
     for trainer, path in zip(wanting, reversed(paths), strict=True):
         with pytest.raises(UserError, match=words):
             trainer.restore(path)
+
+
+def test_adapters_are_no_other_trainers_and_not_converted(tiny_model_dir, tmp_path):
+    own, model = options(**{"lora.rank": 2}), hf.load_config(tiny_model_dir)
+    trainer = TorchUpdate(model, own, tiny_model_dir)
+    path = saved(trainer, trainer.init(), tmp_path, 1)
+    other = _JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1])
+    with pytest.raises(UserError, match=r"has adapters of trainer=torch; go on with that"):
+        other.restore(path)
+    run = {"trainer": "torch", "lora": default().lora.to_dict() | {"rank": 2}}
+    (path / "host.json").write_text(json.dumps({"model": model.to_hf(), "config": run}))
+    with pytest.raises(UserError, match=r"has adapters of trainer=torch; take its run's"):
+        export.checkpoint_to_hf(path, tmp_path / "hf", str(tiny_model_dir))
+
+
+def test_a_description_may_name_paths_as_later_pythons_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    of_3_13 = b"cpathlib._local\nPosixPath\n."
+    assert torch_checkpoint._Limited(io.BytesIO(of_3_13)).load() is pathlib.PosixPath
 
 
 class Evil:
