@@ -12,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import prod
+from math import lcm, prod
 
 from rlx.base import UserError
 
@@ -112,7 +112,7 @@ def parse(text: str) -> Allocation:
                                  _named(text, group))  # fmt: skip
                 same = next((p for p in parts if p.name and p.name == part.name), None)
                 if same:
-                    fix = text[:at] + text[at:stop].replace(part.name, part.name + "2", 1)
+                    fix = text[:at] + text[at:stop].replace(f"[{part.name}]", f"[{part.name}2]")
                     raise _wrong(text, at, stop, f"{part.name} is there already",
                                  fix + text[stop:])  # fmt: skip
                 parts.append(dataclasses.replace(part, on=part.on or on))
@@ -133,7 +133,7 @@ def _parts(
     whole = text[start:end]
     bare = re.fullmatch(r"\s*((?:[a-z]\d+)+)\s*", whole)
     if bare:
-        sizes = _sizes(text, start + bare.start(1), "dtpcem")
+        sizes = _sizes(text, start, bare.span(1), "dtpcem")
         trainer = Part("jax", True, _folded(sizes, "a trainer", notes))
         if not alone:
             return [trainer]
@@ -144,8 +144,8 @@ def _parts(
         roles = dict(re.findall(r"(\w+)\s*:\s*([a-z\d]+)", whole))
         if "actor_train" in roles:
             notes.append("one trainer has all networks: other roles than actor_train are left out")
-            at = text.index(roles["actor_train"], start)
-            sizes = _sizes(text, at, "dtpm")
+            at = whole.index(roles["actor_train"])
+            sizes = _sizes(text, start, (at, at + len(roles["actor_train"])), "dtpm")
             return [Part("jax", True, _folded(sizes, "actor_train", notes))]
     match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(?:\[\s*(\w+)\s*\]\s*)?[:.]\s*(.*?)\s*", whole)
     if not match:
@@ -165,7 +165,7 @@ def _parts(
             backend == "jax" and (served or bool(re.search("[fc]", match[3])))
         )
         letters = TRAINERS[backend][1] if trains else "dtp"
-        sizes = _sizes(text, at, letters + ("m" if "." in whole else ""))
+        sizes = _sizes(text, start, match.span(3), letters + ("m" if "." in whole else ""))
     if backend in ENGINES and (backend != "jax" or not trains):
         if backend not in OURS:
             notes.append(f"{backend} runs as {ENGINES[backend]}")
@@ -182,12 +182,12 @@ def _parts(
     return [Part(runs, True, _folded(sizes, backend, notes), name)]
 
 
-def _sizes(text: str, start: int, letters: str) -> dict[str, int]:
-    """Return the sizes above 1 that are written at text[start:], `m` as `t`."""
+def _sizes(text: str, start: int, span: tuple[int, int], letters: str) -> dict[str, int]:
+    """Return the sizes above 1 that are written in a span behind text[start], `m` as `t`."""
     sizes: dict[str, int] = {}
     dims = re.compile(r"([A-Za-z])(\d+)")
-    at = start
-    while match := dims.match(text, at):
+    at, end = start + span[0], start + span[1]
+    while match := dims.match(text, at, end):
         letter, number = match[1], int(match[2])
         rest = text[:at] + text[match.end() :]
         if letter not in letters and (number != 1 or letter not in "tpce"):
@@ -199,15 +199,15 @@ def _sizes(text: str, start: int, letters: str) -> dict[str, int]:
         if letter in sizes:
             raise _wrong(text, at, match.end(), f"{letter} is given twice", rest)
         sizes[letter], at = number, match.end()
-    if at == start or re.match(r"[\w.]", text[at:]):
-        raise _wrong(text, at, len(text), "want sizes as d4t2")
+    if at < end or span[0] == span[1]:
+        raise _wrong(text, at, end, "want sizes as d4t2", text[:at] + text[end:])
     return {x: n for x, n in sizes.items() if n > 1}
 
 
 def _hybrid(text: str, start: int, both: re.Match) -> dict[str, int]:
     """Return the sizes of a mixture's attention; those of its experts must fit inside."""
-    attention = _sizes(text, start + both.start(1), "dtpc")
-    experts = _sizes(text, start + both.start(2), "dtpe")
+    attention = _sizes(text, start, both.span(1), "dtpc")
+    experts = _sizes(text, start, both.span(2), "dtpe")
     world, stages = prod(attention.values()), attention.get("p", 1)
     if "p" in both[2] and experts.get("p", 1) != stages:
         raise _wrong(text, start, start + both.end(), f"attn has p{stages} and ffn "
@@ -304,28 +304,34 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> tuple[P
     free = {host: list(ids) for host, ids in hosts.items()}
     largest, placed = max(map(len, free.values()), default=0), []
     owned: dict[str, list[tuple[str, int]]] = {}
+
+    def too_few(part: Part, each: int, index: int) -> UserError:
+        there = ", ".join(f"{h}: {len(ids)}" for h, ids in hosts.items()) or "none"
+        return UserError(
+            f"allocation_mode={allocation} needs {allocation.gpus} GPUs; {part} has "
+            f"{part.gpus // each} × {each}, of which {index} found {each} together, and there are "
+            f"{there}; use fewer, or more hosts"
+        )
+
     for part in allocation.parts:
         taken = list(owned.get(part.on, ()))
-        count = part.gpus // part.each
-        for index in range(0 if part.on else count):
-            need = part.each
+        sharing = [p for p in allocation.parts if p is part or (p.on and p.on == part.name)]
+        each = lcm(*(p.each for p in sharing))  # those on the same GPUs cut them each in its way
+        for index in range(0 if part.on else part.gpus // each):
+            need = each
             while need:
                 least = min(need, largest)
                 host = next((h for h, ids in free.items() if len(ids) >= max(least, 1)), "")
                 if not host or (need > largest and need % largest):
-                    there = ", ".join(f"{h}: {len(ids)}" for h, ids in hosts.items()) or "none"
-                    raise UserError(
-                        f"allocation_mode={allocation} needs {allocation.gpus} GPUs; "
-                        f"{part} has {count} × {part.each}, of which {index} found "
-                        f"{part.each} together, and there are {there}; use fewer, or more hosts"
-                    )
+                    raise too_few(part, each, index)
                 taken += [(host, gpu) for gpu in free[host][:least]]
                 free[host] = free[host][least:]
                 need -= least
         owned[part.name or str(part)] = taken
-        if not part.trains:
-            groups = [taken[i * part.each :][: part.each] for i in range(count)]
-        else:
-            groups = [taken]
-        placed += [Placed(part, i, tuple(group)) for i, group in enumerate(groups)]
+        cut = [tuple(taken[i : i + part.each]) for i in range(0, part.gpus, part.each)]
+        together = [len({host for host, _ in group}) == 1 for group in cut]
+        if part.each <= largest and not all(together):
+            raise too_few(part, part.each, sum(together))
+        groups = [tuple(taken)] if part.trains else cut
+        placed += [Placed(part, i, group) for i, group in enumerate(groups)]
     return tuple(placed)

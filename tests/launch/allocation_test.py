@@ -53,6 +53,10 @@ WRONG = [
     ("megatron:d2e4", "do not divide 2", ""),
     ("vllm:d1+fsdp:d1+fsdp:d1", "3 parts need", "vllm[part0]:d1+jax[part1]:f1+jax[part2]:f1"),
     ("sglang[r]:d1+fsdp[r]:d1", "r is there already", "vllm[r]:d1+jax[r2]:f1"),
+    ("jax[a]:d1+jax[a]:f1", "a is there already", "jax[a]:d1+jax[a2]:f1"),
+    ("vllm:d4 fsdp:d4", "column 9, fsdp:d4: want sizes", "vllm:d4"),
+    ("vllm:d2t1,fsdp:d4", "column 10, ,fsdp:d4: want sizes", "vllm:d2"),
+    ("jax:f2-t2+vllm:d4", "column 7, -t2: want sizes", "jax:f2+vllm:d4"),
     ("vllm[r]:d2|fsdp[a]:d4", "both need as many", ""),
     ("fsdp(actor):d4", "this is no BACKEND:SIZES", "jax[actor]:f4"),
     ("sglang:d0", "column 8, d0: sizes are at least 1", "vllm:d1"),
@@ -150,6 +154,14 @@ def test_too_few_gpus_is_an_error_with_the_arithmetic():
         place(parse("vllm:d2+jax:f4"), {"a": range(4)})
     with pytest.raises(UserError, match=r"vllm:d2t3 has 2 × 3, of which 1 found 3 together"):
         place(parse("vllm:d2t3"), {"a": range(4), "b": range(2)})
+
+
+def test_what_shares_gpus_is_together_too():
+    made = parse("jax[gen]:d6|jax[train]:f2t3")
+    *_, trainer = place(made, {"a": range(4), "b": range(4)})
+    assert trainer.gpus == (("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2))
+    with pytest.raises(UserError, match=r"needs 6 GPUs; .* of which 1 found 3 together"):
+        place(made, {"a": range(2), "b": range(4)})
 
 
 def test_it_decides_the_keys_of_a_run():
