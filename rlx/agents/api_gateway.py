@@ -272,11 +272,9 @@ class Gateway:
     def _prompt(self, session: Session, asked: ChatRequest) -> Prepared:
         if asked.tools and not self._reader.opens:
             raise ApiError(
-                400,
-                "the model's chat template does not describe tools in a format that is read here "
-                "(docs/agents.md); leave tools out",
-                "tools",
-            )
+                400, "the model's chat template does not describe tools in a format that is read "
+                "here (docs/agents.md); leave tools out", "tools",
+            )  # fmt: skip
         forced = "" if asked.forced is None else self._reader.beginning(asked.forced)
         if asked.forced is not None and not forced:
             message = "calls of this format cannot be begun for the model; take auto"
@@ -331,7 +329,7 @@ class Gateway:
             content: str | None = spoken
             calls: list[dict[str, Any]] = []
             if p.chat.tools and spoken:
-                content, calls = self._reader.calls(spoken, _new_call, p.chat.tools)
+                content, calls = self._reader.calls(spoken, partial(_new_id, "call_"), p.chat.tools)
             if calls or (thoughts and spoken):
                 p.session.remember(p.chat.messages, content, calls, words)
             raw = self._decode(completion.tokens, special=True)
@@ -339,11 +337,10 @@ class Gateway:
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
                 time.monotonic() - p.began,
             ))  # fmt: skip
-            length = completion.stop_reason == "length"
-            reason = "length" if length else "tool_calls" if calls else "stop"
-            logprobs = self._logprobs(p, completion)
+            cut_off, own = completion.stop_reason == "length", self._logprobs(p, completion)
+            reason = "length" if cut_off else "tool_calls" if calls else "stop"
             count = len(completion.tokens)
-            said.append(Said(content, calls, reason, stop, count, logprobs, thoughts))
+            said.append(Said(content, calls, reason, stop, count, own, thoughts))
         return said
 
     def _thoughts(self, p: Prepared, text: str) -> tuple[str, str]:
@@ -440,10 +437,6 @@ class Gateway:
 
 def _new_id(begin: str) -> str:
     return begin + uuid.uuid4().hex
-
-
-def _new_call() -> str:
-    return _new_id("call_")
 
 
 def _sse(events: Sequence[Event]) -> bytes:

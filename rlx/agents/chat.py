@@ -202,11 +202,9 @@ def _sampling(data: Mapping[str, Any], defaults: Sampling, temperature_fixed: bo
     temperature = _number(data, "temperature", defaults.temperature)
     if temperature_fixed and temperature != defaults.temperature:
         raise ApiError(
-            400,
-            f"temperature={temperature:g} where training samples at {defaults.temperature:g}, "
-            "which its losses count on; leave it out",
-            "temperature",
-        )
+            400, f"temperature={temperature:g} where training samples at {defaults.temperature:g}, "
+            "which its losses count on; leave it out", "temperature",
+        )  # fmt: skip
     asked = _number(data, "max_tokens", defaults.max_new_tokens)
     most = min(defaults.max_new_tokens, _number(data, "max_completion_tokens", asked))
     return replace(
@@ -285,11 +283,8 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         name = f"{name}.function.arguments"
         raise wrong(name, function["arguments"], "the text of JSON") from None
-    return {
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    function = {"name": function["name"], "arguments": arguments}
+    return {"id": call["id"], "type": "function", "function": function}
 
 
 def _number(data: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -96,14 +96,10 @@ class Session:
         # Of a key that is let in for good the latest will do: it may have asked 100,000 times.
         start = max(0, len(self.interactions) - _SEARCHED) if self.endless else 0
         for number, earlier in enumerate(self.interactions[start:], start):
-            whole = len(earlier.prompt_text) + len(earlier.raw)
-            own = earlier.prompt_text
-            if (
-                length < whole <= len(text)
-                and text.startswith(own)
-                and text.startswith(earlier.raw, len(own))
-            ):
-                parent, length = number, whole
+            own, raw = earlier.prompt_text, earlier.raw
+            fits = length < len(own) + len(raw) <= len(text) and text.startswith(own)
+            if fits and text.startswith(raw, len(own)):
+                parent, length = number, len(own) + len(raw)
         if parent is None:
             return np.array(encode(text), np.int32), None
         before = self.interactions[parent]

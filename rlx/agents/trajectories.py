@@ -111,19 +111,12 @@ def of_run(
         depths.append(0 if interaction.parent is None else depths[interaction.parent] + 1)
     found: list[Trajectory] = []
     for line in (lines := _LINES[export](interactions)):
-        own = tuple(returns[k] for k in line)
-        if export == "concat":
-            own = own[-1:]
-        made = _trajectory(
-            [interactions[k] for k in line],
-            depths[line[0]],
-            reward=own[0],
-            trajectory_id=run_id if len(lines) == 1 else f"{run_id}.{len(found)}",
-            agent=agent,
-            info=info,
-            turn_rewards=own if len(set(own)) > 1 else (),
-        )
-        found.append(made)
+        own = tuple(returns[k] for k in (line[-1:] if export == "concat" else line))
+        name = run_id if len(lines) == 1 else f"{run_id}.{len(found)}"
+        found.append(_trajectory(
+            [interactions[k] for k in line], depths[line[0]], reward=own[0], trajectory_id=name,
+            agent=agent, info=info, turn_rewards=own if len(set(own)) > 1 else (),
+        ))  # fmt: skip
     return found
 
 

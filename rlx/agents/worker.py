@@ -81,13 +81,10 @@ class Worker:
     async def _run(self, cls: type, kwargs: Mapping[str, Any], message: Mapping) -> None:
         number = message["id"]
         try:
-            client = self._clients.new()
             value = await loading.instance(cls, kwargs).run(
-                message["data"],
-                base_url=message["base_url"],
-                api_key=message["api_key"],
-                http_client=client,
-            )
+                message["data"], base_url=message["base_url"], api_key=message["api_key"],
+                http_client=self._clients.new(),
+            )  # fmt: skip
             ids = list(value) if isinstance(value, Mapping) else []
             if value is None:  # told over HTTP, or a mistake that the gateway's side names
                 self.say(id=number, value=None)

@@ -134,8 +134,7 @@ class Workers:
     async def _process(self, index: int) -> "_Process":
         process = self._processes[index]
         if process is None or process.over:
-            process = self._new()
-            self._processes[index] = process
+            process = self._processes[index] = self._new()
         await process.ready()
         return process
 
@@ -144,12 +143,9 @@ class _Process:
     """One process and the runs in it."""
 
     def __init__(
-        self,
-        first: Mapping[str, Any],
-        block_seconds: float,
-        cancel_seconds: float,
+        self, first: Mapping[str, Any], block_seconds: float, cancel_seconds: float,
         limits: WorkerLimits,
-    ):
+    ):  # fmt: skip
         self.runs: dict[str, asyncio.Future] = {}
         self.over = False
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds

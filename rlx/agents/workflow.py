@@ -66,9 +66,8 @@ class AgentOptions:
         agents = config.agents
         return cls(
             config.data.system_prompt, config.data.question_key, config.reward.workers,
-            agents.turn_discount, agents.export, agents.block_seconds,
-            agents.reward_seconds, WorkerLimits.of(agents),
-            agents.process_per_run,
+            agents.turn_discount, agents.export, agents.block_seconds, agents.reward_seconds,
+            WorkerLimits.of(agents), agents.process_per_run,
         )  # fmt: skip
 
 
@@ -121,14 +120,9 @@ class AgentWorkflow:
         name = agent if isinstance(agent, str) else name_of(cls)
         loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
         self._new_workers = partial(
-            Workers,
-            name,
-            kwargs or {},
-            options.workers,
-            block_seconds=options.block_seconds,
-            limits=options.limits,
-            per_run=options.process_per_run,
-        )
+            Workers, name, kwargs or {}, options.workers, block_seconds=options.block_seconds,
+            limits=options.limits, per_run=options.process_per_run,
+        )  # fmt: skip
         self._front: _Front | None = None
         self._starting = asyncio.Lock()
 
@@ -202,14 +196,10 @@ class AgentWorkflow:
                 if wrong := returns.mistake(value, ids):
                     raise AgentError(wrong)
                 return trajectories.of_run(
-                    session.interactions,
-                    value,
-                    run_id,
-                    agent=self.agent,
-                    turn_discount=self._options.turn_discount,
-                    export=self._options.export,
+                    session.interactions, value, run_id, agent=self.agent,
+                    turn_discount=self._options.turn_discount, export=self._options.export,
                     seconds=time.monotonic() - began,
-                )
+                )  # fmt: skip
             except Displaced:
                 continue
             except AgentError as error:
