@@ -132,4 +132,6 @@ class ModelRewarded(Scored):
         last = np.array([len(tokens) - 1])
         value = float((await self._ask(trajectory, tokens, last, values=True))[0])
         info = {**trajectory.info, "reward/model": value}
-        return replace(trajectory, reward=trajectory.reward + self._weight * value, info=info)
+        given = (trajectory.reward, *trajectory.turn_rewards)
+        reward, *turns = (r + self._weight * value for r in given)
+        return replace(trajectory, reward=reward, turn_rewards=tuple(turns), info=info)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -55,6 +56,25 @@ def test_the_answers_that_rows_give_are_trained_on_and_not_valued(
     group = asyncio.run(ModelRewarded(pairs, judge, 1.0).run(fake_fleet(), Task(row, 4, 7)))
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
     assert not judge.asked
+
+
+class Turns(NamedTuple):
+    """A workflow whose one turn has a return of its own."""
+
+    fake: Any
+
+    async def run(self, fleet, task):
+        group = await self.fake.run(fleet, task)
+        own = [dataclasses.replace(t, turn_rewards=(0.5,)) for t in group.trajectories]
+        return dataclasses.replace(group, trajectories=tuple(own))
+
+
+def test_the_value_counts_for_each_turn_that_has_a_return_of_its_own(fake_workflow, fake_fleet):
+    group = run(ModelRewarded(Turns(fake_workflow(n=1)), Values(), 2.0), fake_fleet())
+    (found,) = group.trajectories
+    added = 2.0 * found.info["reward/model"]
+    assert added != 0
+    assert found.turn_rewards == pytest.approx((0.5 + added,))
 
 
 class Texts:
