@@ -231,11 +231,11 @@ def arithmetic(
     """Yield the rows of batch, minibatches, microbatches and staleness."""
     sizes = sizes_of(config, inputs.model_config)
     yield judge_batch(sizes, len(inputs.train_rows))
-    expected = expected_tokens(config, prompts, workdir)
     shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
-    cost = parameters.attention_cost(inputs.model_config, devices.platform)
-    yield judge_microbatches(sizes, expected, cost, shards)
-    if devices.platform == "gpu":
+    jax = config.trainer == "jax"  # the other one attends to each segment alone, by other kernels
+    cost = jax * parameters.attention_cost(inputs.model_config, devices.platform)
+    yield judge_microbatches(sizes, expected_tokens(config, prompts, workdir), cost, shards)
+    if jax and devices.platform == "gpu":
         yield judge_attention(config.model.compute_dtype, metadata.version("jax"))
     if inputs.algorithm.data == "rollouts":
         yield judge_staleness(config, sizes.group)

@@ -50,6 +50,13 @@ def test_a_good_config_has_no_problem_and_writes_nothing(config, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_cudnn_is_told_of_where_jax_trains_alone(config, tmp_path):
+    gpu = Devices("gpu", "H100", 1, 80 * GB)
+    assert "attention" in rows_of(config, tmp_path, gpu)
+    config.trainer = "torch"
+    assert "attention" not in rows_of(config, tmp_path, gpu)
+
+
 def test_several_problems_are_shown_together(config, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(Path("rlx/assets/arithmetic"), model)
