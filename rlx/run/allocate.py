@@ -77,17 +77,19 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 1) -> GpuSha
     """
     if not config.allocation_mode or not gpus:
         return None
+    parsed = allocation.parse(config.allocation_mode)
+    own = sum(part.gpus for part in parsed.parts if part.trains)
+    processes = max(processes, own if config.trainer == "torch" else 1)
     if processes > 1:
         raise UserError(
-            f"allocation_mode={config.allocation_mode} deals the GPUs of one machine and the "
-            f"trainer has {processes} processes; give train.mesh and fleet.addresses in its place"
+            f"allocation_mode={config.allocation_mode} deals GPUs to a trainer of one process, and "
+            f"this one has {processes}; give train.mesh and fleet.addresses in its place"
         )
     if config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm":
         raise UserError(
             f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "
             "them by rlx.serve and give teacher.addresses"
         )
-    parsed = allocation.parse(config.allocation_mode)
     if any(part.on for part in parsed.parts):
         raise UserError(
             f"allocation_mode={config.allocation_mode} puts servers and trainer on the same GPUs, "

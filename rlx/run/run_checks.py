@@ -73,7 +73,7 @@ def _dealt(
     """Return what an allocation decides: the config, the trainer's devices, and both in words."""
     translated = "".join(f"; {note}" for note in notes(config))
     config = allocated(config)
-    dealt = share(config, gpus())
+    dealt = share(config, gpus(), config.cluster.processes)
     if dealt is None:
         return config, devices, f"{config.allocation_mode}{translated}; no GPU here"
     whose = [(f"server {i}", ids) for i, ids in enumerate(dealt.servers)]

@@ -40,6 +40,7 @@ from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
 from rlx.rollout.workflows import Prompts, Workflow
+from rlx.run import allocate
 from rlx.run.export import directory_of
 from rlx.run.inputs import has_servers, load_tokenizer, patience, server_options
 
@@ -208,16 +209,12 @@ def _set_of(
 def _servers(
     config: ConfigDict, directory: Path, workdir: Path, token: str | None
 ) -> LocalServers | RunningServers:
-    fleet = config.fleet
+    fleet, dealt = config.fleet, allocate.share(config, allocate.gpus())
+    plan = servers_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads)
     return servers_of(
-        fleet.addresses,
-        directory,
-        token=token,
-        tls=client_tls(**fleet.tls),
-        workdir=workdir,
-        plan=servers_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads),
-        **server_options(config),
-    )
+        fleet.addresses, directory, token=token, tls=client_tls(**fleet.tls), workdir=workdir,
+        plan=plan, gpus=dealt.servers if dealt else (), **server_options(config),
+    )  # fmt: skip
 
 
 def _ask(

@@ -8,7 +8,7 @@ import pytest
 from configs import arithmetic
 from rlx.base import UserError
 from rlx.launch.local import CpuPlan, LocalServers
-from rlx.run import allocate, loop
+from rlx.run import allocate, loop, score_models
 from rlx.run.run_checks import findings
 
 DEALS = "jax:d2+jax:f4t2"
@@ -67,6 +67,13 @@ def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
     assert any(log.startswith(f"{gpu} cuda") for log, gpu in zip(logs, "76", strict=True))
 
 
+def test_servers_of_an_evaluation_have_gpus_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setattr(score_models, "servers_of", lambda *_, **options: options["gpus"])
+    config = allocate.allocated(config_of("vllm:d2+eval"), trains=False)
+    assert score_models._servers(config, tmp_path, tmp_path, None) == (("3",), ("4",))
+
+
 def test_a_trainer_is_dealt_its_gpus_before_anything_looks_for_devices(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
 
@@ -83,7 +90,8 @@ def test_a_trainer_is_dealt_its_gpus_before_anything_looks_for_devices(monkeypat
 @pytest.mark.parametrize(
     ("text", "changes", "processes", "words"),
     [
-        (DEALS, {}, 2, "the trainer has 2 processes"),
+        (DEALS, {}, 2, "this one has 2;"),
+        ("jax:d2+torch:f2", {"trainer": "torch"}, 1, "this one has 2;"),  # one a GPU
         (DEALS, {"teacher.path": "t", "teacher.engine": "vllm"}, 1, "no GPU for the teacher"),
         ("jax[a]:d2|jax[b]:f2", {}, 1, "write . for "),
         ("jax:d2+jax:f9", {}, 1, "needs 11 GPUs"),
@@ -103,3 +111,7 @@ def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
         "jax:d2+jax:f1; fsdp runs as jax; server 0: GPU 0; server 1: GPU 1; trainer: GPU 2"
     )
     assert rows["mesh"].level == "ok"
+    config.cluster.processes = 2
+    (row,) = (row for row in findings(config, tmp_path, every_extra=False) if row.level != "ok"
+              and row.name == "allocation")  # fmt: skip
+    assert "this one has 2" in row.found
