@@ -78,7 +78,10 @@ def ready(model: Any, remat: bool) -> None:
         losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # there are none
         apply_liger_kernel(model, kernels | losses)
     if remat:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The second is the name that older releases of transformers have.
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next(getattr(model, name) for name in names if hasattr(model, name))
+        enable({"use_reentrant": False})
     # Train mode, which remat asks for, and no dropout, which the fleet has none of either.
     for module in model.train().modules():
         for name, value in vars(module).items():

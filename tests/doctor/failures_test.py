@@ -171,7 +171,7 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
     monkeypatch.setattr(loop.resume, "claim", lambda config, workdir: [])
     monkeypatch.setattr(loop, "build", fails)
     monkeypatch.setattr(loop, "sizes_of", lambda config, model: None)
-    monkeypatch.setattr(memory, "advice", lambda sizes, started: "lower this")
+    monkeypatch.setattr(memory, "advice", lambda sizes, devices, started: "lower this")
     monkeypatch.setattr(loop, "occupied", lambda workdir: nullcontext())
     config = default()
     config.model.path, config.observe.writers = "rlx:arithmetic", ()

@@ -202,7 +202,10 @@ def test_a_drip_ends_with_the_whole_publish(tools, tmp_path, monkeypatch):
 
     async def main():
         async with tools.server(stage_dir=str(tmp_path)) as (_, server), tools.stub(server) as stub:
-            code, text = await status_of(stub.Publish(drip(), timeout=DEADLINE))
+            for _ in range(5):  # grpcio says INTERNAL where a write of its own meets the end
+                code, text = await status_of(stub.Publish(drip(), timeout=DEADLINE))
+                if code is not CODE.INTERNAL:
+                    break
             assert code is CODE.DEADLINE_EXCEEDED
             assert "more than 0.5 s" in text
 

@@ -115,10 +115,6 @@ FAULTS = {
         lambda path: reconfigure(path, num_hidden_layers=1),
         ["model.layers.1.", "num_hidden_layers"],
     ),
-    "another architecture": (
-        lambda path: reconfigure(path, architectures=["GPT2LMHeadModel"]),
-        ["'GPT2LMHeadModel'", "Qwen3ForCausalLM"],
-    ),
     "end cut off": (cut, [hf.WEIGHTS, "not a whole safetensors file"]),
     "header cut off": (cut_short, [hf.WEIGHTS, "not a whole safetensors file"]),
     "empty weights": (write(hf.WEIGHTS, b""), [hf.WEIGHTS, "not a whole safetensors file"]),
@@ -154,6 +150,13 @@ def test_a_fault_is_one_line_that_names_it(fault, copy):
     assert "\n" not in whole
     for word in words:
         assert word in whole
+
+
+def test_another_architecture_is_for_transformers_alone(copy):
+    reconfigure(copy, architectures=["GPT2LMHeadModel"])
+    hf.check(copy)  # what its tensors should be called is not known here
+    with pytest.raises(UserError, match=r"'GPT2LMHeadModel'.*Qwen3ForCausalLM.*trainer=torch"):
+        hf.load(copy)
 
 
 def lose_shard(path):

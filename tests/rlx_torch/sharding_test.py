@@ -72,7 +72,8 @@ def test_what_tensor_cuts_is_what_transformers_plan_says():
     assert untied["lm_head"] == "colwise_gather_output"
     assert untied["model.layers.*.mlp.down_proj"] == "rowwise"
     tied = sharding.check_plan(small(tie_word_embeddings=True))
-    assert tied == {name: style for name, style in untied.items() if name != "lm_head"}
+    shared = ("lm_head", "model.embed_tokens")  # newer transformers cut this too, untied
+    assert tied == {name: style for name, style in untied.items() if name not in shared}
 
 
 @pytest.mark.parametrize(
