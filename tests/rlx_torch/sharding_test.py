@@ -22,10 +22,10 @@ SECONDS = 900.0  # on two cores that do something else, too
 @pytest.mark.slow
 def test_two_and_four_processes_do_what_one_does(tmp_path):
     """Updates, scores, checkpoints on other meshes, numbers that are not finite, memory to load."""
-    program = Path(__file__).with_name("ranks.py")
+    program, root = Path(__file__).with_name("ranks.py"), Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, program, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
+        text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": str(root)},
     ) as started:  # fmt: skip
         try:
             said, _ = started.communicate(timeout=SECONDS)
