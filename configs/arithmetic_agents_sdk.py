@@ -2,7 +2,7 @@
 
 Command:   python -m rlx.main --config=configs/arithmetic_agents_sdk.py
 Hardware:  two CPU cores, no network; the extra `agents`, and `pip install openai-agents`.
-Expect:    as arithmetic_agent.py, as its calls are the same; steps take longer.
+Expect:    two steps like arithmetic_agent.py's, which its calls equal; no whole run was made.
 """
 
 from configs import arithmetic_agent
