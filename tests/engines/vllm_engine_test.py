@@ -24,6 +24,7 @@ from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
+from tests.fixtures.commands import ended
 
 pytestmark = pytest.mark.vllm
 
@@ -612,16 +613,6 @@ def engine_core(server_pid):
     return core
 
 
-def gone(process, seconds=10.0):
-    """Whether `process` ends in time; a zombie that init has yet to collect counts as ended."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_an_engine_that_is_killed_leaves_its_tokens_and_ends_the_server(
     tiny_model_dir, tmp_path, model
 ):
@@ -642,7 +633,7 @@ def test_an_engine_that_is_killed_leaves_its_tokens_and_ends_the_server(
             assert served.do(scenario()) is CODE.UNAVAILABLE
         finally:
             served.close()
-        assert gone(server), "a server without an engine must end"
+        assert ended(server), "a server without an engine must end"
         for sample in out.values():
             assert set(sample.versions) <= {0}
             assert sample.stop is None

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model.attention import attention
 from rlx.model.ops import rms_norm
+from tests.fixtures.commands import ended
 
 pytestmark = pytest.mark.vllm
 
@@ -258,19 +258,6 @@ async def alive(fleet, count=2):
         await asyncio.sleep(0.02)
 
 
-def gone(pid, seconds=5.0):
-    """Whether a process ends in time; one that nobody has waited for has ended too."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def run(coroutine, seconds=90):
     asyncio.run(asyncio.wait_for(coroutine, seconds))
 
@@ -289,7 +276,7 @@ def world(tiny_model_dir, tmp_path_factory):
         local.wait()
         yield World(local, Path(local.directory), Versions(tiny_model_dir), said)
         everyone = [p for pid in local.pids for p in (pid, *children(pid))]
-    assert all(gone(pid, 1) for pid in everyone), "a process outlived `stop`"
+    assert all(ended(pid, 1) for pid in everyone), "a process outlived `stop`"
     assert not Path(local.directory).exists(), "weights were left behind"
 
 
@@ -332,7 +319,7 @@ def test_a_killed_server_loses_nothing_and_joins_another_fleet_late_with_its_wei
             victim, core = world.local.pids[0], world.engine_core(0)
             os.kill(victim, signal.SIGKILL)
             await load.end()
-            assert gone(core), "EngineCore outlived its server"
+            assert ended(core), "EngineCore outlived its server"
             world.check(load, version, version)
 
     async def late():
@@ -365,7 +352,7 @@ def test_a_server_ends_with_its_killed_engine_core_and_partial_samples_keep_thei
             await load.end()
             answers = world.check(load, first, last)
             assert any(set(answer.versions.tolist()) == {first, last} for answer in answers)
-            assert gone(victim), "a server without an engine must end"
+            assert ended(victim), "a server without an engine must end"
             await alive(fleet)
             assert [server.status.version for server in await fleet.status()] == [last] * 2
 
@@ -412,8 +399,8 @@ def test_a_hung_engine_core_is_dead_after_a_while(world):
             os.kill(core, signal.SIGSTOP)
             await load.end()
             world.check(load, version, version)
-            assert gone(victim, HANG_SECONDS + 5)
-            assert gone(core)
+            assert ended(victim, HANG_SECONDS + 5)
+            assert ended(core)
             await alive(fleet)
             assert [server.status.version for server in await fleet.status()] == [version] * 2
 
@@ -600,4 +587,4 @@ def test_a_killed_trainer_leaves_neither_server_nor_engine_core(tiny_model_dir, 
     finally:
         trainer.kill()
         trainer.communicate()
-    assert all(gone(pid) for pid in everyone)
+    assert all(ended(pid) for pid in everyone)

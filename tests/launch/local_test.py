@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rlx.base import UserError
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_plan
+from tests.fixtures.commands import ended
 
 SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")
 COMMAND = (sys.executable, SCRIPT)
@@ -77,20 +78,6 @@ def test_cpu_plan_uses_what_there_is(cores, servers, threads):
 def start(tmp_path, **options):
     options = {"num_servers": 1, "command": COMMAND, **options}
     return LocalServers("none", workdir=tmp_path, **options)
-
-
-def ended(pid, seconds=5.0):
-    """Whether the process is gone (or a zombie of someone else's) soon."""
-    try:
-        process = psutil.Process(pid)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                return True
-            time.sleep(0.01)
-    except psutil.NoSuchProcess:
-        return True
-    return False
 
 
 def test_start_wait_stop(tmp_path):
