@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlx.algorithms import critic, kl
 from rlx.base import UserError
 from rlx.model import lora_config
+from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
@@ -195,6 +196,10 @@ class TorchUpdate(BatchUpdate):
         """Return the policy with HF's names, a copy of each tensor made when its bucket is."""
         model, foreign = state.policy.model, bool(self.model.foreign) and not adapters
         tensors = packed_model.published(model, adapters)
+        if not self.model.foreign:  # in the order of the other trainer's files
+            lora, own = self._options.lora, parameters.table(self.model)
+            rows = lora_config.table(self.model, lora) if adapters and lora else own
+            tensors = {name: tensors[name] for row in rows for name in row.names}
         dtype = "float32" if adapters else self._options.publish_dtype
 
         def named(part: dict[str, Tensor]) -> dict[str, Tensor]:

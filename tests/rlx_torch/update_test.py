@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlx.base import Group, UserError
 from rlx.config import default
 from rlx.model import hf
 from rlx.model import params as parameters
+from rlx.run.export import Export
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
 from rlx_torch.update import TorchUpdate, step_offloaded
@@ -138,16 +140,44 @@ def test_updates_are_those_of_jax(preset, tiny_model_dir):
     assert moved > 1e-3, "nothing was learned"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exported_weights_are_those_of_jax_bit_for_bit(dtype, tiny_model_dir):
-    own = options(**{"model.publish_dtype": dtype})
-    model, _ = hf.load(tiny_model_dir)
-    trainers = (
-        JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1]),
-        TorchUpdate(model, own, tiny_model_dir),
-    )
-    one, two = (weights(trainer, trainer.init()) for trainer in trainers)
-    assert {k: v.tobytes() for k, v in one.items()} == {k: v.tobytes() for k, v in two.items()}
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("grpo", {}), ("grpo", {"model.publish_dtype": "bfloat16"}), ("reward_model", {}),
+        ("grpo", {"lora.rank": 4}),
+    ],
+)  # fmt: skip
+def test_exported_directories_are_those_of_jax_byte_for_byte(
+    preset, overrides, tiny_model_dir, tmp_path
+):
+    """hf/, of adapters merged into it too, and adapter/, whose files have one order of tensors."""
+    own, (model, _) = options(preset, **overrides), hf.load(tiny_model_dir)
+    jax_update = JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1])
+    trainer = TorchUpdate(model, own, tiny_model_dir)
+    state = trainer.init()
+    if own.lora:
+        adapters_of_jax(jax_update, state)
+    config = default()
+    config.update_from_flattened_dict(overrides)
+    found = []
+    for update, of in ((jax_update, jax_update.init()), (trainer, state)):
+        made = tmp_path / update.__class__.__name__
+        made.mkdir()
+        with ThreadPoolExecutor(1) as pool:
+            saved = Export(config, update, tiny_model_dir, tiny_model_dir).save(
+                made, of, pool.submit, pool.submit(lambda: None)
+            )
+        for each in saved:
+            each.result()
+        files = (path for path in made.rglob("*") if path.is_file())
+        found.append({str(path.relative_to(made)): path.read_bytes() for path in files})
+    one, two = found
+    wanted = {f"hf/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    if own.lora:
+        wanted |= {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    assert wanted <= one.keys()
+    assert one.keys() == two.keys()
+    assert [name for name in one if one[name] != two[name]] == []
 
 
 def test_weights_are_of_the_moment_that_they_were_asked_for(tiny_model_dir):
