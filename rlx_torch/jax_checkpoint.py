@@ -20,8 +20,7 @@ import numpy as np
 from rlx.base import UserError
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-
-MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+from rlx.train.optimizer_options import MOMENTS
 
 
 class _Place(NamedTuple):

@@ -30,10 +30,11 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
 from rlx.train.batch_update import BatchUpdate, require_same
-from rlx.train.optimizer_options import OptimizerOptions, rate_at
+from rlx.train.optimizer_options import OPTIMIZERS, OptimizerOptions, rate_at
 from rlx.train.train_options import TrainOptions
 from rlx_torch import packed_model
 from rlx_torch.jax_checkpoint import JaxCheckpoint
+from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.packed_model import Valued
 from rlx_torch.sharding import Ranks, whole
 from rlx_torch.torch_checkpoint import Planner, Reader, fill
@@ -133,7 +134,7 @@ class TorchUpdate(BatchUpdate):
         numbers = sum(p.numel() for p in shapes.parameters())
         if lora := self._options.lora:
             numbers = lora_config.count(self.model, lora)
-        moments = {"adamw": 2, "sgd": 0}[self._options.optimizer.name]
+        moments = OPTIMIZERS[self._options.optimizer.name]
         return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + self._follows)
 
     def _load(self, valued: bool = False) -> Any:
@@ -376,52 +377,10 @@ class TorchUpdate(BatchUpdate):
         return state
 
 
-def step_offloaded(optimizer: torch.optim.Optimizer) -> None:
-    """Step a parameter at a time, whose moments come from the host's memory and go back there."""
-    wholes = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = []
-    for group, params in zip(optimizer.param_groups, wholes, strict=True):
-        for p in params:
-            host, group["params"] = optimizer.state[p], [p]
-            there = {name: x.to(p.device, non_blocking=True) for name, x in host.items()}
-            optimizer.state[p] = there
-            optimizer.step()
-            for name, x in there.items():
-                host[name].copy_(x, non_blocking=True)
-            optimizer.state[p] = host
-        group["params"] = []
-    for group, params in zip(optimizer.param_groups, wholes, strict=True):
-        group["params"] = params
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # whoever saves them reads the host's memory
-
-
 def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool = False) -> Learned:
-    """Return a model with its optimizer; matrices decay, norms and biases do not."""
-    alike: dict[Any, list[nn.Parameter]] = {}  # what one call of the optimizer takes
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        alike.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append(p)
-    groups: list[dict[str, Any]] = [
-        {"params": same, "weight_decay": options.weight_decay if matrices else 0.0}
-        for (matrices, _), same in alike.items()
-    ]
-    optimizers = {
-        # fused: one pass over memory a parameter, torch's fastest on CPU and GPU
-        "adamw": lambda: torch.optim.AdamW(
-            groups, lr=0.0, betas=(options.b1, options.b2), eps=options.eps, fused=True
-        ),
-        "sgd": lambda: torch.optim.SGD([{"params": same} for same in alike.values()], lr=0.0),
-    }
-    optimizer = optimizers[options.name]()
-    if options.name == "adamw":  # else made at the first step: a checkpoint before has none
-        for p in trained:
-            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
-            if offloaded:
-                held = {name: x.cpu().pin_memory() for name, x in optimizer.state[p].items()}
-                optimizer.state[p] = held
+    """Return a model with the optimizer of what is trained of it."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    optimizer = make_optimizer(trained, options, offloaded)
     return Learned(model, optimizer, options, total, offloaded=offloaded)
 
 

@@ -16,9 +16,8 @@ from rlx.model import hf
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.train import state_files
+from rlx.train.optimizer_options import MOMENTS
 from rlx.train.steps import TrainState
-
-MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 
 class _Part(Mapping[str, np.ndarray]):

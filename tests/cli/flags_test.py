@@ -34,8 +34,8 @@ def parsed(*arguments):
         ([CONFIG, "--config.model.dtype=bfloat16"], ["lora.rank", "model.compute_dtype=bfloat16"]),
         ([CONFIG, "--config.train.minibatches=65"], ["minibatches=65", "batch_prompts=64"]),
         (
-            [CONFIG, "--config.trainer=torch", "--config.optimizer.name=lion"],
-            ["optimizer.name='lion'", "trainer=jax"],
+            [CONFIG, "--config.trainer=torch", "--config.model.dtype=bfloat16"],
+            ["model.dtype='bfloat16'", "trainer=jax"],
         ),
         ([CONFIG, "--config.trainer=torhc"], ["'torhc'", "'torch'"]),
         ([CONFIG, "--config.fleet.max_model_len=1535"], ["=1535", "1536", "raise it"]),

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+import optax
 import pytest
 import torch
 
@@ -16,9 +17,12 @@ from rlx.config import default
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.run.export import Export
+from rlx.train.optimizer import make_optimizer as make_jax_optimizer
+from rlx.train.optimizer_options import OptimizerOptions
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
-from rlx_torch.update import TorchUpdate, step_offloaded
+from rlx_torch.optimizers import make_optimizer, step_offloaded
+from rlx_torch.update import TorchUpdate
 
 
 def options(preset="grpo", **overrides):
@@ -293,6 +297,31 @@ def test_weights_cast_once_an_update_train_by_all_its_microbatches(tiny_model_di
     for name, change in whole.items():
         error = np.linalg.norm(change - parts[name]) / np.linalg.norm(change)
         assert error < 0.05, f"{name}: {error}"
+
+
+def test_lion_is_that_of_optax():
+    """Alone, of the same gradients: of a model's, the sign of rounded zeros is anyone's."""
+    own = OptimizerOptions("lion", 0.1, b1=0.8, b2=0.9, weight_decay=0.5)
+    noise = np.random.default_rng(0).normal(size=(4, 3, 3)).astype(np.float32)
+    first = {"w": noise[0], "a_norm": noise[0, 0]}
+    theirs = make_jax_optimizer(own, 9)
+    params, state = first, theirs.init(first)
+    ours = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in first.values()]
+    optimizer = make_optimizer(ours, own)
+    for group in optimizer.param_groups:
+        group["lr"] = own.learning_rate
+    for part in noise[1:]:
+        gradients = {"w": part, "a_norm": part[1]}
+        updates, state = theirs.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        for p, gradient in zip(ours, gradients.values(), strict=True):
+            p.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+    moments = optax.tree.get(state, "mu")
+    for p, name in zip(ours, first, strict=True):
+        np.testing.assert_allclose(p.detach(), params[name], atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(optimizer.state[p]["exp_avg"], moments[name], atol=1e-6)
+        assert optimizer.state[p]["step"] == 3
 
 
 def test_offloaded_moments_come_back_from_every_step():

@@ -1,0 +1,91 @@
+"""Optimizers by name, in PyTorch, and a step whose moments are in the host's memory."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlx.train.optimizer_options import MOMENTS, OPTIMIZERS, OptimizerOptions
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675): the sign of a mean of gradient and moment; decay is apart from it.
+
+    p ← p − lr · (sign(b1·m + (1 − b1)·g) + decay·p)        m ← b2·m + (1 − b2)·g
+    """
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float]):
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make one update of all that have a gradient."""
+        for group in self.param_groups:
+            (b1, b2), rate = group["betas"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                moment = self.state[p]["exp_avg"]
+                towards = (moment * b1).add_(p.grad, alpha=1 - b1).sign_()
+                p.mul_(1 - rate * group["weight_decay"]).add_(towards, alpha=-rate)
+                moment.mul_(b2).add_(p.grad, alpha=1 - b2)
+                self.state[p]["step"] += 1
+
+
+_MADE: dict[str, Callable[[Any, OptimizerOptions], torch.optim.Optimizer]] = {
+    # fused: one pass over memory a parameter, torch's fastest on CPU and GPU
+    "adamw": lambda groups, c: torch.optim.AdamW(
+        groups, lr=0.0, betas=(c.b1, c.b2), eps=c.eps, fused=True
+    ),
+    "lion": lambda groups, c: Lion(groups, lr=0.0, betas=(c.b1, c.b2)),
+    "sgd": lambda groups, c: torch.optim.SGD([{"params": g["params"]} for g in groups], lr=0.0),
+}
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], options: OptimizerOptions, offloaded: bool = False
+) -> torch.optim.Optimizer:
+    """Return the optimizer of parameters; matrices decay, norms and biases do not.
+
+    Its rate is 0 until who steps it sets one.
+
+    Args:
+      offloaded: its moments are in the host's memory, for `step_offloaded`.
+    """
+    trained = list(parameters)
+    alike: dict[Any, list[nn.Parameter]] = {}  # what one call of the optimizer takes
+    for p in trained:
+        alike.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append(p)
+    groups = [
+        {"params": same, "weight_decay": options.weight_decay if matrices else 0.0}
+        for (matrices, _), same in alike.items()
+    ]
+    optimizer = _MADE[options.name](groups, options)
+    names = list(MOMENTS.values())[: OPTIMIZERS[options.name]]
+    for p in trained if names else ():  # else made at the first step: a checkpoint before has none
+        held: dict[str, Tensor] = {"step": torch.zeros((), device=p.device)}
+        held |= {name: torch.zeros_like(p) for name in names}
+        if offloaded:
+            held = {name: x.cpu().pin_memory() for name, x in held.items()}
+        optimizer.state[p] = held
+    return optimizer
+
+
+def step_offloaded(optimizer: torch.optim.Optimizer) -> None:
+    """Step a parameter at a time, whose moments come from the host's memory and go back there."""
+    wholes = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for group, params in zip(optimizer.param_groups, wholes, strict=True):
+        for p in params:
+            host, group["params"] = optimizer.state[p], [p]
+            there = {name: x.to(p.device, non_blocking=True) for name, x in host.items()}
+            optimizer.state[p] = there
+            optimizer.step()
+            for name, x in there.items():
+                host[name].copy_(x, non_blocking=True)
+            optimizer.state[p] = host
+        group["params"] = []
+    for group, params in zip(optimizer.param_groups, wholes, strict=True):
+        group["params"] = params
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # whoever saves them reads the host's memory
