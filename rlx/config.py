@@ -148,6 +148,24 @@ def default() -> ConfigDict:
     c.cluster.timeout_seconds = 60.0  # without a sign of life or of progress: lost, and all end
     c.cluster.join_seconds = 300.0  # for all processes to come, at the start
 
+    c.scheduler = ConfigDict()  # which hosts the run's processes are on, and who starts them there
+    c.scheduler.type = "local"  # local (this machine) | slurm
+    c.scheduler.nodes = 1  # hosts, taken whole
+    c.scheduler.gpus_per_node = 0  # of each; 0: none, all compute on CPUs
+    c.scheduler.retries = 3  # new starts of a run that has lost a host, or has made steps
+    c.scheduler.partition = ""  # Slurm's, as are account … exclude; "": as the cluster has it
+    c.scheduler.account = ""
+    c.scheduler.qos = ""
+    c.scheduler.time = ""  # e.g. "12:00:00"
+    c.scheduler.nodelist = ""
+    c.scheduler.exclude = ""
+    c.scheduler.options = ()  # further ones of sbatch, e.g. ("--mem=0", "--reservation=rl")
+    c.scheduler.container = "none"  # none | apptainer | pyxis
+    c.scheduler.image = ""  # of the container
+    c.scheduler.mounts = ()  # FROM:TO, besides the workdir
+    c.scheduler.pre_commands = ()  # lines of bash before each process, in its container
+    c.scheduler.template = ""  # a file in place of rlx/launch/slurm_job.sh
+
     c.fleet = ConfigDict()
     c.fleet.engine = "jax"
     c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
@@ -226,6 +244,13 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"trainer=torch does not take model.dtype={config.model.dtype!r}; set it to 'float32', "
             "or trainer=jax"
         )
+    _choice(config, "scheduler.type", ("local", "slurm"))
+    _choice(config, "scheduler.container", ("none", "apptainer", "pyxis"))
+    if (config.scheduler.container != "none") != bool(config.scheduler.image):
+        raise UserError(
+            f"scheduler.container={config.scheduler.container} and image="
+            f"{config.scheduler.image!r}: a container needs an image, and none has no use for one"
+        )
     for key in ("compile", "offload_optimizer") if config.trainer != "torch" else ():
         if config.train[key]:
             raise UserError(f"train.{key} is of trainer=torch; unset it, or set trainer=torch")
@@ -263,14 +288,15 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
                 "rollout.max_attempts", "rollout.failure_window",
                 "model.logprob_chunk", "reward.workers", "checkpoint.keep", "gate.prompts",
-                "gate.max_new_tokens"):  # fmt: skip
+                "gate.max_new_tokens", "scheduler.nodes"):  # fmt: skip
         _at_least(config, key, 1)
     for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
                 "fleet.num_servers", "eval.num_questions",
                 "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
                 "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
                 "checkpoint.every_steps", "reward.memory_gb", "reward.max_processes",
-                "agents.memory_gb", "agents.max_processes", "agents.reward_seconds"):  # fmt: skip
+                "agents.memory_gb", "agents.max_processes", "agents.reward_seconds",
+                "scheduler.gpus_per_node", "scheduler.retries"):  # fmt: skip
         _at_least(config, key, 0)
     for key in ("cluster.timeout_seconds", "cluster.join_seconds",
                 "fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",

@@ -1,11 +1,11 @@
 """`python -m rlx.main --config=configs/arithmetic.py`: one training run.
 
 With --dry_run it is only checked, as by rlx.doctor: exit status 0 when nothing is wrong, else 1.
+With a scheduler, that says what would be started, and writes it down.
 """
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from ml_collections import config_flags
@@ -16,7 +16,8 @@ from rlx.config import check
 from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
-from rlx.launch.workdir_lock import fresh_workdir
+from rlx.launch.workdir_lock import chosen_workdir
+from rlx.run import scheduler
 from rlx.run.allocate import allocated, notes
 from rlx.run.run_checks import findings
 from rlx.train.hosts import Cluster
@@ -34,24 +35,24 @@ def main() -> int:
     workdir = Path(values.workdir or "runs")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a directory")
-    if values.dry_run:
+    local = config.scheduler.type == "local"
+    if values.dry_run and local:
         return status(show(findings(config, workdir, every_extra=False)))
     for note in notes(config):
         command.say(note)
     config = allocated(config)
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
+    given = values.workdir, config_flags.get_config_filename(values["config"])
+    if not local:
+        with chosen_workdir(*given) as workdir:
+            return scheduler.launch(config, workdir, sys.argv[1:], values.dry_run)
     from rlx.run import loop, trainers
 
-    with trainers.others_of_this_host(config) as config:
-        fresh = not values.workdir and not Cluster.of(os.environ, **config.cluster).index
-        if fresh:
-            workdir = fresh_workdir(config_flags.get_config_filename(values["config"]))
-        try:
-            return 0 if loop.run(config, workdir).complete else INTERRUPTED
-        finally:
-            if fresh:
-                with suppress(OSError):
-                    workdir.rmdir()  # empty where nothing was begun
+    with (
+        trainers.others_of_this_host(config) as config,
+        chosen_workdir(*given, not Cluster.of(os.environ, **config.cluster).index) as workdir,
+    ):
+        return 0 if loop.run(config, workdir).complete else INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -74,6 +74,22 @@ def fresh_workdir(config_file: str) -> Path:
 
 
 @contextmanager
+def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator[Path]:
+    """Yield the directory given, or a fresh one, which goes again where nothing was begun in it.
+
+    Args:
+      fresh: whether one is made at all; else it is `runs`.
+    """
+    path = fresh_workdir(config_file) if fresh and not given else Path(given or "runs")
+    try:
+        yield path
+    finally:
+        if fresh and not given:
+            with suppress(OSError):
+                path.rmdir()
+
+
+@contextmanager
 def occupied(
     directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
 ) -> Iterator[Killed | None]:

@@ -31,6 +31,7 @@ _FREE = (
     "eval.",
     "gate.",
     "observe.",
+    "scheduler.",
     "fleet.publish_dir",
 )
 

@@ -1,0 +1,60 @@
+"""Make what lets the hosts of one run trust each other, in a directory that all of them see.
+
+    token       what a server asks for, as a bearer token
+    cert.pem    of all servers, signed by itself, by which the trainer knows them; and its key.pem
+
+Files are 0600 in a directory that is 0700: who reads another user's files on the shared disk, its
+administrator, can call the servers. They are made anew at each start.
+"""
+
+import ipaddress
+import os
+import secrets
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlx.base import UserError
+
+TOKEN, CERTIFICATE, KEY = "token", "cert.pem", "key.pem"
+
+
+def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
+    """Write the three files for servers on `hosts`, names or addresses.
+
+    Raises:
+      UserError: there is no `openssl`, or it fails.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    for name in (TOKEN, CERTIFICATE, KEY):
+        (directory / name).unlink(missing_ok=True)
+    handle = os.open(directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "w") as file:
+        file.write(secrets.token_urlsafe(32))
+    names = ",".join(f"{'IP' if _is_ip(host) else 'DNS'}:{host}" for host in dict.fromkeys(hosts))
+    command = (
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+        "-nodes", "-days", "366", "-subj", "/CN=rlx", "-addext", f"subjectAltName={names}",
+        "-keyout", str(directory / KEY), "-out", str(directory / CERTIFICATE),
+    )  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, umask=0o077)
+    except FileNotFoundError:
+        raise UserError(
+            "there is no openssl, which makes the servers' certificate; install it, or start "
+            "servers by hand with certificates and give fleet.addresses and fleet.tls"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or "").strip().splitlines() or ["nothing"]
+        raise UserError(
+            f"openssl made no certificate for {names}: {said[-1]}; name the hosts by what others "
+            "reach them by"
+        ) from None
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False

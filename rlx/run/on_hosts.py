@@ -1,0 +1,88 @@
+"""Say which processes a run of a config has on several hosts, and how each of them is started.
+
+Every process is a command that a user could type: `rlx.main` with the user's own flags and, behind
+them, what its place decides, or `rlx.serve`. They share a directory that all hosts see.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from rlx.config import default
+from rlx.launch import allocation
+from rlx.launch.processes import Demand, Process, processes
+from rlx.launch.run_secrets import CERTIFICATE, KEY
+from rlx.model.directory import resolve
+from rlx.run.inputs import INITIAL, server_options
+
+ADDRESSES = "servers"  # of the running servers, host:port a line
+_OF_STARTED = ("publish_dir", "answer_timeout", "max_restarts", "seed")  # no flags of rlx.serve
+_LOAD_SECONDS = 900.0  # that servers have until they answer
+
+
+def processes_of(
+    config: ConfigDict,
+    workdir: Path,
+    flags: Sequence[str],
+    hosts: Mapping[str, Sequence[str]],
+    directory: Path,
+    port: int,
+    python: str = sys.executable,
+) -> tuple[Process, ...]:
+    """Return the processes of a run, the trainer's first.
+
+    Servers need $RLX_FLEET_TOKEN, as trainer 0 does; `addresses` of the processes go into the file
+    ADDRESSES of `directory` before trainer 0 starts.
+
+    Args:
+      config: after `allocated` and `check`.
+      flags: of rlx.main, as the user gave them.
+      hosts, port: of `launch.processes`.
+      directory: on all hosts the same; has what `make_secrets` makes.
+
+    Raises:
+      UserError: the processes do not fit the hosts.
+    """
+    parsed = allocation.parse(config.allocation_mode) if config.allocation_mode else None
+    given = bool(config.fleet.addresses)
+    demand = Demand(
+        servers=0 if given else config.fleet.num_servers,
+        trainers=max(1, config.cluster.processes),
+        trainer=config.trainer,
+        allocation=parsed,
+    )
+    model = workdir / INITIAL if config.model.random_init else resolve(config.model.path).resolve()
+    server = {k: v for k, v in server_options(config).items() if k not in _OF_STARTED} | {
+        "model": model,
+        "tls_cert": directory / CERTIFICATE,
+        "tls_key": directory / KEY,
+    }
+    own: dict[str, object] = {"scheduler.type": "local", "allocation_mode": ""}
+    own |= allocation.settings(parsed) if parsed else {}
+    if demand.servers:
+        own |= {
+            "fleet.addresses": (f"@{directory / ADDRESSES}",),
+            "fleet.tls.ca": directory / CERTIFICATE,
+            "fleet.connect_seconds": max(config.fleet.connect_seconds, _LOAD_SECONDS),
+        }
+        if config.fleet.publish == "path":
+            if config.fleet.publish_dir == default().fleet.publish_dir:
+                own["fleet.publish"] = "stream"  # no other host sees the memory of this one
+            else:
+                server["weight_root"] = Path(config.fleet.publish_dir).absolute()
+    return processes(
+        demand,
+        hosts,
+        trainer=(
+            python, "-m", "rlx.main", *flags, f"--workdir={workdir.absolute()}",
+            *(f"--config.{key}={value}" for key, value in own.items()),
+        ),
+        server=(
+            python, "-m", "rlx.serve",
+            *(f"--{name.replace('_', '-')}={value}" for name, value in server.items()),
+        ),
+        port=port,
+        seed=config.seed,
+    )  # fmt: skip

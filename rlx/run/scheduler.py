@@ -1,0 +1,29 @@
+"""Hand a run over to the scheduler that `scheduler.type` names, where that is not this machine.
+
+Each is a module with `launch`, imported when it is asked for.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+SCHEDULERS = {"slurm": "rlx.run.slurm"}
+
+
+def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
+    """Start a run on other hosts and follow it to its end; return rlx.main's exit status.
+
+    Args:
+      config: after `allocated` and `check`.
+      workdir: that all hosts see.
+      flags: of rlx.main, as the user gave them.
+      dry_run: write and say what would be started, and stop.
+
+    Raises:
+      UserError: it cannot be started, or has failed; nothing of it is left running.
+    """
+    module: Any = import_module(SCHEDULERS[config.scheduler.type])
+    return module.launch(config, workdir, flags, dry_run)
