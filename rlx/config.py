@@ -216,6 +216,12 @@ def default() -> ConfigDict:
     c.eval.num_questions = 200
     c.eval.max_new_tokens = 0  # 0: as sampling
 
+    c.sandbox = ConfigDict()  # of tools, and of rewards and agents that run what a model wrote
+    c.sandbox.kind = "local"  # or FILE.py:Class, module:Class: one of your own, or a remote one
+    c.sandbox.require = "none"  # least that confines a program: none | seccomp | landlock |
+    # bubblewrap | namespaces; docs/security.md says what each holds
+    c.sandbox.workers = 0  # programs at once, of each process that has a sandbox; 0: its cores
+
     c.observe = ConfigDict()
     c.observe.transcripts_per_step = 4
     c.observe.writers = ("tensorboard",)  # also wandb, trackio; or FILE.py:hook, module:hook
@@ -296,7 +302,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
                 "checkpoint.every_steps", "reward.memory_gb", "reward.max_processes",
                 "agents.memory_gb", "agents.max_processes", "agents.reward_seconds",
-                "scheduler.gpus_per_node", "scheduler.retries"):  # fmt: skip
+                "scheduler.gpus_per_node", "scheduler.retries",
+                "sandbox.workers"):  # fmt: skip
         _at_least(config, key, 0)
     for key in ("cluster.timeout_seconds", "cluster.join_seconds",
                 "fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",

@@ -3,6 +3,7 @@
 JAX is asked in another process, because a broken driver can hang it.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.base import install
+from rlx.base import UserError, install
 from rlx.cli.text import size
 from rlx.doctor.findings import Finding
 from rlx.launch import available_memory
+from rlx.sandbox.sandbox import Outcome, Sandbox
 
 DEVICE_SECONDS = 120.0
 _NOT_BEFORE = 1_750_000_000  # June 2025, seconds: no machine runs this with an earlier clock
@@ -143,6 +145,29 @@ def check_loopback() -> Finding:
                        "bring the interface lo up, or allow the sandbox to listen")  # fmt: skip
 
 
+async def check_sandbox() -> Finding:
+    """Return the row of what confines the programs of tools: one is run."""
+    try:
+        async with Sandbox(workers=1, require="none") as sandbox:
+            outcome = await sandbox.run("print(6 * 7)")
+    except UserError as error:
+        return Finding("machine", "sandbox", "problem", str(error), "mend what they say")
+    return judge_sandbox(sandbox.level, sandbox.notes, outcome)
+
+
+def judge_sandbox(level: str, notes: Mapping[str, str], outcome: Outcome) -> Finding:
+    """Return the row of a sandbox; `notes` say why each stronger layer does not hold."""
+    why = "".join(f"; no {name}: {note}" for name, note in notes.items())
+    if outcome.text != "42\n":
+        return Finding("machine", "sandbox", "problem", f"{level}: a program failed: {outcome}",
+                       "give it memory and processes")  # fmt: skip
+    what = f"programs of tools are confined by {level}{why}"
+    if level in ("none", "seccomp"):
+        remedy = "allow one of them, or run tools elsewhere (sandbox.kind)"
+        return Finding("machine", "sandbox", "warning", what, remedy)
+    return Finding("machine", "sandbox", "ok", what)
+
+
 def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Finding:
     """Return the row of a running server; `error` is empty where it answers."""
     if not error:
@@ -218,6 +243,7 @@ def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
             yield judge_cpu(flags.split())
     yield Finding("machine", "memory", "ok", str(available_memory.memory()))
     yield check_loopback()
+    yield asyncio.run(check_sandbox())
     place = existing(workdir)
     yield judge_workdir(place, shutil.disk_usage(place).free, os.access(place, os.W_OK))
     yield judge_clock(time.time())
