@@ -285,6 +285,8 @@ def settings(allocation: Allocation) -> dict[str, str | int]:
     for part in trainers:
         axes = [f"{MEANINGS[x]}:{part.sizes.get(x, 1)}" for x in "dftc" if x in part.sizes]
         found |= {"trainer": part.backend, "train.mesh": ",".join(axes) or "fsdp:1"}
+        if part.backend == "torch" and part.gpus > 1:  # whose processes have one each
+            found["cluster.processes"] = part.gpus
     if not servers:
         found["fleet.num_servers"] = 0
     return found

@@ -11,6 +11,7 @@ from rlx.base import UserError
 from rlx.config import default
 from rlx.doctor import machine
 from rlx.launch import allocation
+from rlx.train.hosts import Cluster
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -65,12 +66,12 @@ def notes(config: ConfigDict) -> tuple[str, ...]:
     return allocation.parse(text).notes if text else ()
 
 
-def share(config: ConfigDict, gpus: Sequence[str], processes: int = 1) -> GpuShares | None:
+def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:
     """Return who has which GPUs of this machine; None where all see what there is.
 
     Args:
       gpus: names of those there are, as CUDA_VISIBLE_DEVICES has them.
-      processes: of the trainer.
+      processes: of the trainer, all of which see its GPUs; 0: nobody has counted them.
 
     Raises:
       UserError: there are too few, or more than this machine's would have to be dealt.
@@ -79,11 +80,12 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 1) -> GpuSha
         return None
     parsed = allocation.parse(config.allocation_mode)
     own = sum(part.gpus for part in parsed.parts if part.trains)
-    processes = max(processes, own if config.trainer == "torch" else 1)
-    if processes > 1:
+    wanted = own if config.trainer == "torch" else 1
+    if processes not in (0, wanted):
         raise UserError(
-            f"allocation_mode={config.allocation_mode} deals GPUs to a trainer of one process, and "
-            f"this one has {processes}; give train.mesh and fleet.addresses in its place"
+            f"allocation_mode={config.allocation_mode} deals GPUs to a trainer of {wanted} process"
+            f"{'es' * (wanted != 1)}, and this one has {processes}; give train.mesh and "
+            "fleet.addresses in its place"
         )
     if config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm":
         raise UserError(
@@ -109,12 +111,13 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 @contextmanager
-def dealt(config: ConfigDict, processes: int = 1) -> Iterator[tuple[tuple[str, ...], ...]]:
+def dealt(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Let this process see the trainer's GPUs alone; yield those of each server, () for no share.
 
     Entered before anything here looks for devices, which JAX and torch do once; raises as `share`.
     """
-    shares, before = share(config, gpus(), processes), os.environ.get(VISIBLE)
+    count = Cluster.of(os.environ, **config.cluster).count if config.allocation_mode else 0
+    shares, before = share(config, gpus(), count), os.environ.get(VISIBLE)
     if shares:
         os.environ[VISIBLE] = ",".join(shares.trainer)
     try:

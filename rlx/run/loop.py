@@ -96,7 +96,7 @@ def run(
     keep_freed_memory()
     trainers.library(config).set_up()
     stop = stop or Event()
-    with trainers.together(config, stop) as hosts, dealt(config, hosts.count) as gpus:
+    with dealt(config) as gpus, trainers.together(config, stop) as hosts:
         if hosts.index:
             return RunResult(workdir, *trainers.follow(config, hosts), [], [])
         hooks = Hooks(writers.load(config.observe.writers, callbacks))

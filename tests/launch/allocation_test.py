@@ -167,7 +167,7 @@ def test_what_shares_gpus_is_together_too():
 def test_it_decides_the_keys_of_a_run():
     assert settings(parse("vllm:d4+torch:f4t2")) == {
         "fleet.engine": "vllm", "fleet.num_servers": 4, "trainer": "torch",
-        "train.mesh": "fsdp:4,tensor:2",
+        "train.mesh": "fsdp:4,tensor:2", "cluster.processes": 8,
     }  # fmt: skip
     assert settings(parse("jax:f1")) == {
         "fleet.num_servers": 0, "trainer": "jax", "train.mesh": "fsdp:1",

@@ -45,6 +45,19 @@ def test_what_contradicts_it_is_one_line(text, changes, words):
         allocate.allocated(config_of(text, **changes))
 
 
+def test_each_process_of_a_trainer_in_torch_sees_the_gpus_of_all(monkeypatch):
+    """It takes the one of its own place, which it is told when it joins."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    config = allocate.allocated(config_of("jax:d1+torch:f2"))
+    assert (config.cluster.processes, config.train.mesh) == (2, "fsdp:2")
+    with pytest.raises(UserError, match=r"cluster.processes=3 contradicts"):
+        allocate.allocated(config_of("jax:d1+torch:f2", **{"cluster.processes": 3}))
+    for number in range(2):
+        config.cluster.update(coordinator="127.0.0.1:1", process=number)
+        with allocate.dealt(config) as servers:
+            assert (servers, os.environ["CUDA_VISIBLE_DEVICES"]) == ((("4",),), "5,6")
+
+
 def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0,GPU-9,GPU-8")
     shares = allocate.share(config_of(DEALS), allocate.gpus())
@@ -90,8 +103,8 @@ def test_a_trainer_is_dealt_its_gpus_before_anything_looks_for_devices(monkeypat
 @pytest.mark.parametrize(
     ("text", "changes", "processes", "words"),
     [
-        (DEALS, {}, 2, "this one has 2;"),
-        ("jax:d2+torch:f2", {"trainer": "torch"}, 1, "this one has 2;"),  # one a GPU
+        (DEALS, {}, 2, "of 1 process, and this one has 2;"),
+        ("jax:d2+torch:f2", {"trainer": "torch"}, 1, "of 2 processes, and this one has 1;"),
         (DEALS, {"teacher.path": "t", "teacher.engine": "vllm"}, 1, "no GPU for the teacher"),
         ("jax[a]:d2|jax[b]:f2", {}, 1, "write . for "),
         ("jax:d2+jax:f9", {}, 1, "needs 11 GPUs"),
