@@ -171,6 +171,9 @@ def default() -> ConfigDict:
     c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
     c.fleet.addresses = ()  # host:port of running servers, or @FILE with one a line, which
     # may join and leave while the run goes on; empty: start local ones
+    c.fleet.discover = "static"  # dir | dns: servers that join and leave by themselves, besides
+    # `addresses` or, with num_servers above 0, local ones
+    c.fleet.join = ""  # where: the directory of rlx.serve --join=DIR, or for dns a name:port
     c.fleet.slots = 64  # sequences decoded together on one server
     c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
@@ -269,6 +272,13 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             wanted = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
             raise UserError(f"data.mix has {entry!r}; write {wanted}")
     _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
+    _choice(config, "fleet.discover", ("static", "dir", "dns"))
+    joins = config.fleet.discover != "static"
+    if joins != bool(config.fleet.join):
+        raise UserError(
+            f"fleet.discover={config.fleet.discover} with fleet.join={config.fleet.join!r}; set "
+            "both (dir and a directory, dns and name:port), or neither"
+        )
     _choice(config, "fleet.publish", ("path", "stream", "delta", "adapter"))
     _check_lora(config)
     if trains and config.model.dtype == "bfloat16" and not config.lora.rank:
@@ -363,12 +373,13 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"train.minibatches={config.train.minibatches} exceeds rollout.batch_prompts="
             f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"
         )
-    if not trains and not config.fleet.addresses and config.fleet.num_servers < 1:
+    if not trains and not config.fleet.addresses and config.fleet.num_servers < 1 and not joins:
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
-    if config.fleet.tls.ca and not config.fleet.addresses:
+    if config.fleet.tls.ca and not config.fleet.addresses and not joins:
         raise UserError(
-            f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses: local servers listen on "
-            "loopback alone and need no TLS; give addresses or leave fleet.tls empty"
+            f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses or fleet.join: local "
+            "servers listen on loopback alone and need no TLS; give addresses or leave fleet.tls "
+            "empty"
         )
 
 

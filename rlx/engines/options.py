@@ -53,6 +53,8 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--openai-port", type=int, default=0, help="of vLLM's own API, on loopback")
     p.add_argument("--weight-root", action="append", help="of published files; loopback: /dev/shm")
     p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="for streamed weights")
+    p.add_argument("--join", default="", help="directory of address files, see docs/fleet.md")
+    p.add_argument("--drain-seconds", type=float, default=30.0, help="with --join, after SIGTERM")
     p.add_argument("--parent-pid", type=int, default=0, help="end when this process ends")
     return p
 
@@ -68,6 +70,8 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "host": args.host,
         "port": args.port,
+        "join": args.join,
+        "drain_seconds": args.drain_seconds,
         "token": args.token or token,
         "tls": tls.server_tls(args.tls_cert, args.tls_key, args.tls_client_ca),
         "metrics_host": args.metrics_host,

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -17,8 +17,10 @@ from rlx.engines.vllm import openai_http
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
+from rlx.fleet.joining import announced
 
 _CHECK_SECONDS = 0.25  # between two checks of the engine
+QUIET_SECONDS = 3.0  # without a call: a connected client asks for the status every second
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers may share a port, and each sees half of the calls
     # A burst of admissions may wait; beyond these numbers (default 1000, 3000) gRPC cancels calls.
@@ -122,6 +124,21 @@ class Server:
         if self._rollouts:
             self._rollouts.look()
 
+    async def watch(self, end: asyncio.Event) -> None:
+        """Return when `end` is set; raise EngineStopped when the engine breaks."""
+        while not end.is_set():
+            self.check()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(end.wait(), _CHECK_SECONDS)
+
+    async def drain(self, now: asyncio.Event) -> None:
+        """Return when its clients have let go of the server, or `now` is set."""
+        assert self._rollouts
+        while self._rollouts.quiet_seconds < QUIET_SECONDS and not now.is_set():
+            self.check()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(now.wait(), _CHECK_SECONDS)
+
     async def stop(self) -> None:
         """End the running calls and the engine."""
         await self._grpc.stop(None)
@@ -141,9 +158,16 @@ async def serve(
     *,
     on_ready: Callable[[int], None],
     stop: asyncio.Event,
+    join: str = "",
+    drain_seconds: float = 0.0,
     **options: Any,
 ) -> None:
     """Serve until `stop` is set; call `on_ready(port)` once calls are answered.
+
+    Args:
+      join: directory in which a file tells runs of this server while it takes new requests. After
+        `stop` it serves those it has for `drain_seconds` at most, or until `stop` is set again
+        (whoever sets it finds it clear); their clients take elsewhere what is not done then.
 
     Raises:
       UserError: the port is taken, the host needs a token and TLS, or a certificate or the engine
@@ -153,10 +177,13 @@ async def serve(
     server = Server(engine, **options)
     try:
         await server.start()
-        on_ready(server.port)
-        while not stop.is_set():
-            server.check()
+        told = announced(join, options.get("host", ""), server.port) if join else nullcontext()
+        with told:
+            on_ready(server.port)
+            await server.watch(stop)
+        if join:
+            stop.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _CHECK_SECONDS)
+                await asyncio.wait_for(server.drain(stop), drain_seconds)
     finally:
         await server.stop()

@@ -93,6 +93,7 @@ class RolloutService(rpc.RolloutServicer):
         self._stage_dir = stage_dir
         self._kv, self._say = kv, say
         self._max_queue, self._here = max_queue, 0
+        self._asked = time.monotonic()  # for the last time
         self._crc32 = 0  # of the weights in use; 0 before the first publish
         self._lease: asyncio.Task | None = None  # of a pause
         self._instance = secrets.token_hex(8)
@@ -109,6 +110,11 @@ class RolloutService(rpc.RolloutServicer):
         self._closed = True
         self._end_lease()
         self._keep(None)
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds without a call by anyone; 0 while samples are here."""
+        return 0.0 if self._here else time.monotonic() - self._asked
 
     def look(self) -> EngineStatus:
         """Return the engine's status, keep its spans; raises EngineStopped once it is broken."""
@@ -169,6 +175,7 @@ class RolloutService(rpc.RolloutServicer):
             yield
         finally:
             self._here -= count
+            self._asked = time.monotonic()
 
     async def Publish(self, request_iterator, context):
         file = None
@@ -239,6 +246,7 @@ class RolloutService(rpc.RolloutServicer):
         self._say(f"paused for {seconds:g} s and not asked to resume; going on")
 
     async def Status(self, request, context):
+        self._asked = time.monotonic()
         status = self.look()  # which moves its spans to `_spans`
         same = {f.name: getattr(status, f.name) for f in fields(status) if f.name != "spans"}
         reply = pb.StatusReply(

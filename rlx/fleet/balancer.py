@@ -33,8 +33,14 @@ class Balancer:
         self._turn = 0
 
     async def complete(self) -> None:
-        """Wait until every member is live; raises Unavailable when one can never be."""
-        while not all(member.live for member in self.members):
+        """Wait until some member is live, and all are but those that joined by themselves.
+
+        Raises Unavailable when one of these others can never be.
+        """
+        while not (
+            any(member.live for member in self.members)
+            and all(member.live or member.joined for member in self.members)
+        ):
             self.raise_fatal()
             await self._news.wait()
 
@@ -99,9 +105,9 @@ class Balancer:
         return "; ".join(f"{m.address} ({m.reason})" for m in self.members if not m.live)
 
     def raise_fatal(self) -> None:
-        """Raise Unavailable if some member can never be live, with its reason."""
+        """Raise Unavailable if some member can never be live that should, with its reason."""
         for member in self.members:
-            if member.fatal:
+            if member.fatal and not member.joined:
                 raise Unavailable(str(member.fatal))
 
     def raise_foreign(self) -> None:

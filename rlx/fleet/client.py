@@ -10,7 +10,7 @@ Everything here runs on one event loop.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlx.base import UserError
 from rlx.fleet import wire
 from rlx.fleet.addresses import FILE, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
+from rlx.fleet.joining import Joining
 from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused, Timeouts
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
@@ -72,6 +73,8 @@ class Fleet:
       publish_dir: directory of the weights file that is written once for all servers.
       kv_on_update: one of KV_POLICIES; None: as each server was started.
       on_message: takes one line for the user when a server is lost or none is alive.
+      joining: where further servers are found, now and later, as in a file of addresses; there may
+        be none yet. One that cannot be reached, or refuses us, is left out and named.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Fleet:
         publish_dir: str = "/dev/shm",
         kv_on_update: str | None = None,
         on_message: Callable[[str], None] | None = None,
+        joining: Joining | None = None,
     ):
         self._limits = limits or Timeouts()
         self._publish_dir = publish_dir
@@ -93,8 +97,9 @@ class Fleet:
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
         self._given, self._connected = tuple(addresses), False
+        self._joining, self._left_out = joining, set[str]()
 
-        def member(address: str) -> Member:
+        def member(address: str, joined: bool = False) -> Member:
             return Member(
                 address,
                 limits=self._limits,
@@ -102,14 +107,15 @@ class Fleet:
                 changed=self._balancer.changed,
                 say=self._say,
                 token=token,
-                tls=tls,
+                tls=joining.tls if joining and joined else tls,
+                joined=joined,
                 kv=wire.KV_NUMBERS[kv_on_update],
             )
 
         self._member = member
         self._members = self._balancer.members
         self._members += [member(address) for address in read_addresses(addresses)]
-        if not self._members:
+        if not self._members and not joining:
             raise UserError("the fleet has no server; give addresses as host:port")
 
     @property
@@ -117,8 +123,15 @@ class Fleet:
         """Addresses of the servers that get requests."""
         return frozenset(member.address for member in self._members if member.live)
 
+    @property
+    def lives(self) -> dict[str, str]:
+        """Address → what tells apart the processes that served there, of each live server."""
+        return {member.address: member.status.instance for member in self._members if member.live}
+
     async def connect(self) -> None:
         """Return when every server is live, or some are and the time is up.
+
+        Of those that join, it waits for none but the first one, where there are no others.
 
         Raises:
           UserError: no server answered in time, one refuses our token, or a host name is unknown.
@@ -127,6 +140,9 @@ class Fleet:
         sweep(self._publish_dir)
         for member in self._members:
             self._begin(self._keep(member))
+        if self._joining:
+            await self._change(await asyncio.to_thread(self._look))
+            self._begin(self._follow())
         waiting = asyncio.create_task(self._say_who_is_missing())
         try:
             async with asyncio.timeout(self._limits.connect):
@@ -142,7 +158,7 @@ class Fleet:
         finally:
             waiting.cancel()
         self._connected = True
-        if any(text.startswith(FILE) for text in self._given):
+        if not self._joining and any(text.startswith(FILE) for text in self._given):
             self._begin(self._follow())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -158,7 +174,7 @@ class Fleet:
         try:
             while member in self._members or member.load:
                 if running.done():
-                    if self._connected:  # before that, `connect` raises it
+                    if self._connected or member.joined:  # before that, `connect` raises it
                         self._say(f"going on without {member.address}: {member.fatal}")
                     return
                 await asyncio.wait([running], timeout=self._limits.probe_every)
@@ -167,35 +183,47 @@ class Fleet:
             await asyncio.gather(running, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Add and remove servers as the files of addresses change."""
-        known, before, said = tuple(m.address for m in self._members), None, ""
+        """Add and remove servers as the files of addresses change, and as servers join."""
+        before, said = None, ""
         while True:
             await asyncio.sleep(self._limits.probe_every)
             found = None
             try:
-                found = await asyncio.to_thread(read_addresses, self._given)
-                if found == before and found != known:  # twice the same: not half written
+                found = await asyncio.to_thread(self._look)
+                if found == before:  # twice the same: not half written
                     await self._change(found)
-                    known, said = found, ""
+                    said = ""
             except UserError as error:
                 if str(error) != said:
                     said = str(error)
                     self._say(f"the servers stay as they are: {said}")
             before = found
 
-    async def _change(self, addresses: Sequence[str]) -> None:
+    def _look(self) -> dict[str, bool]:
+        """Return the addresses of now, and whether each one's server has joined by itself."""
+        joined = dict.fromkeys(self._joining.look() if self._joining else (), True)
+        return joined | dict.fromkeys(read_addresses(self._given), False)
+
+    async def _change(self, addresses: Mapping[str, bool]) -> None:
         """Begin to connect to new `addresses`, and to let go of servers that are not in them."""
         have = {member.address for member in self._members}
-        new = [self._member(address) for address in addresses if address not in have]
-        await asyncio.gather(*(require_name(m.address) for m in new))
         for member in [m for m in self._members if m.address not in addresses]:
             self._members.remove(member)
             self._say(f"rollout server {member.address} is taken out; it finishes what it has")
-        for member in new:
+        for address in [address for address in addresses if address not in have]:
+            try:
+                await require_name(address)
+                member = self._member(address, addresses[address])
+            except UserError as error:
+                if address not in self._left_out:
+                    self._left_out.add(address)
+                    self._say(f"a rollout server is left out: {error}")
+                continue
             self._members.append(member)
             self._begin(self._keep(member))
             self._say(f"rollout server {member.address} is added; it is given the weights of now")
-        self._balancer.changed()
+        if have != {member.address for member in self._members}:
+            self._balancer.changed()
 
     async def _say_who_is_missing(self) -> None:
         """Say from time to time which servers `connect` waits for, and how much longer."""

@@ -117,6 +117,8 @@ class Member:
       wanted: returns the weights it must have before its first request; None: whatever it has.
       changed: called whenever `live` changes.
       say: takes one line for the user.
+      joined: it joined by itself; an address that was left behind, or is another's now, is no
+        mistake of the run's.
 
     Attributes:
       live: whether it may get requests. reason: why not, while it is not.
@@ -140,9 +142,10 @@ class Member:
         token: str | None = None,
         tls: transport.Tls | None = None,
         kv: int = pb.SERVER_DEFAULT,
+        joined: bool = False,
     ):
         transport.check_address(address, token, tls)
-        self.address = address
+        self.address, self.joined = address, joined
         self.live = False
         self.fatal: UserError | None = None
         self.foreign: UserError | None = None

@@ -28,6 +28,7 @@ import rlx
 from rlx.base import UserError
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
+from rlx.fleet.joining import Joining
 from rlx.fleet.scratch import Scratch
 from rlx.launch import exit_reason
 from rlx.launch.liveness import LivenessProbe
@@ -100,6 +101,7 @@ class LocalServers:
       publish_dir: where the private directory of these servers is made.
       weight_roots: further directories that published files may be in.
       token: bearer token that they require; default: a fresh one.
+      joining: where further servers of the fleet are found, which have the same token.
       platform: of JAX in servers without GPUs of their own.
       gpus: names of those that each server sees; empty: all have what this process has.
       ready_timeout: seconds until every server must have said it is ready.
@@ -123,6 +125,7 @@ class LocalServers:
         publish_dir: str = "/dev/shm",
         weight_roots: Sequence[str] = (),
         token: str | None = None,
+        joining: Joining | None = None,
         platform: str = "cpu",
         gpus: Sequence[Sequence[str]] = (),
         ready_timeout: float = 180.0,
@@ -154,7 +157,7 @@ class LocalServers:
             for i, cpus in enumerate(plan.servers)
         ]
         self._ready_timeout, self._max_restarts = ready_timeout, max_restarts
-        self._answer_timeout = answer_timeout
+        self._answer_timeout, self._joining = answer_timeout, joining
         self._say = on_message or (lambda text: None)
         self._ready: Future[tuple[str, ...]] = Future()
         self._stopping = threading.Event()
@@ -179,7 +182,13 @@ class LocalServers:
         Args:
           options: of Fleet.
         """
-        return Fleet(self.wait(), token=self.token, publish_dir=self.directory, **options)
+        return Fleet(
+            self.wait(),
+            token=self.token,
+            publish_dir=self.directory,
+            joining=self._joining,
+            **options,
+        )
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rlx.fleet.client import Fleet
+from rlx.fleet.joining import Joining
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import Tls
 from rlx.launch.local import LocalServers
@@ -22,6 +23,7 @@ class RunningServers:
 
     Args:
       addresses: of Fleet. token, tls: theirs.
+      joining: where further ones are found.
       publish_dir: where a private directory for published weights is made; empty: nothing will be
         published.
     """
@@ -33,9 +35,10 @@ class RunningServers:
         token: str | None = None,
         tls: Tls | None = None,
         publish_dir: str = "",
+        joining: Joining | None = None,
     ):
         self._addresses, self._publish_dir = tuple(addresses), publish_dir
-        self._options: dict[str, Any] = {"token": token, "tls": tls}
+        self._options: dict[str, Any] = {"token": token, "tls": tls, "joining": joining}
         self._stack = ExitStack()
 
     def fleet(self, **options: Any) -> Fleet:
@@ -58,15 +61,20 @@ def servers_of(
     *,
     token: str | None = None,
     tls: Tls | None = None,
+    joining: Joining | None = None,
     **local: Any,
 ) -> LocalServers | RunningServers:
     """Return the servers at `addresses`, or where there are none, servers of `model` to start.
 
     Args:
-      token, tls: of the servers at `addresses`; started ones have a token of their own.
+      token, tls: of the servers at `addresses`; started ones have a token of their own, but where
+        others may join.
+      joining: where further ones are found; then none has to be there.
       local: further options of LocalServers; of these `publish_dir` counts for both.
     """
-    if addresses:
+    if addresses or (joining and not local["plan"].servers):
         publish_dir = local.get("publish_dir", "")
-        return RunningServers(addresses, token=token, tls=tls, publish_dir=publish_dir)
-    return LocalServers(model, **local)
+        return RunningServers(
+            addresses, token=token, tls=tls, publish_dir=publish_dir, joining=joining
+        )
+    return LocalServers(model, token=token if joining else None, joining=joining, **local)

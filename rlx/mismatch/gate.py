@@ -65,12 +65,12 @@ class Gate:
     seed: int
     earlier: Mapping[str, Path]
     dtype: str
-    _checked: frozenset[str] = frozenset()  # addresses
+    _checked: frozenset[tuple[str, str]] = frozenset()  # items of Fleet.lives
     _asked: Future[Probe] | None = None
 
     def newcomers(self, fleet: Fleet) -> frozenset[str]:
-        """Return the addresses of live servers that no check has heard yet."""
-        return fleet.live - self._checked
+        """Return the addresses of live servers that no check has heard since they were started."""
+        return frozenset(address for address, _ in fleet.lives.items() - self._checked)
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
         """Begin to ask every live server, once `publish` has brought them `version`.
@@ -108,14 +108,14 @@ class Gate:
     async def _probe(self, fleet: Fleet, version: int, publish: Future | None) -> Probe:
         if publish:
             await asyncio.wrap_future(publish)
-        begun = time.monotonic()
+        begun, lives = time.monotonic(), fleet.lives
         sampling = dataclasses.replace(self.sampling, seed=(self.seed + version) % (1 << 31))
         answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
+        self._checked |= {(address, lives.get(address, "")) for address in answers}
         return Probe(version, answers, time.monotonic() - begun)
 
     def _check(self, probe: Probe, score: Callable, weights: Callable) -> Verdict:
         begun, servers, errors = time.monotonic(), {}, []
-        self._checked |= frozenset(probe.answers)
         cases = [self._case(found, probe.version) for found in probe.answers.values()]
         scores, params = iter(score([_group(*pair) for pair in enumerate(cases)])), None
         for address, case in zip(probe.answers, cases, strict=True):

@@ -152,7 +152,8 @@ def fitting(
 
 def has_servers(config: ConfigDict) -> bool:
     """Return whether the run has a fleet; training on a dataset needs none."""
-    return bool(config.fleet.addresses) or config.fleet.num_servers > 0
+    fleet = config.fleet
+    return bool(fleet.addresses) or fleet.num_servers > 0 or fleet.discover != "static"
 
 
 def check_reward(config: ConfigDict) -> dict[str, float]:

@@ -42,7 +42,7 @@ from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import resume, trainers
 from rlx.run.export import Export
 from rlx.run.inputs import Inputs, as_json, has_servers, patience, server_options
-from rlx.run.room_options import gate_of, held_out_options, sizes_of
+from rlx.run.room_options import gate_of, held_out_options, joining_of, sizes_of
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Hosts
@@ -153,7 +153,10 @@ def build(
     if served:
         own_plan = CpuPlan(plan.trainer, plan.servers[:own])
         addresses = config.fleet.addresses
-        servers = servers_of(addresses, model_dir, plan=own_plan, gpus=gpus, **given, **started)
+        servers = servers_of(
+            addresses, model_dir, plan=own_plan, gpus=gpus, joining=joining_of(config), **given,
+            **started,
+        )  # fmt: skip
         stack.enter_context(servers)
     stack.callback(inputs.reward_pool.close)
     if served:
@@ -216,7 +219,8 @@ def build(
         )
         if changed:
             progress.message(f"{changed}; going on, as data.allow_change is set")
-    if restored or config.fleet.addresses:  # local servers have just read these very weights
+    joins = config.fleet.discover != "static"
+    if restored or config.fleet.addresses or joins:  # local ones have just read these very weights
         export.publish(
             state,
             lambda weights: executor.submit(fleet.publish(step, weights, config.fleet.publish)),

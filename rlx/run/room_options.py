@@ -12,6 +12,9 @@ from ml_collections import ConfigDict
 
 from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOutOptions
+from rlx.fleet.joining import Joining
+from rlx.fleet.tls import client_tls
+from rlx.launch.workdir_lock import make_directory
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
 from rlx.model.model_config import ModelConfig
@@ -59,6 +62,16 @@ def gate_of(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gat
         earlier={"the run's first weights": first, "the last checkpoint": saved},
         dtype=model.dtype,
     )
+
+
+def joining_of(config: ConfigDict) -> Joining | None:
+    """Return where servers that join are found; a directory is made. None: none join."""
+    fleet = config.fleet
+    if fleet.discover == "static":
+        return None
+    if fleet.discover == "dir":
+        make_directory(Path(fleet.join), "--config.fleet.join")
+    return Joining(fleet.discover, fleet.join, client_tls(**fleet.tls))
 
 
 def held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:

@@ -43,6 +43,7 @@ from rlx.rollout.workflows import Prompts, Workflow
 from rlx.run import allocate
 from rlx.run.export import directory_of
 from rlx.run.inputs import has_servers, load_tokenizer, patience, server_options
+from rlx.run.room_options import joining_of
 
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
 
@@ -213,7 +214,8 @@ def _servers(
     plan = servers_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads)
     return servers_of(
         fleet.addresses, directory, token=token, tls=client_tls(**fleet.tls), workdir=workdir,
-        plan=plan, gpus=dealt.servers if dealt else (), **server_options(config),
+        plan=plan, gpus=dealt.servers if dealt else (), joining=joining_of(config),
+        **server_options(config),
     )  # fmt: skip
 
 
