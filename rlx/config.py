@@ -174,6 +174,9 @@ def default() -> ConfigDict:
     c.fleet.discover = "static"  # dir | dns: servers that join and leave by themselves, besides
     # `addresses` or, with num_servers above 0, local ones
     c.fleet.join = ""  # where: the directory of rlx.serve --join=DIR, or for dns a name:port
+    c.fleet.tensor_parallel = 1  # GPUs a vLLM server, each with a slice of every layer
+    c.fleet.gpu_memory = 0.0  # share of a GPU that a server takes; 0: the engine's own choice,
+    # 0.4 where allocation_mode puts the trainer on the same GPUs
     c.fleet.slots = 64  # sequences decoded together on one server
     c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
@@ -299,8 +302,16 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     _choice(config, "optimizer.schedule", ("constant", "linear", "cosine"))
     for key in ("model.dtype", "model.compute_dtype", "model.publish_dtype"):
         _choice(config, key, ("float32", "bfloat16"))
+    if config.fleet.tensor_parallel > 1 and config.fleet.engine != "vllm":
+        raise UserError(
+            f"fleet.tensor_parallel={config.fleet.tensor_parallel} with fleet.engine="
+            f"{config.fleet.engine}: only vLLM cuts a model over GPUs; set fleet.engine=vllm, or 1"
+        )
+    if not 0 <= config.fleet.gpu_memory < 1:
+        raise UserError(f"fleet.gpu_memory={config.fleet.gpu_memory:g} must be in [0, 1)")
     for key in ("total_steps", "sampling.n_samples", "sampling.max_new_tokens",
-                "rollout.batch_prompts", "rollout.max_concurrent_rollouts", "train.minibatches",
+                "fleet.tensor_parallel", "rollout.batch_prompts",
+                "rollout.max_concurrent_rollouts", "train.minibatches",
                 "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
                 "rollout.max_attempts", "rollout.failure_window",
                 "model.logprob_chunk", "reward.workers", "checkpoint.keep", "gate.prompts",

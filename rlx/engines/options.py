@@ -13,6 +13,8 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 def _jax(args: argparse.Namespace) -> Any:
+    if args.gpu_memory:  # read when JAX first looks for devices
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{args.gpu_memory:g}"
     from rlx.engines.jax.jax_engine import JaxEngine
 
     options = ("seed", "slots", "max_model_len", "decode_steps", "dtype")
@@ -22,7 +24,9 @@ def _jax(args: argparse.Namespace) -> Any:
 def _vllm(args: argparse.Namespace) -> Any:
     from rlx.engines.vllm.vllm_engine import VllmEngine
 
-    options = ("seed", "slots", "max_model_len", "dtype", "hang_seconds")
+    options = (
+        "seed", "slots", "max_model_len", "dtype", "tensor_parallel", "gpu_memory", "hang_seconds",
+    )  # fmt: skip
     return VllmEngine(args.model, **{name: getattr(args, name) for name in options})
 
 
@@ -39,6 +43,8 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--max-model-len", type=int, default=0, help="tokens; 0: the model's context")
     p.add_argument("--decode-steps", type=int, default=8, help="tokens a sequence per decode call")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    p.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of this server, by vLLM")
+    p.add_argument("--gpu-memory", type=float, default=0, help="share of a GPU; 0: the engine's")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--hang-seconds", type=float, default=60.0, help="a silent EngineCore is dead")
     p.add_argument("--kv-on-update", default="keep", choices=KV_POLICIES)
@@ -65,6 +71,11 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"--openai-port={args.openai_port} is vLLM's own endpoint and --engine={args.engine} "
             "has none; use --engine=vllm or drop the flag"
+        )
+    if (args.tensor_parallel > 1 and args.engine != "vllm") or args.tensor_parallel < 1:
+        raise UserError(
+            f"--tensor-parallel={args.tensor_parallel} and --engine={args.engine}: only vLLM cuts "
+            "a model, into 1 or more; use --engine=vllm, or drop the flag"
         )
     local, token = tls.is_loopback(args.host), wire.take_token(os.environ)
     return {

@@ -276,12 +276,13 @@ def settings(allocation: Allocation) -> dict[str, str | int]:
         )
     found: dict[str, str | int] = {}
     for part in servers:
-        if part.each > 1:
+        if "p" in part.sizes:
             raise UserError(
-                f"allocation_mode={allocation}: {part} has servers of {part.each} GPUs, and a run "
-                "starts servers of one; start larger ones and give fleet.addresses"
+                f"allocation_mode={allocation}: {part} has servers of {part.sizes['p']} stages, "
+                f"and there are none here; write t{part.each} for a server of {part.each} GPUs"
             )
         found |= {"fleet.engine": part.backend, "fleet.num_servers": part.sizes.get("d", 1)}
+        found |= {"fleet.tensor_parallel": part.each}
     for part in trainers:
         axes = [f"{MEANINGS[x]}:{part.sizes.get(x, 1)}" for x in "dftc" if x in part.sizes]
         found |= {"trainer": part.backend, "train.mesh": ",".join(axes) or "fsdp:1"}

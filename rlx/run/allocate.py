@@ -14,6 +14,8 @@ from rlx.launch import allocation
 from rlx.train.hosts import Cluster
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARED_MEMORY = 0.4  # of a GPU, for a server that the trainer is beside
+_JAX_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class GpuShares(NamedTuple):
@@ -56,6 +58,8 @@ def allocated(config: ConfigDict, trains: bool = True) -> ConfigDict:
                 "leave one of them out"
             )
         place[name] = value
+    if any(part.on for part in parsed.parts):
+        config.fleet.gpu_memory = config.fleet.gpu_memory or SHARED_MEMORY
     config.allocation_mode = str(parsed)
     return config
 
@@ -92,11 +96,6 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuSha
             f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "
             "them by rlx.serve and give teacher.addresses"
         )
-    if any(part.on for part in parsed.parts):
-        raise UserError(
-            f"allocation_mode={config.allocation_mode} puts servers and trainer on the same GPUs, "
-            "which they cannot share yet; write + for |"
-        )
     placed = allocation.place(parsed, {"this machine": range(len(gpus))})
     names = [(one.part.trains, tuple(gpus[i] for _, i in one.gpus)) for one in placed]
     servers = tuple(ids for trains, ids in names if not trains)
@@ -114,16 +113,21 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 def dealt(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Let this process see the trainer's GPUs alone; yield those of each server, () for no share.
 
-    Entered before anything here looks for devices, which JAX and torch do once; raises as `share`.
+    JAX takes what servers on the same GPUs leave, less a tenth. Entered before anything here looks
+    for devices, which JAX and torch do once; raises as `share`.
     """
     count = Cluster.of(os.environ, **config.cluster).count if config.allocation_mode else 0
-    shares, before = share(config, gpus(), count), os.environ.get(VISIBLE)
+    shares, changed = share(config, gpus(), count), {}
     if shares:
-        os.environ[VISIBLE] = ",".join(shares.trainer)
+        changed[VISIBLE] = ",".join(shares.trainer)
+        if set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
+            changed[_JAX_MEMORY] = f"{max(0.9 - config.fleet.gpu_memory, 0.05):g}"
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
         yield shares.servers if shares else ()
     finally:
-        if before is not None:
-            os.environ[VISIBLE] = before
-        elif shares:
-            del os.environ[VISIBLE]
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -495,6 +495,8 @@ def server_options(config: ConfigDict) -> dict[str, Any]:
     budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
     return {
         "engine": fleet.engine,
+        "tensor_parallel": fleet.tensor_parallel,
+        "gpu_memory": fleet.gpu_memory,
         "slots": fleet.slots,
         "max_model_len": fleet.max_model_len or config.data.max_prompt_tokens + budget,
         "decode_steps": fleet.decode_steps,

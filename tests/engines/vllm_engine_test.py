@@ -607,6 +607,54 @@ def test_other_models_before_and_after_an_update(tiny_model_dir, tmp_path, archi
             assert_scored(wanted, prompt_of(1), sample)
 
 
+def test_two_workers_with_a_slice_of_each_layer_are_one_server(tiny_model_dir, tmp_path):
+    """Tensor parallel, with biases, one head of keys for both workers and a padded vocabulary."""
+    random_model(
+        tmp_path / "m", "Qwen2ForCausalLM", tiny_model_dir, attention_bias=True,
+        tie_embeddings=False, vocab_size=131,
+    )  # fmt: skip
+    model = hf.load(tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors = {name: tensor * np.float32(0.7) for name, tensor in tensors.items()}
+    good, bad, out = tmp_path / "new.safetensors", tmp_path / "bad.safetensors", {}
+    save_file(tensors, good)
+    save_file(tensors | {"model.norm.weight": np.full(64, np.nan, np.float32)}, bad)
+    prompt = prompt_of(19, 40)
+    with servers_of(tmp_path / "m", tmp_path, tensor_parallel=2) as servers:
+        served = Served(*servers.wait(), servers.token)
+        server = psutil.Process(servers.pids[0])
+        (core,) = server.children()
+        everyone = [server, core, *core.children()]
+        workers = [process for process in everyone if "Worker" in process.name()]
+
+        async def scenario():
+            task = long_group(served, prompt, out)
+            await until(served, out, 40)
+            with pytest.raises(grpc.aio.AioRpcError, match="not finite"):
+                await served.load(bad, 1)
+            await served.load(good, 2)
+            await task
+            return await served.score(np.concatenate([prompt, prompt]))
+
+        try:
+            scores = served.do(scenario())
+        finally:
+            served.close()
+        server.kill()  # and what it started ends with it
+        assert all(ended(process, 60) for process in everyone)
+    assert len(workers) == 2
+    new, seen = with_weights(model, good), set()
+    for sample in out.values():
+        versions = np.array(sample.versions)
+        seen |= set(versions.tolist())
+        old = teacher(model, prompt, sample.tokens)
+        here = versions == 0
+        np.testing.assert_allclose(np.array(sample.logprobs)[here], old[here], atol=LONG_ATOL)
+    assert seen == {0, 2}
+    assert scores.version == 2
+    assert_scores(new, np.concatenate([prompt, prompt]), scores)
+
+
 def engine_core(server_pid):
     """The EngineCore process of a server."""
     (core,) = psutil.Process(server_pid).children(recursive=True)

@@ -166,13 +166,14 @@ def test_what_shares_gpus_is_together_too():
 
 def test_it_decides_the_keys_of_a_run():
     assert settings(parse("vllm:d4+torch:f4t2")) == {
-        "fleet.engine": "vllm", "fleet.num_servers": 4, "trainer": "torch",
-        "train.mesh": "fsdp:4,tensor:2", "cluster.processes": 8,
+        "fleet.engine": "vllm", "fleet.num_servers": 4, "fleet.tensor_parallel": 1,
+        "trainer": "torch", "train.mesh": "fsdp:4,tensor:2", "cluster.processes": 8,
     }  # fmt: skip
     assert settings(parse("jax:f1")) == {
         "fleet.num_servers": 0, "trainer": "jax", "train.mesh": "fsdp:1",
     }  # fmt: skip
-    with pytest.raises(UserError, match="servers of 2 GPUs"):
-        settings(parse("vllm:t2"))
+    assert settings(parse("vllm:t2"))["fleet.tensor_parallel"] == 2
+    with pytest.raises(UserError, match="write t4 for a server of 4 GPUs"):
+        settings(parse("vllm:t2p2"))
     with pytest.raises(UserError, match="one trainer, which has critic"):
         settings(parse("vllm[r]:d2+fsdp[a]:d4+fsdp[c]:d4"))

@@ -7,8 +7,10 @@ import pytest
 
 from configs import arithmetic
 from rlx.base import UserError
+from rlx.engines import options
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.run import allocate, loop, score_models
+from rlx.run.inputs import server_options
 from rlx.run.run_checks import findings
 
 DEALS = "jax:d2+jax:f4t2"
@@ -37,7 +39,7 @@ def test_it_sets_servers_trainer_and_mesh():
         (DEALS, {"train.mesh": "fsdp:8"}, "train.mesh='fsdp:8' contradicts"),
         (DEALS, {"fleet.addresses": ("a:1",)}, "fleet.addresses names running ones"),
         ("jax:d2", {}, "has no trainer; add one, as jax:d2"),
-        ("jax:d2t2+jax:f1", {}, "servers of 2 GPUs"),
+        ("vllm:d2t2p2+jax:f1", {}, "servers of 2 stages"),
     ],
 )
 def test_what_contradicts_it_is_one_line(text, changes, words):
@@ -80,6 +82,27 @@ def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
     assert any(log.startswith(f"{gpu} cuda") for log, gpu in zip(logs, "76", strict=True))
 
 
+def test_what_shares_gpus_shares_their_memory(monkeypatch):
+    """A server of two GPUs, and a trainer on the same two."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
+    config = allocate.allocated(config_of("vllm[gen]:t2|jax[train]:f2"))
+    assert (config.fleet.tensor_parallel, config.fleet.gpu_memory) == (2, 0.4)
+    flags = options.parser().parse_args(
+        ["--model=m"]
+        + [f"--{name.replace('_', '-')}={value}" for name, value in server_options(config).items()
+           if name in ("engine", "tensor_parallel", "gpu_memory")]
+    )  # fmt: skip
+    assert (flags.engine, flags.tensor_parallel, flags.gpu_memory) == ("vllm", 2, 0.4)
+    with allocate.dealt(config) as servers:
+        assert servers == (("5", "6"),)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,6"
+        assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.8"
+    given = config_of("vllm[gen]:t2|jax[train]:f2", **{"fleet.gpu_memory": 0.3})
+    assert allocate.allocated(given).fleet.gpu_memory == 0.3
+
+
 def test_servers_of_an_evaluation_have_gpus_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(score_models, "servers_of", lambda *_, **options: options["gpus"])
@@ -106,7 +129,6 @@ def test_a_trainer_is_dealt_its_gpus_before_anything_looks_for_devices(monkeypat
         (DEALS, {}, 2, "of 1 process, and this one has 2;"),
         ("jax:d2+torch:f2", {"trainer": "torch"}, 1, "of 2 processes, and this one has 1;"),
         (DEALS, {"teacher.path": "t", "teacher.engine": "vllm"}, 1, "no GPU for the teacher"),
-        ("jax[a]:d2|jax[b]:f2", {}, 1, "write . for "),
         ("jax:d2+jax:f9", {}, 1, "needs 11 GPUs"),
     ],
 )

@@ -43,6 +43,8 @@ class VllmEngine(ModelEngine):
         sequences on a CPU, at most 4 GiB; on a GPU vLLM chooses. Sequences that do not fit wait.
       seed: of the draws of requests that have none; give every server its own.
       dtype: float32 | bfloat16, of weights, activations and cache.
+      tensor_parallel: worker processes, each with a slice of every layer.
+      gpu_memory: share of each GPU that vLLM takes, of weights and cache; 0: vLLM's default.
       hang_seconds: an EngineCore that does not answer for so long is dead. It answers between two
         steps, so this must be longer than the longest prefill.
 
@@ -58,6 +60,8 @@ class VllmEngine(ModelEngine):
         slots: int = 64,
         max_model_len: int = 0,
         dtype: str = "float32",
+        tensor_parallel: int = 1,
+        gpu_memory: float = 0.0,
         hang_seconds: float = 60.0,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
@@ -65,6 +69,7 @@ class VllmEngine(ModelEngine):
         if self._config.value_head:
             raise UserError(f"{model_path} is a reward model; serve it with --engine=jax")
         self._seed, self._slots, self._dtype = seed, slots, dtype
+        self._tensor_parallel, self._gpu_memory = tensor_parallel, gpu_memory
         self._hang_seconds = hang_seconds
         self._samples: dict[str, _Sample] = {}
         self._serial = 0  # of the last name given to a request
@@ -84,6 +89,8 @@ class VllmEngine(ModelEngine):
             slots=self._slots,
             max_model_len=self._max_model_len,
             dtype=self._dtype,
+            tensor_parallel=self._tensor_parallel,
+            gpu_memory=self._gpu_memory,
         )
         self._process_others = self.llm.output_processor.process_outputs
         self._fail_others = self.llm.output_processor.propagate_error
@@ -182,9 +189,9 @@ class VllmEngine(ModelEngine):
         async with self._changing:
             start = self._clock()
             await self._call("rlx_stage", path)
-            while (refusal := await self._call("rlx_staged")) is None:
+            while None in (refusals := await self._call("rlx_staged")):
                 await asyncio.sleep(_STAGE_POLL_SECONDS)
-            if refusal:
+            if refusal := next(filter(None, refusals), ""):  # no worker has exchanged anything
                 raise ValueError(refusal)
             stopped = self._clock()
             self._spans.append(("stage weights", start, stopped))
@@ -397,9 +404,9 @@ class VllmEngine(ModelEngine):
             sample.wake.set()
         self._fail_others(error)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """Return the first worker's answer; all workers do the same."""
-        return (await self._core(self.llm.collective_rpc(method, args=args)))[0]
+    async def _call(self, method: str, *args: Any) -> list:
+        """Return each worker's answer; all do the same."""
+        return await self._core(self.llm.collective_rpc(method, args=args))
 
     async def _core(self, call: Any) -> Any:
         """Await a call to EngineCore; raises EngineStopped when it is gone or hung."""

@@ -19,6 +19,7 @@ _GUIDES = {"backend": "xgrammar", "disable_any_whitespace": True}
 _BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
 _MOST_KV_BYTES = 4 << 30  # on a CPU, where vLLM does not limit itself
 _WORKER = "rlx.engines.vllm.vllm_worker.RolloutWorker"
+_MULTIPROC = "rlx.engines.vllm.vllm_worker.TensorParallelExecutor"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -37,10 +38,18 @@ def start_llm(
     slots: int,
     max_model_len: int,
     dtype: str,
+    tensor_parallel: int = 1,
+    gpu_memory: float = 0.0,
 ) -> Any:
-    """Return vLLM's AsyncLLM, started; raises UserError when it cannot serve the model."""
+    """Return vLLM's AsyncLLM, started; raises UserError when it cannot serve the model.
+
+    Args:
+      tensor_parallel: worker processes that each have a slice of every layer, on GPUs or groups
+        of cores of their own.
+      gpu_memory: share of each GPU; 0: vLLM's default.
+    """
     cpu = on_cpu()
-    _set_environment(cpu)
+    _set_environment(cpu, tensor_parallel)
     try:
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -54,19 +63,25 @@ def start_llm(
     if cpu:
         options = {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": kv_bytes(config, slots * max_model_len, dtype),
+            "kv_cache_memory_bytes": kv_bytes(config, slots * max_model_len, dtype)
+            // min(tensor_parallel, config.num_kv_heads),
             "block_size": _BLOCK,
             "distributed_executor_backend": _UNIPROC,
             # A seeded request whose prompt is prefilled in parts kills EngineCore on a CPU.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_model_len, 2048),
         }
+    elif gpu_memory:
+        options["gpu_memory_utilization"] = gpu_memory
+    if tensor_parallel > 1:
+        options["distributed_executor_backend"] = _MULTIPROC
     try:
         args = AsyncEngineArgs(
             model=str(model_path),
             skip_tokenizer_init=not (model_path / "tokenizer_config.json").exists(),
             dtype=cast(Any, dtype),
             seed=seed,
+            tensor_parallel_size=tensor_parallel,
             max_model_len=max_model_len,
             max_num_seqs=slots,
             logprobs_mode="raw_logprobs",  # of TemperedSampler
@@ -89,7 +104,7 @@ def start_llm(
         raise UserError(f"vLLM cannot serve {model_path}: {text}{more}") from error
 
 
-def _set_environment(cpu: bool) -> None:
+def _set_environment(cpu: bool, tensor_parallel: int) -> None:
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "GLOO_SOCKET_IFNAME": "lo",  # else it listens on the address of the host's name
@@ -98,10 +113,13 @@ def _set_environment(cpu: bool) -> None:
     }
     if cpu:
         # Compiling a helper costs 10 s at the first logprob; more threads than cores are more.
-        wanted |= {
-            "TORCH_COMPILE_DISABLE": "1",
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        }
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // tensor_parallel
+        wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(max(each, 1))}
+        if tensor_parallel > 1:
+            groups = [cores[i * each : (i + 1) * each] for i in range(tensor_parallel)]
+            bound = "|".join(",".join(map(str, group)) for group in groups)
+            wanted |= {"VLLM_CPU_OMP_THREADS_BIND": bound if each else "nobind"}
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

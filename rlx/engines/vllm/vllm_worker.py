@@ -18,6 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.sampler import Sampler
 
 from rlx.fleet.parent_death import end_with_parent
@@ -86,6 +94,14 @@ def prompt_logprobs(
     return found
 
 
+class TensorParallelExecutor(MultiprocExecutor):
+    """vLLM's executor of several workers, in an EngineCore that ends with its server."""
+
+    def _init_executor(self) -> None:
+        end_with_parent(os.getppid())  # workers end with us; `rlx_setup` runs in them alone
+        super()._init_executor()
+
+
 class RolloutWorker:
     """Mixin of vLLM's worker (`worker_extension_cls`), called through `collective_rpc`."""
 
@@ -144,7 +160,13 @@ class RolloutWorker:
         if self.device.type == "cpu":
             with torch.inference_mode():
                 return stage_packed(self.model_runner.model, tensors, dtype)
-        ready = {name: t.to(self.device, dtype) for name, t in tensors.items()}
+        # Beside the weights in use where there is room, else in this machine's memory; so is what
+        # a worker that has a slice of each tensor cuts it from.
+        free = torch.cuda.mem_get_info(self.device)[0]
+        room = sum(t.numel() for t in tensors.values()) * dtype.itemsize < free // 2
+        beside = room and get_tensor_model_parallel_world_size() == 1
+        device = self.device if beside else torch.device("cpu")
+        ready = {name: t.to(device, dtype) for name, t in tensors.items()}
         torch.accelerator.synchronize()
         return lambda: self.model_runner.reload_weights(weights_iterator=iter(ready.items()))
 
@@ -229,7 +251,7 @@ def stage_packed(
             name = f"{owner}.{leaf}"
             key = "\n".join(sources[name])
             if key not in made:
-                parts = [tensors[part] for part in sources[name]]
+                parts = own_slices(module, leaf, [tensors[part] for part in sources[name]])
                 made[key] = _joined(parts, parameter, dtype)
             setattr(new, leaf, made[key])
         if hasattr(module, "cpu_linear"):
@@ -241,6 +263,30 @@ def stage_packed(
             step()
 
     return exchange
+
+
+def own_slices(module: torch.nn.Module, leaf: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the slices of `parts` that this worker's layer has: whole ones if it is alone.
+
+    Args:
+      module: a layer of vLLM's; it knows its worker's rank among `tp_size`.
+      leaf: weight | bias, of that layer.
+    """
+    size, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
+    if size == 1:
+        return parts
+    if isinstance(module, VocabParallelEmbedding):
+        rows = module.shard_indices
+        return [t[rows.org_vocab_start_index : rows.org_vocab_end_index] for t in parts]
+    if isinstance(module, RowParallelLinear):
+        return [t.chunk(size, dim=1)[rank] if leaf == "weight" else t for t in parts]
+    if isinstance(module, QKVParallelLinear):  # fewer heads of keys than workers: some share one
+        copies = module.num_kv_head_replicas
+        kv = (size // copies, rank // copies)
+        return [t.chunk(n)[i] for t, (n, i) in zip(parts, ((size, rank), kv, kv), strict=True)]
+    if isinstance(module, ColumnParallelLinear):
+        return [t.chunk(size)[rank] for t in parts]
+    return parts
 
 
 def _joined(parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
