@@ -147,6 +147,7 @@ def default() -> ConfigDict:
     c.cluster.process = -1  # which one this is, from 0
     c.cluster.timeout_seconds = 60.0  # without a sign of life or of progress: lost, and all end
     c.cluster.join_seconds = 300.0  # for all processes to come, at the start
+    c.cluster.call_seconds = 1800.0  # in one call of the trainer that process 0 is in too
 
     c.scheduler = ConfigDict()  # which hosts the run's processes are on, and who starts them there
     c.scheduler.type = "local"  # local (this machine) | slurm
@@ -326,7 +327,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "scheduler.gpus_per_node", "scheduler.retries",
                 "sandbox.workers"):  # fmt: skip
         _at_least(config, key, 0)
-    for key in ("cluster.timeout_seconds", "cluster.join_seconds",
+    for key in ("cluster.timeout_seconds", "cluster.join_seconds", "cluster.call_seconds",
                 "fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",
                 "fleet.outage_seconds", "fleet.kill_seconds", "agents.block_seconds"):  # fmt: skip
         if not 0 < _get(config, key) < float("inf"):

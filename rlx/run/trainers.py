@@ -15,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any, Protocol
 
 from ml_collections import ConfigDict
@@ -27,11 +27,14 @@ from rlx.cli.flags import leaves
 from rlx.cli.signals import interrupts
 from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
+from rlx.fleet.parent_death import end_with_parent
+from rlx.launch import exit_reason
 from rlx.run.inputs import INITIAL, Inputs, as_json
 from rlx.train import conductor
 from rlx.train.contract import Update
-from rlx.train.hosts import Cluster, Hosts, join
+from rlx.train.hosts import Cluster, Hosts, join, tell_end
 
+_PARENT = "RLX_PARENT"  # the process that has started this one to join it; of the environment
 _LAST_SECONDS = 10.0  # that processes have to end by themselves
 TRAINERS = {"jax": "rlx.run.jax_trainer", "torch": "rlx.run.torch_trainer"}
 
@@ -111,9 +114,12 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
 def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
     """Start the command's other processes where no more than their number is given; then end them.
 
-    For trainer=torch alone, whose processes have a GPU each; one of JAX's has all of a host.
+    For trainer=torch alone, whose processes have a GPU each; one of JAX's has all of a host. They
+    end with this one, whatever ends it, which alone says why a run has failed.
     """
     c = config.cluster
+    if parent := os.environ.pop(_PARENT, ""):
+        end_with_parent(int(parent))
     told = c.coordinator or c.process >= 0 or Cluster.found(os.environ)
     if c.processes < 2 or told or config.trainer != "torch":
         yield config
@@ -123,17 +129,42 @@ def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
     config = config.copy_and_resolve_references()
     config.cluster.coordinator, config.cluster.process = address, 0
     flags = [*sys.orig_argv, f"--config.cluster.coordinator={address}"]
-    numbers = range(1, c.processes)
-    others = [subprocess.Popen([*flags, f"--config.cluster.process={n}"]) for n in numbers]
+    environment, done = {**os.environ, _PARENT: str(os.getpid())}, Event()
+    others, heard = [], []
+    for n in range(1, c.processes):
+        command = [*flags, f"--config.cluster.process={n}"]
+        other = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
+        name = f"process {n} of {c.processes}"
+        thread = Thread(target=_hear, args=(other, name, address, done), daemon=True)
+        thread.start()
+        others.append(other)
+        heard.append(thread)
     try:
         yield config
     finally:
-        for other in others:
+        done.set()
+        for other, thread in zip(others, heard, strict=True):
             try:
                 other.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
                 other.kill()
-                other.wait()
+            thread.join(1.0)  # what it has started may keep its stderr open
+
+
+def _hear(other: subprocess.Popen[bytes], name: str, address: str, done: Event) -> None:
+    """Copy what a process that was started here writes; where it ends too early, say so."""
+    last = ""
+    assert other.stderr
+    with other.stderr:
+        for line in other.stderr:
+            text = line.decode(errors="replace")
+            last = text.strip() or last
+            if not text.startswith("error: "):  # which process 0 says
+                sys.stderr.write(text)
+                sys.stderr.flush()
+    if (status := other.wait()) and not done.is_set():
+        why = f"{name} ended {exit_reason.words(status, 0)}"
+        tell_end(address, ": ".join(filter(None, (why, last.removeprefix("error: ")))), done)
 
 
 def _identity(config: ConfigDict) -> dict[str, Any]:

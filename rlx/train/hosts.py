@@ -5,8 +5,8 @@
 
 Plain TCP between process 0 and each other one, without JAX or torch, whose collectives wait for
 ever for a process that is gone. Who closes its connection, gives no sign of life for too long, or
-does not finish a call that process 0 has made, ends all the others, with one line that says which:
-the process ends where it stands, for its main thread may be deep in a collective.
+does not begin or finish a call in time, ends all the others, with one line that says which: the
+process ends where it stands, for its main thread may be deep in a collective.
 """
 
 import json
@@ -22,13 +22,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
 from rlx.cli.user_code import words
 
 # Kinds of messages.
-_CALL, _DONE, _STOP, _ALIVE, _FAILED, _UNSAVED, _ENDED = b"C", b"D", b"S", b"A", b"F", b"U", b"E"
+_CALL, _BEGUN, _DONE, _STOP, _ALIVE = b"C", b"B", b"D", b"S", b"A"
+_FAILED, _UNSAVED, _ENDED = b"F", b"U", b"E"
 _HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # for who connects to say who it is
 _ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
 _NEWS_SECONDS = 2.0  # between the ends of two connections of a process that is gone
@@ -45,6 +47,7 @@ class Cluster:
       count, index: of processes, and this one's number from 0.
       timeout: seconds of silence, or in one call after process 0 has made it, until one is lost.
       join: seconds in which all have to come, or to load or compile what only they have to.
+      call: seconds in one call that process 0 is in too, until it hangs.
     """
 
     coordinator: str = ""
@@ -52,6 +55,7 @@ class Cluster:
     index: int = 0
     timeout: float = 60.0
     join: float = 300.0
+    call: float = 1800.0
 
     @classmethod
     def of(
@@ -62,6 +66,7 @@ class Cluster:
         process: int,
         timeout_seconds: float,
         join_seconds: float,
+        call_seconds: float,
     ) -> "Cluster":
         """Return the place that `config.cluster` gives, or else Slurm's step, Ray's or torchrun's.
 
@@ -81,7 +86,7 @@ class Cluster:
             )
         if index >= count:
             raise UserError(f"{given}: processes are numbered from 0 to {count - 1}")
-        return cls(coordinator, count, index, timeout_seconds, join_seconds)
+        return cls(coordinator, count, index, timeout_seconds, join_seconds, call_seconds)
 
     @staticmethod
     def found(environ: Mapping[str, str]) -> bool:
@@ -117,13 +122,15 @@ class _Call:
 
 @dataclass(eq=False)
 class _Peer:
-    """Another process: when it was heard, how many calls it has made, why the last one failed."""
+    """Another process: when it was heard, which calls it has made, why the last one failed."""
 
     link: Connection
     name: str = "process 0"
     heard: float = 0.0
+    begun: int = 0  # calls
     done: int = 0
     error: str = ""
+    place: str = ""  # where it was when it was heard
     ended: float = 0.0  # when it had made the last one
     longest: dict[str, float] = field(default_factory=dict)  # seconds that a call took, by name
     lock: Any = field(default_factory=threading.Lock)
@@ -193,6 +200,7 @@ class Hosts:
         self._closing, self._ending = threading.Event(), threading.Lock()
         self._ended = threading.Event()
         self._sign = _ALIVE
+        self._caller = 0  # the thread that makes the calls
         for peer in peers:
             peer.heard = time.monotonic()
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
@@ -201,9 +209,10 @@ class Hosts:
 
     def send(self, message: bytes, name: str = "") -> None:
         """Send a call to all others; process 0 alone does."""
-        self.sent += 1
-        self._open[self.sent] = _Call(name, time.monotonic())
+        self.sent, self._caller = self.sent + 1, threading.get_ident()
+        self._open[self.sent] = call = _Call(name, time.monotonic())
         self._tell(_CALL, message)
+        call.sent = time.monotonic()  # a batch takes a while
 
     def made(self) -> None:
         """Say that process 0 has made the last call itself; now it waits for the others."""
@@ -213,8 +222,11 @@ class Hosts:
 
     def receive(self) -> bytes:
         """Return process 0's next call; waits for it."""
+        self._caller = threading.get_ident()
         message = self._calls.get()
         self.sent += 1
+        with suppress(OSError):  # process 0 may have gone well, after its last call
+            self._peers[0].send(_BEGUN)
         return message
 
     def done(self, error: str = "") -> None:
@@ -260,9 +272,10 @@ class Hosts:
     def _listen(self, peer: _Peer) -> None:
         take = {
             _CALL: lambda payload: self._calls.put(payload),
+            _BEGUN: lambda payload: setattr(peer, "begun", peer.begun + 1),
             _DONE: lambda payload: self._note(peer, payload.decode()),
             _STOP: lambda payload: self.on_stop(),
-            _ALIVE: lambda payload: None,
+            _ALIVE: lambda payload: setattr(peer, "place", payload.decode()),
             _UNSAVED: lambda payload: self.on_unsaved(peer.name, *json.loads(payload)),
             _ENDED: lambda payload: self._closing.set(),  # all its calls are in the queue
             _FAILED: lambda payload: self._lose(f"{peer.name} ended: {payload.decode()}"),
@@ -304,24 +317,52 @@ class Hosts:
                     self._lose(f"{peer.name} is lost: no sign of life for {silent:.0f} s")
                 elif text := self._hangs(peer):
                     self._lose(text)
-            threading.Thread(target=self._tell, args=(self._sign,), daemon=True).start()
+            sign = (self._sign, self._place().encode())
+            threading.Thread(target=self._tell, args=sign, daemon=True).start()
+
+    def _place(self) -> str:
+        """Return where in its call this process is: `file.py:12 function`, at most three, or ""."""
+        frame, found = sys._current_frames().get(self._caller), list[str]()
+        while frame and len(found) < 3:
+            name = Path(frame.f_code.co_filename).name
+            if name == "conductor.py":
+                break
+            found.insert(0, f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back
+        return " > ".join(found)
 
     def _hangs(self, peer: _Peer) -> str:
-        """Return what to say of a process that does not finish a call; "" while it may yet.
+        """Return what to say of a process that does not go on with a call; "" while it may yet.
 
-        Process 0 has made it, but another may have to compile what process 0 has in a cache: as
+        Where process 0 has made it, another may have to compile what process 0 has in a cache: as
         long as it took for such a call before, or, for the first one, as processes are waited for.
+        Where process 0 is in it too, it may wait for the other one in a collective.
         """
+        limits, here = self._cluster, ""
         with self._news:
             if not (call := self._open.get(peer.done + 1)):
                 return ""
-            late = time.monotonic() - max(call.made, peer.ended)
-            limit = self._cluster.timeout + peer.longest.get(call.name, self._cluster.join)
-        if late < limit:
+            longest, key = peer.longest.get(call.name), "timeout_seconds"
+            since, begun = max(call.sent, peer.ended), peer.begun > peer.done
+            if not begun:
+                limit = limits.timeout + (0.0 if peer.begun else limits.join)
+            elif call.made < math.inf:
+                since = max(call.made, peer.ended)
+                limit = limits.timeout + (limits.join if longest is None else longest)
+            else:
+                limit, key = max(limits.call, 2 * (longest or 0.0)), "call_seconds"
+                here = self._place()
+        if (late := time.monotonic() - since) < limit:
             return ""
+        hung, where = [peer], ""
+        if here:  # those that wait for the one that hangs are where process 0 is
+            late_ones = [other for other in self._peers if other.done == peer.done]
+            hung = [other for other in late_ones if other.place != here] or late_ones
+            where = f" (at {', at '.join(p.place for p in hung)}; process 0, in it too, at {here})"
+        who, what = ", ".join(p.name for p in hung), "finished" if begun else "begun"
         return (
-            f"{peer.name} hangs: it has not finished the call {call.name!r} {late:.0f} s after "
-            "process 0; raise cluster.timeout_seconds if it was at work"
+            f"{who} hangs: it has not {what} the call {call.name!r} in {late:.0f} s{where}; raise "
+            f"cluster.{key} if it was at work"
         )
 
     def _lose(self, text: str) -> None:
@@ -387,7 +428,9 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
 
 def _admit(peer: _Peer, own: Mapping[str, str], found: dict[int, _Peer]) -> None:
     """Add who has connected to `found`; raise UserError, on all, where it is not of this run."""
-    hello = peer.first(_HELLO_SECONDS)[1]
+    kind, hello = peer.first(_HELLO_SECONDS)
+    if kind == _FAILED:
+        _refuse(found, str(hello))
     index, peer.name, theirs = int(hello["index"]), str(hello["name"]), dict(hello["identity"])
     wrong = [
         f"{name}: {theirs.get(name)} there, {own.get(name)} on process 0"
@@ -408,6 +451,18 @@ def _refuse(found: Mapping[int, _Peer], why: str) -> None:
         with suppress(OSError):
             peer.send(_FAILED, json.dumps(why).encode())
     raise UserError(why)
+
+
+def tell_end(coordinator: str, why: str, done: threading.Event) -> None:
+    """Tell a process 0 that still waits for the others that one has ended; until it is `done`.
+
+    Where all had come it notices by itself.
+    """
+    while not done.wait(0.1):
+        with suppress(OSError):
+            peer = _Peer.at(socket.create_connection(_address(coordinator), timeout=5.0))
+            peer.send(_FAILED, json.dumps(why).encode())
+            done.wait(_HELLO_SECONDS)
 
 
 def _come(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:

@@ -10,11 +10,12 @@ import time
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
 from rlx.observe.jsonl import read_jsonl
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import RLX_MAIN, ended
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,7 @@ COMMAND = [
     "--config.optimizer.learning_rate=1e-4", "--config.observe.writers=()",
     "--config.checkpoint.first_step=1", "--config.checkpoint.every_steps=2",
 ]  # fmt: skip
+FOLLOWS = "--config.cluster.process=1"
 SECONDS = 600.0  # two processes compile on two cores that do something else, too
 SAME = ("actor_loss", "grad_norm", "entropy", "task_reward", "n_tokens", "n_valid_tokens",
         "learning_rate")  # fmt: skip
@@ -54,7 +56,7 @@ def cluster(tmp_path):
             address = f"127.0.0.1:{server.getsockname()[1]}"
         own = [
             f"--config.cluster.coordinator={address}", "--config.cluster.processes=2",
-            "--config.cluster.timeout_seconds=60", "--config.cluster.join_seconds=300", *flags,
+            "--config.cluster.join_seconds=300", *flags,
         ]  # fmt: skip
         if by_itself:
             pair = [start(workdir, tmp_path / "0", *flags, "--config.cluster.processes=2")]
@@ -99,10 +101,16 @@ def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
     reference = start(alone, tmp_path / "reference", f"--config.trainer={trainer}", devices=1)
     assert reference.wait(SECONDS) == 0, (tmp_path / "reference").read_text()
 
-    pair = cluster()
+    by_itself = trainer == "torch"  # by one command
+    pair = cluster("--config.cluster.timeout_seconds=20", by_itself=by_itself)
     wait_for_step(run, 2, pair)
-    os.killpg(pair[1].pid, signal.SIGKILL)
-    assert pair[0].wait(60) == 2
+    pids = [p.pid for p in psutil.Process(pair[0].pid).children() if FOLLOWS in p.cmdline()]
+    if by_itself:
+        os.kill(pids[0], signal.SIGSTOP)
+    else:
+        os.killpg(pair[1].pid, signal.SIGKILL)
+    assert pair[0].wait(120) == 2
+    assert all(ended(pid) for pid in pids)
     assert last_line(tmp_path / "0").startswith("error: process 1 of 2 on ")
     assert "the same command goes on" in last_line(tmp_path / "0")
 
@@ -112,7 +120,7 @@ def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
     assert pair[1].wait(60) == 2
     assert last_line(tmp_path / "1").startswith("error: process 0 of 2 on ")
 
-    pair = cluster(by_itself=trainer == "torch")  # which starts its second process itself
+    pair = cluster(by_itself=by_itself)
     assert not any(process.wait(SECONDS) for process in pair), (tmp_path / "0").read_text()
     assert "continuing after step" in (tmp_path / "0").read_text()
     used = json.loads((run / "environment.json").read_text())["devices"]

@@ -4,6 +4,7 @@ They are threads here, joined by a pair of sockets; tests/run/hosts_run_test.py 
 """
 
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -223,7 +224,7 @@ def test_what_another_process_cannot_write_ends_the_save_that_waits_for_it(error
 
 
 HUNG = """
-import socket, sys, threading
+import os, signal, sys, threading
 from rlx.train import conductor
 from rlx.train.hosts import Cluster, join
 
@@ -236,11 +237,19 @@ class Trainer:
     def update(self, state, groups):
         self.calls += 1
         if self.calls == 2 and index == 1:
-            threading.Event().wait()
+            self.hang()
+        if self.calls == 2 and how != "alone":
+            self.collective()
         return state, {}
+    def hang(self):
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()
+    def collective(self):
+        threading.Event().wait()
 
-index = int(sys.argv[2])
-hosts = join(Cluster(sys.argv[1], 2, index, timeout=6.0, join=300.0), {})
+address, index, count, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+hosts = join(Cluster(address, count, index, timeout=6.0, join=300.0, call=6.0), {})
 if index:
     conductor.follow(hosts, Trainer)
 update = conductor.conduct(hosts, Trainer, path="")
@@ -251,27 +260,40 @@ threading.Event().wait()
 """
 
 
-def test_a_process_that_hangs_in_a_call_ends_all_in_one_line_that_names_both():
+@pytest.mark.parametrize(
+    ("how", "count", "wanted"),
+    [
+        ("alone", 2, "hangs: it has not finished the call 'update' in "),
+        ("together", 3, " hang > threading.py:"),  # process 2 waits for it, as process 0 does
+        ("stopped", 2, "is lost: no sign of life for "),
+    ],
+)
+def test_a_process_that_hangs_in_a_call_ends_all_in_one_line_that_names_it(how, count, wanted):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    pair = [
+    all_ = [
         subprocess.Popen(
-            [sys.executable, "-c", HUNG, address, str(index)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", HUNG, address, str(index), str(count), how],
+            stderr=subprocess.PIPE, text=True,
         )
-        for index in (0, 1)
-    ]
+        for index in range(count)
+    ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=300)[1] for process in pair]
+        said = [all_[0].communicate(timeout=300)[1]]
+        all_[1].send_signal(signal.SIGCONT)  # who was stopped ends where it goes on
+        said += [process.communicate(timeout=300)[1] for process in all_[1:]]
     finally:
-        for process in pair:
+        for process in all_:
             process.kill()
             process.wait()
-    assert [process.returncode for process in pair] == [2, 2]
+    assert [process.returncode for process in all_] == [2] * count
     for line in said:
         assert line.count("\n") == 1
         assert "error: " in line
-        assert "process 1 of 2 on " in line
-        assert "hangs: it has not finished the call 'update' " in line
+    for line in (said[0], said[-1])[: count - 1]:
+        assert f"process 1 of {count} on " in line
+        assert "process 2 of 3" not in line
+        assert wanted in line
 
 
 def test_a_failure_of_another_process_alone_ends_the_run(monkeypatch):

@@ -16,7 +16,7 @@ SECONDS = 60.0
 
 
 def of(environ=(), coordinator="", processes=0, process=-1):
-    return Cluster.of(dict(environ), coordinator, processes, process, 60.0, 300.0)
+    return Cluster.of(dict(environ), coordinator, processes, process, 60.0, 300.0, 1800.0)
 
 
 def slurm(nodes, index=3, job=123):
@@ -251,6 +251,22 @@ def test_silence_ends_a_run():
     Hosts(Cluster("x:1", 2, 0, timeout=0.3), [peer], end=ended.put)
     assert ended.get(timeout=SECONDS).startswith("process 0 is lost: no sign of life for ")
     far.close()
+
+
+def test_a_process_that_does_not_begin_a_call_is_named_while_process_0_is_in_it():
+    (lead, other), ended = meet([{}] * 2, timeout=5.0)
+    lead.send(b"", "init")
+    other.receive()
+    other.done()
+    lead.made()
+    lead.outcome()
+    lead.send(b"", "evaluate")  # process 0 is in it, and the other one never receives it
+    found = dict(ended.get(timeout=SECONDS) for _ in range(2))
+    assert "process 1 of 2 on " in found[0]
+    assert " hangs: it has not begun the call 'evaluate' in " in found[0]
+    assert found[1].startswith("process 0 of 2 on ")
+    assert " hangs: " in found[1]
+    leave(lead, other)
 
 
 def test_a_relay_keeps_a_connection_whose_other_end_is_gone():

@@ -1,0 +1,77 @@
+"""The processes that a command starts itself: heard once, missed at once, gone with it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rlx.base import UserError
+from rlx.config import default
+from rlx.run.trainers import others_of_this_host
+from rlx.train.hosts import Cluster, join
+from tests.fixtures.commands import ended
+
+LONG = 100_000.0  # that nobody waits for
+
+
+def config_of(processes=2):
+    config = default()
+    config.trainer, config.cluster.processes, config.cluster.join_seconds = "torch", processes, LONG
+    return config
+
+
+def use(monkeypatch, program):
+    """Let the others be this program."""
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", program])
+
+
+def test_an_error_of_another_process_is_left_to_process_0_and_the_rest_is_heard(monkeypatch, capfd):
+    use(monkeypatch, "import sys; print('a warning\\nerror: train.mesh', file=sys.stderr)")
+    with others_of_this_host(config_of(3)) as config:
+        assert config.cluster.process == 0
+    assert capfd.readouterr().err == "a warning\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        ("import no_such_module", "with status 1: ModuleNotFoundError: No module named 'no_such"),
+        ("raise SystemExit('error: bad key')", "with status 1: bad key"),
+        ("import os; os.kill(os.getpid(), 15)", "by SIGTERM"),
+    ],
+)
+def test_a_process_that_ends_before_it_comes_is_missed_at_once(program, wanted, monkeypatch):
+    use(monkeypatch, program)
+    with (
+        pytest.raises(UserError, match=f"^process 1 of 2 ended {wanted}"),
+        others_of_this_host(config_of()) as config,
+    ):
+        join(Cluster.of({}, **config.cluster), {})
+
+
+STARTS = """
+import sys, threading
+from rlx.config import default
+from rlx.run.trainers import others_of_this_host
+config = default()
+config.trainer, config.cluster.processes = "torch", 2
+with others_of_this_host(config):
+    print(sys.argv[1:], __import__("os").getpid(), flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_a_command_ends_what_it_has_started_even_where_that_is_stopped(number):
+    pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", STARTS], **pipe) as process:
+        try:
+            said = [process.stdout.readline() for _ in range(2)]  # both are in the block
+            (other,) = (int(line.split()[-1]) for line in said if "process=1" in line)
+            os.kill(other, signal.SIGSTOP)
+            process.send_signal(number)
+            assert ended(other, 60.0)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
