@@ -13,17 +13,20 @@ from rlx.cli import flags
 from rlx.config import check
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
+from rlx.launch.allocation import parse, place
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
+from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of
 from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "configs").glob("*.py"))
+CLUSTER = sorted((ROOT / "configs/cluster").glob("*.py"))
+FILES = [*sorted((ROOT / "configs").glob("*.py")), *CLUSTER]
 RL = [row.name for row in PRESETS.values()
       if row.data == "rollouts" and row.kl_anchor == "reference"]  # fmt: skip
 OTHERS = [name for name in PRESETS if name not in RL]
@@ -68,7 +71,7 @@ def test_a_config_passes_every_check(path):
 def test_a_config_says_command_hardware_and_what_to_expect(path):
     first, rest = ast.get_docstring(ast.parse(path.read_text())).split("\n\n", 1)
     assert "\n" not in first
-    assert f"--config=configs/{path.name}" in rest.splitlines()[0]
+    assert f"--config={path.relative_to(ROOT)}" in rest.splitlines()[0]
     assert [line.split(":")[0] for line in rest.splitlines() if line[:1].strip()] == [
         "Command",
         "Hardware",
@@ -95,6 +98,26 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
     assert model.num_heads % axes["tensor"] == model.num_kv_heads % axes["tensor"] == 0
     trajectories = config.rollout.batch_prompts // config.train.minibatches
     assert trajectories * config.sampling.n_samples >= 2 * num_row_shards(axes)
+
+
+@pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
+def test_a_config_of_a_cluster_fills_its_nodes(path):
+    """Servers and a trainer that fits; each named after its nodes, as 7b_n4."""
+    config = allocated(load(path))
+    scheduler, (name, nodes) = config.scheduler, path.stem.rsplit("_n", 1)
+    hosts = {f"n{i}": range(scheduler.gpus_per_node) for i in range(scheduler.nodes)}
+    allocation = parse(config.allocation_mode)
+    assert (int(nodes), allocation.gpus) == (scheduler.nodes, 8 * scheduler.nodes)
+    *servers, trainer = place(allocation, hosts)
+    assert len(servers) == config.fleet.num_servers
+    assert all(len({host for host, _ in server.gpus}) == 1 for server in servers)
+    model, billions, _ = LARGE[name]
+    assert billions * 2e9 / config.fleet.tensor_parallel < 0.5 * 80e9, "weights of a server"
+    assert model.num_heads % config.fleet.tensor_parallel == 0
+    gpus = len(trainer.gpus)
+    assert math.prod(mesh_axes(config.train.mesh, gpus).values()) == gpus
+    pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
+    assert sum(pieces.values()) < 0.75 * 80e9, memory.listed(pieces)
 
 
 @pytest.mark.parametrize("name", RL)
