@@ -213,13 +213,16 @@ def default() -> ConfigDict:
 
     c.checkpoint = ConfigDict()
     c.checkpoint.first_step = 2  # after which the first is written; 0: off
-    c.checkpoint.every_steps = 0  # 0: only at the end and on Ctrl-C
+    c.checkpoint.every_epochs = 0  # further ones, by whichever comes first; 0: not by it
+    c.checkpoint.every_steps = 0
     c.checkpoint.every_seconds = 600.0
     c.checkpoint.keep = 2
     c.checkpoint.recover_mode = "auto"  # auto: continue from WORKDIR's checkpoint | off
 
     c.eval = ConfigDict()
-    c.eval.every_steps = 0  # 0: before the first and after the last step only
+    c.eval.every_epochs = 0  # besides those before the first and after the last step
+    c.eval.every_steps = 0
+    c.eval.every_seconds = 0.0
     c.eval.num_questions = 200
     c.eval.max_new_tokens = 0  # 0: as sampling
 
@@ -228,6 +231,11 @@ def default() -> ConfigDict:
     c.sandbox.require = "none"  # least that confines a program: none | seccomp | landlock |
     # bubblewrap | namespaces; docs/security.md says what each holds
     c.sandbox.workers = 0  # programs at once, of each process that has a sandbox; 0: its cores
+
+    c.export = ConfigDict()  # HF directories that stay: exports/epoch1epochstep0globalstep40
+    c.export.every_epochs = 0
+    c.export.every_steps = 0
+    c.export.every_seconds = 0.0
 
     c.observe = ConfigDict()
     c.observe.transcripts_per_step = 4
@@ -322,7 +330,9 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "fleet.num_servers", "eval.num_questions",
                 "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
                 "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
-                "checkpoint.every_steps", "reward.memory_gb", "reward.max_processes",
+                *(f"{kind}.every_{unit}" for kind in ("checkpoint", "eval", "export")
+                  for unit in ("epochs", "steps", "seconds")),
+                "reward.memory_gb", "reward.max_processes",
                 "agents.memory_gb", "agents.max_processes", "agents.reward_seconds",
                 "scheduler.gpus_per_node", "scheduler.retries",
                 "sandbox.workers"):  # fmt: skip

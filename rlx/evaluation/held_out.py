@@ -36,7 +36,6 @@ class HeldOutOptions:
     Attributes:
       rows: questions. groups: of the same rows, where they are trained on as they are.
       sampling: of answers; None: there is no fleet to answer.
-      every_steps: between two evaluations; 0: the first and the last step only.
       total_steps: of the run.
       patience: with failed attempts at a question; however many fail, the run goes on.
       timeout: seconds for one question.
@@ -45,7 +44,6 @@ class HeldOutOptions:
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[Group]
     sampling: Sampling | None
-    every_steps: int
     total_steps: int
     patience: Patience
     timeout: float
@@ -57,6 +55,8 @@ class HeldOut:
     Args:
       done: steps that eval.jsonl has already.
       start: the step that the run begins or goes on at.
+      owed: the last step until then that was to be evaluated. Where it has not been, `start` is:
+        its weights are here, those of the one that was cut off are gone.
       timeline: gets a span for each pass over the questions.
       elapsed: seconds of the run until now.
       on_skip: takes the line of skipped.jsonl for each question that failed; on any thread.
@@ -68,6 +68,7 @@ class HeldOut:
         options: HeldOutOptions,
         done: Iterable[int],
         start: int,
+        owed: int,
         timeline: Timeline,
         elapsed: Callable[[], float],
         on_skip: Callable[[dict[str, Any]], None],
@@ -76,18 +77,14 @@ class HeldOut:
         self._options, self._timeline, self._elapsed = options, timeline, elapsed
         self._on_skip, self._say = on_skip, say
         self._done, self._extra = set(done), set[int]()
-        every = options.every_steps
-        last_due = start - start % every if every > 0 else 0
-        if max(self._done, default=-1) < last_due:
-            self.add(start)  # whose weights are here; those of the one that was cut off are gone
+        if max(self._done, default=-1) < owed:
+            self.add(start)
         self._losses: dict[int, tuple[dict[str, float], float]] = {}  # and the seconds they took
         self._under_way: deque[tuple[int, Future[dict[str, Any]]]] = deque()
 
     def due(self, step: int) -> bool:
-        """Whether this step is evaluated: the first, the last, and every so many between."""
-        every = self._options.every_steps
-        ends = step == 0 or step >= self._options.total_steps
-        wanted = ends or (every > 0 and step % every == 0) or step in self._extra
+        """Whether this step is evaluated: the first, the last, and those that were added."""
+        wanted = step == 0 or step >= self._options.total_steps or step in self._extra
         return wanted and bool(self._options.rows) and step not in self._done
 
     def add(self, step: int) -> None:

@@ -71,21 +71,32 @@ class Export:
           submit: calls a function in another thread, which writes what this one hands over.
           saved: the checkpoint that they belong to; they take their places when it is there.
         """
-        model, source, template = self._update.model, self._source, self._template
-
-        def write(tensors: Buckets) -> Future[None]:
-            return submit(hf_files.write, workdir / "hf", model, tensors, source, template)
 
         def write_adapters(tensors: Buckets) -> Future[None]:
             return submit(
                 peft.write, workdir / "adapter", self._lora, tensors, str(self._model_dir)
             )
 
-        written = [hand_over(self._update.weights(state), write, saved.result)]
+        written = [self.write(workdir / "hf", state, submit, saved.result)]
         if self._lora:
             adapters = self._update.weights(state, adapters=True)
             written.append(hand_over(adapters, write_adapters, saved.result))
         return written
+
+    def write(
+        self,
+        path: Path,
+        state: State,
+        submit: Callable[..., Future],
+        last: Callable[[], Any] = lambda: None,
+    ) -> Future[None]:
+        """Write the HF directory `path`, merged; `submit` as of `save`, `last` of `hand_over`."""
+        model, source, template = self._update.model, self._source, self._template
+        return hand_over(
+            self._update.weights(state),
+            lambda tensors: submit(hf_files.write, path, model, tensors, source, template),
+            last,
+        )
 
     def require_base(self, host: Mapping[str, Any]) -> None:
         """Raise UserError when a checkpoint's adapters were trained on another model."""

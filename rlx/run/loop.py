@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -44,6 +44,7 @@ from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import allocated, dealt
+from rlx.run.frequency import due, every_of, to_host
 from rlx.run.inputs import as_json, has_servers, prepare
 from rlx.run.parts import Parts, build, disk_warning
 from rlx.run.room_options import sizes_of
@@ -134,6 +135,8 @@ class _Loop:
       whole: False while `state` cannot be saved: the device may have failed to make it, or a step
         before it has no record.
       saved: the step of the last checkpoint. saving: files of one that is being written.
+      now: the position of `step`. last: where checkpoint, eval and export happened last.
+      exporting: an HF directory of `export.every_*` that is being written.
       solved: no prompt is left that could teach anything.
       seconds: of each phase since the last record. published: record of the last publish.
       device: a thread that waits for one step after the other. disk: threads that write a save.
@@ -145,14 +148,16 @@ class _Loop:
         self.executor, self.fleet, self.gate = parts.executor, parts.fleet, parts.gate
         self.progress, self.timeline, self.writer = parts.progress, parts.timeline, parts.writer
         self.held_out = parts.held_out
-        self.last_record = self.last_save = time.monotonic()
+        self.last_record, self.now, self.last = time.monotonic(), parts.begun, {**parts.last}
+        self.every = every_of(parts.config)
         self.generated, self.whole, self.saved, self.solved = 0, True, step, False
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
         self.under_way: _Step | None = None
         self.saving: list[Future] = []
-        self.device, self.disk = ThreadPoolExecutor(1, "device"), ThreadPoolExecutor(3, "disk")
+        self.exporting: Future | None = None
+        self.device, self.disk = ThreadPoolExecutor(1, "device"), ThreadPoolExecutor(4, "disk")
 
     def main(self) -> tuple[int, bool]:
         """Step until the last one or a signal; return the steps done, and whether that is all.
@@ -185,6 +190,8 @@ class _Loop:
                     self._end_save_if_it_fits()
                 if self._save_due():
                     self._save_if_it_fits()
+                if self._due("export"):
+                    self._export()
         except Exception:
             if self.whole:  # what ended the run must not cost its steps
                 self._end_save_if_it_fits()  # a full disk must not hide what it was
@@ -231,6 +238,10 @@ class _Loop:
             self.whole = False
             self.state, metrics = self.parts.update.update(self.state, groups)
             self.step, self.whole = self.step + 1, True
+        rows = max(1, len(self.parts.inputs.train_rows))
+        self.now = self.now.after(groups[-1].group_id + 1, rows, self.parts.elapsed())
+        if self._due("eval"):
+            self.held_out.add(self.step)
         self._record()
         read = self.device.submit(self._read, self.step, metrics)
         self.under_way = _Step(self.step, groups, read)
@@ -255,12 +266,12 @@ class _Loop:
                 self.publishing = self.parts.export.publish(self.state, self._send)
             else:
                 self.publishing = self._send(None)
-        if self._due(self.config.gate.every_steps):
+        if self._gate_due():
             self._ask_servers()
 
     def _wanted(self) -> bool:
         """Return whether a version that no rollout waits for is evaluated or checked."""
-        checked = self.gate is not None and self._due(self.config.gate.every_steps)
+        checked = self.gate is not None and self._gate_due()
         return checked or self.held_out.due(self.step)
 
     def _ask_servers(self) -> None:
@@ -372,15 +383,40 @@ class _Loop:
 
     # Saving and ending.
 
-    def _due(self, every: int) -> bool:
+    def _gate_due(self) -> bool:
+        every = self.config.gate.every_steps
         return every > 0 and self.step % every == 0 and self.step < self.config.total_steps
 
+    def _due(self, kind: str) -> bool:
+        """Return whether this step's checkpoint, eval or export is due; it counts as made then."""
+        every = self.every[kind]
+        if kind == "checkpoint" and self.saving:  # the clock alone waits for the one under way
+            every = replace(every, seconds=0.0)
+        if found := due(every, self.last[kind], self.now):
+            self.last[kind] = self.now
+        return found
+
     def _save_due(self) -> bool:
-        c = self.config.checkpoint
-        seconds = 0.0 if self.saving else time.monotonic() - self.last_save
-        first = self.step == c.first_step < self.config.total_steps
-        due = first or self._due(c.every_steps)
-        return due or (c.every_seconds > 0 and seconds > c.every_seconds)
+        if self.step >= self.config.total_steps:  # it is saved at once
+            return False
+        return self._due("checkpoint") or self.step == self.config.checkpoint.first_step
+
+    def _export(self) -> None:
+        """Begin to write an HF directory that stays, named by the position."""
+        self._record()
+        self._end_export()
+        with self._phase("export", step=self.step):
+            path = self.parts.workdir / "exports" / self.now.name
+            self.exporting = self.parts.export.write(path, self.state, self.disk.submit)
+
+    def _end_export(self) -> None:
+        """Wait for the export under way, if there is one; where the disk is full, say so."""
+        exporting, self.exporting = self.exporting, None
+        try:
+            if exporting:
+                exporting.result()
+        except DiskFull as error:
+            self._say_full(error)
 
     def _save_if_it_fits(self) -> None:
         """Begin to save; where the disk is too full, say so and go on training."""
@@ -410,7 +446,7 @@ class _Loop:
         self._record()
         self._end_save_if_it_fits()
         with self._phase("checkpoint", step=self.step):
-            self.last_save = time.monotonic()
+            self.last["checkpoint"] = self.now
             host, groups = self.executor.state()
             finish = checkpoint.begin(
                 self.parts.workdir / "checkpoints",
@@ -420,6 +456,7 @@ class _Loop:
                 {
                     "step": self.step,
                     "elapsed_seconds": self.parts.elapsed(),
+                    "positions": to_host(self.now, self.last),
                     "executor": host,
                     "config": as_json(self.config),
                     "model": self.parts.update.model.to_hf(),
@@ -459,6 +496,7 @@ class _Loop:
         self.executor.stop_admitting()
         self._save()
         self._end_save()
+        self._end_export()
         complete = self.solved or self.step >= self.config.total_steps
         if complete:
             self.held_out.add(self.step)

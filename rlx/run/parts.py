@@ -6,7 +6,7 @@ servers start ─▶ trainer is built ─▶ records open ─▶ fleet connects 
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import resume, trainers
 from rlx.run.export import Export
+from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import Inputs, as_json, has_servers, patience, server_options
 from rlx.run.room_options import gate_of, held_out_options, joining_of, sizes_of
 from rlx.train import checkpoint
@@ -60,6 +61,7 @@ class Parts:
       elapsed: seconds of the run, with those of the processes that it continues.
       tutor: the fleet in front of the teacher, where one scores rollouts.
       advice: which settings to lower when memory is short, in words.
+      begun: the position to go on from. last: kind of `frequency.KINDS` → where it happened last.
     """
 
     config: ConfigDict
@@ -79,6 +81,8 @@ class Parts:
     tutor: Fleet | None
     gate: Gate | None
     advice: Callable[[], str]
+    begun: Position
+    last: Mapping[str, Position]
 
 
 def build(
@@ -195,7 +199,12 @@ def build(
     note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
     evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
     questions = held_out_options(config, inputs)
-    held_out = HeldOut(questions, evaluated, step, timeline, elapsed, note_skip, progress.message)
+    positions = restored.host.get("positions", {}) if restored else {}
+    now, last = from_host(positions, Position(step=step, seconds=earlier))
+    held_out = HeldOut(
+        questions, evaluated, step, last["eval"].step, timeline, elapsed, note_skip,
+        progress.message,
+    )  # fmt: skip
     fleet: Fleet | NoFleet = NoFleet()
     limits = Timeouts.of(config.fleet, config.rollout.request_timeout_seconds)
     if servers:
@@ -233,7 +242,7 @@ def build(
     advice = partial(memory.advice, sizes_of(config, inputs.model_config), devices)
     parts = Parts(
         config, workdir, inputs, stop, elapsed, progress, timeline, update, export, writer,
-        hooks, held_out, executor, fleet, tutor, gate, advice,
+        hooks, held_out, executor, fleet, tutor, gate, advice, now, last,
     )  # fmt: skip
     return parts, state, step
 

@@ -29,6 +29,7 @@ _FREE = (
     "checkpoint.",
     "cluster.",
     "eval.",
+    "export.",
     "gate.",
     "observe.",
     "scheduler.",

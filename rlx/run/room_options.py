@@ -75,12 +75,11 @@ def joining_of(config: ConfigDict) -> Joining | None:
 
 
 def held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:
-    """Return what a run evaluates, and when."""
+    """Return what a run evaluates."""
     return HeldOutOptions(
         inputs.eval_rows,
         inputs.held_out,
         sampling=evaluation_sampling(config) if has_servers(config) else None,
-        every_steps=config.eval.every_steps,
         total_steps=config.total_steps,
         patience=patience(config),
         timeout=config.rollout.request_timeout_seconds,

@@ -34,11 +34,18 @@ def make(fake_fleet, fake_workflow):
         executor.start()
         said, skipped = [], []
         options = HeldOutOptions(
-            rows, [], Sampling(temperature=0.0, max_new_tokens=7), every_steps=10,
-            total_steps=100, patience=patience, timeout=30.0,
+            rows, [], Sampling(temperature=0.0, max_new_tokens=7), total_steps=100,
+            patience=patience, timeout=30.0,
         )  # fmt: skip
         held_out = HeldOut(
-            options, done, start, Timeline(), lambda: 0.0, skipped.append, said.append
+            options,
+            done,
+            start,
+            start - start % 10,
+            Timeline(),
+            lambda: 0.0,
+            skipped.append,
+            said.append,
         )
         return held_out, executor, said, skipped
 

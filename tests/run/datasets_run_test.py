@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -135,6 +136,24 @@ def test_training_goes_on_while_a_checkpoint_is_written(config, later, monkeypat
         run(c, tmp_path / "run")
     found = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")
     assert [checkpoint.read_host(path)["step"] for path in found] == [1, 2, 3]
+
+
+def test_a_run_evaluates_and_exports_by_epoch_also_after_a_resume(config, tmp_path):
+    """Six rows, four a batch: a pass is complete after steps 2, 3 and 5."""
+    c = config("sft", steps=4)
+    c.eval.every_steps, c.eval.every_epochs, c.export.every_epochs = 0, 1, 1
+    run(c, tmp_path)
+    c.total_steps = 5
+    run(c, tmp_path)
+    evaluated = [record["step"] for record in records(tmp_path / "eval.jsonl")]
+    assert evaluated == [0, 2, 3, 4, 5]  # 4 was the last
+    assert sorted(os.listdir(tmp_path / "exports")) == [
+        "epoch1epochstep0globalstep2",
+        "epoch2epochstep0globalstep3",
+        "epoch3epochstep0globalstep5",
+    ]
+    last = tmp_path / "exports" / "epoch3epochstep0globalstep5"
+    assert (last / hf.WEIGHTS).read_bytes() == weights(tmp_path)
 
 
 def test_sft_without_servers_stopped_and_resumed_is_the_run_that_was_not(config, tmp_path, capsys):

@@ -10,6 +10,7 @@ from rlx import config as config_lib
 from rlx.base import DiskFull, UserError
 from rlx.fleet.client import Fleet
 from rlx.mismatch.gate import Verdict
+from rlx.run.frequency import KINDS, Position
 from rlx.run.loop import _Loop
 
 DISAGREE = UserError("gate: engine and trainer disagree")
@@ -38,7 +39,10 @@ def loop():
     def make(gate=None):
         config = config_lib.default()
         config.total_steps, config.eval.num_questions = 3, 0
-        parts = MagicMock(config=config, gate=gate, stop=Event())
+        parts = MagicMock(
+            config=config, gate=gate, stop=Event(), begun=Position(),
+            last=dict.fromkeys(KINDS, Position()),
+        )  # fmt: skip
         parts.inputs.algorithm = SimpleNamespace(data="rollouts")
         parts.fleet = Fleet.__new__(Fleet)
         parts.held_out.due.return_value = False
