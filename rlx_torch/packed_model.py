@@ -4,16 +4,18 @@ A microbatch's rows [B, T] become one sequence without padding for the model, an
 each token goes back to the token's place. Shapes: N tokens that are not padding, D the width.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -123,8 +125,8 @@ def known(path: str | Path) -> Any:
     return config
 
 
-def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
-    """Give a model adapters of LoRA that add nothing yet, which then are all that is trained."""
+def adapt(model: Any, lora: LoraConfig) -> None:
+    """Give a model adapters of LoRA, of any numbers, which then are all that is trained."""
     try:
         import peft
     except ImportError as error:
@@ -132,9 +134,7 @@ def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
     names = [f"{name}_proj" for name in lora.targets]
     options = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": names}
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model.add_adapter(peft.LoraConfig(**options, inference_mode=False))
+        model.add_adapter(peft.LoraConfig(**options, inference_mode=False))
     except ValueError as error:
         raise UserError(
             f"{type(model).__name__} has none of {', '.join(names)} ({str(error)[:80]}); set "
@@ -142,40 +142,90 @@ def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
         ) from None
 
 
-@contextmanager
-def without_adapters(model: Any) -> Iterator[Any]:
-    """Let a model be its base while the block lasts."""
-    model.disable_adapters()
-    try:
-        yield model
-    finally:
-        model.enable_adapters()
+def adapters(model: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model's adapters by name."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
-def published(model: Any, adapters: bool = False) -> dict[str, Callable[[], Tensor]]:
-    """Return what gives each tensor of the model, adapters merged, or with `adapters` these alone.
+@dataclasses.dataclass
+class OtherAdapters:
+    """Adapters that a model may have in place of its own: its reference policy's.
+
+    Attributes:
+      tensors: by the names of the model's own.
+    """
+
+    model: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Any) -> "OtherAdapters":
+        """Return a copy of those that a model has now."""
+        return cls(model, {name: p.detach().clone() for name, p in adapters(model).items()})
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Return them in the order of the model's own."""
+        return self.tensors.values()
+
+    @contextmanager
+    def put(self) -> Iterator[Any]:
+        """Let the model have them while the block lasts; yield it. Not for gradients."""
+        own = OtherAdapters.of(self.model)
+        self._copy()
+        try:
+            yield self.model
+        finally:
+            own._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for name, p in adapters(self.model).items():
+            p.copy_(self.tensors[name])
+
+
+class Weight(NamedTuple):
+    """A tensor of a model, which may be cut, and what its adapter adds to the whole of it."""
+
+    tensor: Tensor
+    added: Callable[[], Tensor] | None = None
+
+    def copied(self, dtype: torch.dtype) -> Tensor:
+        """Return it whole, with what is added in its own dtype, as a copy in another."""
+        if self.added is None:
+            return whole(self.tensor.to(dtype, copy=True))
+        return (whole(self.tensor) + self.added()).to(dtype)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be cut, whole, on every process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def published(model: Any, alone: bool = False) -> dict[str, Weight]:
+    """Return the tensors of a model, adapters merged, or with `alone` those of adapters.
 
     Names are those of its parameters, or PEFT's; of a tied head there is one.
     """
-    found: dict[str, Callable[[], Tensor]] = {}
+    if alone:
+        own = adapters(model).items()
+        return {PREFIX + name.replace(".default", ""): Weight(p.detach()) for name, p in own}
+    found: dict[str, Weight] = {}
     tied, kept = model.config.tie_word_embeddings, model.state_dict().keys()
     buffers = {name: x for name, x in model.named_buffers() if name in kept}
     for name, tensor in {**dict(model.named_parameters()), **buffers}.items():
-        if ".lora_" in name or adapters:
-            if ".lora_" in name and adapters:
-                found[PREFIX + name.replace(".default", "")] = tensor.detach
-        elif ".base_layer." in name:
-            layer, last = name.split(".base_layer.")
-            found[f"{layer}.{last}"] = partial(_merged, model.get_submodule(layer), last)
-        elif name != "lm_head.weight" or not tied:
-            found[name] = tensor.detach
+        layer, base, last = name.rpartition(".base_layer.")
+        if base:
+            pair = partial(_added, model.get_submodule(layer)) if last == "weight" else None
+            found[f"{layer}.{last}"] = Weight(tensor.detach(), pair)
+        elif ".lora_" not in name and (name != "lm_head.weight" or not tied):
+            found[name] = Weight(tensor.detach())
     return found
 
 
 @torch.no_grad()
-def _merged(layer: Any, name: str) -> Tensor:
-    base = getattr(layer.base_layer, name).detach()
-    return base + layer.get_delta_weight("default") if name == "weight" else base
+def _added(layer: Any) -> Tensor:
+    down, up = (whole(pair["default"].weight) for pair in (layer.lora_A, layer.lora_B))
+    return (up @ down) * layer.scaling["default"]
 
 
 @torch.no_grad()

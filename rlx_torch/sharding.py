@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from rlx.base import UserError
+from rlx.model.lora_config import LoraConfig
 from rlx.model.mesh import ROWS, check_devices, mesh_axes, num_row_shards
 from rlx.model.tensors import LazyTensors, open_tensors
 from rlx.train.packing import Arrays
@@ -198,7 +199,18 @@ class Ranks:
 
     def _cut_heads(self, model: Any) -> None:
         styles = {name: _STYLES[style] for name, style in check_plan(model).items()}
-        chosen = {name: style() for name, style in styles.items() if style}
+        adapted = {
+            name.split(".lora_")[0].rpartition(".")[2] for name in packed_model.adapters(model)
+        }
+        chosen = {}
+        for name, style in ((name, style) for name, style in styles.items() if style):
+            if name.rpartition(".")[2] not in adapted:
+                chosen[name] = style()
+                continue
+            # Of an adapter's two matrices the one that has the axis which is cut is cut like it.
+            chosen[f"{name}.base_layer"] = style()
+            half = "lora_B" if style is ColwiseParallel else "lora_A"
+            chosen[f"{name}.{half}.default"] = style()
         # It warns that gathering what both axes cut takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         parallelize_module(model, self._mesh["tensor"], chosen)
@@ -207,16 +219,22 @@ class Ranks:
         """Return function(), called where FSDP has gathered what the model needs."""
         return function() if self._mesh is None else model(function)
 
-    def load(self, path: Path, compute_dtype: str, remat: bool, valued: bool) -> Any:
+    def load(
+        self, path: Path, compute_dtype: str, remat: bool, valued: bool,
+        lora: LoraConfig | None = None,
+    ) -> Any:  # fmt: skip
         """Return the model of an HF directory, cut; each process reads its own slices.
 
         Args:
           valued: with a value head, of zeros where the directory has none.
+          lora: with adapters, whose numbers are anything: see `begin_adapters`.
         """
         with torch.device("meta"):
             model = packed_model.empty(path, attention.kernel(self.device, compute_dtype))
             packed_model.ready(model, remat)
             model = Valued(model) if valued else model
+            if lora:
+                packed_model.adapt(model, lora)
         self.cut(model, compute_dtype)
         model.to_empty(device=self.device)
         decoder: Any = model.base_model
@@ -230,7 +248,8 @@ class Ranks:
         return model
 
     def _fill(self, model: Any, tensors: LazyTensors, path: Path) -> None:
-        wanted = {**dict(model.named_parameters()), **_kept_buffers(model)}
+        named = {**dict(model.named_parameters()), **_kept_buffers(model)}
+        wanted = {k.replace(".base_layer", ""): x for k, x in named.items() if ".lora_" not in k}
         source: Any = tensors
         if wanted.keys() - {"score.weight"} - tensors.keys():  # transformers has other names
             whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -291,16 +310,25 @@ class Ranks:
         return norm
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be cut, whole, on every process."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class _Whole(dict):
     """Whole tensors by name, read by slices."""
 
     def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         return self[name][index].numpy()
+
+
+@torch.no_grad()
+def begin_adapters(model: Any, seed: int) -> None:
+    """Give a model's adapters their first numbers: A uniform in ±1/√in, B zero, as PEFT does.
+
+    They are the same however many processes have them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in packed_model.adapters(model).items():
+        bound = parameter.shape[1] ** -0.5 if ".lora_A." in name else 0.0
+        numbers = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+        local, index = _own(parameter)
+        local.copy_(numbers[index])
 
 
 def _own(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -26,17 +26,18 @@ from rlx.algorithms import critic, kl
 from rlx.base import UserError
 from rlx.model import lora_config
 from rlx.model import params as parameters
+from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
 from rlx.train.batch_update import BatchUpdate, require_same
 from rlx.train.optimizer_options import OPTIMIZERS, OptimizerOptions, rate_at
 from rlx.train.train_options import TrainOptions
-from rlx_torch import packed_model
+from rlx_torch import packed_model, sharding
 from rlx_torch.jax_checkpoint import JaxCheckpoint
 from rlx_torch.optimizers import make_optimizer, step_offloaded
-from rlx_torch.packed_model import Valued
-from rlx_torch.sharding import Ranks, whole
+from rlx_torch.packed_model import OtherAdapters, Valued
+from rlx_torch.sharding import Ranks
 from rlx_torch.torch_checkpoint import Planner, Reader, fill
 
 
@@ -80,16 +81,11 @@ class TorchState:
                     "moments": moments,
                     "updates": learned.updates,
                 }
-        if self.reference is not None:
+        if isinstance(self.reference, OtherAdapters):
+            out["reference"] = self.reference.tensors
+        elif self.reference is not None:
             out["reference"] = dict(self.reference.named_parameters())
         return out
-
-
-@dataclasses.dataclass
-class WithoutAdapters:
-    """The base of a model that has adapters, as the reference policy."""
-
-    model: Any
 
 
 class TorchUpdate(BatchUpdate):
@@ -118,11 +114,6 @@ class TorchUpdate(BatchUpdate):
                 "unset it"
             )
         self._follows = self._algorithm.needs_reference and options.reference_mode != "frozen"
-        if options.lora and (self._follows or self._ranks.count > 1):
-            raise UserError(
-                "lora.rank with trainer=torch is for one process and reference.mode=frozen; set "
-                "these, or trainer=jax"
-            )
         if self._algorithm.needs_reference and not self._follows and not options.lora:
             self._reference = self._load()
         self.state_bytes = self._count_bytes()
@@ -137,20 +128,30 @@ class TorchUpdate(BatchUpdate):
         moments = OPTIMIZERS[self._options.optimizer.name]
         return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + self._follows)
 
-    def _load(self, valued: bool = False) -> Any:
+    def _load(self, valued: bool = False, lora: LoraConfig | None = None) -> Any:
         o = self._options
         given = self._directory, o.compute_dtype, o.remat != "none"
         if self._ranks.count > 1:
-            return self._ranks.load(*given, valued)
-        model = packed_model.load(self._directory, self._device, *given[1:])
-        return Valued(model) if valued else model
+            model = self._ranks.load(*given, valued, lora)
+        else:
+            model = packed_model.load(self._directory, self._device, *given[1:])
+            model = Valued(model) if valued else model
+            if lora:
+                packed_model.adapt(model, lora)
+        if lora:
+            sharding.begin_adapters(model, o.seed)
+        return model
 
     # The state as a whole.
 
     def init(self) -> TorchState:
         """Return the state before the first update, with the weights that the run begins with."""
-        o, model = self._options, self._load(self._algorithm.kind.scores)
-        reference = self._load() if self._follows else None
+        o = self._options
+        model = self._load(self._algorithm.kind.scores, o.lora)
+        reference = self._load() if self._follows and not o.lora else None
+        if o.lora and self._algorithm.needs_reference:
+            first = OtherAdapters.of(model)  # which add nothing
+            self._reference, reference = first, OtherAdapters.of(model) if self._follows else None
         judge = None
         if self._algorithm.critic:
             own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
@@ -162,9 +163,6 @@ class TorchUpdate(BatchUpdate):
                 model.score.weight.copy_(torch.from_numpy(head))
         if self.model.foreign and self._ranks.count == 1:
             packed_model.require_packed(model)
-        if o.lora:
-            packed_model.adapt(model, o.lora, o.seed)
-            self._reference = WithoutAdapters(model)
         if o.compile:
             for layer in packed_model.layers(model):
                 layer.compile(dynamic=True)
@@ -202,24 +200,24 @@ class TorchUpdate(BatchUpdate):
             rows = lora_config.table(self.model, lora) if adapters and lora else own
             tensors = {name: tensors[name] for row in rows for name in row.names}
         dtype = "float32" if adapters else self._options.publish_dtype
+        kind = getattr(torch, dtype)
 
         def named(part: dict[str, Tensor]) -> dict[str, Tensor]:
             return packed_model.reverted(model, part) if foreign else part
 
-        def copied(name: str) -> Tensor:
-            return whole(tensors[name]().to(getattr(torch, dtype), copy=True))
-
         def buckets() -> Iterator[dict[str, np.ndarray]]:
             bucket: dict[str, np.ndarray] = {}
             for _, names in groupby(tensors, _layer if foreign else None):
-                for name, tensor in named({name: copied(name) for name in names}).items():
+                for name, tensor in named(
+                    {name: tensors[name].copied(kind) for name in names}
+                ).items():
                     if sum(x.nbytes for x in bucket.values()) + tensor.nbytes > BUCKET and bucket:
                         yield bucket
                         bucket = {}
                     bucket[name] = _host(tensor)
             yield bucket
 
-        empty = {k: torch.empty(tensor().shape, device="meta") for k, tensor in tensors.items()}
+        empty = {k: torch.empty(x.tensor.shape, device="meta") for k, x in tensors.items()}
         zero = np.zeros((), dtype)
         return Buckets({k: np.broadcast_to(zero, x.shape) for k, x in named(empty).items()},
                        buckets())  # fmt: skip
@@ -250,9 +248,9 @@ class TorchUpdate(BatchUpdate):
 
     @torch.no_grad()
     def _logprobs_of(self, policy: Any, batch: Any) -> Tensor:
-        if isinstance(policy, WithoutAdapters):
-            with packed_model.without_adapters(policy.model) as base:
-                return self._logprobs(base, batch)[0]
+        if isinstance(policy, OtherAdapters):
+            with policy.put() as model:
+                return self._logprobs(model, batch)[0]
         return self._logprobs(policy, batch)[0]
 
     @torch.no_grad()
@@ -370,9 +368,8 @@ class TorchUpdate(BatchUpdate):
             keep = o.reference_decay
             if o.reference_mode == "copy":
                 keep = float(state.step % o.reference_every != 0)
-            for old, new in zip(
-                state.reference.parameters(), state.policy.model.parameters(), strict=True
-            ):
+            own = (p for p in state.policy.model.parameters() if p.requires_grad)
+            for old, new in zip(state.reference.parameters(), own, strict=True):
                 old.mul_(keep).add_(new, alpha=1.0 - keep)
         return state
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -49,8 +50,14 @@ CASES = {  # preset → its model, and what differs
     }),
     "grpo": ("tied", {**SGD, "algorithm.entropy_coefficient": 0.05}),
     "sft": ("untied", {**SGD, "optimizer.clip_norm": 0.05}),
+    "rloo": ("untied", {
+        "lora.rank": 4, "algorithm.kl_placement": "loss", "algorithm.kl_coefficient": 0.1,
+        "reference.mode": "copy", "reference.every_steps": 2, "optimizer.learning_rate": 1e-2,
+        "optimizer.eps": 1e-3,
+    }),
 }  # fmt: skip
 PACKED = {"n_microbatches", "pad_ratio", "row_length"}  # which differ with the processes
+SAVED = ("ppo", "rloo")
 UPDATES = 2
 
 
@@ -81,6 +88,8 @@ def scored(update):
     found = {f"metric {k}": v for k, v in metrics.items() if isinstance(v, (int, float))}
     found |= {f"held out {k}": v for k, v in update.evaluate(state, groups(7)).items()}
     found["logprobs"] = np.concatenate(update.logprobs(state, groups(8)[:1]))  # fewer than rows
+    if any(".lora_" in name for name in state.tree()["policy"]["model"]):
+        found |= update.weights(state, adapters=True).arrays()
     return {**found, **update.weights(state).arrays()}, state
 
 
@@ -120,12 +129,13 @@ def free_port():
 
 
 def copied(root, mesh, source, target):
-    """Restore a checkpoint, save it again, and train on while it is written."""
-    update = trainer(root, "ppo", mesh)
-    state = update.restore(root / source)
-    writing = update.save(root / target, state)
-    update.update(state, groups(9))
-    writing.result(300)
+    """Restore checkpoints, save them again, and train on while they are written."""
+    for case in SAVED:
+        update = trainer(root, case, mesh)
+        state = update.restore(root / case / source)
+        writing = update.save(root / case / target, state)
+        update.update(state, groups(9))
+        writing.result(300)
 
 
 def leaves(tree, name=""):
@@ -136,11 +146,12 @@ def leaves(tree, name=""):
 
 def unchanged(root, source, targets):
     """What went from mesh to mesh is, bit for bit, what one process has saved."""
-    update = trainer(root, "ppo")
-    want = leaves(update.restore(root / source).tree())
-    assert any("exp_avg_sq" in name for name in want), "no moments"
-    for target in targets:
-        got = leaves(update.restore(root / target).tree())
+    for case, target in product(SAVED, targets):
+        update = trainer(root, case)
+        want = leaves(update.restore(root / case / source).tree())
+        assert any("exp_avg_sq" in name for name in want), "no moments"
+        assert any(name.startswith(".reference.") for name in want), "no reference"
+        got = leaves(update.restore(root / case / target).tree())
         assert got.keys() == want.keys()
         for name, leaf in want.items():
             assert torch.equal(torch.as_tensor(got[name]), torch.as_tensor(leaf)), (target, name)
@@ -193,8 +204,8 @@ def act(me, root, ports, together):
     if case:
         found, state = scored(update := trainer(root, case))
         np.savez(root / f"{case}.npz", **found)
-        if case == "ppo":
-            update.save(root / "one", state).result()
+        if case in SAVED:
+            update.save(root / case / "one", state).result()
     pair, place = divmod(me, 2)
     if not place:
         ports[pair] = free_port()
