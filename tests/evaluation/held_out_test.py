@@ -120,6 +120,7 @@ def test_an_evaluation_during_training_has_its_own_counters(make, fake_fleet):
 
 def test_evaluations_go_on_while_no_prompt_is_admitted_and_after(make):
     held_out, executor, *_ = make()
+    held_out.add(10)
     for step in (0, 10):
         held_out.begin(step, executor)
         (record,) = held_out.take(SECONDS)
