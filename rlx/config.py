@@ -228,7 +228,7 @@ def default() -> ConfigDict:
 
     c.sandbox = ConfigDict()  # of tools, and of rewards and agents that run what a model wrote
     c.sandbox.kind = "local"  # or FILE.py:Class, module:Class: one of your own, or a remote one
-    c.sandbox.require = "none"  # least that confines a program: none | seccomp | landlock |
+    c.sandbox.require = "landlock"  # least that confines a program: none | seccomp | landlock |
     # bubblewrap | namespaces; docs/security.md says what each holds
     c.sandbox.workers = 0  # programs at once, of each process that has a sandbox; 0: its cores
 

@@ -1,30 +1,204 @@
-"""Layers that confine a program, from limits alone to namespaces of its own."""
+"""Layers that confine a program, by level; docs/security.md says what each level holds.
 
+    none         limits, an environment and a directory of its own
+    seccomp      + system calls; landlock: + files; bubblewrap: + bwrap's namespaces for all of them
+    namespaces   a root, read-only, and an empty network; for each program users, processes and
+                 mounts of its own; and seccomp
+
+The standard library alone: every zygote imports this.
+"""
+
+import ctypes
+import math
+import os
 import resource
-from collections.abc import Mapping
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-LEVELS = (
-    "none",
-    "seccomp",
-    "landlock",
-    "bubblewrap",
-    "namespaces",
-)  # each holds more than the last
-_MB = 1 << 20
+from rlx.sandbox import system_calls
+
+LEVELS = ("none", "seccomp", "landlock", "bubblewrap", "namespaces")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_SYSTEM = (
+    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache",
+    "/etc/localtime", "/etc/alternatives",
+)  # fmt: skip
+_MB, _INODES, _NOBODY = 1 << 20, 4096, 65534
+_END_WITH_PARENT, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38  # of prctl
+_NEW_USER, _NEW_PID, _NEW_MOUNTS, _NEW_OTHERS = 1 << 28, 1 << 29, 1 << 17, 0x4C000000  # of unshare
+_NO_SUID, _NO_DEVICES, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18  # of mount
+_MOUNT_SETATTR, _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 442, 444, 445, 446  # system calls
+# Landlock's rights: to execute, read and list; to write and read; those to what is no directory;
+# to make devices.
+_READ, _WRITE, _OF_FILES, _MAKE_DEVICES = 0b1101, 0b0110, 0b0111 | 0b11 << 14, 1 << 6 | 1 << 11
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def set_limits(limits: Mapping[str, Any], used: int) -> None:
-    """Set this process's limits; `used` is the address space that it has, bytes."""
-    memory, file = used + limits["memory_mb"] * _MB, limits["file_mb"] * _MB
-    for name, value in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CPU, max(1, -int(-limits["cpu_seconds"] // 1))),
-        (resource.RLIMIT_FSIZE, file),
-        (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-    ):
-        hard = resource.getrlimit(name)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(name, (value, value))
+def readable() -> list[str]:
+    """Return the files and directories that a program may read."""
+    places = {*_SYSTEM, sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)} - {"/"}
+    return sorted(filter(os.path.exists, places))
+
+
+class Layers:
+    """What the zygote enters as it is made, each keeper, and each program; of a level of LEVELS.
+
+    Any may raise OSError, with a reason in words: the level is not to be had here.
+    """
+
+    def __init__(self, level: str):
+        self._level, self._landlock = level, 0
+        self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+        if level in ("landlock", "bubblewrap"):
+            version = _libc.syscall(_CREATE_RULESET, None, 0, 1)
+            self._landlock = _checked("the kernel has no Landlock", version)
+        if level == "namespaces":
+            self._enter_namespaces()
+
+    def enter(self, limits: Mapping[str, Any]) -> str:
+        """Enter what a keeper shares with its program; return the program's directory."""
+        _libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+        with open(os.open("self/statm", os.O_RDONLY, dir_fd=self._proc)) as file:
+            self._used = int(file.read().split()[0]) * resource.getpagesize()  # address space
+        if self._level != "namespaces":
+            return tempfile.mkdtemp(prefix="rlx-sandbox-")
+        users, groups = [os.geteuid()], [os.getegid()]
+        _checked("unshare", _libc.unshare(_NEW_USER | _NEW_PID | _NEW_MOUNTS))
+        self._map("self", users, groups)
+        size = f"size={limits['file_mb']}m,nr_inodes={_INODES},mode=700"
+        _mount("tmpfs", "/tmp", "tmpfs", _NO_SUID | _NO_DEVICES, size)
+        return "/tmp"
+
+    def leave(self, directory: str) -> None:
+        """Remove the program's directory, whatever it has done to it."""
+        if self._level == "namespaces":  # it went with the last process
+            return
+        try:
+            shutil.rmtree(directory)
+        except (OSError, RecursionError):  # without rights, or of a thousand levels
+            for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", directory], check=False)
+
+    def confine(self, limits: Mapping[str, Any], directory: str) -> None:
+        """Confine this process, the program, for good."""
+        alone = self._level == "namespaces"
+        values = {
+            resource.RLIMIT_AS: self._used + limits["memory_mb"] * _MB, resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: max(1, math.ceil(limits["cpu_seconds"])),
+            resource.RLIMIT_FSIZE: limits["file_mb"] * _MB, resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_NOFILE: limits["open_files"],
+        }  # fmt: skip
+        if alone:  # elsewhere all that the user runs would count; the keeper does
+            values[resource.RLIMIT_NPROC] = limits["processes"] + 1
+        for name, value in values.items():
+            hard = resource.getrlimit(name)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(name, (value, value))
+        _libc.prctl(_END_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        # No capability, of root or over its namespaces; by version 3 of the call.
+        _checked("capset", _libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+        if self._landlock:
+            _restrict_files(self._landlock, directory)
+        if self._level != "none":
+            system_calls.restrict(alone=alone)
+
+    def _map(self, process: str, users: Iterable[int], groups: Iterable[int]) -> None:
+        """Map users and groups of a process's new namespace to themselves."""
+        lines = ["".join(f"{n} {n} 1\n" for n in numbers) for numbers in (users, groups)]
+        for name, text in zip(("setgroups", "uid_map", "gid_map"), ("deny", *lines), strict=True):
+            with open(os.open(f"{process}/{name}", os.O_WRONLY, dir_fd=self._proc), "w") as file:
+                file.write(text)
+
+    def _enter_namespaces(self) -> None:
+        """Move this process to namespaces and a root of its own; root becomes nobody there."""
+        users, groups = {os.geteuid()}, {os.getegid()}
+        if root := 0 in users:  # whose processes no limit counts
+            os.setgroups([])
+            users, groups = {0, _NOBODY}, groups | {_NOBODY}
+        ready, go = os.pipe()
+        process, status = os.getpid(), 1
+        if (child := os.fork()) == 0:  # who maps two users stands outside
+            try:
+                os.close(go)
+                os.read(ready, 1)
+                self._map(str(process), users, groups)
+                status = 0
+            finally:
+                os._exit(status)
+        result = _libc.unshare(_NEW_USER | _NEW_MOUNTS | _NEW_OTHERS)
+        os.close(go)
+        _checked("unshare", result)
+        if os.waitpid(child, 0)[1]:
+            raise OSError(0, "users cannot be mapped")
+        _make_root()
+        if root:
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+            _libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # or the maps of keepers are root's to write
+
+
+def _checked(what: str, result: int) -> int:
+    """Return a system call's result; OSError where it failed."""
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    words = [word.encode() for word in (source, target, kind)]
+    ended = _libc.mount(*words, ctypes.c_ulong(flags), options.encode())
+    _checked(f"mount {target}", ended)
+
+
+def _make_root() -> None:
+    """Leave the machine's files for a root of what may be read, four devices, and /tmp."""
+    _mount("none", "/", "", _RECURSIVE | _PRIVATE)
+    root = "/tmp"
+    opened = {place: os.open(place, os.O_PATH) for place in (*readable(), *_DEVICES)}
+    _mount("tmpfs", root, "tmpfs", _NO_SUID | _NO_DEVICES, "mode=755")  # hides what was opened
+    for place, descriptor in opened.items():
+        directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        os.makedirs(root + (place if directory else os.path.dirname(place)), exist_ok=True)
+        if not directory:
+            os.close(os.open(root + place, os.O_CREAT, 0o644))
+        if place not in _DEVICES:
+            _mount(f"/proc/self/fd/{descriptor}", root + place, "", _BIND | _RECURSIVE)
+    os.symlink("/tmp", f"{root}/dev/shm")  # of semaphores
+    os.makedirs(f"{root}/tmp", exist_ok=True)
+    # Read-only, no setuid, no devices; from here (AT_FDCWD) root and all below (AT_RECURSIVE).
+    changes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)
+    result = _libc.syscall(_MOUNT_SETATTR, -100, root.encode(), 0x8000, changes, len(changes))
+    _checked("mount_setattr", result)
+    for place in _DEVICES:
+        _mount(f"/proc/self/fd/{opened[place]}", root + place, "", _BIND)
+    for descriptor in opened.values():
+        os.close(descriptor)
+    os.chdir(root)
+    _checked("pivot_root", _libc.pivot_root(b".", b"."))
+    _checked("umount", _libc.umount2(b".", 2))  # MNT_DETACH
+    os.chdir("/")
+
+
+def _restrict_files(version: int, directory: str) -> None:
+    """Leave this process what is readable, and `directory` to write, by Landlock."""
+    rights = (1 << 13) - 1 | (version > 1) << 13 | (version > 2) << 14 | (version > 4) << 15
+    # TCP from version 4 on, signals and abstract sockets from version 6 on: none of them.
+    attributes = struct.pack("QQQ", rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = _libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0)
+    _checked("landlock_create_ruleset", ruleset)
+    allowed = dict.fromkeys(readable(), _READ) | dict.fromkeys(_DEVICES, _WRITE)
+    for place, wanted in (allowed | {directory: rights & ~_MAKE_DEVICES}).items():
+        parent = os.open(place, os.O_PATH)
+        wanted &= rights if stat.S_ISDIR(os.fstat(parent).st_mode) else rights & _OF_FILES
+        rule = struct.pack("=Qi", wanted, parent)
+        _checked("landlock_add_rule", _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0))
+    _checked("landlock_restrict_self", _libc.syscall(_RESTRICT_SELF, ruleset, 0))

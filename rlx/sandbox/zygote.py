@@ -6,17 +6,13 @@ limits or when the caller is gone, and answers. It imports the standard library 
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import os
-import resource
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,128 +22,109 @@ import types
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from rlx.sandbox import layers
+from rlx.sandbox.layers import Layers
 
-_SUBREAPER = 36  # of prctl
-_FILES = 1024  # descriptors of the zygote
-_ERRORS = 4096  # bytes of standard error that are kept
+_FILES, _ERRORS = 1024, 4096  # descriptors, more than there are; bytes of standard error kept
 _CPU_SLACK = 0.2  # seconds: the kernel counts its own way
 
 
-def main(number: str, options: str) -> None:
+def main(number: str, level: str, preload: str) -> None:
     """Serve calls until the other end of socket `number` closes."""
-    asked = json.loads(options)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
-    for name in asked["preload"]:
+    sys.path.remove(os.environ.pop("PYTHONPATH"))  # a clone's directory is nothing to programs
+    layers: Layers | OSError
+    try:
+        layers = Layers(level)
+    except OSError as error:
+        layers = error
+    for name in filter(None, preload.split(",")):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    gc.collect()
+    gc.freeze()
     with socket.socket(fileno=int(number)) as control:
-        control.send(json.dumps({"level": "none", "notes": {}}).encode())
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
-        gc.collect()
-        gc.freeze()
-        while True:
-            _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
-            if not descriptors:
-                return
-            if os.fork() == 0:
-                _forked(control, socket.socket(fileno=descriptors[0]))
-            os.close(descriptors[0])
+        while descriptors := socket.recv_fds(control, 16, 1)[1]:
+            with socket.socket(fileno=descriptors[0]) as call:
+                if os.fork() == 0:
+                    control.close()
+                    _keep(call, layers)
 
 
-def _forked(control: socket.socket, call: socket.socket) -> NoReturn:
+def _keep(call: socket.socket, layers: Layers | OSError) -> NoReturn:
+    """Answer one call, and exit."""
+    answer: dict[str, Any] = {"status": "lost", "text": "", "error": "", "seconds": 0.0}
     try:
-        control.close()
-        if request := _request(call):
-            call.sendall(json.dumps(Keeper(call, **json.loads(request)).answer()).encode())
-    except OSError as error:  # the caller is gone, or the machine has no more to give
-        print(f"sandbox: {error}", file=sys.stderr, flush=True)
+        with call.makefile("rb") as stream:
+            request = json.load(stream)
+        if isinstance(layers, OSError):
+            raise layers
+        answer = _Keeper(call, layers, **request).answer()
+    except OSError as error:  # the machine has no more to give
+        answer["error"] = str(error.strerror)
     finally:
+        with contextlib.suppress(OSError):
+            call.sendall(json.dumps(answer).encode())
         os._exit(0)
 
 
-def _request(call: socket.socket) -> bytes:
-    """Return what the caller asks; empty where it is gone."""
-    with call.makefile("rb") as stream:
-        length = int.from_bytes(stream.read(8))
-        request = stream.read(length)
-        return request if len(request) == length else b""
-
-
-class Output:
+class _Output:
     """The first and the last bytes of a stream, at most `most`."""
 
     def __init__(self, most: int):
-        self._half, self._head, self._tail, self.total = most // 2, b"", b"", 0
+        self._half, self._most, self._kept, self.total = most // 2, most, bytearray(), 0
 
     def add(self, data: bytes) -> None:
-        """Take what was read."""
+        self._kept += data
         self.total += len(data)
-        room = self._half - len(self._head)
-        self._head += data[:room]
-        self._tail = (self._tail + data[room:])[-self._half :] if self._half else b""
+        del self._kept[self._half : self._half + max(0, len(self._kept) - self._most)]
 
     def text(self) -> str:
-        """Return what is kept; between the halves, how much is not."""
-        cut = self.total - len(self._head) - len(self._tail)
+        cut = self.total - len(self._kept)
         mark = f"\n[{cut} bytes cut]\n".encode() if cut else b""
-        return (self._head + mark + self._tail).decode(errors="replace")
+        return (self._kept[: self._half] + mark + self._kept[self._half :]).decode(errors="replace")
 
 
-class Keeper:
+class _Keeper:
     """One call: its program, and what ends it."""
 
-    def __init__(self, call: socket.socket, code: str, limits: Mapping[str, Any]):
-        self._call, self._code, self._limits = call, code, limits
-        self._out, self._errors = Output(limits["output_bytes"]), Output(_ERRORS)
+    def __init__(self, call: socket.socket, layers: Layers, code: str, limits: Mapping[str, Any]):
+        self._call, self._layers, self._code, self._limits = call, layers, code, limits
+        self._out, self._errors = _Output(limits["output_bytes"]), _Output(_ERRORS)
 
     def answer(self) -> dict[str, Any]:
         """Run the program to its end; return the fields of its Outcome."""
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-        wake, woken = os.pipe()
-        os.set_blocking(woken, False)
-        signal.set_wakeup_fd(woken)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
-        directory = tempfile.mkdtemp(prefix="rlx-sandbox-")
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        out, errors = os.pipe(), os.pipe()
+        directory = self._layers.enter(self._limits)
         try:
             begun = time.monotonic()
-            self._child = os.fork()
-            if self._child == 0:
-                _program(self._code, self._limits, directory, out_end, errors_end)
-            os.close(out_end)
-            os.close(errors_end)
-            streams = {out: self._out, errors: self._errors}
-            ended = self._watch(wake, streams, begun + self._limits["wall_seconds"])
-            status, cpu = self._end_all()
+            if (child := os.fork()) == 0:
+                self._program(directory, out[1], errors[1])
+            os.close(out[1])
+            os.close(errors[1])
+            streams = {out[0]: self._out, errors[0]: self._errors}
+            ended = self._watch(child, streams, begun + self._limits["wall_seconds"])
+            code, cpu = _end_all(child)
             seconds = time.monotonic() - begun
             for descriptor, stream in streams.items():
                 while data := os.read(descriptor, 1 << 16):
                     stream.add(data)
         finally:
-            _remove(directory)
-        words = self._errors.text().strip().rpartition("\n")[2]
-        return self._judged(ended, status, cpu, words) | {
-            "text": self._out.text(), "seconds": seconds,
-        }  # fmt: skip
+            self._layers.leave(directory)
+        status, error = self._judged(ended, code, cpu)
+        return {"status": status, "text": self._out.text(), "error": error, "seconds": seconds}
 
-    def _watch(self, wake: int, streams: dict[int, Output], until: float) -> str:
+    def _watch(self, child: int, streams: dict[int, _Output], until: float) -> str:
         """Read what the program prints; return what must end it, or "" when it has ended."""
-        poll = select.poll()
-        for descriptor in (wake, *streams):
+        poll, end = select.poll(), os.pidfd_open(child)
+        for descriptor in (end, *streams):
             poll.register(descriptor, select.POLLIN)
-        poll.register(self._call, select.POLLRDHUP)
+        poll.register(self._call, 0)  # hung up by one that is gone
         while (left := until - time.monotonic()) > 0:
             for descriptor, _ in poll.poll(left * 1000):
-                if descriptor == self._call.fileno():
-                    return "gone"
-                data = os.read(descriptor, 1 << 16)
-                if descriptor == wake:
-                    if os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                        return ""
-                elif data:
+                if descriptor not in streams:
+                    return "" if descriptor == end else "gone"
+                if data := os.read(descriptor, 1 << 16):
                     streams[descriptor].add(data)
                 else:
                     poll.unregister(descriptor)
@@ -155,97 +132,63 @@ class Keeper:
                 return "output"
         return "timeout"
 
-    def _end_all(self) -> tuple[int, float]:
-        """Kill the program and all it started; return its wait status and CPU seconds."""
-        os.kill(self._child, signal.SIGKILL)  # which it has not been waited for: the id is its own
-        _, status, usage = os.wait4(self._child, 0)
-        with contextlib.suppress(ChildProcessError):
-            while True:  # what it left is ours, and so are their children once they die
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-                with open(f"/proc/self/task/{os.getpid()}/children") as children:
-                    for pid in children.read().split():
-                        os.kill(int(pid), signal.SIGKILL)
-        return status, usage.ru_utime + usage.ru_stime
-
-    def _judged(self, ended: str, status: int, cpu: float, words: str) -> dict[str, str]:
+    def _judged(self, ended: str, code: int, cpu: float) -> tuple[str, str]:
         """Return status and error of the Outcome."""
-        limits, code = self._limits, os.waitstatus_to_exitcode(status)
-        if ended == "timeout":
-            return {"status": "timeout", "error": f"ended after {limits['wall_seconds']:g} s"}
-        if ended == "output":
-            return {"status": "output", "error": f"ended: it printed {limits['output_mb']} MiB"}
-        if ended or code == 0:
-            return {"status": "ok", "error": ""}
+        limits, words = self._limits, self._errors.text().strip().rpartition("\n")[2]
+        if ended:
+            most = {"timeout": f"{limits['wall_seconds']:g} s", "output": "it printed too much"}
+            return ended, f"ended: {most.get(ended, 'the caller is gone')}"
         if code == -signal.SIGKILL and cpu > limits["cpu_seconds"] - _CPU_SLACK:
-            return {"status": "cpu", "error": f"ended after {limits['cpu_seconds']:g} s of CPU"}
-        if words.startswith("MemoryError"):
-            return {"status": "memory", "error": words}
+            return "cpu", f"ended: {limits['cpu_seconds']:g} s of CPU"
         if code < 0:
-            return {"status": "error", "error": f"ended by {signal.Signals(-code).name}"}
-        return {"status": "error", "error": words or f"exit status {code}"}
+            return "error", f"ended by {signal.Signals(-code).name}"
+        kind = "memory" if words.startswith("MemoryError") else "error"
+        return (kind, words or f"exit status {code}") if code else ("ok", "")
+
+    def _program(self, directory: str, out: int, errors: int) -> NoReturn:
+        """Confine this process, run the code in it as Python runs a program, and exit."""
+        status, module = 1, types.ModuleType("__main__")
+        try:
+            os.setsid()
+            for number, end in enumerate((os.open(os.devnull, os.O_RDONLY), out, errors)):
+                os.dup2(end, number)
+            os.environ.update(HOME=directory, TMPDIR=directory)
+            tempfile.tempdir = None
+            os.chdir(directory)
+            self._layers.confine(self._limits, directory)
+            os.closerange(3, _FILES)
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            if "numpy.random" in sys.modules:  # which does not know of forks, as `random` does
+                sys.modules["numpy.random"].seed()
+            sys.modules["__main__"], sys.argv = module, [""]
+            exec(compile(self._code, "<code>", "exec"), module.__dict__)
+            status = 0
+        except SystemExit as error:
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+            status = error.code & 0xFF if isinstance(error.code, int) else error.code is not None
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                threading._shutdown()  # type: ignore[attr-defined]  # of all that are no daemons
+                sys.stdout.flush()
+            os._exit(status)
 
 
-def _program(
-    code: str, limits: Mapping[str, Any], directory: str, out: int, errors: int
-) -> NoReturn:
-    """Confine this process, then run the code in it."""
-    status = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(out, 1)
-        os.dup2(errors, 2)
-        os.environ.update(HOME=directory, TMPDIR=directory)
-        tempfile.tempdir = None
-        os.chdir(directory)
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        os.closerange(3, _FILES)
-        layers.set_limits(limits, used)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        status = _run(code)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-        with contextlib.suppress(BaseException):
-            sys.stderr.flush()
-        os._exit(status)
+def _end_all(child: int) -> tuple[int, float]:
+    """Kill the program and all it started; return its exit code and CPU seconds."""
+    os.kill(child, signal.SIGKILL)  # not waited for yet: the id is its own
+    _, status, usage = os.wait4(child, 0)
+    with contextlib.suppress(ChildProcessError):
+        while True:  # what it left is ours, and so are their children once they die
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            with open(f"/proc/self/task/{os.getpid()}/children") as children:
+                for pid in children.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
 
 
-def _run(code: str) -> int:
-    """Run `code` as Python runs a program; return its exit status."""
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"], sys.argv = module, [""]
-    if "numpy.random" in sys.modules:  # which does not know of forks, as `random` does
-        sys.modules["numpy.random"].seed()
-    status = 0
-    try:
-        exec(compile(code, "<code>", "exec"), module.__dict__)
-    except SystemExit as error:
-        if error.code is not None and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
-        status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException as error:
-        traceback.print_exception(
-            error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        )
-        status = 1
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    return status
-
-
-def _remove(directory: str) -> None:
-    """Remove a directory whatever its owner has done to it."""
-    try:
-        os.chmod(directory, 0o700)
-        shutil.rmtree(directory)
-    except (OSError, RecursionError):  # of modes without rights, or of a thousand levels
-        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-            subprocess.run([*command, "--", directory], check=False)
+if __name__ == "__main__":
+    main(*sys.argv[1:])
