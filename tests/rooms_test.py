@@ -20,6 +20,7 @@ PACKAGE = Path(rlx.__file__).parent
 README = PACKAGE.parent / "README.md"
 COMMANDS = (
     "main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow", "gateway",
+    "cluster",
 )  # fmt: skip
 ORDER = (
     "", "base", "algorithms", "config", "cli", "model", "train", "observe", "fleet", "engines",

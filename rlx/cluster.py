@@ -1,0 +1,60 @@
+"""`python -m rlx.cluster up --hosts=a,b,c --model=DIR`: servers on machines with ssh alone.
+
+`status` shows what runs, `down` ends it. What follows -- are flags of rlx.serve.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlx.base import UserError
+from rlx.cli import command
+from rlx.launch import remote_servers
+from rlx.launch.machines import Machines, table
+
+RAY_PORT = 6379  # of its head
+
+
+def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int:
+    """Check, start, show or end; return the exit status."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    p = argparse.ArgumentParser("rlx.cluster", description=__doc__, allow_abbrev=False)
+    p.add_argument("action", choices=("up", "status", "down"))
+    p.add_argument("--hosts", default="", help="a,b,c, by names that ssh knows; default: Slurm's")
+    p.add_argument("--shared", default="cluster", help="a directory that all hosts see")
+    p.add_argument("--model", default="", help="HF directory that all hosts see")
+    p.add_argument("--servers", type=int, default=0, help="on each host; 0: one a GPU, or one")
+    p.add_argument("--port", type=int, default=0, help="of a host's first server; 0: any")
+    p.add_argument("--ray", action="store_true", help="start Ray in place of servers")
+    p.add_argument("--ssh", default="ssh", help='with its options, as "ssh -F FILE"')
+    p.add_argument("--python", default=sys.executable, help="of the hosts")
+    a = p.parse_args(argv[:cut])
+    shared = Path(a.shared).absolute()
+    if a.action == "down":
+        return remote_servers.down(shared)
+    if a.action == "status":
+        shown, well = remote_servers.status(shared)
+        command.say(shown)
+        return int(not well)
+    if not a.model and not a.ray:
+        raise UserError("--model is missing; give the HF directory to serve, or --ray")
+    machines = Machines.of(a.hosts, a.ssh, a.python, os.environ)
+    port = a.port or RAY_PORT * a.ray
+    checks, found = machines.check(shared, range(port, port + max(1, a.servers)) if port else ())
+    command.say(table(checks))
+    if not all(check.ok for check in checks):
+        return 1
+    served = (*serve, f"--model={a.model}", *argv[cut + 1 :])
+    wanted = (
+        remote_servers.ray_nodes(machines, shared, port) if a.ray
+        else remote_servers.servers(machines, shared, found, a.servers, port, served)
+    )  # fmt: skip
+    remote_servers.up(machines, shared, wanted)
+    command.say(remote_servers.status(shared)[0])
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(lambda: main(sys.argv[1:]))

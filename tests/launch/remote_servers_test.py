@@ -1,0 +1,214 @@
+"""Machines with ssh and nothing else: three real sshd on loopback, with keys of their own."""
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rlx import cluster
+from rlx.base import UserError
+from rlx.doctor import __main__ as doctor
+from rlx.launch import host_agent, remote_servers
+from rlx.launch.machines import PACKAGES, Machines, judge, table
+from tests.fixtures.commands import ended
+
+SSHD, HOSTS = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin"), ("a", "b", "c")
+SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")
+DOCS = Path("docs/fleet.md")
+needs_sshd = pytest.mark.skipif(not SSHD, reason="sshd is not installed")
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory):
+    """The ssh command that knows hosts a, b, c, and d, where nobody listens."""
+    place = tmp_path_factory.mktemp("ssh")
+    place.chmod(0o700)
+    for key in ("host", "user"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / key)], check=True
+        )
+    shutil.copy(place / "user.pub", place / "authorized")
+    made = Path("/run/sshd") if os.geteuid() == 0 and not os.path.exists("/run/sshd") else None
+    if made:
+        made.mkdir(mode=0o755)
+    daemons, config, known = [], "", ""
+    try:
+        for host in (*HOSTS, "d"):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            config += f"Host {host}\n HostName 127.0.0.1\n Port {port}\n"
+            known += f"[127.0.0.1]:{port} {(place / 'host.pub').read_text()}"
+            if host == "d":
+                continue
+            log = (place / f"{host}.log").open("wb")
+            daemons.append(subprocess.Popen(
+                [SSHD, "-D", "-e", "-f", "/dev/null", "-h", str(place / "host"), "-p", str(port),
+                 "-o", "ListenAddress=127.0.0.1", "-o", "PasswordAuthentication=no",
+                 "-o", f"AuthorizedKeysFile={place / 'authorized'}", "-o", "UsePAM=no",
+                 "-o", "StrictModes=no", "-o", "PidFile=none", "-o", "PermitRootLogin=yes"],
+                stdout=log, stderr=log,
+            ))  # fmt: skip
+            log.close()
+            deadline = time.monotonic() + 60
+            while True:
+                with suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                said = (place / f"{host}.log").read_text()
+                assert daemons[-1].poll() is None, said
+                assert time.monotonic() < deadline, said
+        (place / "known").write_text(known)
+        (place / "config").write_text(
+            f"{config}Host *\n User {getpass.getuser()}\n IdentityFile {place / 'user'}\n"
+            f" IdentitiesOnly yes\n UserKnownHostsFile {place / 'known'}\n"
+        )
+        yield f"ssh -F {place / 'config'}"
+    finally:
+        for daemon in daemons:
+            daemon.terminate()
+            daemon.wait()
+        if made:
+            made.rmdir()
+
+
+def command(ssh, tmp_path, capsys, *arguments, serve=(SCRIPT,)):
+    """Status and output of `python -m rlx.cluster` with hosts and a shared directory."""
+    flags = (f"--shared={tmp_path / 'shared'}", *arguments[1:])
+    if arguments[0] == "up":
+        flags = (f"--ssh={ssh}", "--model=none", *flags)
+    status = cluster.main([arguments[0], *flags], serve)
+    return status, capsys.readouterr().out
+
+
+def of_the_docs(program, tmp_path, *flags):
+    """The arguments that docs/fleet.md gives after `python -m PROGRAM`, with places of ours."""
+    (line,) = [line for line in DOCS.read_text().splitlines() if f"-m {program}" in line]
+    words = line.split(f"-m {program}")[1].replace("/shared", f"{tmp_path}/shared").split()
+    return [*(word.replace("=DIR", "=none") for word in words), *flags]
+
+
+@pytest.fixture
+def ending(tmp_path):
+    """Ends what a test has started and left."""
+    yield
+    if (tmp_path / "shared" / remote_servers.STATE).exists():
+        remote_servers.down(tmp_path / "shared")
+
+
+@needs_sshd
+def test_up_status_and_down_on_three_hosts(ssh, tmp_path, capsys, monkeypatch, ending):
+    asked = of_the_docs("rlx.doctor", tmp_path, f"--ssh={ssh}")
+    monkeypatch.setattr(sys, "argv", ["rlx.doctor", *asked])
+    assert doctor.main() == 0
+    assert [line.count("✓") for line in capsys.readouterr().out.splitlines()] == [0, 7, 7, 7]
+    asked = of_the_docs("rlx.cluster up", tmp_path, f"--ssh={ssh}", "--", "--slots=4")
+    status, out = cluster.main(["up", *asked], (SCRIPT,)), capsys.readouterr().out
+    assert status == 0, out
+    checks = [line for line in out.splitlines() if line[:3].strip() in HOSTS and "✓ yes" in line]
+    assert [line.count("✓") for line in checks] == [7, 7, 7]
+    assert "--config.fleet.discover=dir" in out
+    assert len(list((tmp_path / "shared" / "servers").iterdir())) == 3
+    with pytest.raises(UserError, match="has servers already"):
+        command(ssh, tmp_path, capsys, "up", "--hosts=a,b,c")
+    _, started = remote_servers.read(tmp_path / "shared")
+    assert cluster.main(["status", *of_the_docs("rlx.cluster status", tmp_path)]) == 0
+    assert capsys.readouterr().out.count("✓ answers") == 3
+    os.kill(started[1].pid, signal.SIGKILL)
+    assert ended(started[1].pid, 60)
+    status, out = command(ssh, tmp_path, capsys, "status")
+    assert (status, out.count("✓ answers"), out.count("✗ ended")) == (1, 2, 1)
+    assert cluster.main(["down", *of_the_docs("rlx.cluster down", tmp_path)]) == 0
+    assert all(ended(one.pid, 60) for one in started)
+    assert not list((tmp_path / "shared" / "servers").iterdir())
+    with pytest.raises(UserError, match="nothing was started"):
+        command(ssh, tmp_path, capsys, "status")
+
+
+@needs_sshd
+def test_a_server_that_cannot_start_leaves_none_running(ssh, tmp_path, capsys):
+    code = (
+        "import os, runpy, sys; sys.argv = sys.argv[1:]; "
+        "'/b-0.log' in os.readlink('/proc/self/fd/1') and "
+        "sys.exit('error: no room; lower fleet.slots'); "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    with pytest.raises(UserError, match=r"b: server 0 ended or is not ready: no room; lower fleet"):
+        command(ssh, tmp_path, capsys, "up", "--hosts=a,b", serve=("-c", code, SCRIPT))
+    assert not (tmp_path / "shared" / remote_servers.STATE).exists()
+    assert not list((tmp_path / "shared" / "servers").iterdir())
+
+
+@needs_sshd
+def test_what_keeps_a_host_from_serving_is_told_and_nothing_starts(ssh, tmp_path, capsys):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, out = command(ssh, tmp_path, capsys, "up", "--hosts=a,d", f"--port={port}")
+    assert status == 1
+    assert f"✗ a: ports: port {port}: Address already in use → give another --port" in out
+    assert "✗ d: reach: " in out
+    assert "work without a password (ssh-copy-id d)" in out
+    status, out = command(ssh, tmp_path, capsys, "up", "--hosts=a", "--python=/no/python")
+    assert status == 1
+    assert "give the hosts' Python by --python" in out
+    assert not list((tmp_path / "shared").iterdir())
+
+
+def test_a_host_that_differs_is_named_with_the_remedy():
+    here = host_agent.look(".", list(PACKAGES), "/", "", [])
+    other = {**here, "shared": "No such file", "ports": "", "clock": time.time() - 60,
+             "versions": {**here["versions"], "numpy": "0.1", "jax": ""}}  # fmt: skip
+    now = time.time()
+    checks = judge("b", {**here, "shared": "", "ports": ""}, here, (now - 5, now))
+    assert all(check.ok for check in checks)
+    wrong = {c.name: c for c in judge("c", other, here, (now, now)) if not c.ok}
+    assert set(wrong) == {"packages", "clock", "shared"}
+    assert "numpy 0.1 (here " in wrong["packages"].found
+    assert "jax missing (here " in wrong["packages"].found
+    assert all(check.remedy for check in wrong.values())
+    text = table([*checks, *wrong.values()])
+    assert "✗ c: clock: 60.0 s off → set it by NTP (chrony)" in text
+    older = judge("d", {**here, "python": "3.9.2"}, here, (now, now))
+    assert [c.name for c in older if not c.ok and c.name == "python"] == ["python"]
+
+
+def test_the_doctor_asks_the_hosts_of_a_slurm_job_by_srun(tmp_path, monkeypatch, capsys):
+    for name, lines in {
+        "scontrol": 'test "$*" = "show hostnames n[1-2]" && printf "n1\\nn2\\n"',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    machines = Machines.of("", "ssh", sys.executable, {"SLURM_JOB_NODELIST": "n[1-2]"})
+    assert machines.hosts == ("n1", "n2")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr(sys, "argv", ["rlx.doctor", "--cluster", f"--workdir={tmp_path}"])
+    assert doctor.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [(line.split()[0], line.count("✓")) for line in lines[1:]] == [("n1", 7), ("n2", 7)]
+    with pytest.raises(UserError, match="give each host once"):
+        Machines.of("a,a", "ssh", "python3", {})
+
+
+def test_a_process_id_that_is_anothers_by_now_is_not_ended():
+    ours = {"pid": os.getpid(), "begun": host_agent.begun(os.getpid())}
+    assert host_agent.alive([ours]) == [True]
+    assert host_agent.stop([{**ours, "begun": "1"}], 0.1) == [False]
+
+
+@needs_sshd
+def test_ray_has_its_head_on_the_first_host(ssh, tmp_path):
+    made = remote_servers.ray_nodes(Machines(HOSTS, ssh, "python3"), tmp_path, 6379)
+    assert [one.host for one in made if "--head" in one.argv] == ["a"]
+    assert all("--address=127.0.0.1:6379" in one.argv for one in made[1:])
