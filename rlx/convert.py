@@ -6,6 +6,9 @@ adapters alone: they are merged into the model that the run began with (--model,
 the checkpoint names), and --adapter=DIR writes them as a PEFT directory too. An HF directory has a
 config.json; from it TARGET becomes a directory with one checkpoint that holds the parameters. To
 train an HF directory, give it to a run as model.path instead. TARGET must not exist.
+
+--trainer=torch or jax makes, of a checkpoint of the other trainer, TARGET with one of this one, all
+of its state: a run whose checkpoints TARGET are goes on from it.
 """
 
 import argparse
@@ -24,16 +27,24 @@ def main() -> None:
     parser.add_argument("--model", default="", help="HF directory with the config and tokenizer")
     parser.add_argument("--adapter", type=Path, help="PEFT directory to make; of a LoRA run")
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"))
+    parser.add_argument("--trainer", default="", choices=("", "jax", "torch"))
     a = parser.parse_args()
     for made in filter(None, (a.target, a.adapter)):
         if made.exists():
             name = "TARGET" if made is a.target else "--adapter"
             raise UserError(f"{made} exists; remove it or give another {name}")
     from rlx.model import hf
-    from rlx.run import export
+    from rlx.run import export, trainer_switch
     from rlx.train import checkpoint
 
-    if path := checkpoint.find(a.source):
+    path = checkpoint.find(a.source)
+    if a.trainer:
+        if not path or a.adapter or a.dtype or a.model:
+            raise UserError("--trainer is for a whole checkpoint step_*; drop the other flags")
+        made = trainer_switch.rewrite(path, a.target, a.trainer)
+        command.say(f"{path} -> {made} (trainer={a.trainer})")
+        return
+    if path:
         command.say(export.checkpoint_to_hf(path, a.target, a.model, a.dtype, a.adapter))
         return
     if Path(a.source).is_dir() and not (Path(a.source) / "config.json").exists():

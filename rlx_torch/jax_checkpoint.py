@@ -3,6 +3,7 @@
     params.layers.q[i], [in, out]    policy.model.model.layers.i.self_attn.q_proj.weight, [out, in]
     opt_state.0.mu.layers.q[i]       policy.moments.model.layers.….weight.exp_avg; nu: exp_avg_sq
     updates, opt_state.0.count       policy.updates, policy.moments.….weight.step
+    params.layers.q_lora_a[i]        policy.model.model.layers.….q_proj.lora_A.default.weight
     reference.…, critic.params.…     reference.…, critic.model.…
     step, kl_coefficient             step, kl_coefficient
 
@@ -18,8 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlx.base import UserError
+from rlx.model import lora_config
 from rlx.model import params as parameters
+from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.model.model_config import ModelConfig
+from rlx.model.params import Row
 from rlx.train.optimizer_options import MOMENTS
 
 
@@ -35,13 +39,14 @@ class JaxCheckpoint(Mapping[str, Any]):
     """Tensors and numbers of a checkpoint by their names in the other trainer's; each access reads.
 
     Args:
-      path: of the checkpoint. model: of what is trained.
+      path: of the checkpoint. model: of what is trained, or has the adapters that are.
+      lora: of these adapters.
 
     Raises:
-      UserError: it holds adapters, or is of another model.
+      UserError: it is of another model, or of other adapters.
     """
 
-    def __init__(self, path: Path, model: ModelConfig):
+    def __init__(self, path: Path, model: ModelConfig, lora: LoraConfig | None = None):
         import tensorstore
 
         self._open = tensorstore.open
@@ -50,35 +55,39 @@ class JaxCheckpoint(Mapping[str, Any]):
         self._leaves = {leaf["key_metadata"][0]["key"] for leaf in found}
         self._places: dict[str, _Place] = {"step": _Place("step")}
         self._places["kl_coefficient"] = _Place("kl_coefficient")
-        self._add_learned("policy", "", model)
+        rows = lora_config.table(model, lora) if lora else parameters.table(model)
+        self._add_learned("policy", "", rows)
         if "critic.updates" in self._leaves:
-            self._add_learned("critic", "critic.", dataclasses.replace(model, value_head=True))
+            valued = parameters.table(dataclasses.replace(model, value_head=True))
+            self._add_learned("critic", "critic.", valued)
         if any(name.startswith("reference.") for name in self._leaves):
-            self._add("reference.{}", "reference.", model)
+            self._add("reference.{}", "reference.", rows)
         known = {place.leaf for place in self._places.values()}
         if strange := {name for name in self._leaves - known if not name.endswith(".count")}:
             raise UserError(
-                f"checkpoint {path} has {min(strange)}, which the other trainer cannot take; go on "
-                "with the trainer that wrote it"
+                f"checkpoint {path} has {min(strange)}, which a state of this model and config has "
+                "not; give those that it was made with"
             )
         self._places = {n: place for n, place in self._places.items() if place.leaf in self._leaves}
 
-    def _add_learned(self, name: str, prefix: str, model: ModelConfig) -> None:
+    def _add_learned(self, name: str, prefix: str, rows: tuple[Row, ...]) -> None:
         self._places[f"{name}.updates"] = _Place(f"{prefix}updates")
-        names = self._add(f"{name}.model.{{}}", f"{prefix}params.", model)
+        names = self._add(f"{name}.model.{{}}", f"{prefix}params.", rows)
         moments = [leaf.partition(".mu.") for leaf in self._leaves if leaf.startswith(prefix)]
         of_adam = {stem for stem, mu, _ in moments if mu and stem.startswith(f"{prefix}opt_state.")}
         for stem in of_adam:
             for ours, theirs in MOMENTS.items():
-                self._add(f"{name}.moments.{{}}.{theirs}", f"{stem}.{ours}.", model)
+                self._add(f"{name}.moments.{{}}.{theirs}", f"{stem}.{ours}.", rows)
             for hf_name in names:
                 self._places[f"{name}.moments.{hf_name}.step"] = _Place(f"{stem}.count")
 
-    def _add(self, template: str, prefix: str, model: ModelConfig) -> list[str]:
-        """Add the tensors of one pytree of parameters, or of moments; return HF's names."""
+    def _add(self, template: str, prefix: str, rows: tuple[Row, ...]) -> list[str]:
+        """Add the tensors of one pytree of parameters, or of moments; return their names."""
         names = []
-        for row in parameters.table(model):
+        for row in rows:
             for layer, name in enumerate(row.names):
+                if name.startswith(PREFIX):  # as PEFT's files have it
+                    name = name.removeprefix(PREFIX).replace(".weight", ".default.weight")
                 place = _Place(prefix + ".".join(row.path), layer if row.stacked else None,
                                row.transposed)  # fmt: skip
                 self._places[template.format(name)] = place

@@ -79,14 +79,12 @@ class TorchCheckpoint(Mapping[str, Any]):
     """Tensors, as numpy's, and numbers of a checkpoint by name; each access reads one whole.
 
     Raises:
-      UserError: it holds adapters, or cannot be read.
+      UserError: it cannot be read.
     """
 
     def __init__(self, path: Path):
         self._reader = Reader(path)
         self._found = self._reader.read_metadata().state_dict_metadata
-        if any(".lora_" in name for name in self._found):
-            raise UserError(f"{path} has adapters of trainer=torch; go on with that trainer")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, without reading it."""
@@ -107,6 +105,17 @@ class TorchCheckpoint(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+def write(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Write tensors, as numpy's, and numbers by the names that this trainer's state has."""
+    tree: dict[str, Any] = {}
+    for name, value in tensors.items():
+        counts = np.ndim(value) == 0 and not name.endswith(".step")  # those are the optimizer's
+        tree[name] = np.asarray(value).item() if counts else torch.from_numpy(np.array(value))
+    with warnings.catch_warnings():  # of one process alone
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tree, checkpoint_id=path, no_dist=True)
 
 
 @torch.no_grad()

@@ -179,7 +179,7 @@ class TorchUpdate(BatchUpdate):
         state = self.init()
         tree = state.tree()
         if (path / "state").is_dir():
-            fill(path, tree, JaxCheckpoint(path, self.model))
+            fill(path, tree, JaxCheckpoint(path, self.model, self._options.lora))
         else:
             reader = Reader(path)
             stored = reader.read_metadata().state_dict_metadata

@@ -180,17 +180,15 @@ def checkpoint_to_hf(
         tensors = trainer_switch.policy_of(path, config, dtype)
         hf_files.write(target, config, tensors, source=directory)
         return f"{path} -> {target} (HF)"
-    if not (path / "state").is_dir():
-        raise UserError(f"{path} has adapters of trainer=torch; take its run's hf/ or adapter/")
+    if config.foreign:
+        raise UserError(f"{path} has adapters of a model that rlx has not; take its run's hf/")
     from rlx.model import hf
     from rlx.model import lora as lora_lib
-    from rlx.train import state_files
 
     if not directory:
         raise UserError(f"{path} has adapters of a model that it does not name; give --model")
     require_base(host, adapter.digest(directory), directory)
-    part = {"params": lora_lib.shapes(config, lora)}
-    adapters = state_files.read(path, part, whole=False)["params"]
+    adapters = peft.from_peft(trainer_switch.adapters_of(path, config, lora), config, lora)
     params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
     hf.save(target, config, params, dtype or None, source=directory)
     if not peft_target:

@@ -83,5 +83,6 @@ class _JaxUpdate(JaxUpdate):
         if (path / "state").is_dir():
             return super().restore(path)
         return torch_state.state_of(
-            trainer_switch.tensors_of(path, self.model), self.abstract_state, self.model
-        )
+            trainer_switch.tensors_of(path, self.model, self.lora), self.abstract_state,
+            self.model, self.lora,
+        )  # fmt: skip

@@ -4,27 +4,34 @@ Both are read as tensors and numbers with the names of the one in PyTorch, one a
 file here that knows them both; a library is imported for its own trainer's checkpoints alone.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from rlx.base import UserError
+from rlx.config import default
 from rlx.model import params as parameters
+from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
+from rlx.train import checkpoint
+from rlx.train.train_options import TrainOptions
 
 
-def tensors_of(path: Path, model: ModelConfig) -> Any:
+def tensors_of(path: Path, model: ModelConfig, lora: LoraConfig | None = None) -> Any:
     """Return a mapping of a state's tensors, as numpy's, and numbers; each access reads one.
 
     Args:
-      model: of what is trained.
+      model: of what is trained, or of what has the adapters of `lora`, which are.
     """
     if (path / "state").is_dir():
         from rlx_torch.jax_checkpoint import JaxCheckpoint
 
-        return JaxCheckpoint(path, model)
+        return JaxCheckpoint(path, model, lora)
     from rlx_torch.torch_checkpoint import TorchCheckpoint
 
     return TorchCheckpoint(path)
@@ -52,3 +59,45 @@ def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
     kind = np.dtype(dtype or found[f"policy.model.{next(iter(shapes))}"].dtype)
     specs = {name: np.broadcast_to(np.zeros((), kind), shape) for name, shape in shapes.items()}
     return Buckets(specs, ({n: found[f"policy.model.{n}"].astype(kind)} for n in shapes))
+
+
+def adapters_of(path: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, np.ndarray]:
+    """Return the adapters of a checkpoint with the names of PEFT's files."""
+    found, prefix = tensors_of(path, model, lora), "policy.model."
+    names = (name for name in found if name.startswith(prefix))
+    return {
+        PREFIX + name.removeprefix(prefix).replace(".default", ""): found[name] for name in names
+    }
+
+
+def rewrite(path: Path, target: Path, trainer: str) -> Path:
+    """Write all of a run's checkpoint as `trainer` writes its own, into the directory `target`.
+
+    The state is in memory once, on one CPU.
+
+    Raises:
+      UserError: it is of that trainer already, of no run, or of a model that trainer=jax has not.
+    """
+    host, old = checkpoint.read_host(path), "jax" if (path / "state").is_dir() else "torch"
+    if old == trainer or "model" not in host or "optimizer" not in host.get("config", {}):
+        what = f"of trainer={trainer} already" if old == trainer else "of no run of this release"
+        raise UserError(f"checkpoint {path} is {what}; give one that a run of the other wrote")
+    config = ConfigDict(default().to_dict(), type_safe=False)
+    config.update(host["config"])
+    options, model = TrainOptions.of(config), ModelConfig.from_hf(host["model"])
+    model.require_ours("trainer=jax")
+    tensors = tensors_of(path, model, options.lora)
+    if trainer == "jax":
+        from rlx.train import state_files, steps, torch_state
+
+        abstract = steps.Steps(model, options).abstract()
+        state = torch_state.state_of(tensors, abstract, model, options.lora)
+        begin: Any = partial(state_files.begin, state=state)
+    else:
+        from rlx_torch.torch_checkpoint import write
+
+        begin = partial(ThreadPoolExecutor(1).submit, partial(write, tensors=tensors))
+    size = sum(file.stat().st_size for file in path.rglob("*"))
+    host["config"]["trainer"] = trainer
+    groups = checkpoint.read_groups(path / "groups")
+    return checkpoint.begin(target, checkpoint.step_of(path), begin, size, host, groups)()

@@ -101,12 +101,11 @@ def _wait_for_others(place: Path) -> None:
         written.unlink()
 
 
-def read(path: Path, abstract: Any, whole: bool = True) -> Any:
+def read(path: Path, abstract: Any) -> Any:
     """Read the state of a checkpoint, to where `abstract` has it.
 
     Args:
       abstract: pytree of arrays or `jax.ShapeDtypeStruct`, with shardings or for one device.
-      whole: it is all of the state; else there may be more, which is not read.
 
     Raises:
       UserError: the state has other parameters or shapes than `abstract`.
@@ -114,8 +113,6 @@ def read(path: Path, abstract: Any, whole: bool = True) -> Any:
     import orbax.checkpoint as ocp
 
     wanted, stored, reader = _named_leaves(abstract), _stored(path), ocp.PyTreeCheckpointHandler()
-    if not whole:
-        stored = {name: stored[name] for name in wanted if name in stored}
     require_same(path, *map(_described, (stored, wanted)))
     leaves: dict[str, Any] = {}
     for part in _buckets(wanted):

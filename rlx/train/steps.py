@@ -27,7 +27,7 @@ from rlx.algorithms.algorithm import Algorithm
 from rlx.model import decoder
 from rlx.model import lora as lora_lib
 from rlx.model.model_config import ModelConfig
-from rlx.model.params import Params
+from rlx.model.params import Params, shapes
 from rlx.model.sharding import ONE_DEVICE, Layout
 from rlx.train import objective
 from rlx.train.optimizer import make_optimizer
@@ -234,6 +234,13 @@ class Steps:
     def follows(self) -> bool:
         """Whether the reference policy follows the trained one and so belongs to the state."""
         return self.algorithm.needs_reference and self.options.reference_mode != "frozen"
+
+    def abstract(self) -> TrainState:
+        """Return the shapes and dtypes of the state."""
+        dtype, lora = jnp.dtype(self.options.dtype), self.options.lora
+        trained = lora_lib.shapes(self.model, lora) if lora else shapes(self.model, dtype)
+        critic = self.critic_model and shapes(self.critic_model, dtype)
+        return jax.eval_shape(self.init, trained, critic)
 
     def init(self, params: Params, critic_params: Params | None = None) -> TrainState:
         """Return the state before the first update; its arrays are those of the parameters."""

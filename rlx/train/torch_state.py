@@ -12,7 +12,8 @@ import numpy as np
 import optax
 
 from rlx.base import UserError
-from rlx.model import hf
+from rlx.model import hf, peft
+from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.train import state_files
@@ -38,8 +39,10 @@ class _Part(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-def state_of(tensors: Mapping[str, Any], abstract: TrainState, model: ModelConfig) -> TrainState:
-    """Return a state, where `abstract` has it, of tensors that are read one at a time.
+def state_of(
+    tensors: Mapping[str, Any], abstract: TrainState, model: ModelConfig, lora: LoraConfig | None
+) -> TrainState:
+    """Return a state, where `abstract` has it, of tensors (of adapters) that are read singly.
 
     Raises:
       UserError: the tensors are of another model, algorithm or optimizer.
@@ -51,14 +54,14 @@ def state_of(tensors: Mapping[str, Any], abstract: TrainState, model: ModelConfi
             found = f"the checkpoint has {'no' if there else 'a'} {name}, unlike this run"
             raise UserError(f"{found}; use the algorithm that it was made with")
     reference, critic = abstract.reference, abstract.critic
-    return _learned(tensors, "policy", abstract, model).replace(
+    return _learned(tensors, "policy", abstract, model, lora).replace(
         **{n: _number(tensors[n], getattr(abstract, n)) for n in ("step", "kl_coefficient")},
-        reference=reference and _params(_Part(tensors, "reference."), reference, model),
+        reference=reference and _params(_Part(tensors, "reference."), reference, model, lora),
         critic=critic and _learned(tensors, "critic", critic, valued),
     )
 
 
-def _learned(tensors: Mapping[str, Any], name: str, abstract: Any, model: ModelConfig) -> Any:
+def _learned(tensors: Mapping[str, Any], name: str, abstract: Any, *of: Any) -> Any:
     """Return parameters, moments and counters of one network."""
     moments = _Part(tensors, f"{name}.moments.")
     made: dict[str, Any] = {}
@@ -68,21 +71,24 @@ def _learned(tensors: Mapping[str, Any], name: str, abstract: Any, model: ModelC
             text = f"the checkpoint has {len(part)} moments {theirs!r} of {name}, unlike "
             raise UserError(f"{text}optimizer.name; use the optimizer that it was made with")
         if part:
-            made[ours] = _params(part, like, model)
+            made[ours] = _params(part, like, *of)
     updates = tensors[f"{name}.updates"]
     counted = jax.tree_util.tree_map_with_path(
         lambda path, leaf: _number(updates, leaf) if "count" in str(path[-1]) else leaf,
         abstract.opt_state,
     )
     return abstract.replace(
-        params=_params(_Part(tensors, f"{name}.model."), abstract.params, model),
+        params=_params(_Part(tensors, f"{name}.model."), abstract.params, *of),
         opt_state=optax.tree.set(counted, **made),
         updates=_number(updates, abstract.updates),
     )
 
 
-def _params(part: Mapping[str, np.ndarray], like: Params, model: ModelConfig) -> Params:
+def _params(part: Any, like: Params, model: ModelConfig, lora: Any = None) -> Params:
     """Return a pytree of parameters, or of moments, with memory of its own."""
+    if lora:
+        named = {PREFIX + name.replace(".default", ""): part[name] for name in part}
+        return jax.tree.map(_number, peft.from_peft(named, model, lora), like)
     dtype = jax.tree.leaves(like)[0].dtype
     return hf.from_hf(part, model, dtype, jax.tree.map(state_files.sharding_of, like))
 

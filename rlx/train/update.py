@@ -162,17 +162,11 @@ class JaxUpdate(BatchUpdate):
         )
 
     def _abstract_state(self, places: Any) -> TrainState:
-        dtype, s = jnp.dtype(self._options.dtype), self._steps
-        trained = lora_lib.shapes(s.model, self.lora) if self.lora else None
-        critic = s.critic_model and parameters.shapes(s.critic_model, dtype)
-        state = jax.eval_shape(s.init, trained or parameters.shapes(s.model, dtype), critic)
-        if places is None:
-            return state
-        return jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            state,
-            places,
-        )
+        def placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        state = self._steps.abstract()
+        return state if places is None else jax.tree.map(placed, state, places)
 
     def _places(self, model: ModelConfig) -> Params:
         """Return the sharding of each parameter of a model."""

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -14,7 +15,8 @@ from safetensors.numpy import load_file
 from rlx.base import UserError
 from rlx.config import default
 from rlx.model import hf
-from rlx.run import export
+from rlx.run import export, trainer_switch
+from rlx.run.inputs import as_json
 from rlx.run.jax_trainer import _JaxUpdate
 from rlx.train import checkpoint
 from rlx_torch import torch_checkpoint
@@ -114,17 +116,74 @@ def test_a_run_with_other_tensors_refuses_the_other_trainers_state(
             trainer.restore(path)
 
 
-def test_adapters_are_no_other_trainers_and_not_converted(tiny_model_dir, tmp_path):
-    own, model = options(**{"lora.rank": 2}), hf.load_config(tiny_model_dir)
-    trainer = TorchUpdate(model, own, tiny_model_dir)
-    path = saved(trainer, trainer.init(), tmp_path, 1)
-    other = _JaxUpdate(model, own, source=lambda _: hf.load(tiny_model_dir)[1])
-    with pytest.raises(UserError, match=r"has adapters of trainer=torch; go on with that"):
-        other.restore(path)
-    run = {"trainer": "torch", "lora": default().lora.to_dict() | {"rank": 2}}
-    (path / "host.json").write_text(json.dumps({"model": model.to_hf(), "config": run}))
-    with pytest.raises(UserError, match=r"has adapters of trainer=torch; take its run's"):
-        export.checkpoint_to_hf(path, tmp_path / "hf", str(tiny_model_dir))
+LORA = {"lora.rank": 2, "algorithm.kl_placement": "loss", "algorithm.kl_coefficient": 0.125,
+        "reference.mode": "copy", "reference.every_steps": 2}  # fmt: skip
+
+
+def test_adapters_go_to_the_other_trainer_too(tiny_model_dir, tmp_path):
+    ours, theirs = trainers(tiny_model_dir, **LORA)
+    state, _ = ours.update(ours.init(), groups(seed=1))
+    first = saved(ours, state, tmp_path, 1)
+    other = theirs.restore(first)
+    third = saved(ours, ours.restore(saved(theirs, other, tmp_path, 2)), tmp_path, 3)
+    before, after = TorchCheckpoint(first), TorchCheckpoint(third)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert np.asarray(value).tobytes() == np.asarray(after[name]).tobytes(), name
+    assert any(np.any(x) for name, x in before.items() if name.endswith("lora_B.default.weight"))
+    state, _ = ours.update(state, groups(seed=2))
+    other, _ = theirs.update(other, groups(seed=2))
+    for adapters in (True, False):
+        found = ours.weights(state, adapters=adapters).arrays()
+        for name, tensor in theirs.weights(other, adapters=adapters).arrays().items():
+            np.testing.assert_allclose(found[name], tensor, atol=1e-5, err_msg=name)
+    whole, _ = trainers(tiny_model_dir)
+    for path in (first, tmp_path / "step_00000002"):
+        with pytest.raises(UserError, match=r"lora_|as nothing"):
+            whole.restore(path)
+
+
+@pytest.mark.parametrize("more", [{}, LORA])
+def test_the_command_writes_a_checkpoint_as_the_other_trainer_does_and_back(
+    more, tiny_model_dir, tmp_path
+):
+    """`python -m rlx.convert SOURCE TARGET --trainer=jax`: all of the state, offline."""
+    ours, theirs = trainers(tiny_model_dir, **more)
+    state, _ = ours.update(ours.init(), groups(seed=1))
+    config = default()
+    config.update_from_flattened_dict({"trainer": "torch", **CASES["grpo"], **ADAM, **more})
+    host = {"model": ours.model.to_hf(), "config": as_json(config), "lora_base": ""}
+    save = lambda path: ours.save(path, state)  # noqa: E731
+    checkpoint.begin(tmp_path / "torch", 1, save, ours.state_bytes, host, groups(seed=7))()
+    paths = {}
+    for source, trainer in (("torch", "jax"), ("jax", "back")):
+        paths[trainer] = tmp_path / trainer / "step_00000001"
+        flags = [
+            tmp_path / source,
+            tmp_path / trainer,
+            f"--trainer={trainer.replace('back', 'torch')}",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "rlx.convert", *flags], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"-> {paths[trainer]} (trainer=" in done.stdout
+    before, after = (
+        TorchCheckpoint(tmp_path / "torch/step_00000001"),
+        TorchCheckpoint(paths["back"]),
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert np.asarray(value).tobytes() == np.asarray(after[name]).tobytes(), name
+    assert ours.restore(paths["back"]).step == 1
+    want = theirs.restore(tmp_path / "torch" / "step_00000001")
+    for one, two in zip(*map(jax.tree.leaves, (want, theirs.restore(paths["jax"]))), strict=True):
+        assert np.array_equal(one, two)
+    for path, trainer in ((paths["jax"], "jax"), (paths["back"], "torch")):
+        assert checkpoint.read_host(path)["config"]["trainer"] == trainer
+        assert len(checkpoint.read_groups(path / "groups")) == len(groups(seed=7))
+    with pytest.raises(UserError, match="of trainer=jax already"):
+        trainer_switch.rewrite(paths["jax"], tmp_path / "again", "jax")
 
 
 def test_a_description_may_name_paths_as_later_pythons_do(monkeypatch):
