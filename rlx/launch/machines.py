@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rlx
 from rlx.base import UserError
@@ -27,8 +27,7 @@ ASK_SECONDS = 120.0
 HOME = str(Path(next(iter(rlx.__path__))).parent)  # that rlx runs from
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """What was found on a host: `ok` or not, and then what to change."""
 
     host: str

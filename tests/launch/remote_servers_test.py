@@ -119,15 +119,16 @@ def test_up_status_and_down_on_three_hosts(ssh, tmp_path, capsys, monkeypatch, e
     assert len(list((tmp_path / "shared" / "servers").iterdir())) == 3
     with pytest.raises(UserError, match="has servers already"):
         command(ssh, tmp_path, capsys, "up", "--hosts=a,b,c")
-    _, started = remote_servers.read(tmp_path / "shared")
+    _, found = remote_servers.read(tmp_path / "shared")
+    started = [one["pid"] for host in HOSTS for one in found[host]]
     assert cluster.main(["status", *of_the_docs("rlx.cluster status", tmp_path)]) == 0
-    assert capsys.readouterr().out.count("✓ answers") == 3
-    os.kill(started[1].pid, signal.SIGKILL)
-    assert ended(started[1].pid, 60)
+    assert capsys.readouterr().out.count("✓ runs") == 3
+    os.kill(started[1], signal.SIGKILL)
+    assert ended(started[1], 60)
     status, out = command(ssh, tmp_path, capsys, "status")
-    assert (status, out.count("✓ answers"), out.count("✗ ended")) == (1, 2, 1)
+    assert (status, out.count("✓ runs"), out.count("✗ ended")) == (1, 2, 1)
     assert cluster.main(["down", *of_the_docs("rlx.cluster down", tmp_path)]) == 0
-    assert all(ended(one.pid, 60) for one in started)
+    assert all(ended(pid, 60) for pid in started)
     assert not list((tmp_path / "shared" / "servers").iterdir())
     with pytest.raises(UserError, match="nothing was started"):
         command(ssh, tmp_path, capsys, "status")
@@ -210,5 +211,5 @@ def test_a_process_id_that_is_anothers_by_now_is_not_ended():
 @needs_sshd
 def test_ray_has_its_head_on_the_first_host(ssh, tmp_path):
     made = remote_servers.ray_nodes(Machines(HOSTS, ssh, "python3"), tmp_path, 6379)
-    assert [one.host for one in made if "--head" in one.argv] == ["a"]
-    assert all("--address=127.0.0.1:6379" in one.argv for one in made[1:])
+    assert [host for host, (one,) in made.items() if "--head" in one["argv"]] == ["a"]
+    assert all("--address=127.0.0.1:6379" in made[host][0]["argv"] for host in ("b", "c"))
