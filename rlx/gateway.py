@@ -9,11 +9,12 @@ import asyncio
 import os
 import tempfile
 
-from rlx.agents import serving
+from rlx.agents.online import OnlineOptions
 from rlx.cli import command
 from rlx.doctor import failures
 from rlx.fleet import wire
 from rlx.fleet.tls import client_tls, server_tls
+from rlx.launch import serving
 from rlx.launch.servers import servers_of
 from rlx.model.directory import resolve
 
@@ -34,11 +35,15 @@ def main() -> None:
     p.add_argument("--host", default="127.0.0.1", help="any but loopback needs --keys and TLS")
     p.add_argument("--port", type=int, default=8000, help="0: any")
     p.add_argument("--keys", default="", help="a file of API keys, one a line; default: all do")
+    p.add_argument("--admin-key", default="", help="a file; sessions by HTTP: docs/online.md")
+    p.add_argument("--sessions", default="rlx-sessions", help="directory of their journal")
+    p.add_argument("--idle-seconds", type=float, default=3600, help="after which one ends")
     p.add_argument("--tls-cert", default="", help="PEM file, of the gateway")
     p.add_argument("--tls-key", default="", help="PEM file, of --tls-cert")
     a = p.parse_args()
     tls = server_tls(a.tls_cert, a.tls_key, "")
-    front = serving.Front(a.host, a.port, serving.read_keys(a.keys), tls, a.tool_format)
+    given = (serving.read_keys(a.keys), tls, a.tool_format, OnlineOptions.named(a), a.sessions)
+    front = serving.Front(a.host, a.port, *given)
     from rlx.run import inputs
 
     model = resolve(a.model, "--model")

@@ -5,6 +5,8 @@
     POST /v1/messages           and in Anthropic's (messages.py); /v1/messages/count_tokens
     GET  /v1/models, /health
 
+    /v1/sessions, /v1/session   where applications outside have sessions (online_routes.py)
+
 Every request belongs to a session: by its API key (`Authorization` or `x-api-key`), or by the key
 in the address (/KEY/v1/…), for agents that use another key or none. A session records what it was
 answered, with its tokens. This file needs aiohttp (the extra `agents`).
@@ -27,8 +29,10 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rlx.agents import dialects, http_errors, returns
+from rlx.agents import dialects, http_errors, online_routes, returns
 from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
+from rlx.agents.online import OnlineSessions
+from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction, Session, Sessions
 from rlx.agents.stream_text import StreamText, cut
 from rlx.agents.tool_calls import Reader
@@ -84,6 +88,7 @@ class Gateway:
       tool_format: see `Reader`; "": as the chat template shows.
       host, port: to listen at; port 0 takes a free one.
       tls: of the server.
+      online: sessions of applications outside, closed by `stop`; None: there are none.
 
     Raises:
       UserError: its files cannot work.
@@ -99,7 +104,9 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         tls: Tls | None = None,
+        online: OnlineSessions | None = None,
     ):
+        self.online, self._sweeping = online, set[asyncio.Task]()
         self._tls = fleet_tls.https(tls) if tls else None
         self.sessions = Sessions()
         self._fleet, self._tokenizer, self._name = fleet, tokenizer, name
@@ -130,6 +137,8 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/rewards", self._reward)
             for route, module in _DIALECTS.items():
                 app.router.add_post(f"{prefix}{route}", partial(self._answer, module))
+            if self.online:
+                online_routes.add(app.router, prefix, self.online)
         # A client that goes away takes its request with it, down to the engine.
         runner = web.AppRunner(
             app, access_log=None, logger=http_errors.LOGGER, handle_signals=False,
@@ -147,12 +156,20 @@ class Gateway:
                 f"cannot listen at {self._host}:{self._port}: {error.strerror}; choose another port"
             ) from None
         self._runner, self._port = runner, runner.addresses[0][1]
+        if self.online:
+            self._sweeping.add(asyncio.create_task(self.online.run()))
 
     async def stop(self) -> None:
         """End its connections and everything under way."""
         if self._runner:
             await self._runner.cleanup()
             self._runner = None
+        for task in self._sweeping:
+            task.cancel()
+        await asyncio.gather(*self._sweeping, return_exceptions=True)
+        if self.online:
+            self.online.close()
+            self.online = None
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def base_url(self, session: Session | None = None) -> str:
@@ -190,7 +207,10 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Take the reward of a run that returns none, from the agent or from outside."""
-        session, body = self._session(request), dialects.parse(await request.read())
+        body = dialects.parse(await request.read())
+        if self.online and (own := online_routes.rewarded(self.online, request, body)):
+            return own
+        session = self._session(request)
         if session.endless:
             raise ApiError(404, "nobody trains here, and a reward would be of no run")
         value = body.get("reward") if isinstance(body, dict) else None
@@ -236,11 +256,10 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of a request; raise ApiError where there is none."""
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else ""
-        given = given or request.headers.get("x-api-key", "")
-        key = request.match_info.get("key") or given
+        key = request.match_info.get("key") or online_routes.header_key(request)
         session = self.sessions.find(key)
+        if self.online:
+            session = online_routes.session_of(self.online, key) or session
         if session:
             return session
         if self.sessions.ended(key):
@@ -330,12 +349,13 @@ class Gateway:
             calls: list[dict[str, Any]] = []
             if p.chat.tools and spoken:
                 content, calls = self._reader.calls(spoken, partial(_new_id, "call_"), p.chat.tools)
+            memory = None
             if calls or (thoughts and spoken):
-                p.session.remember(p.chat.messages, content, calls, words)
+                memory = p.session.remember(p.chat.messages, content, calls, words)
             raw = self._decode(completion.tokens, special=True)
             p.session.keep(Interaction(
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
-                time.monotonic() - p.began,
+                time.monotonic() - p.began, memory,
             ))  # fmt: skip
             cut_off, own = completion.stop_reason == "length", self._logprobs(p, completion)
             reason = "length" if cut_off else "tool_calls" if calls else "stop"
@@ -385,8 +405,8 @@ class Gateway:
             try:
                 async for several in events:
                     await response.write(_sse(several))
-            except ApiError as error:
-                await response.write(_sse([error.body()]))
+            except (ApiError, Denied) as error:
+                await response.write(_sse([_api_error(error).body()]))
             else:
                 if "type" not in first[0]:  # OpenAI's older streams end so
                     await response.write(b"data: [DONE]\n\n")
@@ -450,8 +470,8 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     """Answer every error with an error object."""
     try:
         return await handler(request)
-    except ApiError as error:
-        return _refusal(error)
+    except (ApiError, Denied) as error:
+        return _refusal(_api_error(error))
     except web.HTTPRequestEntityTooLarge:
         return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB"))
     except http_errors.CLIENTS as error:
@@ -465,5 +485,10 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         return _refusal(ApiError(405, message))
 
 
+def _api_error(error: ApiError | Denied) -> ApiError:
+    return online_routes.refusal(error) if isinstance(error, Denied) else error
+
+
 def _refusal(error: ApiError) -> web.Response:
-    return web.json_response(error.body(), status=error.status)
+    again = {"Retry-After": str(online_routes.RETRY_SECONDS)} if error.status == 429 else None
+    return web.json_response(error.body(), status=error.status, headers=again)

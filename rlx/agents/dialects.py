@@ -18,8 +18,8 @@ from rlx.fleet.requests import Sampling
 Event = dict[str, Any]
 _KINDS = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
 _ERRORS = {
-    401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error",
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Interaction:
         included.
       parent: the interaction of the session (its number) whose tokens the prompt begins with.
       tool_calls: how many it has. seconds: from the request to the answer.
+      memory: see `Session.remember`.
     """
 
     completion_id: str
@@ -48,6 +49,7 @@ class Interaction:
     parent: int | None = None
     tool_calls: int = 0
     seconds: float = 0.0
+    memory: tuple[str, str] | None = None
 
     @property
     def whole(self) -> str:
@@ -66,6 +68,7 @@ class Session:
       reward: what was told over HTTP in place of what `run` returns; `rewarded`: once it was.
       endless: whether it is of a key that is let in for good, and forgets.
       tasks: requests under way, cancelled when the session ends.
+      on_keep: is told of what is kept, before it is.
     """
 
     key: str
@@ -77,6 +80,7 @@ class Session:
     reward: Any = None
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task] = field(default_factory=set)
+    on_keep: Callable[[Interaction], None] | None = None
     _asked: dict[bytes, int] = field(default_factory=dict)
     _tokens: int = 0
     _said: dict[str, str] = field(default_factory=dict)
@@ -119,6 +123,10 @@ class Session:
 
     def keep(self, interaction: Interaction) -> None:
         """Record what the agent is given."""
+        if self.on_keep:
+            self.on_keep(interaction)
+        if interaction.memory:
+            self._said.update([interaction.memory])
         self._tokens += len(interaction.completion.tokens)
         self.interactions.append(interaction)
 
@@ -129,10 +137,10 @@ class Session:
 
     def remember(
         self, before: Sequence[Any], content: str | None, calls: Sequence[Any], raw: str
-    ) -> None:
-        """Keep what the model wrote where the agent gets calls, or words without thoughts."""
+    ) -> tuple[str, str]:
+        """Return what keeps the model's own words, where the agent gets calls or no thoughts."""
         *_, key = _keys([*before, {"role": "assistant", "content": content, "tool_calls": calls}])
-        self._said[key] = raw
+        return key, raw
 
     def verbatim(self, messages: Sequence[Any]) -> list[Any]:
         """Return the messages, with unchanged ones of the model in its own words again."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.base import UserError, install
 from rlx.cli import command
 from rlx.fleet import tls as fleet_tls
@@ -38,8 +39,9 @@ class Front:
     """Where a gateway listens and whom it answers.
 
     Attributes:
-      keys: each has a session of its own; without any there is one for all.
+      keys: each has a session of its own; without any, and without `online`, one is for all.
       tool_format: see `tool_calls.Reader`.
+      online: of sessions that an admin makes; None: there are none. directory: of their journal.
 
     Raises:
       UserError: others than this machine could ask, and there are no keys or no TLS.
@@ -50,9 +52,11 @@ class Front:
     keys: tuple[str, ...]
     tls: Tls | None
     tool_format: str = ""
+    online: OnlineOptions | None = None
+    directory: str = "rlx-sessions"
 
     def __post_init__(self) -> None:
-        if fleet_tls.is_loopback(self.host) or (self.keys and self.tls):
+        if fleet_tls.is_loopback(self.host) or ((self.keys or self.online) and self.tls):
             return
         raise UserError(
             f"--host={self.host} listens beyond this machine; give --keys=FILE, --tls-cert and "
@@ -69,15 +73,18 @@ class Front:
             from rlx.agents.api_gateway import Gateway
         except ImportError as error:
             raise UserError(f"a gateway needs the extra: {install('agents')} ({error})") from None
-        gateway = Gateway(
-            fleet, tokenizer, name=name, tool_format=self.tool_format, host=self.host,
-            port=self.port, tls=self.tls,
-        )  # fmt: skip
-        stop = asyncio.Event()
+        stop, gateway = asyncio.Event(), None
         try:
             await fleet.connect()
-            for key in self.keys or ("",):
-                most = Sampling(max_new_tokens=fleet.context)
+            most = Sampling(max_new_tokens=fleet.context)
+            online = (
+                OnlineSessions(Path(self.directory), self.online, most) if self.online else None
+            )
+            gateway = Gateway(
+                fleet, tokenizer, name=name, tool_format=self.tool_format, host=self.host,
+                port=self.port, tls=self.tls, online=online,
+            )  # fmt: skip
+            for key in self.keys or (() if online else ("",)):
                 gateway.sessions.open(most, key, endless=True)
             await gateway.start()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -86,5 +93,6 @@ class Front:
             command.say(json.dumps(found))
             await stop.wait()
         finally:
-            await gateway.stop()
+            if gateway:
+                await gateway.stop()
             await fleet.close()

@@ -1,0 +1,333 @@
+"""Sessions that applications have, over real HTTP; and a gateway that is killed with SIGKILL."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import stat
+from contextlib import asynccontextmanager
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+
+from rlx.agents.api_gateway import Gateway
+from rlx.agents.online import OnlineOptions, OnlineSessions
+from rlx.agents.session_state import Denied
+from rlx.base import UserError
+from tests.fixtures.commands import without_torch
+
+ADMIN = "admin-key-of-the-tests"
+HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
+
+
+class Site:
+    """A gateway with sessions, and requests to it."""
+
+    def __init__(self, base_url, http, online=None):
+        self.base_url, self.http, self.online = base_url, http, online
+
+    async def call(self, method, path, key=ADMIN, body=None):
+        """(status, JSON, headers) of a request; a body of bytes goes as it is."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self.http.request(method, self.base_url + path, headers=headers, data=data) as r:
+            return r.status, await r.json(), r.headers
+
+    async def made(self, **body):
+        """(id, key) of a new session."""
+        status, found, _ = await self.call("POST", "/sessions", body=body)
+        assert status == 201, found
+        return found["id"], found["api_key"]
+
+    async def ask(self, key, body=HELLO):
+        return await self.call("POST", "/chat/completions", key, body)
+
+    def client(self, key):
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, max_retries=0)
+
+
+@asynccontextmanager
+async def site(agents, directory, clock=None, engine=None, **options):
+    """A Site in this process."""
+    async with (
+        agents.fleet(engine or agents.engine()) as (fleet, _),
+        aiohttp.ClientSession() as http,
+    ):
+        given = OnlineOptions(ADMIN, **options)
+        clocks = {"clock": clock} if clock else {}
+        online = OnlineSessions(directory, given, agents.sampling, **clocks)
+        gateway = Gateway(fleet, agents.tokenizer(), online=online)
+        await gateway.start()
+        try:
+            yield Site(gateway.base_url(), http, online)
+        finally:
+            await gateway.stop()
+
+
+def test_an_application_asks_is_rewarded_and_refreshes_by_one_key(agents, tmp_path):
+    async def main():
+        async with site(agents, tmp_path) as s:
+            first, key = await s.made(task_id="greet")
+            async with s.client(key) as client:
+                got = await client.chat.completions.create(**HELLO)
+                thumb = {"reward": True, "completion_id": got.id}
+                await client.post("/rewards", body=thumb, cast_to=object)
+                second = await client.post("/session/refresh", cast_to=object)
+                again = await client.chat.completions.create(**HELLO)
+            await s.call("POST", "/rewards", key, {"reward": 0.25})
+            await s.call("POST", "/session/end", key)
+            rows = [
+                await s.call("GET", f"/sessions/{i}/trajectories") for i in (first, second["id"])
+            ]
+            listed = (await s.call("GET", "/sessions?state=taken"))[1]
+            return got, again, second, [body for _, body, _ in rows], listed
+
+    got, again, second, (one, two), listed = agents.run(main())
+    assert (second["task"], second["state"]) == ("greet", "open")
+    assert (one["reward"], one["ended"], one["taken"]) == ({got.id: 1.0}, "refresh", "exported")
+    assert (two["reward"], two["ended"]) == (0.25, "application")
+    assert [c["id"] for c in two["completions"]] == [again.id]
+    (row,) = two["trajectories"]
+    assert sum(row["loss_mask"]) == 12
+    assert {v for v, m in zip(row["versions"], row["loss_mask"], strict=True) if m} == {0}
+    assert row["reward"] == 0.25
+    assert listed["counts"] == {"open": 0, "ended": 0, "taken": 2}
+    assert not any("key" in state for state in listed["data"])
+
+
+def test_every_mistake_has_its_status(agents, tmp_path):
+    now = [1000.0]
+
+    async def main():
+        async with site(agents, tmp_path, lambda: now[0], idle_seconds=60, most=3) as s:
+            name, key = await s.made()
+            ended, old = await s.made()
+            await s.call("POST", "/session/end", old)
+            withdrawn, gone = await s.made()
+            await s.call("DELETE", f"/sessions/{withdrawn}")
+            asked = "/chat/completions"
+            reward = {"reward": 1.0}
+            tries = [
+                (401, "POST", asked, None, HELLO), (401, "POST", asked, "unknown", HELLO),
+                (401, "POST", "/session/refresh", "unknown", None),
+                (401, "GET", "/sessions", "unknown", None), (401, "GET", "/session", "", None),
+                (403, "POST", asked, ADMIN, HELLO), (403, "POST", "/session/end", ADMIN, None),
+                (403, "GET", "/sessions", key, None), (403, "POST", "/sessions", old, {}),
+                (403, "POST", asked, gone, HELLO), (403, "POST", "/session/refresh", gone, None),
+                (403, "POST", "/rewards", gone, reward),
+                (404, "GET", "/sessions/none", ADMIN, None),
+                (404, "DELETE", "/sessions/none", ADMIN, None),
+                (404, "GET", "/sessions/none/trajectories?wait=1", ADMIN, None),
+                (405, "PUT", "/sessions", ADMIN, None),
+                (408, "GET", f"/sessions/{name}/trajectories?wait=0.01", ADMIN, None),
+                (409, "GET", f"/sessions/{name}/trajectories", ADMIN, None),
+                (409, "POST", "/rewards", key, reward),
+                (409, "POST", "/rewards", key, {"reward": {}}),
+                (409, "POST", "/sessions", ADMIN, {"api_key": key}),
+                (409, "POST", "/sessions", ADMIN, {"api_key": ADMIN}),
+                (410, "POST", asked, old, HELLO), (410, "POST", "/session/end", old, None),
+                (410, "DELETE", f"/sessions/{ended}", ADMIN, None),
+                (400, "POST", "/sessions", ADMIN, b"{"), (400, "POST", "/sessions", ADMIN, [1]),
+                (400, "POST", "/sessions", ADMIN, {"task_id": 3}),
+                (400, "POST", "/sessions", ADMIN, {"tusk_id": "x"}),
+                (400, "POST", "/sessions", ADMIN, {"api_key": "short"}),
+                (400, "GET", "/sessions?state=broken", ADMIN, None),
+                (400, "GET", f"/sessions/{name}/trajectories?wait=nan", ADMIN, None),
+                (400, "GET", f"/sessions/{name}/trajectories?export=all", ADMIN, None),
+                (400, "POST", "/rewards", key, b"\xff"), (400, "POST", "/rewards", key, {}),
+                (400, "POST", "/rewards", key, {"reward": "good"}),
+                (400, "POST", asked, key, {"model": "m"}),
+            ]  # fmt: skip
+            found = [(await s.call(*each))[0] for _, *each in tries]
+            _, body, _ = await s.ask(key)
+            late = [{"reward": 1, "completion_id": "other"}, {"reward": {body["id"]: None}}]
+            found += [(await s.call("POST", "/rewards", key, each))[0] for each in late]
+            odd = {"x-api-key": "schlüssel"}  # the other header, and bytes that are no ASCII
+            async with s.http.get(s.base_url + "/sessions", headers=odd) as answer:
+                found.append(answer.status)
+            await s.made()
+            await s.made()
+            full = await s.call("POST", "/sessions", body={})
+            refused = await s.call("POST", "/session/refresh", old)
+            now[0] += 61
+            s.online.sweep()
+            idle = (await s.ask(key))[0], s.online.states[name].ended
+            fresh = (await s.call("POST", "/session/refresh", key))[0]
+            return [*zip([t[0] for t in tries], found, [t[1:] for t in tries], strict=False)], (
+                found[len(tries) :], full, refused, idle, fresh
+            )  # fmt: skip
+
+    pairs, (late, full, refused, idle, fresh) = agents.run(main(), 60)
+    assert [(w, g, t) for w, g, t in pairs if w != g] == []
+    assert late == [400, 400, 401]
+    assert (full[0], full[2]["Retry-After"], full[1]["error"]["code"]) == (429, "1", "session_full")
+    assert (refused[0], idle, fresh) == (429, (410, "idle"), 200)
+
+
+def test_an_end_ends_a_request_and_a_key_in_the_address_will_do(agents, tmp_path):
+    engine = agents.engine(step_seconds=0.01, together=2)  # the first request waits for a second
+
+    async def main():
+        async with site(agents, tmp_path, engine=engine) as s:
+            _, key = await s.made()
+            asking = asyncio.create_task(s.ask(key))
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            by_path = s.base_url.replace("/v1", f"/{key}/v1")
+            async with s.http.post(f"{by_path}/session/end") as answer:
+                ended = answer.status
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await asking
+            while engine.running:
+                await asyncio.sleep(0.01)
+            return ended, engine.aborted
+
+    assert agents.run(main()) == (200, 1)
+
+
+def test_a_conversation_goes_on_after_a_restart_token_for_token(agents, tmp_path):
+    turns = [{"role": "user", "content": "one"}]
+
+    async def main():
+        async with site(agents, tmp_path) as s:
+            name, key = await s.made(api_key="a-key-of-an-application")
+            _, body, _ = await s.ask(key, {"model": "m", "messages": turns})
+            turns.append(body["choices"][0]["message"])
+            await s.call("POST", "/rewards", key, {"reward": 1, "completion_id": body["id"]})
+            before = list(s.online.live[name].interactions), s.online.states[name]
+            with pytest.raises(UserError, match="another process"):
+                OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+        with (tmp_path / "journal.jsonl").open("ab") as file:
+            file.write(b'{"event": "answer", "session": "torn')
+        async with site(agents, tmp_path) as s:
+            after = list(s.online.live[name].interactions), s.online.states[name]
+            turns.append({"role": "user", "content": "two"})
+            await s.ask(key, {"model": "m", "messages": turns})
+            await s.call("POST", "/session/end", key)
+            s.online.compact()
+            kept = s.online.export(name, 0.5, "tree")
+        async with site(agents, tmp_path) as s:
+            assert s.online.export(name, 0.5, "tree") == kept
+            s.online.take(name, "exported")
+            s.online.compact()
+            gone = s.online.states
+            refreshed = (await s.call("POST", "/session/refresh", key))[0]
+            return before, after, kept, list(gone)[:-1], refreshed
+
+    (made, state), (again, restored), kept, gone, refreshed = agents.run(main(), 60)
+    assert (state.reward, state.completions) == (restored.reward, restored.completions)
+    for one, two in zip(made, again, strict=True):
+        assert one.whole == two.whole
+        for field in ("tokens", "logprobs", "versions"):
+            a, b = getattr(one.completion, field), getattr(two.completion, field)
+            np.testing.assert_array_equal(a, b)
+            assert a.dtype == b.dtype
+        np.testing.assert_array_equal(one.prompt_tokens, two.prompt_tokens)
+    (row,) = kept["trajectories"]  # one conversation is one row, each turn with its own return
+    assert row["turn_rewards"] == [1.0, 0.0]
+    assert (gone, refreshed) == ([], 200)
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert files == {"journal.jsonl": 0o600, "lock": 0o600}
+    assert "a-key-of-an-application" not in (tmp_path / "journal.jsonl").read_text()
+
+
+def test_a_journal_that_is_spoilt_is_refused_and_one_that_grew_is_written_anew(
+    agents, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rlx.agents.online._KEYS", 5)
+
+    async def main():
+        online = OnlineSessions(tmp_path / "a", OnlineOptions(ADMIN), agents.sampling)
+        sizes = []
+        for number in range(200):
+            state, _ = online.open("x" * 30_000)
+            online.end(state.id, "application")
+            if number:
+                online.take(state.id, "dropped")
+            online.sweep()
+            sizes.append((tmp_path / "a" / "journal.jsonl").stat().st_size)
+        with pytest.raises(Denied, match="no session"):
+            online.state("session-none")
+        online.close()
+        return sizes, list(online.states)
+
+    sizes, left = asyncio.run(main())
+    assert max(sizes) < 5 << 20
+    assert len(left) < 200
+    assert min(sizes[150:]) < 3 << 20
+    path = tmp_path / "a" / "journal.jsonl"
+    path.write_bytes(b"spoilt\n" + path.read_bytes())
+    with pytest.raises(UserError, match="spoilt"):
+        OnlineSessions(tmp_path / "a", OnlineOptions(ADMIN), agents.sampling)
+
+
+async def begin(*flags):
+    """(process, base_url) of `python -m rlx.gateway`."""
+    command = (*without_torch("rlx.gateway"), *flags)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    return process, json.loads(await process.stdout.readline())["base_url"]
+
+
+async def use(s, told, chance):
+    """One user's episodes under one key, until the gateway is gone; `told`: what it was told."""
+    try:
+        _, key = await s.made()
+        state = (await s.call("GET", "/session", key))[1]
+        while True:
+            mine = told[state["id"]] = {"key": key, "ids": [], "reward": None, "ended": False}
+            for _ in range(chance.randint(1, 3)):
+                status, body, _ = await s.ask(key)
+                assert status == 200
+                mine["ids"].append(body["id"])
+            value = chance.random()
+            assert (await s.call("POST", "/rewards", key, {"reward": value}))[0] == 200
+            mine["reward"] = value
+            status, state, _ = await s.call("POST", "/session/refresh", key)
+            assert status == 200
+            mine["ended"] = True
+    except (aiohttp.ClientError, ConnectionError):
+        return
+
+
+def test_a_gateway_killed_at_random_has_lost_nothing_that_it_told(agents, tmp_path):
+    agents.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "admin").write_text(ADMIN)
+    chance, told = random.Random(0), {}
+
+    async def main():
+        async with agents.fleet(agents.engine()) as (_, server), aiohttp.ClientSession() as http:
+            flags = (
+                f"--model={tmp_path / 'model'}", f"--servers=127.0.0.1:{server.port}", "--port=0",
+                f"--admin-key={tmp_path / 'admin'}", f"--sessions={tmp_path / 'sessions'}",
+            )  # fmt: skip
+            for kill in (True, True, False):
+                process, url = await begin(*flags)
+                s = Site(url, http)
+                try:
+                    for name, mine in told.items():
+                        status, state, _ = await s.call("GET", f"/sessions/{name}")
+                        assert status == 200
+                        assert list(state["completions"][: len(mine["ids"])]) == mine["ids"]
+                        assert mine["reward"] in (None, state["reward"])
+                        if mine["ended"]:
+                            assert state["ended"] == "refresh"
+                    for mine in list(told.values())[-4:]:  # the same keys go on
+                        assert (await s.call("POST", "/session/refresh", mine["key"]))[0] == 200
+                    if kill:
+                        goal = len(told) + chance.randint(20, 60)
+                        users = [asyncio.create_task(use(s, told, chance)) for _ in range(4)]
+                        while len(told) < goal:
+                            await asyncio.sleep(chance.random() / 100)
+                        os.kill(process.pid, signal.SIGKILL)
+                        await asyncio.gather(*users)
+                finally:
+                    if process.returncode is None and not kill:
+                        process.terminate()
+                    await process.wait()
+
+    agents.run(main(), 300)
+    assert len(told) > 40
+    assert sum(len(mine["ids"]) for mine in told.values()) > 60
