@@ -74,6 +74,14 @@ def default() -> ConfigDict:
         workers.max_processes = 0  # a worker and all that it starts; 0: no limit
         workers.environment = ()  # variables it sees besides PATH, HOME, LANG, PYTHON*, OMP_*, …
 
+    c.online = ConfigDict()  # rollout.workflow=online: where applications have sessions
+    c.online.host = "127.0.0.1"  # any but loopback needs TLS
+    c.online.port = 8000  # 0: any
+    c.online.admin_key = ""  # a file with the key that makes sessions; "": $RLX_ADMIN_KEY
+    c.online.idle_seconds = 3600.0  # without a request, after which a session ends
+    c.online.tls_cert = ""  # PEM file, of the gateway
+    c.online.tls_key = ""
+
     c.sampling = ConfigDict()
     c.sampling.n_samples = 8  # trajectories a group
     c.sampling.temperature = 1.0
@@ -92,8 +100,8 @@ def default() -> ConfigDict:
     c.rollout.max_failure_rate = 0.5  # of recent attempts, above which the run ends; 1: never
     c.rollout.failure_window = 128  # attempts that are recent
     c.rollout.request_timeout_seconds = 600.0
-    c.rollout.workflow = "rlvr"  # one turn, graded; or FILE.py:Class, module:Class: a workflow of
-    # one's own, or an agent
+    c.rollout.workflow = "rlvr"  # one turn, graded | online: applications ask, docs/online.md; or
+    # FILE.py:Class, module:Class: a workflow of one's own, or an agent
     c.rollout.workflow_kwargs = config_dict.placeholder(object)  # of its constructor, a dict
 
     c.algorithm = ConfigDict()

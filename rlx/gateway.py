@@ -14,9 +14,9 @@ from rlx.cli import command
 from rlx.doctor import failures
 from rlx.fleet import wire
 from rlx.fleet.tls import client_tls, server_tls
-from rlx.launch import serving
 from rlx.launch.servers import servers_of
 from rlx.model.directory import resolve
+from rlx.run import serving
 
 
 def main() -> None:

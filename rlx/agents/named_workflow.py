@@ -15,7 +15,8 @@ from rlx.rollout import workflow_checks
 from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode
 
 RLVR_NAME = "rlvr"
-_WORKFLOWS = {RLVR_NAME: RLVR}
+ONLINE = "online"  # applications ask in training; questions that are held out have one turn
+_WORKFLOWS = {RLVR_NAME: RLVR, ONLINE: RLVR}
 _GIVEN = ("prompts", "tokenizer", "sampling", "n", "reward_pool")
 
 

@@ -114,7 +114,7 @@ class AgentWorkflow:
             raise UserError(f"{cls.__name__} is a workflow of rlx, not an agent; use it as it is")
         self.agent, run = cls.__name__, getattr(cls, "run", None)
         self.name = f"{self.agent} {place(run)}".rstrip()
-        self._gateway_class = _gateway_class()
+        self._gateway_class = gateway_class()
         self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
         self._options = options
         name = agent if isinstance(agent, str) else name_of(cls)
@@ -251,7 +251,8 @@ def _seed(seed: int, run: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _gateway_class() -> "type[Gateway]":
+def gateway_class() -> "type[Gateway]":
+    """Return the class; raise UserError without the extra."""
     try:
         from rlx.agents.api_gateway import Gateway
     except ImportError as error:

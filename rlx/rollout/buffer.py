@@ -121,7 +121,7 @@ def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer,
     for group in sorted(groups, key=lambda g: (g.oldest_version, g.group_id), reverse=True):
         oldest = group.oldest_version if group.oldest_version >= 0 else step
         candidate = _put(buffer, oldest, group)
-        if _feasible(candidate, 0, step - 1, limits):
+        if fits(candidate, step, limits):
             buffer = candidate
         else:
             left_over.append(group)
@@ -158,6 +158,11 @@ def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]
         for group in batch:
             _check_lag(group, step, limits)
     return replace(buffer, finished=counts, groups=rest), batch
+
+
+def fits(buffer: Buffer, step: int, limits: Limits) -> bool:
+    """Return whether all that is in the buffer has a batch from `step` on, invariant (I)."""
+    return _feasible(buffer, 0, step - 1, limits)
 
 
 def groups(buffer: Buffer) -> list[Group]:

@@ -89,7 +89,9 @@ class Executor:
       on_skip: takes a prompt that is given up, on the loop's thread.
       on_change: called on the loop's thread when a group is accepted or the executor has stopped.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
-      request_timeout: seconds for one attempt, after which it has failed.
+      request_timeout: seconds for one attempt, after which it has failed; None: it may take any.
+      keep_versions: whether prompts under way may go on after a restart with tokens that they had,
+        and are admitted again at the versions of before.
       loop: that it runs on, started and ended by the caller; None: one of its own.
       clock: seconds, monotonic.
 
@@ -111,7 +113,8 @@ class Executor:
         on_skip: Callable[[Skipped], None] = lambda skipped: None,
         on_change: Callable[[], None] = lambda: None,
         drop_equal_rewards: bool = False,
-        request_timeout: float = 600.0,
+        request_timeout: float | None = 600.0,
+        keep_versions: bool = False,
         loop: LoopThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -121,7 +124,7 @@ class Executor:
         self._patience, self._request_timeout = patience or Patience(), request_timeout
         self._max_tokens, self._on_skip, self._on_change = max_tokens, on_skip, on_change
         self._drop_equal_rewards = drop_equal_rewards
-        self._force_staleness = force_staleness
+        self._force_staleness, self._keep_versions = force_staleness, keep_versions
 
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
@@ -264,6 +267,7 @@ class Executor:
                 "step": self._staleness.consumed,
                 "cursor": self._cursor().state_dict(),
                 "pending": [list(pair) for pair in sorted(pending)],
+                "admitted_at": [[t.group_id, t.version] for t in self._live.values()],
                 "admitted": self._staleness.admitted,
                 "rejected": self._staleness.rejected,
                 "failed": self._staleness.failed,
@@ -303,7 +307,8 @@ class Executor:
             self._dropped = int(host["dropped"]) + len(left_over)
             if host.get("best_reward") is not None:
                 self._best = float(host["best_reward"])
-            self._retry = [Ticket(int(g), int(a)) for g, a in host["pending"]]
+            versions = self._kept_versions(host, step)
+            self._retry = [Ticket(g, a, versions.get(g, -1)) for g, a in host["pending"]]
             self._retry += [Ticket(g.group_id) for g in left_over]
             heapq.heapify(self._retry)
             return changed
@@ -316,6 +321,17 @@ class Executor:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
         await workflows.close(self.workflow)
+
+    def _kept_versions(self, host: Mapping[str, Any], step: int) -> dict[int, int]:
+        """Return group_id → version of prompts that are admitted at the version of before.
+
+        Where the limits became smaller there may be no batch for these, and they are admitted anew.
+        """
+        found = dict(host.get("admitted_at", [])) if self._keep_versions else {}
+        held = self._buffer
+        for version in found.values():
+            held = buffers.admit(held, version)
+        return found if buffers.fits(held, step, self._limits) else {}
 
     def _cursor(self) -> Cursor:
         """Return the rows, which can be saved."""
@@ -352,7 +368,8 @@ class Executor:
         while self._later and self._later[0][0] <= self._clock():
             heapq.heappush(self._retry, heapq.heappop(self._later)[1])
         if self._retry:
-            return dataclasses.replace(heapq.heappop(self._retry), version=version)
+            ticket = heapq.heappop(self._retry)
+            return dataclasses.replace(ticket, version=version) if ticket.version < 0 else ticket
         return Ticket(self._rows.next()[0], 0, version)
 
     async def _attempt(self, ticket: Ticket) -> None:
@@ -361,7 +378,7 @@ class Executor:
         limit = asyncio.timeout(self._request_timeout)
         try:
             async with limit:
-                task = Task(row, ticket.group_id, seed)
+                task = Task(row, ticket.group_id, seed, version=ticket.version)
                 group = await checked(self.workflow, self.fleet, task, self._max_tokens)
         except asyncio.CancelledError as error:
             if self._closing or self.loop.ending:
@@ -481,6 +498,8 @@ class Executor:
         if not self.loop.alive:
             raise RuntimeError("the executor's thread is not running")
         ready = buffers.ready(self._buffer, self._staleness.consumed, self._limits)
+        if any(ticket.version >= 0 for ticket in self._retry):
+            ready = False  # they have a batch from here on, and are not in the buffer yet
         if self._force_staleness and not staleness.full(self._staleness, self._limits):
             ready = False
         if self._error is not None and not ready:

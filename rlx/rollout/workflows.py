@@ -39,6 +39,7 @@ class Task:
       sampling: how an evaluation samples, whatever its seed; None: as training does.
       n: trajectories of the group; None: as many as training wants.
       priority: of the requests; the highest are served first.
+      version: at which the group was admitted; none of its tokens may be older. −1: any.
     """
 
     row: Mapping[str, Any]
@@ -47,6 +48,7 @@ class Task:
     sampling: Sampling | None = None
     n: int | None = None
     priority: int = 0
+    version: int = -1
 
 
 class Workflow(Protocol):

@@ -270,7 +270,7 @@ def judge_batch(sizes: RunSizes, rows: int) -> Finding:
         return Finding("config", "batch", "warning", f"{what}: they are not equally large",
                        f"make rollout.batch_prompts={batch} a multiple of train.minibatches={parts}"
                        )  # fmt: skip
-    if rows < batch:
+    if 1 < rows < batch:
         return Finding("config", "batch", "warning", f"{what}: a batch meets rows twice",
                        "add rows, or lower rollout.batch_prompts")  # fmt: skip
     return Finding("config", "batch", "ok", what)

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
+from rlx.agents.online import ADMIN_VARIABLE, OnlineOptions
 from rlx.agents.workflow import AgentOptions
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
@@ -22,6 +23,7 @@ from rlx.cli import user_code
 from rlx.cli.user_code import words
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
+from rlx.launch.online_workflow import OnlineWorkflow
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory, hf_files, mesh
 from rlx.model.model_config import ModelConfig
@@ -116,7 +118,8 @@ def prepare(config: ConfigDict) -> Inputs:
     *sources, (_, eval_rows, _) = kept
     train_rows = [row for source in sources for row in source.rows]
     held_out = [answers.group(row, i) for i, row in enumerate(eval_rows)] if answers else []
-    rewarded = train_rows if algorithm.data == "rollouts" else eval_rows
+    own = algorithm.data == "rollouts" and not is_online(config)
+    rewarded = train_rows if own else eval_rows
     if rewarded and has_servers(config):
         _try_rewards(config, prompts, rewarded[0])
         named.try_out(rewarded[0])
@@ -148,6 +151,11 @@ def fitting(
             if index + 1 == len(rows) and not found:
                 raise UserError(f"data.overlong=skip leaves no row of {name}: {error}") from None
     return found
+
+
+def is_online(config: ConfigDict) -> bool:
+    """Return whether applications outside ask, in place of rows."""
+    return config.rollout.workflow == named_workflow.ONLINE
 
 
 def has_servers(config: ConfigDict) -> bool:
@@ -292,7 +300,7 @@ def _workflow(
     """Return the workflow that makes the algorithm's kind of group of a row."""
     algorithm = options.algorithm
     if algorithm.data == "rollouts":
-        return answering
+        return _online(config, prompts, answering) if is_online(config) else answering
     limits = {
         "end": end_token(prompts.tokenizer, model_config.eos_token_ids),
         "max_new_tokens": config.sampling.max_new_tokens,
@@ -304,19 +312,34 @@ def _workflow(
     return Demonstrations(prompts, answering, keys.completion_key, **limits)
 
 
+def _online(config: ConfigDict, prompts: Prompts, judge: Workflow) -> Workflow:
+    """Return the workflow that waits for applications; raise UserError where none may come."""
+    options = OnlineOptions.named(config.online)
+    if options is None:
+        raise UserError(
+            "rollout.workflow=online has no admin key; give a file by online.admin_key, or set "
+            f"${ADMIN_VARIABLE}"
+        )
+    sampling, n, tokenizer = training_sampling(config), config.sampling.n_samples, prompts.tokenizer
+    agents, listen = AgentOptions.of(config), config.online
+    return OnlineWorkflow(options, agents, listen, tokenizer, sampling, n, judge)
+
+
 def rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
     """Return sources of training rows, then the held-out rows; with the columns they need.
 
     Raises:
       UserError: naming the row that lacks something, or cannot be rewarded.
     """
-    *train, held_out = found = _read_rows(config, algorithm)
-    if algorithm.data == "rollouts":
+    *train, held_out = _read_rows(config, algorithm)
+    if is_online(config):  # one row, which nobody is asked but the gate's servers
+        train = [Source("applications", [{config.data.question_key: _QUESTION}])]
+    elif algorithm.data == "rollouts":
         for source in train:
             _check_answers(config, source.rows)
     if has_servers(config):
         _check_answers(config, held_out.rows)
-    return found
+    return [*train, held_out]
 
 
 def _check_answers(config: ConfigDict, rows: list[dict]) -> None:
@@ -326,9 +349,9 @@ def _check_answers(config: ConfigDict, rows: list[dict]) -> None:
 
 def _read_rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
     n, names = config.eval.num_questions, _answer_options(algorithm)
-    named = data.named_sources(config.data)
+    named = [] if is_online(config) else data.named_sources(config.data)
     texts = {config.data[name]: f"data.{name}" for name in names}
-    if not named:
+    if not named and config.data.kind == "arithmetic":
         held_out = arithmetic.problems(0, "held_out", n) if n else []
         train = arithmetic.problems(config.seed, "train", TRAIN_PROBLEMS)
         return [Source("arithmetic", _solved(each, config, names)) for each in (train, held_out)]

@@ -45,7 +45,7 @@ from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import allocated, dealt
 from rlx.run.frequency import due, every_of, to_host
-from rlx.run.inputs import as_json, has_servers, prepare
+from rlx.run.inputs import as_json, has_servers, is_online, prepare
 from rlx.run.parts import Parts, build, disk_warning
 from rlx.run.room_options import sizes_of
 from rlx.train import checkpoint, conductor
@@ -53,6 +53,7 @@ from rlx.train.contract import State
 
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
+_ENDLESS = 1 << 62  # rows, where applications ask
 BUSY_SECONDS = 0.01  # how often it looks for a batch while the device computes
 
 
@@ -137,6 +138,7 @@ class _Loop:
       saved: the step of the last checkpoint. saving: files of one that is being written.
       now: the position of `step`. last: where checkpoint, eval and export happened last.
       exporting: an HF directory of `export.every_*` that is being written.
+      rows: of an epoch.
       solved: no prompt is left that could teach anything.
       seconds: of each phase since the last record. published: record of the last publish.
       device: a thread that waits for one step after the other. disk: threads that write a save.
@@ -150,6 +152,7 @@ class _Loop:
         self.held_out = parts.held_out
         self.last_record, self.now, self.last = time.monotonic(), parts.begun, {**parts.last}
         self.every = every_of(parts.config)
+        self.rows = _ENDLESS if is_online(parts.config) else max(1, len(parts.inputs.train_rows))
         self.generated, self.whole, self.saved, self.solved = 0, True, step, False
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
@@ -238,8 +241,7 @@ class _Loop:
             self.whole = False
             self.state, metrics = self.parts.update.update(self.state, groups)
             self.step, self.whole = self.step + 1, True
-        rows = max(1, len(self.parts.inputs.train_rows))
-        self.now = self.now.after(groups[-1].group_id + 1, rows, self.parts.elapsed())
+        self.now = self.now.after(groups[-1].group_id + 1, self.rows, self.parts.elapsed())
         if self._due("eval"):
             self.held_out.add(self.step)
         self._record()
@@ -338,7 +340,7 @@ class _Loop:
             self.seconds,
             {**counters, **self.published, **busy},
             version=self.executor.version,
-            epoch=groups[-1].group_id // len(self.parts.inputs.train_rows),
+            epoch=groups[-1].group_id // self.rows,
             step_seconds=now - self.last_record,
             elapsed_seconds=self.parts.elapsed(),
             generated_tokens=generated - self.generated,

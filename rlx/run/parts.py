@@ -25,6 +25,7 @@ from rlx.fleet.no_fleet import NoFleet
 from rlx.fleet.tls import client_tls
 from rlx.launch import available_memory, teacher
 from rlx.launch.local import CpuPlan, cpu_plan
+from rlx.launch.online_workflow import OnlineWorkflow, RunPlace
 from rlx.launch.servers import servers_of
 from rlx.launch.teacher import ScorerOptions
 from rlx.launch.workdir_lock import Killed
@@ -213,7 +214,13 @@ def build(
         )
     tutor = teacher.fleet(tutors, limits, progress.message) if tutors else None
     judge = teacher.fleet(judges, limits, progress.message, judged.name) if judges else None
-    executor = _executor(config, inputs, fleet, tutor, judge, note_skip)
+    longest = min(TrainOptions.of(config).row_budget, max(config.train.row_buckets))
+    if isinstance(inputs.workflow, OnlineWorkflow):
+        needed = partial(_oldest_needed, workdir / "checkpoints", config.rollout.max_staleness)
+        inputs.workflow.place = RunPlace(
+            workdir / "sessions", step, needed, longest, progress.message
+        )  # fmt: skip
+    executor = _executor(config, inputs, fleet, tutor, judge, longest, note_skip)
     executor.start()
     stack.callback(executor.close)
     stack.callback(_close, executor, fleet)
@@ -311,10 +318,11 @@ def _executor(
     fleet: Fleet | NoFleet,
     tutor: Fleet | None,
     judge: Fleet | None,
+    longest: int,
     note_skip: Callable[[dict[str, Any]], None],
 ) -> Executor:
     """Return the executor of the run's workflow, not started yet."""
-    c, workflow = config, inputs.workflow
+    c, workflow, online = config, inputs.workflow, isinstance(inputs.workflow, OnlineWorkflow)
     mix = [(len(source.rows), source.weight) for source in inputs.sources]
     if tutor:
         workflow = TeacherScored(workflow, tutor, c.sampling.temperature)
@@ -333,11 +341,18 @@ def _executor(
         seed=c.seed,
         force_staleness=c.rollout.force_staleness,
         patience=patience(c),
-        max_tokens=min(TrainOptions.of(c).row_budget, max(c.train.row_buckets)),
+        max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
-        request_timeout=c.rollout.request_timeout_seconds,
+        request_timeout=None if online else c.rollout.request_timeout_seconds,
+        keep_versions=online,
     )
+
+
+def _oldest_needed(checkpoints: Path, max_staleness: int) -> int:
+    """Return the oldest version whose tokens a run that goes on from a checkpoint may need."""
+    steps = map(checkpoint.step_of, checkpoint.checkpoints(checkpoints))
+    return min(steps, default=0) - max_staleness
 
 
 def _close(executor: Executor, fleet: Fleet | NoFleet) -> None:

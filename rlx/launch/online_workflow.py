@@ -1,0 +1,223 @@
+"""Sessions of applications outside as a run's rollouts: what they end with is trained on.
+
+    executor ── run(group 17) ─▶ slot 17 ◀── a session takes a place in the oldest slot, or gets 429
+                                   │ its sessions ended, with rewards
+                                   ▼
+                                 group 17, every token of versions since slot 17 was admitted
+
+A slot is what admission control lets in, so its bound holds for sessions as for prompts. After a
+restart of the run a session goes on in the slot that it had.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from rlx.agents import trajectories
+from rlx.agents.online import OnlineOptions, OnlineSessions
+from rlx.agents.session_state import Denied, SessionState
+from rlx.agents.workflow import AgentOptions, gateway_class
+from rlx.base import Group, Trajectory, Unavailable, UserError
+from rlx.fleet import tls
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Sampling
+from rlx.rollout.workflows import Generator, Task, Workflow
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a run keeps its sessions, and what it can train on.
+
+    Attributes:
+      directory: of the journal.
+      step: that the run begins or goes on with: tokens of later versions are of lost policies.
+      needed: returns the oldest version whose tokens a restart may still ask for.
+      max_tokens: of a row; 0: any number.
+      say: takes a line for the terminal.
+    """
+
+    directory: Path
+    step: int
+    needed: Callable[[], int]
+    max_tokens: int
+    say: Callable[[str], None]
+
+
+@dataclass(eq=False)
+class _Slot:
+    group_id: int
+    version: int
+    full: asyncio.Future[list[str]]
+    sessions: list[str] = field(default_factory=list)
+    task: str = ""
+
+
+class OnlineWorkflow:
+    """Waits for sessions in place of asking anything by itself.
+
+    Args:
+      options: of the sessions. agents: how rewards become returns, and how late they may come.
+      listen: host, port, tls_cert and tls_key of the gateway.
+      tokenizer, sampling, n: of the run; n: sessions a group, of one task where n > 1.
+      judge: answers held-out questions.
+
+    Raises:
+      UserError: others than this machine could connect, without TLS.
+    """
+
+    name = "online"
+    place: RunPlace  # set before the first group is asked for
+
+    def __init__(
+        self,
+        options: OnlineOptions,
+        agents: AgentOptions,
+        listen: Any,
+        tokenizer: Any,
+        sampling: Sampling,
+        n: int,
+        judge: Workflow,
+    ):
+        self._tls = tls.server_tls(listen.tls_cert, listen.tls_key, "")
+        if not tls.is_loopback(listen.host) and not self._tls:
+            raise UserError(
+                f"online.host={listen.host} listens beyond this machine; give online.tls_cert and "
+                "online.tls_key, or listen at 127.0.0.1"
+            )
+        self._options, self._agents, self._listen = options, agents, listen
+        self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
+        self._judge, self._gateway_class = judge, gateway_class()
+        self._gateway: Any = None  # with sessions, once it listens
+        self._starting = asyncio.Lock()
+        self._slots: dict[int, _Slot] = {}
+        self._begun: set[int] = set()  # group ids; sessions of before a restart go on in the first
+
+    async def run(self, fleet: Generator, task: Task) -> Group:
+        """Return the group of the next sessions, or a held-out row's."""
+        if task.sampling is not None:
+            return await self._judge.run(fleet, task)
+        online = await self._at(fleet)
+        full = asyncio.get_running_loop().create_future()
+        slot = self._slots[task.group_id] = _Slot(task.group_id, task.version, full)
+        if task.group_id not in self._begun:
+            self._begun.add(task.group_id)
+            before = [s for s in online.states.values() if s.slot == task.group_id and not s.why]
+            slot.sessions = [s.id for s in before if s.taken in ("", "trained")][: self._n]
+            slot.task = before[0].task if slot.sessions else ""
+        try:
+            self._settle(0.0)
+            names = await full
+        finally:
+            self._slots.pop(task.group_id, None)
+        found: list[Trajectory] = []
+        for number, name in enumerate(names):
+            state, made = online.states[name], online.live[name].interactions
+            assert state.reward is not None
+            found += trajectories.of_run(
+                made, state.reward, f"{task.group_id}.{number}", agent=self.name,
+                turn_discount=self._agents.turn_discount, export=self._agents.export,
+                seconds=state.touched - state.opened,
+            )  # fmt: skip
+            online.take(name, "trained")
+        return Group(task.group_id, tuple(found), task.row)
+
+    async def aclose(self) -> None:
+        """End the gateway; the sessions stay in the journal."""
+        gateway, self._gateway = self._gateway, None
+        if gateway:
+            await gateway.stop()
+
+    async def _at(self, fleet: Generator) -> OnlineSessions:
+        """Return the sessions, with a gateway in front of `fleet` that listens."""
+        async with self._starting:
+            if self._gateway is None:
+                where = self._listen
+                try:
+                    online = OnlineSessions(
+                        self.place.directory, self._options, self._sampling, temperature_fixed=True
+                    )
+                    gateway = self._gateway_class(
+                        cast(Fleet, fleet), self._tokenizer, host=where.host, port=where.port,
+                        tls=self._tls, online=online,
+                    )  # fmt: skip
+                    await gateway.start()
+                except UserError as error:
+                    raise Unavailable(str(error)) from error
+                self._gateway = gateway
+                online.admit, online.changed = self._admit, self._settle
+                online.covered = lambda state: (
+                    bool(state.why) or (_versions(online, state.id)[0] < self.place.needed())
+                )
+                self._give_up(online)
+                self.place.say(f"sessions at {gateway.base_url()}")
+            return self._gateway.online
+
+    def _give_up(self, online: OnlineSessions) -> None:
+        """Drop sessions with tokens of policies that a kill took with it."""
+        for state in list(online.states.values()):
+            if not state.why and _versions(online, state.id)[1] > self.place.step:
+                if not state.ended:
+                    online.end(state.id, "restart")
+                online.take(state.id, state.taken or "dropped", "its policy was lost by a restart")
+
+    def _admit(self, task: str) -> int:
+        """Return the slot for a session of `task`; raise Denied where there is none."""
+        if self._n > 1 and not task:
+            what = f"sampling.n_samples={self._n} sessions of one task_id make a group"
+            raise Denied("nameless", f"{what}; give task_id")
+        slots = sorted(self._slots.values(), key=lambda slot: (slot.task != task, slot.group_id))
+        for slot in slots:
+            if len(slot.sessions) < self._n and (not slot.sessions or slot.task == task):
+                slot.task = task
+                return slot.group_id
+        raise Denied("full", "as many sessions are under way as training allows; try again")
+
+    def _settle(self, now: float) -> None:
+        """Give the slots whose sessions have all ended to their groups; let go of unfit ones."""
+        if self._gateway is None:
+            return
+        online = self._gateway.online
+        for state in [s for s in online.states.values() if not s.taken and s.slot in self._slots]:
+            if state.id not in (own := self._slots[state.slot].sessions):
+                own.append(state.id)
+        for slot in list(self._slots.values()):
+            ready = []
+            for name in list(slot.sessions):
+                state = online.states[name]
+                why = self._unfit(online, state, slot.version) if state.ended else ""
+                late = now - state.touched < self._agents.reward_seconds
+                if why == _NO_REWARD and state.completions and late:
+                    continue
+                if why:
+                    slot.sessions.remove(name)
+                    online.take(name, state.taken or "dropped", why)
+                elif state.ended:
+                    ready.append(state)
+            last = max((state.touched for state in ready), default=now)
+            alone = len(ready) == len(slot.sessions) > 1  # and no other session of the task comes
+            if len(ready) == self._n or (alone and now - last > self._options.idle_seconds):
+                del self._slots[slot.group_id]
+                slot.full.set_result([state.id for state in ready])
+
+    def _unfit(self, online: OnlineSessions, state: SessionState, version: int) -> str:
+        """Return why an ended session cannot be trained on; "" where it can."""
+        made = online.live[state.id].interactions
+        if not made or state.reward is None:
+            return _NO_REWARD if made else "nothing was asked"
+        if _versions(online, state.id)[0] < version:
+            return "it began before its place in training"
+        longest = max(len(i.prompt_tokens) + len(i.completion.tokens) for i in made)
+        if 0 < self.place.max_tokens < longest:
+            return f"{longest} tokens are more than a row of training has"
+        return ""
+
+
+_NO_REWARD = "no reward was told"
+
+
+def _versions(online: OnlineSessions, name: str) -> tuple[int, int]:
+    """Return the oldest and the newest version of a session's tokens; (0, −1) without any."""
+    found = [int(v) for i in online.live[name].interactions for v in i.completion.versions]
+    return min(found, default=0), max(found, default=-1)
