@@ -7,7 +7,7 @@ its segments begin, as transformers' own FlashAttention takes them. Nothing here
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,37 +44,77 @@ def kernel(device: str, compute_dtype: str, model_type: str = "") -> str:
     raise AssertionError("rlx_segments needs nothing")
 
 
-class Blocks(NamedTuple):
-    """Segments of N tokens, by which one call attends to several at once.
+class Block(NamedTuple):
+    """Segments that follow each other, to which one call attends.
 
     Attributes:
-      indices: of each block of S segments the places of their tokens, [S, L] int64; a segment
-        shorter than L ends with its first token again, which later tokens alone would see.
-      back: of each token its place in the blocks one after the other, [N] int64.
+      tokens: of all of them. shape: S segments of at most L tokens.
+      places: of their tokens, [S, L] int64; a segment shorter than L ends with its first token
+        again, which later tokens alone would see. None where all have L.
+      back: of each token its place in the block, [tokens] int64; None likewise.
     """
 
-    indices: tuple[Tensor, ...]
-    back: Tensor
+    tokens: int
+    shape: tuple[int, int]
+    places: Tensor | None
+    back: Tensor | None
+
+
+class Blocks(NamedTuple):
+    """Segments of N tokens, by which one call attends to several at once, longest first."""
+
+    blocks: tuple[Block, ...]
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: str) -> "Blocks":
         """Return the blocks of segments of these sizes, longest first."""
-        starts = np.cumsum([0, *sizes])
         parts: list[list[int]] = []
-        for i, size in enumerate(sizes):
-            if not parts or sizes[parts[-1][0]] ** 2 - size**2 > CALL_PAIRS:
+        for size in sizes:
+            if not parts or parts[-1][0] ** 2 - size**2 > CALL_PAIRS:
                 parts.append([])
-            parts[-1].append(i)
-        indices, back, end = [], np.empty(starts[-1], np.int64), 0
-        for part in parts:
-            length = sizes[part[0]]
-            places = np.arange(length) + starts[part][:, None]
-            for row, i in enumerate(part):
-                places[row, sizes[i] :] = starts[i]
-                back[starts[i] : starts[i + 1]] = end + row * length + np.arange(sizes[i])
-            indices.append(torch.from_numpy(places).to(device))
-            end += places.size
-        return cls(tuple(indices), torch.from_numpy(back).to(device))
+            parts[-1].append(size)
+        return cls(tuple(_block(part, device) for part in parts))
+
+
+def _block(sizes: list[int], device: str) -> Block:
+    """Return the block of segments of these sizes, longest first."""
+    shape, starts = (len(sizes), sizes[0]), np.cumsum([0, *sizes])
+    if sizes[-1] == sizes[0]:
+        return Block(int(starts[-1]), shape, None, None)
+    places, within = np.arange(sizes[0]) + starts[:-1, None], np.arange(sizes[0])
+    used = within < np.array(sizes)[:, None]
+    places = np.where(used, places, starts[:-1, None])
+    back = torch.from_numpy(np.flatnonzero(used)).to(device)
+    return Block(int(starts[-1]), shape, torch.from_numpy(places).to(device), back)
+
+
+class _Spread(torch.autograd.Function):
+    """x at a block's places. What repeats a token has no gradient: nothing that counts sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        return x[block.places]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return gradient.flatten(0, 1)[ctx.block.back], None
+
+
+class _Collect(torch.autograd.Function):
+    """x of a block, flat, at each token's place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        return x[block.back]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        segments, longest = ctx.block.shape
+        wide = gradient.new_zeros(segments * longest, *gradient.shape[1:])
+        wide[ctx.block.back] = gradient
+        return wide, None
 
 
 @torch.compiler.disable  # else one program for each number of blocks
@@ -112,19 +152,23 @@ def segments(
         )
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, H]
     groups, out = query.shape[1] // key.shape[1], []
-    for index in blocks.indices:
-        q, k, v = (x[index].transpose(1, 2) for x in rows)  # [S, heads, L, H]
+    cuts = [block.tokens for block in blocks.blocks]
+    for block, *parts in zip(blocks.blocks, *(x.split(cuts) for x in rows), strict=True):
+        even = block.places is None
+        wide = (x.unflatten(0, block.shape) if even else _Spread.apply(x, block) for x in parts)
+        q, k, v = (x.transpose(1, 2) for x in wide)  # [S, heads, L, H]
         window = sliding_window or q.shape[2]
         if q.shape[2] > window or softcap or s_aux is not None:
-            wide = (x.repeat_interleave(groups, 1) for x in (k, v))
+            wider = (x.repeat_interleave(groups, 1) for x in (k, v))
             scale = scaling or 1 / math.sqrt(query.shape[-1])
-            found = _unfused(q, *wide, scale, window, softcap or 0.0, s_aux)
+            found = _unfused(q, *wider, scale, window, softcap or 0.0, s_aux)
         else:
             found = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1
             )
-        out.append(found.transpose(1, 2).flatten(0, 1))
-    return torch.cat(out)[blocks.back][None], None
+        found = found.transpose(1, 2).flatten(0, 1)
+        out.append(found if even else _Collect.apply(found, block))
+    return torch.cat(out)[None], None
 
 
 def _unfused(

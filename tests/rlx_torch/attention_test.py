@@ -32,13 +32,14 @@ def test_the_kernel_is_given_one_dtype_and_heads_after_tokens(monkeypatch):
 
 
 def test_one_call_for_several_segments_is_one_for_each():
-    sizes = [300, 290, 40, 33, 33, 1]
+    sizes = [300, 290, 200, 200, 40, 33, 33, 1]
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, sum(sizes), 8, requires_grad=True) for heads in (4, 2, 2)
     )
     blocks = attention.Blocks.of(sizes, "cpu")
-    assert [index.shape for index in blocks.indices] == [(2, 300), (4, 40)]
+    assert [block.shape for block in blocks.blocks] == [(2, 300), (2, 200), (4, 40)]
+    assert [block.places is None for block in blocks.blocks] == [False, True, False]
     found, _ = attention.segments(torch.nn.Identity(), query, key, value, None, blocks=blocks)
     parts = zip(*(x.split(sizes, 2) for x in (query, key, value)), strict=True)
     alone = [scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
