@@ -67,7 +67,7 @@ class AgentOptions:
         return cls(
             config.data.system_prompt, config.data.question_key, config.reward.workers,
             agents.turn_discount, agents.export, agents.block_seconds, agents.reward_seconds,
-            WorkerLimits.of(agents), agents.process_per_run,
+            WorkerLimits.of(agents, config.sandbox), agents.process_per_run,
         )  # fmt: skip
 
 

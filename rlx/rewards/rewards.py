@@ -14,7 +14,7 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.cli import user_code
-from rlx.rewards import answers, equality
+from rlx.rewards import answers, code_tests, equality
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 
@@ -82,7 +82,9 @@ def arithmetic(
     return float(box is not None and equality.equal(answers.reference(answer) or "", box))
 
 
-REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithmetic}
+REWARDS: dict[str, RewardFunction] = {
+    "gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "code": code_tests.code,
+}  # fmt: skip
 
 
 MODEL = "model"  # the reward that is no function but a model's: config.reward.model

@@ -9,6 +9,7 @@ variables of the environment (`environment`).
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -16,12 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlx.fleet.parent_death import keep_private
 from rlx.rewards import process_supervisor as supervisor
+from rlx.sandbox.sandbox import SandboxOptions
 
 _NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR",
@@ -31,6 +33,7 @@ _NAMES = frozenset({
 })  # fmt: skip
 _PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "XDG_")
 _HOME = str(Path(__file__).parents[2])  # rlx may be imported from a clone's directory
+_SANDBOX = "RLX_SANDBOX"  # a worker's variable: the fields of its SandboxOptions
 _END_SECONDS = 10.0  # until a supervisor that does not end is killed
 
 
@@ -42,16 +45,20 @@ class WorkerLimits:
       memory_gb: address space of each of its processes, GiB; 0: no limit.
       max_processes: of it and its descendants; 0: no limit.
       environment: names of the variables it sees in addition to harmless ones.
+      sandbox: that `worker_sandbox` makes in it.
     """
 
     memory_gb: float = 0.0
     max_processes: int = 0
     environment: tuple[str, ...] = ()
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
 
     @classmethod
-    def of(cls, section: Any) -> "WorkerLimits":
-        """Return the limits in the `reward` or `agents` section of a config."""
-        return cls(section.memory_gb, section.max_processes, tuple(section.environment))
+    def of(cls, section: Any, sandbox: Any) -> "WorkerLimits":
+        """Return the limits in the `reward` or `agents` section of a config, and in `sandbox`."""
+        names = tuple(section.environment)
+        asked = SandboxOptions(sandbox.kind, sandbox.require, sandbox.workers)
+        return cls(section.memory_gb, section.max_processes, names, asked)
 
 
 NO_LIMITS = WorkerLimits()
@@ -137,13 +144,24 @@ def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, 
         command = [sys.executable, "-P", "-m", module, str(number)]
         try:
             worker = SupervisedProcess(
-                command, limits=limits, environment=environment(limits.environment),
+                command, limits=limits,
+                environment=environment(limits.environment) | {
+                    _SANDBOX: json.dumps(asdict(limits.sandbox))
+                },
                 pass_fds=(number,),
             )  # fmt: skip
         except OSError:
             ours.close()
             raise
     return worker, ours
+
+
+def worker_sandbox(preload: Sequence[str] = ()) -> Any:
+    """Return a sandbox, not entered yet, as the config of this worker's run asks for it.
+
+    For rewards and agents: `async with worker_sandbox() as sandbox: await sandbox.run(code)`.
+    """
+    return SandboxOptions(**json.loads(os.environ.get(_SANDBOX, "{}"))).make(preload)
 
 
 def inherited_socket() -> socket.socket:

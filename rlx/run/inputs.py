@@ -95,7 +95,9 @@ def prepare(config: ConfigDict) -> Inputs:
     teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf_files.check)
     given = rows(config, algorithm)
     reward = config.reward
-    pool = RewardPool(weights, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
+    pool = RewardPool(
+        weights, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward, config.sandbox)
+    )
     prompts = Prompts(
         load_tokenizer(model_dir, config.data.system_prompt, config.data.chat_template),
         system_prompt=config.data.system_prompt,
@@ -219,7 +221,7 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
 def _try_rewards(config: ConfigDict, prompts: Prompts, row: Mapping[str, Any]) -> None:
     """Raise UserError where a reward of the user's own fails on a short completion of `row`."""
     own = {name: 1.0 for name in check_reward(config) if user_code.is_own(name)}
-    seconds, limits = config.reward.timeout_seconds, WorkerLimits.of(config.reward)
+    seconds, limits = config.reward.timeout_seconds, WorkerLimits.of(config.reward, config.sandbox)
     ids = encode(prompts.tokenizer, _ANSWER)
     call = RewardCall(prompts.text(row), _ANSWER, prompts.ids(row), ids, row)
     with closing(RewardPool(own, 1, seconds, limits)) as pool:

@@ -198,7 +198,12 @@ def _set_of(
     if options.overlong == "error":  # else such rows fail, and count as wrong
         for index, row in enumerate(rows):
             prompts.check(row, f"row {index + 1} of {found.name}")
-    pool = RewardPool(found.reward, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward))
+    pool = RewardPool(
+        found.reward,
+        reward.workers,
+        reward.timeout_seconds,
+        WorkerLimits.of(reward, config.sandbox),
+    )
     agents = replace(AgentOptions.of(config), question_key="question")
     named = NamedWorkflow(asked.workflow, asked.workflow_kwargs, prompts, Sampling(), 1)
     workflow = named.build(pool, agents)

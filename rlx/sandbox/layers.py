@@ -1,11 +1,9 @@
 """Layers that confine a program, by level; docs/security.md says what each level holds.
 
-    none         limits, an environment and a directory of its own
-    seccomp      + system calls; landlock: + files; bubblewrap: + bwrap's namespaces for all of them
-    namespaces   a root, read-only, and an empty network; for each program users, processes and
-                 mounts of its own; and seccomp
-
-The standard library alone: every zygote imports this.
+none         limits, an environment and a directory of its own
+seccomp      + system calls; landlock: + files; bubblewrap: + bwrap's namespaces for all of them
+namespaces   a root, read-only, and an empty network; for each program users, processes and
+             mounts of its own; and seccomp
 """
 
 import ctypes
@@ -201,4 +199,5 @@ def _restrict_files(version: int, directory: str) -> None:
         wanted &= rights if stat.S_ISDIR(os.fstat(parent).st_mode) else rights & _OF_FILES
         rule = struct.pack("=Qi", wanted, parent)
         _checked("landlock_add_rule", _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0))
+        os.close(parent)  # few may be open
     _checked("landlock_restrict_self", _libc.syscall(_RESTRICT_SELF, ruleset, 0))

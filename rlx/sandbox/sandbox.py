@@ -126,6 +126,7 @@ class Sandbox:
                 return outcome
             async with self._starting:  # the zygote was killed, perhaps long ago
                 if self._process.poll() is not None:
+                    self._stop()
                     await self._start()
             return await self._ask(code, limits)
 

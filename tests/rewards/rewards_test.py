@@ -217,7 +217,7 @@ def test_answers_that_can_never_be_matched_are_found_before_the_run():
 
 def test_a_reward_s_parameters_are_the_columns_that_rows_need(tmp_path):
     assert {name: rewards.columns(name) for name in rewards.REWARDS} == {
-        "gsm8k": ["answer"], "math": [], "arithmetic": ["answer"],
+        "gsm8k": ["answer"], "math": [], "arithmetic": ["answer"], "code": ["answer"],
     }  # fmt: skip
     file = tmp_path / "mine.py"
     file.write_text("def score(p, c, pi, ci, level, *, answer='', steps, **row):\n    return 1.0\n")
