@@ -6,8 +6,8 @@
 One `rlx.serve --engine=vllm` has both in front of it: vLLM's own endpoint in its process, and
 `rlx.gateway` by gRPC. Both get the same requests by the same client: `--at-once` chat completions
 under way, each of exactly `--tokens` tokens, greedy, whole or (`--stream`) streamed. Rounds take
-turns; the table has medians over rounds, and the spread. `cpu` is the gateway process's own work,
-ms a call: other work on the machine moves it less than latencies.
+turns; the table has medians over rounds, and the spread. `cpu` is the work of the gateway, the
+server and its EngineCore, ms a call: other work on the machine moves it less than latencies.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import psutil
 
 from rlx.fleet import wire
@@ -70,7 +71,12 @@ def gateway(model: Path, address: str, token: str, keys: list[str], folder: str)
             process.terminate()
 
 
-async def compare(urls: dict[str, tuple[str, str, list[str]]], process, args) -> None:
+def cpu_seconds(processes: list[psutil.Process]) -> np.ndarray:
+    """Of each one until now."""
+    return np.array([sum(process.cpu_times()[:2]) for process in processes])
+
+
+async def compare(urls: dict[str, tuple[str, str, list[str]]], processes, args) -> None:
     """Prints the table of both."""
     body = {"max_tokens": args.tokens, "min_tokens": args.tokens, "temperature": 0}
     body |= {"stream": True} if args.stream else {}
@@ -78,16 +84,16 @@ async def compare(urls: dict[str, tuple[str, str, list[str]]], process, args) ->
     for round_ in range(-1, args.rounds):
         row = {}
         for side in list(urls)[:: 1 if round_ % 2 else -1]:
-            before = sum(process.cpu_times()[:2])
+            before = cpu_seconds(processes)
             seconds, total = await calls(*urls[side], args.calls, args.at_once, body)
-            cpu = (sum(process.cpu_times()[:2]) - before) / args.calls
+            cpu = (cpu_seconds(processes) - before) / args.calls
             rate = args.calls * args.tokens / total
-            row[side] = (statistics.median(seconds) * 1e3, rate, cpu * 1e3)
+            row[side] = (statistics.median(seconds) * 1e3, rate, *(cpu * 1e3))
         rounds += [row] * (round_ >= 0)
-    print(f"{'':10}{'p50 ms':>10}{'tokens/s':>10}{'cpu ms':>8}")
+    print(f"{'':10}{'p50 ms':>10}{'tokens/s':>10}   cpu ms: gateway, server, EngineCore")
     for side in urls:
-        p50, rate, cpu = (statistics.median(r[side][k] for r in rounds) for k in range(3))
-        print(f"{side:10}{p50:10.1f}{rate:10.0f}{cpu:8.2f}")
+        p50, rate, *cpu = (statistics.median(r[side][k] for r in rounds) for k in range(5))
+        print(f"{side:10}{p50:10.1f}{rate:10.0f}{'':10}{cpu[0]:7.2f}{cpu[1]:8.2f}{cpu[2]:12.2f}")
     over = sorted(r["gateway"][0] - r["vllm"][0] for r in rounds)
     share = sorted(r["gateway"][1] / r["vllm"][1] for r in rounds)
     print(f"overhead p50 {statistics.median(over):.1f} ms ({over[0]:.1f} … {over[-1]:.1f})")
@@ -131,7 +137,9 @@ def main() -> None:
                 return asyncio.run(hold(url, keys, process, args))
             own = f"http://127.0.0.1:{port}/v1"
             urls = {"vllm": (own, str(model), ["bench"]), "gateway": (url, "m", keys)}
-            asyncio.run(compare(urls, process, args))
+            (server,) = (p for p in psutil.Process().children() if "rlx.serve" in p.cmdline())
+            core = max(server.children(), key=lambda p: p.memory_info().rss)
+            asyncio.run(compare(urls, [process, server, core], args))
 
 
 if __name__ == "__main__":
