@@ -103,7 +103,8 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
         why = "leaves no room for tool calls" if tools else "changes what training counts on"
         message = f"response_format {why}; leave it out, or ask in words"
         raise ApiError(400, message, "response_format")
-    sampling = replace(_sampling(data, defaults, temperature_fixed), guide=guide)
+    sampling = _sampling(data, defaults, temperature_fixed)
+    sampling = replace(sampling, guide=guide, unscored=defaults.unscored and not logprobs)
     if sampling.top_logprobs and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     return ChatRequest(

@@ -42,6 +42,7 @@ PAUSE_SECONDS = 60.0  # of a pause without a lease
 MAX_PAUSE_SECONDS = 3600.0
 MAX_PATH = 4096  # bytes of a published path
 _DRAIN_SECONDS = 5.0
+_UNWATCHED = 5  # a message costs far more than its tokens; what a dead server held is drawn again
 _Code = grpc.StatusCode
 
 
@@ -64,7 +65,8 @@ class RolloutService(rpc.RolloutServicer):
       max_queue: samples and scores that may be decoding or waiting at one time.
       kv: default of what an update does to running requests, one of KV_POLICIES.
       stall_seconds: how long a publish may send nothing.
-      hold_seconds: how long new tokens are held to be sent with others in one message.
+      hold_seconds: how long new tokens are held to be sent with others in one message; those of
+        an unwatched request _UNWATCHED times as long.
       clock: of the spans, ns; the same as the engine's.
       meters: counters of latencies, bytes and stalls.
       say: takes one line for the log.
@@ -123,20 +125,19 @@ class RolloutService(rpc.RolloutServicer):
         return status
 
     async def Generate(self, request, context):
-        begun, first = time.monotonic(), True
+        begun = time.monotonic()
+        first = lambda: self._meters.first_token.observe(time.monotonic() - begun)  # noqa: E731
         async with self._refusing(request, context):
             wanted = wire.request_from(request)
             with self._place(wanted.n):
                 stream = self._engine.generate(wanted)
+                hold = self._hold_seconds * (_UNWATCHED if wanted.unwatched else 1)
                 async with (
                     aclosing(stream),
-                    aclosing(_gathered(stream, wanted.n, self._hold_seconds)) as batches,
+                    aclosing(_gathered(stream, wanted.n, hold, first)) as batches,
                 ):
                     async for batch in batches:
                         await context.write(wire.reply_message(batch))
-                        if first:
-                            self._meters.first_token.observe(time.monotonic() - begun)
-                            first = False
 
     async def Score(self, request, context):
         async with self._refusing(request, context):
@@ -368,37 +369,42 @@ class RolloutService(rpc.RolloutServicer):
 
 
 async def _gathered(
-    stream: AsyncIterator[Chunk], n: int, hold_seconds: float
+    stream: AsyncIterator[Chunk], n: int, hold_seconds: float, first: Callable[[], None]
 ) -> AsyncGenerator[list[Chunk], None]:
     """Yield the chunks of `stream` in batches: a message costs far more than its tokens.
 
-    Tokens are held up to `hold_seconds`, those of the last of the `n` samples not at all.
+    Tokens are held up to `hold_seconds`, those of the last of the `n` samples not at all; `first`
+    is called when the first ones come.
     """
     pending: list[Chunk] = []
-    wake, ended = asyncio.Event(), asyncio.Event()
+    wake, loop = asyncio.Event(), asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
 
     async def pump() -> None:
-        left = n
+        nonlocal timer
+        left, begun = n, False
         try:
             async for chunk in stream:
+                if not begun:
+                    first()
+                begun = True
                 pending.append(chunk)
                 left -= chunk.stop_reason is not None
-                wake.set()
                 if not left:
-                    ended.set()
+                    wake.set()
+                elif not timer:
+                    timer = loop.call_later(hold_seconds, wake.set)
         finally:
             wake.set()
-            ended.set()
 
     task = asyncio.create_task(pump())
     try:
         while True:
             await wake.wait()
-            if hold_seconds and not ended.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(hold_seconds):
-                        await ended.wait()
             wake.clear()
+            if timer:
+                timer.cancel()
+                timer = None
             if pending:
                 batch = pending.copy()
                 pending.clear()
@@ -409,6 +415,8 @@ async def _gathered(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if timer:
+            timer.cancel()
 
 
 async def _timely(

@@ -25,6 +25,7 @@ class Sampling:
       guide: JSON Schema, as text, that the completion must fit; "": none. Behaviour logprobs are
         then those of the tokens that it leaves. vLLM alone has guides and `top_logprobs`.
       top_logprobs: in [0, 20]; how many of the likeliest tokens are told beside each one drawn.
+      unscored: nobody wants behaviour logprobs; an engine may save the work and give NaN.
     """
 
     temperature: float = 1.0
@@ -37,6 +38,7 @@ class Sampling:
     seed: int | None = None
     guide: str = ""
     top_logprobs: int = 0
+    unscored: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +49,7 @@ class Request:
       prompt_tokens: [T] int32, T ≥ 1; for a continued completion it ends with the tokens so far.
       prefix_len: how many trailing prompt tokens are an earlier part of the same completion.
       first_index: index of the first sample; samples are first_index … first_index + n − 1.
+      unwatched: nobody reads tokens before the end; they may come in fewer, later messages.
     """
 
     request_id: str
@@ -56,6 +59,7 @@ class Request:
     first_index: int = 0
     prefix_len: int = 0
     priority: int = 0
+    unwatched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ RECOMPUTE: KvPolicy
 ABORT_AND_RESEND: KvPolicy
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "seed", "guide", "top_logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "seed", "guide", "top_logprobs", "unscored")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Sampling(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     GUIDE_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    UNSCORED_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -51,10 +52,11 @@ class Sampling(_message.Message):
     seed: int
     guide: str
     top_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., guide: _Optional[str] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    unscored: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., guide: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., unscored: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "sampling", "n", "first_index", "prefix_len", "priority", "instance")
+    __slots__ = ("request_id", "prompt_tokens", "sampling", "n", "first_index", "prefix_len", "priority", "instance", "unwatched")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +65,7 @@ class GenerateRequest(_message.Message):
     PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    UNWATCHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
@@ -71,7 +74,8 @@ class GenerateRequest(_message.Message):
     prefix_len: int
     priority: int
     instance: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., first_index: _Optional[int] = ..., prefix_len: _Optional[int] = ..., priority: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
+    unwatched: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., first_index: _Optional[int] = ..., prefix_len: _Optional[int] = ..., priority: _Optional[int] = ..., instance: _Optional[str] = ..., unwatched: _Optional[bool] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
     __slots__ = ("index", "count", "stop_reason", "tokens", "logprobs", "versions", "top_tokens", "top_logprobs")

@@ -85,6 +85,7 @@ class GenerateCall:
             first_index=first.index,
             prefix_len=first.length,
             priority=self.priority,
+            unwatched=self.watch is None,
         )
 
     def finished(self, sample: PartialSample, max_model_len: int = 0) -> bool:

@@ -6,7 +6,6 @@ its model (vocabulary, context length).
 
 import math
 from collections.abc import MutableMapping, Sequence
-from dataclasses import asdict
 
 import grpc
 import numpy as np
@@ -52,14 +51,16 @@ def take_token(environment: MutableMapping[str, str]) -> str | None:
 
 def request_message(request: Request) -> pb.GenerateRequest:
     """Return `request` as a message."""
+    own = {name: getattr(request.sampling, name) for name in Sampling.__dataclass_fields__}
     return pb.GenerateRequest(
         request_id=request.request_id,
         prompt_tokens=request.prompt_tokens.tolist(),
-        sampling=pb.Sampling(**asdict(request.sampling)),
+        sampling=pb.Sampling(**own),
         n=request.n,
         first_index=request.first_index,
         prefix_len=request.prefix_len,
         priority=request.priority,
+        unwatched=request.unwatched,
     )
 
 
@@ -103,6 +104,7 @@ def request_from(message: pb.GenerateRequest) -> Request:
         first_index=message.first_index,
         prefix_len=prefix,
         priority=message.priority,
+        unwatched=message.unwatched,
     )
 
 

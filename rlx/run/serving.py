@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,9 @@ class Front:
                 fleet, tokenizer, name=name, tool_format=self.tool_format, host=self.host,
                 port=self.port, tls=self.tls, online=online,
             )  # fmt: skip
+            untrained = replace(most, unscored=True)
             for key in self.keys or (() if online else ("",)):
-                gateway.sessions.open(most, key, endless=True)
+                gateway.sessions.open(untrained, key, endless=True)
             await gateway.start()
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)

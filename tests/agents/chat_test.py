@@ -1,6 +1,7 @@
 """Requests read from JSON: what is taken, what is refused, and that nothing else can happen."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -95,3 +96,10 @@ def test_an_infinite_number_is_no_number(field):
 
 def test_penalties_that_change_nothing_are_taken():
     assert read(presence_penalty=0, logit_bias={}, functions=None).n == 1
+
+
+def test_an_engine_may_save_logprobs_that_nobody_wants():
+    defaults = replace(DEFAULTS, unscored=True)
+    assert read(defaults).sampling.unscored
+    assert not read(defaults, logprobs=True).sampling.unscored
+    assert not read(logprobs=False).sampling.unscored, "a run wants them all"

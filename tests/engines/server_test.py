@@ -73,6 +73,21 @@ def test_samples_of_a_prompt_come_in_one_stream(tools, arithmetic):
     tools.run(main())
 
 
+def test_tokens_that_nobody_watches_come_in_fewer_messages(tools, arithmetic):
+    async def main():
+        engine = arithmetic.ArithmeticEngine(step_seconds=0.02)
+        long = next(s for s in range(1000) if len(arithmetic.completion(s, 0, 120)) == 120)
+        async with tools.server(engine) as (_, server), tools.stub(server) as stub:
+            (watched, *of), (same, *fewer) = await asyncio.gather(
+                *(collect(stub.Generate(request(long, 1, 120, unwatched=no), timeout=60))
+                  for no in (False, True))
+            )  # fmt: skip
+            assert watched == same == {0: arithmetic.completion(long, 0, 120)}
+            assert fewer[1] < of[1]
+
+    tools.run(main())
+
+
 def test_cancelled_call_aborts_its_samples(tools):
     async def main():
         async with tools.server() as (engine, server), tools.stub(server) as stub:

@@ -223,6 +223,16 @@ def test_greedy_is_the_argmax_with_untempered_logprobs(running, model):
     assert_scored(model, prompt, sample)
     (again,) = running.ask(prompt, temperature=0.0, max_new_tokens=12, seed=5).values()
     assert again.tokens == sample.tokens
+
+    async def both():
+        greedy = {"temperature": 0.0, "max_new_tokens": 12}
+        calls = (running.collect(prompt, **greedy, unscored=no) for no in (True, False))
+        return await asyncio.gather(*calls)
+
+    (unscored,), (scored,) = (found.values() for found in running.do(both()))
+    assert unscored.tokens == scored.tokens == sample.tokens
+    assert np.isnan(unscored.logprobs).all()
+    np.testing.assert_allclose(scored.logprobs, sample.logprobs, atol=1e-4)
     for k in range(len(sample.tokens)):  # no other token is likelier
         others = [
             teacher(model, prompt, [*sample.tokens[:k], token])[-1] for token in range(0, 128, 9)

@@ -57,6 +57,16 @@ def test_load_is_relative_to_slots(tools, tmp_path, arithmetic):
     tools.run(main())
 
 
+def test_a_server_knows_whether_anybody_watches_the_tokens(tools, tmp_path):
+    async def main():
+        async with tools.fleet(1, tmp_path) as (fleet, engines, _):
+            await fleet.generate(PROMPT, sampling(), 1)
+            await fleet.generate(PROMPT, sampling(), 1, watch=lambda chunk: None)
+            assert [request.unwatched for request in engines[0].requests] == [True, False]
+
+    tools.run(main())
+
+
 def test_session_keeps_its_server(tools, tmp_path):
     async def main():
         async with tools.fleet(3, tmp_path) as (fleet, engines, _):

@@ -1,5 +1,6 @@
 """Messages keep what they carry, and what is out of range is named."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def requests(draw):
         stop=tuple(draw(st.lists(st.text(min_size=1), max_size=3))),
         stop_token_ids=tuple(draw(st.lists(INT32, max_size=3))),
         seed=draw(st.none() | st.integers(0, 2**63 - 1)),
+        unscored=draw(st.booleans()),
     )
     return Request(
         request_id=draw(st.text()),
@@ -43,6 +45,7 @@ def requests(draw):
         first_index=draw(INT32),
         prefix_len=draw(st.integers(0, min(len(prompt), most) - 1)),
         priority=draw(st.integers(-5, 5)),
+        unwatched=draw(st.booleans()),
     )
 
 
@@ -52,8 +55,9 @@ def test_request_survives_the_wire(request_):
     back = wire.request_from(message)
     np.testing.assert_array_equal(back.prompt_tokens, request_.prompt_tokens)
     assert back.prompt_tokens.dtype == np.int32
-    for name in ("request_id", "sampling", "n", "first_index", "prefix_len", "priority"):
-        assert getattr(back, name) == getattr(request_, name), name
+    for field in dataclasses.fields(Request):
+        if field.name != "prompt_tokens":
+            assert getattr(back, field.name) == getattr(request_, field.name), field.name
 
 
 @given(st.lists(INT32, min_size=2, max_size=20), st.data())

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -30,6 +31,7 @@ from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequ
 from rlx.model.tensors import shards
 
 _FLUSH_SECONDS = 0.05  # tokens of so many seconds go to `generate` together
+_UNWATCHED = 10  # and of so many times as long those of an unwatched request
 _STAGE_POLL_SECONDS = 0.005
 _GAP_NS = 200_000_000  # between two steps that count as one span of work
 _SCORE_ATTEMPTS = 16  # of one sequence; an update may abort each
@@ -74,7 +76,7 @@ class VllmEngine(ModelEngine):
         self._samples: dict[str, _Sample] = {}
         self._serial = 0  # of the last name given to a request
         self._busy = (0, 0)  # ns: start and last step of the span of work under way
-        self._flushing = False
+        self._flushing, self._flushes = False, 0
         self._changing = asyncio.Lock()
         self._watcher: asyncio.Task | None = None
         self.llm: Any = None
@@ -128,7 +130,7 @@ class VllmEngine(ModelEngine):
         wake = asyncio.Event()
         core = self._core_request(request)
         samples = [
-            _Sample(index, self._for_sample(core, request, index), wake)
+            _Sample(index, self._for_sample(core, request, index), wake, request.unwatched)
             for index in range(request.first_index, request.first_index + request.n)
         ]
         if stop_strings := await self._stop_strings(request.sampling):
@@ -252,7 +254,7 @@ class VllmEngine(ModelEngine):
             max_tokens=longest,
             min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
             stop_token_ids=list(self._stop_tokens(sampling)),
-            logprobs=sampling.top_logprobs,
+            logprobs=None if sampling.unscored else sampling.top_logprobs,
             structured_outputs=StructuredOutputsParams(json=sampling.guide)
             if sampling.guide
             else None,
@@ -362,9 +364,10 @@ class VllmEngine(ModelEngine):
             asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
+        self._flushing, self._flushes = False, self._flushes + 1
+        every = self._flushes % _UNWATCHED == 0
         for sample in self._samples.values():
-            if sample.tokens:
+            if sample.tokens and (every or not sample.unwatched):
                 sample.wake.set()
 
     def _mark_busy(self) -> None:
@@ -434,11 +437,11 @@ class _Sample:
 
     __slots__ = (
         "begun", "core", "ended", "index", "logprobs", "stop_reason", "stops", "tokens",
-        "top_logprobs", "top_tokens", "versions", "wake",
+        "top_logprobs", "top_tokens", "unwatched", "versions", "wake",
     )  # fmt: skip
 
-    def __init__(self, index: int, core: Any, wake: asyncio.Event):
-        self.index, self.core, self.wake = index, core, wake
+    def __init__(self, index: int, core: Any, wake: asyncio.Event, unwatched: bool = False):
+        self.index, self.core, self.wake, self.unwatched = index, core, wake, unwatched
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -457,16 +460,19 @@ class _Sample:
             if self.stops and (count := self.stops(tokens)) is not None:
                 tokens, reason = tokens[:count], "stop"
             self.tokens += tokens
-            # The token drawn, then the likeliest: as many as any request of the step wants.
-            new, tops = output.new_logprobs, slice(1, 1 + self.core.sampling_params.logprobs)
-            self.logprobs += new.logprobs[: len(tokens), 0].tolist()
-            self.top_tokens += new.logprob_token_ids[: len(tokens), tops].flatten().tolist()
-            self.top_logprobs += new.logprobs[: len(tokens), tops].flatten().tolist()
             self.versions += [version] * len(tokens)
+            # The token drawn, then the likeliest: as many as any request of the step wants.
+            new, most = output.new_logprobs, self.core.sampling_params.logprobs
+            if most is None:
+                self.logprobs += [math.nan] * len(tokens)
+            else:
+                self.logprobs += new.logprobs[: len(tokens), 0].tolist()
+            if most:
+                tops = slice(1, 1 + most)
+                self.top_tokens += new.logprob_token_ids[: len(tokens), tops].flatten().tolist()
+                self.top_logprobs += new.logprobs[: len(tokens), tops].flatten().tolist()
         if reason:
             self.end(reason if reason in ("stop", "length") else "abort")
-        elif self.stops:
-            self.wake.set()
         return len(tokens)
 
     def end(self, reason: str) -> None:
