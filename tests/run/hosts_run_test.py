@@ -102,7 +102,8 @@ def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
     assert reference.wait(SECONDS) == 0, (tmp_path / "reference").read_text()
 
     by_itself = trainer == "torch"  # by one command
-    pair = cluster("--config.cluster.timeout_seconds=20", by_itself=by_itself)
+    soon = ["--config.cluster.timeout_seconds=20"] if by_itself else []
+    pair = cluster(*soon, by_itself=by_itself)
     wait_for_step(run, 2, pair)
     pids = [p.pid for p in psutil.Process(pair[0].pid).children() if FOLLOWS in p.cmdline()]
     if by_itself:
