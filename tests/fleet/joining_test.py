@@ -1,6 +1,7 @@
 """Server processes join a fleet by files of a directory, are killed, and leave, under requests."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -56,6 +57,11 @@ def check(done, arithmetic):
             np.testing.assert_allclose(completion.logprobs, want, rtol=1e-6)
 
 
+def patient(tools):
+    """Limits by which a slow machine is none that hangs."""
+    return dataclasses.replace(tools.limits, connect=100, request=100, probe=60, outage=100)
+
+
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.01)
@@ -73,7 +79,7 @@ def test_servers_join_die_and_drain_and_no_token_is_lost(tools, tmp_path, start,
 
     async def main():
         fleet = Fleet(
-            (), limits=tools.limits, publish_dir=str(tmp_path), on_message=said.append,
+            (), limits=patient(tools), publish_dir=str(tmp_path), on_message=said.append,
             joining=Joining("dir", str(place)),
         )  # fmt: skip
         first = asyncio.create_task(start())
@@ -124,7 +130,7 @@ def test_what_is_not_done_when_the_time_to_drain_is_over_goes_on_elsewhere(
         joining = Joining("dir", str(tmp_path / "servers"))
         servers = await asyncio.gather(start("--drain-seconds=0.3"), start())
         fleet = Fleet(
-            (), limits=tools.limits, publish_dir=str(tmp_path), joining=joining
+            (), limits=patient(tools), publish_dir=str(tmp_path), joining=joining
         )  # fmt: skip
         await fleet.connect()
         await until(lambda: len(fleet.live) == 2)
