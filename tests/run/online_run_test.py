@@ -43,7 +43,7 @@ class Users:
 
     def __init__(self, port):
         self.url, self.problems = f"http://127.0.0.1:{port}/v1", arithmetic.stream(3, "train")
-        self.refused = 0
+        self.refused, self.over = 0, threading.Event()
 
     def call(self, path, key=ADMIN, body=None):
         """JSON of a POST's answer, or its status where that is an error."""
@@ -60,14 +60,14 @@ class Users:
         return status
 
     def opened(self):
-        """A session, as soon as there is a place."""
+        """A session, as soon as there is a place; ConnectionError when the run is over."""
         end = time.monotonic() + 300
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self.over.is_set():
             with suppress(*GONE):
                 if isinstance(made := self.call("/sessions"), dict):
                     return made
             time.sleep(0.05)
-        raise AssertionError("no place for a session")
+        raise ConnectionError("no place for a session")
 
     def ask(self, key):
         """Ask a problem, and rate the answer."""
@@ -109,11 +109,13 @@ def test_sessions_are_trained_on_and_go_on_with_the_run(tmp_path, port, monkeypa
     first = threading.Thread(target=hold, daemon=True)
     first.start()
     result = rlx.run(config(port, 4), tmp_path / "run", callbacks=[Stops()], stop=stop)
+    users.over.set()
     for thread in [first, *crowd]:
         thread.join(120)
         assert not thread.is_alive()
     assert 1 <= result.step < 4
     assert users.refused > 0  # admission control was felt outside
+    users.over.clear()
 
     def finish():
         """Goes on in the session of before, then others come."""
@@ -132,6 +134,7 @@ def test_sessions_are_trained_on_and_go_on_with_the_run(tmp_path, port, monkeypa
     last = threading.Thread(target=finish, daemon=True)
     last.start()
     result = rlx.run(config(port, 4), tmp_path / "run")
+    users.over.set()
     for thread in [last, *crowd]:
         thread.join(120)
     assert (result.step, result.complete) == (4, True)
