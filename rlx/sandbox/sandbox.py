@@ -163,6 +163,7 @@ class Sandbox:
                 self._stop()
                 self.notes[level] = trial.error
             except FileNotFoundError as error:
+                self._control.close()
                 self.notes[level] = f"{error.filename} is not installed"
         raise UserError(
             f"sandbox.require={self._require} cannot be had here: {self.notes}; allow what is "

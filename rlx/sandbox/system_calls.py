@@ -71,8 +71,7 @@ def restrict(*, alone: bool) -> None:
 def _program(alone: bool) -> Iterator[_Code]:
     column, architecture = _ARCHITECTURES[platform.machine()]
     yield from (_ARCHITECTURE, (_EQUAL, 1, 0, architecture), _KILL)
-    # The numbers of x32, on x86_64, begin at 1 << 30.
-    yield from (_NUMBER, (_ABOVE, 0, 1, 1 << 30), _KILL)
+    yield from (_NUMBER, (_ABOVE, 0, 1, 1 << 30), _KILL)  # the numbers of x32, on x86_64
     for numbers, rule in _rules(alone):
         if numbers[column]:
             yield (_EQUAL, 0, len(rule), numbers[column])

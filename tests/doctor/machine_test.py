@@ -7,8 +7,10 @@ import pytest
 
 from rlx.doctor import machine
 from rlx.doctor.machine import Devices
+from rlx.sandbox.sandbox import Outcome
 
 GB = 10**9
+RAN = Outcome("ok", "42\n", "", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,18 @@ GB = 10**9
         (machine.judge_shared_memory(8 * GB, 8 * GB), "ok", "8.0 GB"),
         (machine.judge_shared_memory(64 << 20, 64 << 20, 10**6), "ok", "need 1.0 MB"),
         (machine.judge_shared_memory(8 * GB, GB, 2 * GB), "problem", "fleet.publish_dir"),
+        (machine.judge_sandbox("namespaces", {}, RAN), "ok", "by namespaces"),
+        (
+            machine.judge_sandbox("landlock", {"bubblewrap": "bwrap is not"}, RAN),
+            "ok",
+            "no bubblew",
+        ),
+        (
+            machine.judge_sandbox("none", {"seccomp": "refused"}, RAN),
+            "warning",
+            "no seccomp: refused",
+        ),
+        (machine.judge_sandbox("none", {}, Outcome("lost", "", "no", 0.0)), "problem", "lost"),
         (machine.judge_clock(1.9e9), "ok", "2030"),
         (machine.judge_clock(0.0), "warning", "set the date"),
     ],
