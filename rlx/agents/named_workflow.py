@@ -12,11 +12,12 @@ from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import workflow_checks
+from rlx.rollout.multi_turn import MultiTurn
 from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode
 
 RLVR_NAME = "rlvr"
 ONLINE = "online"  # applications ask in training; questions that are held out have one turn
-_WORKFLOWS = {RLVR_NAME: RLVR, ONLINE: RLVR}
+_WORKFLOWS = {RLVR_NAME: RLVR, ONLINE: RLVR, "multi_turn": MultiTurn}
 _GIVEN = ("prompts", "tokenizer", "sampling", "n", "reward_pool")
 
 

@@ -25,6 +25,7 @@ from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install, place
 from rlx.fleet.requests import Sampling
 from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
+from rlx.rollout.episode import together
 from rlx.rollout.workflows import Generator, Task, conversation
 
 if TYPE_CHECKING:
@@ -136,20 +137,16 @@ class AgentWorkflow:
         data = with_messages(task.row, self._options.question_key, self._options.system_prompt)
         defaults = task.sampling or self._sampling
         runs = []
-        try:
-            async with asyncio.TaskGroup() as together:
-                for i in range(task.n or self._n):
-                    session = partial(
-                        front.gateway.sessions.open,
-                        replace(defaults, seed=_seed(task.seed, i)),
-                        temperature_fixed=task.sampling is None,
-                        priority=task.priority,
-                    )
-                    run = self._run_once(front, data, f"{task.group_id}.{i}", session)
-                    runs.append(together.create_task(run))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return Group(task.group_id, tuple(t for run in runs for t in run.result()), task.row)
+        for i in range(task.n or self._n):
+            session = partial(
+                front.gateway.sessions.open,
+                replace(defaults, seed=_seed(task.seed, i)),
+                temperature_fixed=task.sampling is None,
+                priority=task.priority,
+            )
+            runs.append(self._run_once(front, data, f"{task.group_id}.{i}", session))
+        found = await together(*runs)
+        return Group(task.group_id, tuple(t for run in found for t in run), task.row)
 
     async def aclose(self) -> None:
         """End the processes and the gateway; called on the loop that `run` was on."""
