@@ -158,7 +158,7 @@ def default() -> ConfigDict:
     c.cluster.call_seconds = 1800.0  # in one call of the trainer that process 0 is in too
 
     c.scheduler = ConfigDict()  # which hosts the run's processes are on, and who starts them there
-    c.scheduler.type = "local"  # local (this machine) | slurm
+    c.scheduler.type = "local"  # local (this machine) | slurm | ray
     c.scheduler.nodes = 1  # hosts, taken whole
     c.scheduler.gpus_per_node = 0  # of each; 0: none, all compute on CPUs
     c.scheduler.retries = 3  # new starts of a run that has lost a host, or has made steps
@@ -174,6 +174,7 @@ def default() -> ConfigDict:
     c.scheduler.mounts = ()  # FROM:TO, besides the workdir
     c.scheduler.pre_commands = ()  # lines of bash before each process, in its container
     c.scheduler.template = ""  # a file in place of rlx/launch/slurm_job.sh
+    c.scheduler.wait_seconds = 60.0  # with Ray, for resources that others have, or nodes that come
 
     c.fleet = ConfigDict()
     c.fleet.engine = "jax"
@@ -273,7 +274,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"trainer=torch does not take model.dtype={config.model.dtype!r}; set it to 'float32', "
             "or trainer=jax"
         )
-    _choice(config, "scheduler.type", ("local", "slurm"))
+    _choice(config, "scheduler.type", ("local", "slurm", "ray"))
     _choice(config, "scheduler.container", ("none", "apptainer", "pyxis"))
     if (config.scheduler.container != "none") != bool(config.scheduler.image):
         raise UserError(
@@ -346,6 +347,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
                 "sandbox.workers"):  # fmt: skip
         _at_least(config, key, 0)
     for key in ("cluster.timeout_seconds", "cluster.join_seconds", "cluster.call_seconds",
+                "scheduler.wait_seconds",
                 "fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",
                 "fleet.outage_seconds", "fleet.kill_seconds", "agents.block_seconds"):  # fmt: skip
         if not 0 < _get(config, key) < float("inf"):

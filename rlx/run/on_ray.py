@@ -1,0 +1,174 @@
+"""Run a config on a Ray cluster: the processes of its plan, an actor each, followed to their end.
+
+attempt   plan on the nodes there are ─▶ secrets, addresses ─▶ trainers and servers run
+            a server ends  ─▶ another in its place, where there is room: the fleet goes on
+            a trainer ends ─▶ all end ─▶ one was lost, or steps were made: the next attempt,
+                                         which goes on from the last checkpoint
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+
+from ml_collections import ConfigDict
+
+from rlx.base import UserError
+from rlx.cli.command import say
+from rlx.cli.signals import interrupts
+from rlx.fleet import wire
+from rlx.launch.processes import Process, addresses, table
+from rlx.launch.ray_cluster import RayCluster, Running, joined
+from rlx.launch.run_secrets import TOKEN, make_secrets
+from rlx.launch.workdir_lock import SILENT_SECONDS
+from rlx.observe.jsonl import write_atomically
+from rlx.run.inputs import INITIAL
+from rlx.run.on_hosts import ADDRESSES, processes_of
+from rlx.run.resume import last_step
+
+_LOOK_SECONDS = 0.3
+_LAST_SECONDS = 60.0  # for Ray to say what became of each process, once one of the trainer's ended
+_PORTS, _PORTS_OF_RUNS = 20_000, 10_000  # Ray's own are below, outgoing connections' above
+DONE, INTERRUPTED = 0, 130  # exit statuses of rlx.main
+
+
+def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
+    """Start a run on the cluster and follow it; as `rlx.run.scheduler.launch`."""
+    with joined() as cluster:
+        run = _RayRun(cluster, config, workdir, flags)
+        plan = run.plan()
+        say(table(plan))
+        if dry_run:
+            return DONE
+        with interrupts(run.interrupt):
+            return run.main(plan)
+
+
+class _RayRun:
+    """The attempts of one run."""
+
+    def __init__(
+        self, cluster: RayCluster, config: ConfigDict, workdir: Path, flags: Sequence[str]
+    ):
+        self._cluster, self._config, self._flags = cluster, config, flags
+        self._workdir = workdir.absolute()
+        self._directory = self._workdir / "ray"  # what the hosts share
+        self._running: list[Running] = []
+        self._restarts: dict[str, int] = {}  # of each server, by name
+        self._stop = Event()
+
+    def plan(self) -> tuple[Process, ...]:
+        """Return the processes on the nodes there are; raise UserError where they do not fit."""
+        hosts, port = self._cluster.hosts(), _PORTS + os.getpid() % _PORTS_OF_RUNS
+        plan = processes_of(self._config, self._workdir, self._flags, hosts, self._directory, port)
+        self._cluster.check(plan)
+        return plan
+
+    def main(self, plan: Sequence[Process]) -> int:
+        """Attempt the run, by a plan at first, until it ends well or its retries are used up."""
+        for attempt in range(1 + self._config.scheduler.retries):
+            before = last_step(self._workdir).get("step", 0)
+            try:
+                if attempt:
+                    self._start_again()
+                else:
+                    self._start(plan)
+                trainers = self._follow()
+            finally:
+                self._cluster.end(self._running)
+            status = trainers[0].code
+            if status in (DONE, INTERRUPTED):
+                return status
+            if self._stop.is_set():
+                return INTERRUPTED
+            wrong = "; ".join(f"{one.name} {one.ending}" for one in trainers if one.code != DONE)
+            by_itself = all(one.code is not None and one.code >= 0 for one in trainers)
+            if by_itself and last_step(self._workdir).get("step", 0) <= before:
+                break  # it would end like this again
+            say(f"attempt {attempt + 1} of the run has ended: {wrong}")
+            if trainers[0].lost:
+                self._stop.wait(SILENT_SECONDS)  # another host may take the directory only then
+            if self._stop.is_set():
+                return INTERRUPTED
+        raise UserError(f"{wrong}; logs are in {self._workdir / 'logs'}")
+
+    def interrupt(self) -> None:
+        """Ask the trainer to finish its step, or where there is none yet, end at once."""
+        self._stop.set()
+        if not self._running:
+            raise KeyboardInterrupt
+
+    def _start_again(self) -> None:
+        """Start on what is left; wait for nodes to come where that is too little."""
+        seconds = self._config.scheduler.wait_seconds
+        deadline, said = time.monotonic() + seconds, ""
+        while True:
+            try:
+                return self._start(self.plan())
+            except UserError as error:
+                if time.monotonic() > deadline or self._stop.is_set():
+                    raise
+                if str(error) != said:
+                    say(f"waiting {seconds:g} s for nodes: {error}")
+                said = str(error)
+            time.sleep(1.0)
+
+    def _start(self, plan: Sequence[Process]) -> None:
+        make_secrets(self._directory, tuple(self._cluster.hosts()))
+        self._environment = {wire.TOKEN_VARIABLE: (self._directory / TOKEN).read_text()}
+        self._running = []  # what was there has ended
+        self._running = self._cluster.place(plan, self._config.scheduler.wait_seconds)
+        self._told = ""
+        self._tell_addresses()
+        for one in self._running:
+            if one.process.role == "trainer":
+                self._begin(one)
+
+    def _begin(self, one: Running) -> None:
+        log = self._workdir / "logs" / f"{one.name.replace(' ', '-')}.log"
+        self._cluster.start(one, self._environment, log)
+
+    def _tell_addresses(self) -> None:
+        """Write where the servers are, in the file that trainer 0 reads every second."""
+        text = "".join(f"{a}\n" for a in addresses([one.process for one in self._running]))
+        if text != self._told:
+            write_atomically(self._directory / ADDRESSES, text.encode())
+        self._told = text
+
+    def _follow(self) -> list[Running]:
+        """Return the trainer's processes when they have ended, as far as Ray knows."""
+        trainers = [one for one in self._running if one.process.role == "trainer"]
+        end, told = None, False
+        while not all(one.over for one in trainers) and (not end or time.monotonic() < end):
+            random, written = self._config.model.random_init, (self._workdir / INITIAL).is_dir()
+            for one in self._running:
+                if not one.asked and (written or not random):  # the trainer writes random weights
+                    self._begin(one)
+            if self._stop.is_set() and not told:  # not in the signal's handler: Ray may be at work
+                self._cluster.interrupt(trainers[0])
+                told = True
+            self._cluster.look(self._running, _LOOK_SECONDS)
+            for one in self._running:
+                for line in one.lines:
+                    say(f"{one.name} | {line}")
+            if any(one.over for one in trainers):
+                end = end or time.monotonic() + _LAST_SECONDS
+            else:
+                self._replace_ended()
+                self._tell_addresses()
+        return trainers
+
+    def _replace_ended(self) -> None:
+        """Start another server for each that has ended, where it was or elsewhere."""
+        for i, one in enumerate(self._running):
+            if not one.over:
+                continue
+            restarts = self._restarts[one.name] = self._restarts.get(one.name, 0) + 1
+            ready = any(line.startswith('{"port"') for line in one.said)
+            if (one.code is not None and not ready) or restarts > self._config.fleet.max_restarts:
+                raise UserError(f"{one.name} on {one.process.host} {one.ending}")
+            say(f"{one.name} on {one.process.host} {one.ending}; starting another")
+            self._cluster.end([one])
+            self._running[i] = self._cluster.again(one.process)
+            self._begin(self._running[i])

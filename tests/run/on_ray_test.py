@@ -1,0 +1,212 @@
+"""A run on a Ray cluster: its processes on nodes that are killed under it."""
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.fixtures.commands import RLX_MAIN
+from tests.run.main_test import processes_of, records, wait_for
+
+FLAGS = [
+    "--config.scheduler.type=ray",
+    "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
+    "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=0",
+    "--config.observe.writers=()", "--config.checkpoint.first_step=1",
+    "--config.checkpoint.every_steps=1", "--config.fleet.num_servers=2",
+]  # fmt: skip
+NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")  # Ray counts 127.0.0.1 as none
+SECONDS = 300.0  # of a run on a machine that does something else, too
+
+
+def ray(test):
+    """Mark a test that needs Ray."""
+    there = importlib.util.find_spec("ray") is not None
+    return pytest.mark.ray(pytest.mark.skipif(not there, reason="needs the extra ray")(test))
+
+
+class Cluster:
+    """A head without cores, and three nodes of two, as processes of this machine."""
+
+    def __init__(self, directory: str):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"{NODES[0]}:{free.getsockname()[1]}"
+        self.directory = directory
+        self.environment = {
+            **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RLX_TEST_RAY": directory,
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_health_check_initial_delay_ms": "0", "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "5",
+        }  # fmt: skip
+
+    def up(self):
+        """Start the head, and the nodes one after the other: two at once take the same socket."""
+        port = self.address.rpartition(":")[2]
+        head = (f"--port={port}", f"--node-ip-address={NODES[0]}", "--num-cpus=0", "--head",
+                "--include-dashboard=false", f"--temp-dir={self.directory}")  # fmt: skip
+        nodes = ((f"--address={self.address}", f"--node-ip-address={host}", "--num-cpus=2")
+                 for host in NODES[1:])  # fmt: skip
+        for flags in (head, *nodes):
+            assert self.start(*flags) == 0, Path(self.directory, "log").read_text()
+        self.environment["RAY_ADDRESS"] = self.address
+
+    def start(self, *flags):
+        with open(f"{self.directory}/log", "ab") as log:
+            return subprocess.call(
+                [sys.executable, "-m", "ray.scripts.scripts", "start", *flags,
+                 "--disable-usage-stats", "--object-store-memory=80000000"],
+                env=self.environment, stdout=log, stderr=log, timeout=SECONDS,
+            )  # fmt: skip
+
+    def processes(self):
+        """Those that have the cluster's variable: Ray's, and what they started."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RLX_TEST_RAY") == self.directory:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def kill(self, host):
+        """Kill a node's raylet, and then all that it had started."""
+        raylet = next(
+            p for p in self.processes()
+            if p.name() == "raylet" and f"--node_ip_address={host}" in p.cmdline()
+        )  # fmt: skip
+        started = raylet.children(recursive=True)
+        for process in (raylet, *started):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def close(self):
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self.processes(), timeout=30)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One of three nodes, of which each test kills one."""
+    directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets are in it
+    made = Cluster(directory)
+    try:
+        made.up()
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(flags, environment) → a run in tmp_path/run, whose output goes to tmp_path/log."""
+    started = []
+
+    def make(*flags, environment=os.environ, config="arithmetic"):
+        own = {**environment, "RLX_TEST_RUN": str(tmp_path / "run")}
+        own.pop("RLX_TEST_RAY", None)
+        with open(tmp_path / "log", "w") as log:
+            started.append(subprocess.Popen(
+                [*RLX_MAIN, f"--config=configs/{config}.py", f"--workdir={tmp_path / 'run'}",
+                 *FLAGS, *flags],
+                stdout=log, stderr=log, env=own, start_new_session=True,
+            ))  # fmt: skip
+        return started[-1]
+
+    yield make
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def last_line(path):
+    return path.read_text().strip().splitlines()[-1]
+
+
+def steps(run):
+    return [record["step"] for record in records(run / "metrics.jsonl")]
+
+
+@ray
+def test_too_little_is_said_with_the_arithmetic(cluster, start, tmp_path):
+    process = start("--config.fleet.num_servers=9", "--dry_run", environment=cluster.environment)
+    assert process.wait(SECONDS) == 2
+    wanted = "error: 5 processes would be on 127.0.0.4, a core each, and Ray has 2 there; use"
+    assert last_line(tmp_path / "log").startswith(wanted)
+
+
+@ray
+def test_a_trainers_node_dies_and_the_run_goes_on_on_what_is_left(cluster, start, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    process = start(
+        "--config.total_steps=4", "--config.cluster.processes=2", environment=cluster.environment
+    )
+    wait_for(lambda: len(steps(run)) >= 2 or process.poll() is not None, SECONDS)
+    cluster.kill(NODES[2])
+    assert process.wait(SECONDS) == 0, log.read_text()
+    said = log.read_text()
+    assert f"{NODES[2]}: trainer 1: CPU\n" in said  # the plan
+    assert "trainer 1 is lost: its actor has died, or its node" in said
+    assert "trainer 0 | continuing after step" in said
+    assert sorted(set(steps(run))) == [1, 2, 3, 4]
+    assert (run / "report.html").exists()
+    assert not processes_of(run)
+
+
+@ray
+def test_agents_go_on_when_the_servers_node_dies_and_ctrl_c_ends_all(cluster, start, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    process = start(
+        "--config.total_steps=1000", config="arithmetic_agent", environment=cluster.environment
+    )  # fmt: skip
+    wait_for(lambda: steps(run) or process.poll() is not None, SECONDS)
+    cluster.kill(NODES[3])
+    again = f"on {NODES[3]} is lost: its actor has died, or its node; starting another"
+    wait_for(lambda: again in log.read_text() or process.poll() is not None, SECONDS)
+    before = len(steps(run))
+    wait_for(lambda: len(steps(run)) >= before + 2 or process.poll() is not None, SECONDS)
+    assert process.poll() is None, log.read_text()
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(100) == 130, log.read_text()
+    said = log.read_text()
+    assert said.count('| {"port"') >= 3
+    assert "attempt" not in said
+    assert "trainer 0 | stopped after step" in said
+    assert not processes_of(run)
+
+
+@ray
+def test_a_cluster_that_is_not_there_is_said_at_once(start, tmp_path):
+    process = start(environment={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"})
+    assert process.wait(SECONDS) == 2
+    wanted = "error: RAY_ADDRESS=127.0.0.1:1: no head of a Ray cluster listens there"
+    assert last_line(tmp_path / "log").startswith(wanted)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ray_that_is_not_installed_is_said_in_one_line(tmp_path):
+    program = "import sys; sys.modules['ray'] = None; sys.argv[0] = 'rlx'; import rlx.cli.command"
+    program += " as c, rlx.main as m; c.run(m.main)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--config=configs/arithmetic.py", *FLAGS,
+         f"--workdir={tmp_path / 'run'}"],
+        capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: scheduler.type=ray needs Ray, which is not installed; pip install -e '.[ray]'\n"
+    )
