@@ -371,16 +371,18 @@ while time.monotonic() < until:
     assert waited.status == "timeout"
 
 
-def test_a_directory_that_defends_itself_is_removed(box, tmp_path, monkeypatch):
+def test_a_directory_that_defends_itself_is_removed(box):
     code = """
 import os
+print(os.getcwd())
 os.mkdir('a', 0o300); open('a/b', 'w').close()
 os.symlink('/etc', 'etc'); os.mkfifo('fifo')
 for _ in range(1500): os.mkdir('d'); os.chdir('d')
 """
-    before = set(Path("/tmp").glob("rlx-sandbox-*"))
-    assert box.run(code).status == "ok"
-    assert not set(Path("/tmp").glob("rlx-sandbox-*")) - before
+    outcome = box.run(code)
+    assert outcome.status == "ok"
+    if box.level not in LEVELS[-2:]:  # which have a /tmp of their own
+        assert not Path(outcome.text.strip()).exists()
     assert Path("/etc").is_dir()
 
 
