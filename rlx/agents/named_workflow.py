@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.agents import loading
@@ -13,12 +13,14 @@ from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import workflow_checks
 from rlx.rollout.multi_turn import MultiTurn
+from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode
+from rlx.sandbox.sandbox import SandboxOptions
 
 RLVR_NAME = "rlvr"
 ONLINE = "online"  # applications ask in training; questions that are held out have one turn
-_WORKFLOWS = {RLVR_NAME: RLVR, ONLINE: RLVR, "multi_turn": MultiTurn}
-_GIVEN = ("prompts", "tokenizer", "sampling", "n", "reward_pool")
+_WORKFLOWS = {RLVR_NAME: RLVR, ONLINE: RLVR, "tools": ToolUse, "multi_turn": MultiTurn}
+_GIVEN = ("prompts", "tokenizer", "sampling", "n", "reward_pool", "sandbox")
 
 
 def uses_rewards(name: str, key: str = "workflow") -> bool:
@@ -38,8 +40,8 @@ class NamedWorkflow:
     Attributes:
       name: as in `uses_rewards`.
       kwargs: of the constructor, from the user.
-      prompts, sampling, n: of the run. The constructor of a workflow gets those that it names, of
-        these, of `tokenizer` and of `reward_pool`.
+      prompts, sampling, n, sandbox: of the run. The constructor of a workflow gets those that it
+        names, of these, of `tokenizer` and of `reward_pool`.
     """
 
     name: str
@@ -47,6 +49,7 @@ class NamedWorkflow:
     prompts: Prompts
     sampling: Sampling
     n: int
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
 
     def build(self, reward_pool: RewardPool, agents: AgentOptions = DEFAULTS) -> Workflow:
         """Return a new workflow, one that runs the class where that is an agent.

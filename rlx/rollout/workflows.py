@@ -4,6 +4,7 @@ A workflow has `async run(fleet, task) -> Group`; it runs on the executor's even
 everything here is short or awaited.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -67,9 +68,9 @@ def name(workflow: Workflow) -> str:
     return str(getattr(workflow, "name", f"{cls.__name__} {place(cls.run)}"))
 
 
-async def close(workflow: Workflow) -> None:
-    """End what `workflow` holds, if it holds anything; on the loop that `run` was on."""
-    if aclose := getattr(workflow, "aclose", None):
+async def close(holder: Any) -> None:
+    """End what a workflow or a tool holds, if anything; on the loop that `run` was on."""
+    if aclose := getattr(holder, "aclose", None):
         await aclose()
 
 
@@ -86,9 +87,9 @@ def conversation(question: Any, system_prompt: str = "") -> list[Mapping[str, An
     return messages
 
 
-def render(tokenizer: Any, question: Any, system_prompt: str = "") -> str:
+def render(tokenizer: Any, question: Any, system_prompt: str = "", **template: Any) -> str:
     """Return the text of a row's question (see `conversation`), up to the answer's turn."""
-    return chat(tokenizer, conversation(question, system_prompt))
+    return chat(tokenizer, conversation(question, system_prompt), **template)
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
@@ -135,14 +136,21 @@ class Prompts:
         self.tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._question_key = question_key
+        self._told: dict[str, Any] = {}
         self._limits = {
             "data.max_prompt_tokens": max_prompt_tokens,
             "the model's context, less a token to generate": max(0, max_model_len - 1),
         }
 
+    def told_of(self, tools: Sequence[Mapping[str, Any]]) -> "Prompts":
+        """Return these prompts as the chat template has them where there are `tools`."""
+        found = copy.copy(self)
+        found._told = {"tools": list(tools)}
+        return found
+
     def text(self, row: Mapping[str, Any]) -> str:
         """Return the prompt's text."""
-        return render(self.tokenizer, row[self._question_key], self._system_prompt)
+        return render(self.tokenizer, row[self._question_key], self._system_prompt, **self._told)
 
     def ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
         """Return the prompt's tokens.

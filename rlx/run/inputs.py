@@ -35,7 +35,9 @@ from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Source
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
 from rlx.rollout.teacher_scores import ModelRewarded
+from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Overlong, Prompts, Workflow, encode, render
+from rlx.sandbox.sandbox import SandboxOptions
 from rlx.train import dry_call
 from rlx.train.train_options import TrainOptions
 
@@ -107,11 +109,12 @@ def prepare(config: ConfigDict) -> Inputs:
     )
     kwargs = loading.parse_kwargs(config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
     sampling, n = training_sampling(config), config.sampling.n_samples
-    named = NamedWorkflow(config.rollout.workflow, kwargs, prompts, sampling, n)
+    sandbox = SandboxOptions(**config.sandbox)
+    named = NamedWorkflow(config.rollout.workflow, kwargs, prompts, sampling, n, sandbox)
     answering = named.build(pool, AgentOptions.of(config))
     workflow = _workflow(config, options, model_config, prompts, answering)
     answers = workflow if isinstance(workflow, AnswerWorkflow) else None
-    check = answers.check if answers else prompts.check
+    check = workflow.check if isinstance(workflow, AnswerWorkflow | ToolUse) else prompts.check
     kept, left_out = [], []
     for name, found, weight in given:
         kept.append(Source(name, fitting(found, name, check, config.data.overlong), weight))

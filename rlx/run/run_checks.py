@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from rlx.agents import loading
 from rlx.cli import user_code
 from rlx.doctor import machine, packages
 from rlx.doctor.findings import Finding, attempt
@@ -23,7 +24,7 @@ from rlx.run.allocate import allocated, gpus, notes, share
 
 SEAMS = (  # keys of the config that may name a user's own code
     "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
-    "data.dataset", "observe.writers",
+    "rollout.workflow_kwargs.tools", "data.dataset", "observe.writers",
 )  # fmt: skip
 
 
@@ -87,9 +88,11 @@ def _dealt(
 def plugged_in(config: ConfigDict) -> Iterator[Finding]:
     """Yield a row for each thing of a user's own in a config: where it is, or what is wrong."""
     for key in SEAMS:
-        section, _, name = key.partition(".")
+        section, name, *argument = key.split(".")
         value = config[section].get(name)
-        for each in value if isinstance(value, tuple) else (value,):
+        if argument:
+            value = loading.parse_kwargs(value, f"{section}.{name}").get(*argument)
+        for each in value if isinstance(value, tuple | list) else (value,):
             entry = each[0] if isinstance(each, tuple) else each  # reward.terms have weights
             board = key == "observe.writers" and entry in ("wandb", "trackio")
             if board or (isinstance(entry, str) and user_code.is_own(entry)):

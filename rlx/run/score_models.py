@@ -44,6 +44,7 @@ from rlx.run import allocate
 from rlx.run.export import directory_of
 from rlx.run.inputs import has_servers, load_tokenizer, patience, server_options
 from rlx.run.room_options import joining_of
+from rlx.sandbox.sandbox import SandboxOptions
 
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
 
@@ -205,7 +206,8 @@ def _set_of(
         WorkerLimits.of(reward, config.sandbox),
     )
     agents = replace(AgentOptions.of(config), question_key="question")
-    named = NamedWorkflow(asked.workflow, asked.workflow_kwargs, prompts, Sampling(), 1)
+    sandbox = SandboxOptions(**config.sandbox)
+    named = NamedWorkflow(asked.workflow, asked.workflow_kwargs, prompts, Sampling(), 1, sandbox)
     workflow = named.build(pool, agents)
     named.try_out(rows[0])
     graded = named_workflow.uses_rewards(asked.workflow)

@@ -1,0 +1,176 @@
+"""Tools that a model calls while it answers: a calculator, Python in a sandbox, users' own."""
+
+import ast
+import asyncio
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from typing import Any, ClassVar, Protocol
+
+from rlx.base import UserError
+from rlx.cli import user_code
+from rlx.rollout.workflows import close
+from rlx.sandbox.sandbox import SandboxOptions
+
+KEY = "rollout.workflow_kwargs.tools"  # of the config, that names tools
+_TRIAL_SECONDS = 60.0
+_LONGEST_EXPRESSION = 1000  # characters
+_MOST_BITS = 4096  # of a number of the calculator
+_TYPES: Mapping[str, Any] = {
+    "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list,
+    "object": dict,
+}  # fmt: skip
+
+
+class Tool(Protocol):
+    """A tool; `parameters`, a JSON Schema of an object, are the arguments of `run`, async or not.
+
+    What `run` raises is told to the model. The first of the schema's `examples` is tried before a
+    run. It may have `async aclose()`, and `markers`, start → end, besides `<name>` and `</name>`.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def run(self, **arguments: Any) -> Any: ...
+
+
+class ToolError(Exception):
+    """A call that failed; the message is for the model."""
+
+
+class Calculator:
+    """Computes arithmetic exactly: integers, decimals, `+ - * / // % **`; up to 1,200 digits."""
+
+    name, description = "calculator", "Computes an arithmetic expression."
+    parameters: ClassVar = {
+        "type": "object", "properties": {"expression": {"type": "string"}},
+        "required": ["expression"],
+    }  # fmt: skip
+
+    async def run(self, expression: str) -> str:
+        """Return the value: an integer, or a decimal of 12 digits."""
+        try:
+            if len(expression) > _LONGEST_EXPRESSION:
+                raise ValueError(f"longer than {_LONGEST_EXPRESSION} characters")
+            value = _value(ast.parse(expression.strip(), mode="eval").body)
+            return str(value) if value.denominator == 1 else f"{float(value):.12g}"
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+            raise ToolError(f"it cannot be computed: {error}"[:120]) from None
+
+
+class Python:
+    """Runs Python in a sandbox, each call on its own."""
+
+    name, description = "python", "Runs a Python program; prints are its output."
+    markers: ClassVar = {"```python\n": "\n```"}  # a ``` inside a line ends no program
+    parameters: ClassVar = {
+        "type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"],
+        "examples": [{"code": "print(1)"}],
+    }  # fmt: skip
+
+    def __init__(self, sandbox: SandboxOptions):
+        self._options, self._starting = sandbox, asyncio.Lock()
+        self._sandbox: Any = None  # as `make` gives it, once it is needed
+
+    async def run(self, code: str) -> str:
+        """Return what it prints; raise ToolError with that and the error where it fails."""
+        async with self._starting:
+            if self._sandbox is None:
+                self._sandbox = await self._options.make(("numpy", "sympy")).__aenter__()
+        done = await self._sandbox.run(code)
+        if done.status != "ok":
+            raise ToolError(f"{done.error or done.status}\n{done.text}".strip())
+        return done.text.rstrip("\n")
+
+    async def aclose(self) -> None:
+        """End the sandbox; the next call starts another."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.__aexit__(None, None, None)
+
+
+TOOLS: Mapping[str, type] = {"calculator": Calculator, "python": Python}
+_BINARY: Mapping[type, Callable[[Fraction, Fraction], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Return the value of a node; ValueError for what is no arithmetic, or too large."""
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float):
+            found = Fraction(str(value))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            found = -_value(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, power = _value(left), _value(right)
+            bits = (base.numerator * base.denominator).bit_length()
+            if power.denominator != 1 or abs(power) * bits > 2 * _MOST_BITS:
+                raise ValueError("an exponent is no integer, or too large")
+            found = base ** int(power)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            found = Fraction(_BINARY[type(op)](_value(left), _value(right)))
+        case _:
+            raise ValueError(f"{type(node).__name__} is no arithmetic")
+    if (found.numerator * found.denominator).bit_length() > _MOST_BITS:
+        raise ValueError("a number has too many digits")
+    return found
+
+
+def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
+    """Return the tools that a config names, of TOOLS or a user's; UserError where one is none.
+
+    A class gets `sandbox` where its constructor names it.
+    """
+    if isinstance(names, str) or not names:
+        raise UserError(f"{KEY}={names!r} names no tools; give a list, as ['calculator']")
+    found: dict[str, Tool] = {}
+    for name in names:
+        tool = user_code.find(KEY, name, TOOLS)
+        try:
+            if inspect.isclass(tool):
+                takes = inspect.signature(tool).parameters
+                tool = tool(**({"sandbox": sandbox} if "sandbox" in takes else {}))
+            _check(tool, found)
+            found[tool.name] = tool
+            with ThreadPoolExecutor(1) as thread:  # in this one a notebook's loop may be running
+                for example in tool.parameters.get("examples", [])[:1]:
+                    thread.submit(asyncio.run, _try(tool, example)).result()
+        except Exception as error:
+            why = user_code.where(error, getattr(tool, "run", None))
+            raise UserError(f"{KEY}: {name} cannot be used: {why}") from error
+    return list(found.values())
+
+
+def _check(tool: Any, others: Mapping[str, Tool]) -> None:
+    """Raise UserError where an object is no tool, or has the name of another."""
+    for part, kind in (("name", str), ("description", str), ("parameters", Mapping)):
+        if not isinstance(given := getattr(tool, part, None), kind):
+            raise UserError(f"its {part} is {given!r:.60}; give a {kind.__name__}")
+    if not tool.name.isidentifier() or tool.name in others:
+        raise UserError(f"its name {tool.name!r} is no name, or another's; rename it")
+    if "properties" not in tool.parameters or not hasattr(tool, "run"):
+        raise UserError("it lacks `run`, or its JSON Schema `properties`; give both")
+
+
+async def _try(tool: Tool, example: Mapping[str, Any]) -> None:
+    try:
+        await asyncio.wait_for(call(tool, example), _TRIAL_SECONDS)
+    finally:
+        await close(tool)
+
+
+async def call(tool: Tool, arguments: Mapping[str, Any]) -> str:
+    """Return what a tool says; raise ToolError where an argument is of another type."""
+    for name, about in tool.parameters["properties"].items():
+        kinds = _TYPES.get(str(about.get("type")), object)
+        if name in arguments and not isinstance(arguments[name], kinds):
+            raise ToolError(f"{name} must be of type {about['type']}")
+    if inspect.iscoroutinefunction(tool.run):
+        return str(await tool.run(**arguments))
+    return str(await asyncio.to_thread(tool.run, **arguments))
