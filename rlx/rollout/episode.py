@@ -22,12 +22,7 @@ _MARK = "@@ANSWER@@"  # stands for an answer, to find what a chat template puts 
 
 
 class Episode:
-    """One sample of a prompt in the making; `sampling` is of the whole, with the group's seed.
-
-    Attributes:
-      left: of `sampling.max_new_tokens`, which what the model is shown counts against too.
-      ended: whether none are left, or the model came to an end.
-    """
+    """One sample in the making; `left` of its tokens, against which what it is shown counts too."""
 
     def __init__(
         self, prompts: Prompts, task: Task, prompt: Sequence[int], index: int, sampling: Sampling
@@ -117,9 +112,8 @@ class Episode:
 
 
 async def begin(
-    fleet: Generator, prompts: Prompts, task: Task, sampling: Sampling, n: int,
-    stop: Sequence[str] = (),
-) -> list[Episode]:  # fmt: skip
+    fleet: Generator, prompts: Prompts, task: Task, sampling: Sampling, n: int, stop: Sequence = ()
+) -> list[Episode]:
     """Return a task's `n` episodes up to the first of the texts `stop`, by a single request."""
     sampling = replace(task.sampling or sampling, seed=task.seed)
     prompt = prompts.ids(task.row, f"group {task.group_id}")
@@ -143,11 +137,7 @@ async def together(*coroutines: Coroutine) -> list[Any]:
 
 
 def behind(tokenizer: Any, message: Mapping[str, str]) -> str:
-    """Return what a chat template puts between two answers with `message` between them.
-
-    Raises:
-      UserError: the template fails, or leaves it out.
-    """
+    """Return what a chat template puts between two answers for `message`; UserError if nothing."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, message]
     try:
         text, why = chat(tokenizer, talk).partition(_MARK)[2], "it is left out"

@@ -12,13 +12,8 @@ class MultiTurn:
 
         reward = turn_discount^retries · r(last answer)
 
-    Args:
-      prompts, sampling, reward_pool, n: as of `RLVR`; `sampling.max_new_tokens` are all tokens
-        after the prompt, feedback included.
-      max_turns: answers, ≥ 1.
-      turn_discount: in (0, 1].
-      feedback: the user's words after a wrong answer.
-      right: rewards above it are of right answers.
+    It has at most `max_turns` answers; after one whose reward is not above `right` the user says
+    `feedback`. `sampling.max_new_tokens` are all tokens after the prompt; the rest is as of `RLVR`.
     """
 
     def __init__(

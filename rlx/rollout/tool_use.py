@@ -25,12 +25,9 @@ _OUTPUT = "@@OUTPUT@@"  # stands for what a tool says
 class ToolUse:
     """Answers in which the model uses tools, each with a verifiable reward.
 
-    Args:
-      prompts, sampling, reward_pool, n: as of `RLVR`; `sampling.max_new_tokens` are all tokens
-        after the prompt, outputs included.
-      tools: names, as `tools.load` takes them.
-      max_calls, max_seconds: of an answer's calls together.
-      max_output_tokens: of what a call says; its middle is left out where it is longer.
+    `tools` are names as `tools.load` takes them; `max_calls` and `max_seconds` are of an answer's
+    calls together, `max_output_tokens` of what each says. `sampling.max_new_tokens` are all tokens
+    after the prompt, outputs included; the rest is as of `RLVR`.
     """
 
     def __init__(

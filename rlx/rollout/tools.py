@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from rlx.base import UserError
 from rlx.cli import user_code
@@ -23,19 +23,10 @@ _TYPES: Mapping[str, Any] = {
     "object": dict,
 }  # fmt: skip
 
-
-class Tool(Protocol):
-    """A tool; `parameters`, a JSON Schema of an object, are the arguments of `run`, async or not.
-
-    What `run` raises is told to the model. The first of the schema's `examples` is tried before a
-    run. It may have `async aclose()`, and `markers`, start → end, besides `<name>` and `</name>`.
-    """
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-
-    def run(self, **arguments: Any) -> Any: ...
+# A tool has `name`, `description`, `parameters`, a JSON Schema of the arguments of `run`, async or
+# not. What `run` raises is told to the model. The first of the schema's `examples` is tried at the
+# start. It may have `async aclose()`, and `markers`, start → end, besides `<name>` and `</name>`.
+Tool = Any
 
 
 class ToolError(Exception):
@@ -123,10 +114,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
-    """Return the tools that a config names, of TOOLS or a user's; UserError where one is none.
-
-    A class gets `sandbox` where its constructor names it.
-    """
+    """Return the tools of these names, with `sandbox` if they take it; UserError for no tool."""
     if isinstance(names, str) or not names:
         raise UserError(f"{KEY}={names!r} names no tools; give a list, as ['calculator']")
     found: dict[str, Tool] = {}
@@ -142,8 +130,8 @@ def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
                 for example in tool.parameters.get("examples", [])[:1]:
                     thread.submit(asyncio.run, _try(tool, example)).result()
         except Exception as error:
-            why = user_code.where(error, getattr(tool, "run", None))
-            raise UserError(f"{KEY}: {name} cannot be used: {why}") from error
+            what = user_code.where(error, getattr(tool, "run", None))
+            raise UserError(f"{KEY}: {name} cannot be used: {what}") from error
     return list(found.values())
 
 
