@@ -23,11 +23,17 @@ def sections(page):
 
 SECTIONS, AGENTS = sections("docs/extend.md"), sections("docs/agents.md")
 SECTIONS["Training an agent"] = AGENTS["#"] + AGENTS["Training"]
+SECTIONS |= {
+    title: text for title, text in sections("docs/tools.md").items() if title != "An agent"
+}
 # What each run of a section leaves in every step's record.
 RECORDED: dict[str, list[str]] = {
     "Loss": ["ratio_square", "actor_clip_ratio"],
     "Workflow": ["info/same", "reward/arithmetic"],
     "Training an agent": ["info/interactions"],
+    "#": ["tools/calls", "reward/arithmetic"],
+    "A tool of your own": ["tools/calls"],
+    "Several turns": ["info/turns"],
     "Reward": ["reward/arithmetic", "reward/brevity", "reward/polite", "reward/unlike"],
 }
 SHORT = [

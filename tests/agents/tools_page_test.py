@@ -1,0 +1,42 @@
+"""docs/tools.md does what it says: its agent asks the model with tools that comes with rlx."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+from rlx.engines.jax.jax_engine import JaxEngine
+from rlx.model.directory import resolve
+
+PAGE = Path("docs/tools.md").read_text()
+MODEL = str(resolve("rlx:calculator"))
+
+
+def test_the_embedded_model_calls_a_calculator_over_openai_s_api(agents):
+    """Its chat template has tools, and the gateway finds its calls."""
+    ask = {}
+    exec(re.search(r"```python\n(# ask.py.*?)```", PAGE, re.DOTALL)[1], ask)
+    asked = []
+
+    def calculate(expression):
+        asked.append(expression)
+        return "30312"
+
+    async def main():
+        engine = JaxEngine(MODEL, slots=2, max_model_len=192)
+        async with agents.gateway(engine, tokenizer=MODEL) as g:
+            found = g.gateway.base_url(), g.session.key, "calculator:739+48=?", calculate
+            return await asyncio.to_thread(ask["ask"], *found), g.session.interactions
+
+    messages, interactions = agents.run(main(), 120)
+    assert len(asked) == 1
+    assert re.fullmatch(r"739[+*-]\d+", asked[0]), "a small model may miscopy a digit"
+    _, call, output, answer = messages
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
+    assert json.loads(call["tool_calls"][0]["function"]["arguments"]) == {"expression": asked[0]}
+    assert output["content"] == "30312"
+    assert answer["content"] == "\\boxed{30312}", "it says what the tool said"
+    first, second = interactions
+    assert second.parent == 0, "one conversation, and no token sampled twice"
+    tokens = [*first.prompt_tokens, *first.completion.tokens.tolist()]
+    assert list(second.prompt_tokens)[: len(tokens)] == tokens
