@@ -21,7 +21,7 @@ def get_config():
     c.model.path = "rlx:calculator"
     c.data.dataset = f"{PROBLEMS}:rows"
     c.rollout.workflow = "tools"
-    c.rollout.workflow_kwargs = {"tools": ["calculator"], "max_calls": 2, "max_output_tokens": 16}
+    c.rollout.workflow_kwargs = '{"tools": ["calculator"], "max_calls": 2, "max_output_tokens": 16}'
     c.sampling.max_new_tokens = 96  # outputs included
     c.eval.every_steps = 5
     return c
