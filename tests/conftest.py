@@ -23,7 +23,12 @@ if version("jaxlib").startswith("0.10."):  # an XLA that does not know a flag en
 settings.register_profile("no_clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no_clocks")
 
-pytest_plugins = ["tests.fixtures.fleet", "tests.fixtures.model", "tests.fixtures.rollout"]
+pytest_plugins = [
+    "tests.fixtures.fleet",
+    "tests.fixtures.model",
+    "tests.fixtures.rollout",
+    "tests.fixtures.slurm",
+]
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -57,7 +57,7 @@ BUDGET = {  # room → lines of Python, generated files left out
     "train": 3_460, "observe": 2_180, "fleet": 2_750, "engines": 4_150, "sandbox": 700,
     "rewards": 1_900,
     "rollout": 2_900, "agents": 4_300, "debugger": 1_177, "launch": 3_400, "mismatch": 838,
-    "evaluation": 946, "doctor": 1_330, "run": 4_000, "commands": 600, "rlx_torch": 2_000,
+    "evaluation": 946, "doctor": 1_330, "run": 4_190, "commands": 600, "rlx_torch": 2_000,
 }  # fmt: skip
 
 # They build the trainer; the rest of the room sees its contract alone.

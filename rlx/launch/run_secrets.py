@@ -11,10 +11,12 @@ import ipaddress
 import os
 import secrets
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.base import UserError
+from rlx.cli import command
 
 TOKEN, CERTIFICATE, KEY = "token", "cert.pem", "key.pem"
 
@@ -33,13 +35,13 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
     with open(handle, "w") as file:
         file.write(secrets.token_urlsafe(32))
     names = ",".join(f"{'IP' if _is_ip(host) else 'DNS'}:{host}" for host in dict.fromkeys(hosts))
-    command = (
+    openssl = (
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
         "-nodes", "-days", "366", "-subj", "/CN=rlx", "-addext", f"subjectAltName={names}",
         "-keyout", str(directory / KEY), "-out", str(directory / CERTIFICATE),
     )  # fmt: skip
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, umask=0o077)
+        subprocess.run(openssl, check=True, capture_output=True, text=True, umask=0o077)
     except FileNotFoundError:
         raise UserError(
             "there is no openssl, which makes the servers' certificate; install it, or start "
@@ -58,3 +60,7 @@ def _is_ip(host: str) -> bool:
         return bool(ipaddress.ip_address(host))
     except ValueError:
         return False
+
+
+if __name__ == "__main__":  # in a job, DIR HOST …
+    command.run(lambda: make_secrets(Path(sys.argv[1]), sys.argv[2:]))

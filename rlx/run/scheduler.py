@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm"}
+SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm_run"}
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:

@@ -1,0 +1,191 @@
+"""Ask Slurm by its commands: submit a script, see what became of a job, cancel it.
+
+Accounting is not needed: `scontrol` knows a job while it lives and some minutes longer.
+"""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rlx.base import UserError
+
+TEMPLATE = Path(__file__).with_name("slurm_job.sh")
+UNSHARED = 66  # exit status of a job whose node does not see the run's directory
+
+
+class Ending(NamedTuple):
+    """What the end of a job means: in words, and whether another start can do better."""
+
+    words: str
+    again: bool
+
+
+ENDINGS: Mapping[str, Ending] = {
+    "COMPLETED": Ending("is done", False),
+    "FAILED": Ending("has failed", True),
+    "NODE_FAIL": Ending("has lost a node", True),
+    "PREEMPTED": Ending("was preempted", True),
+    "TIMEOUT": Ending("has used up its time", True),
+    "BOOT_FAIL": Ending("had nodes that did not boot", True),
+    "LAUNCH_FAILED": Ending("could not be launched on its nodes", True),
+    "RECONFIG_FAIL": Ending("had nodes that could not be reconfigured", True),
+    "OUT_OF_MEMORY": Ending("was killed because memory ran out", False),
+    "CANCELLED": Ending("was cancelled", False),
+    "DEADLINE": Ending("could not end before its deadline", False),
+    "REVOKED": Ending("was revoked by another cluster", False),
+    "SPECIAL_EXIT": Ending("is held in a special exit state", False),
+}
+LIVE: Mapping[str, str] = {
+    "PENDING": "waits", "CONFIGURING": "waits for its nodes", "RUNNING": "runs",
+    "COMPLETING": "ends", "STAGE_OUT": "ends", "REQUEUED": "waits again",
+    "REQUEUE_HOLD": "is held", "REQUEUE_FED": "waits again", "RESV_DEL_HOLD": "is held",
+    "RESIZING": "runs", "SIGNALING": "runs", "SUSPENDED": "is suspended", "STOPPED": "is stopped",
+}  # fmt: skip
+_REMEDIES = {  # what sbatch says → what to change
+    "partition": "set scheduler.partition to one that `sinfo` shows",
+    "account": "set scheduler.account and qos to yours (`sacctmgr show assoc user=$USER`)",
+    "qos": "set scheduler.qos to one of yours",
+    "node configuration": "`sinfo -o '%D %G'` shows the nodes there are; lower scheduler.nodes or "
+    "gpus_per_node",
+    "node count": "lower scheduler.nodes",
+    "node name": "correct scheduler.nodelist and exclude",
+    "time": "correct scheduler.time",
+    "GRES": "`sinfo -o '%D %G'` shows the GPUs there are; correct scheduler.gpus_per_node",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as Slurm sees it.
+
+    Attributes:
+      state: PENDING, …; COMPLETING while its last processes end.
+      reason: why it waits or has ended; "" for none.
+      nodes: as Slurm writes them, n[0-2].
+      restarts: times that Slurm has put it back in its queue.
+      status: exit status of its script. signal: that ended it, or 0.
+    """
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    status: int = 0
+    signal: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDINGS
+
+    def __str__(self) -> str:
+        known = LIVE.get(self.state) or ENDINGS.get(self.state, Ending("", False)).words
+        words = known or f"is in a state that is unknown here, {self.state}"
+        where = f" on {self.nodes}" if self.nodes and self.state == "RUNNING" else ""
+        return f"{words}{where}{f' ({self.reason})' if self.reason else ''}"
+
+
+def render(template: str, values: Mapping[str, str], where: str) -> str:
+    """Return a template with each <<name>> replaced; UserError for a name that is unknown."""
+
+    def value(match: re.Match) -> str:
+        if match[1] not in values:
+            raise UserError(f"{where} has <<{match[1]}>>; there are {', '.join(values)}")
+        return values[match[1]]
+
+    return re.sub(r"<<(\w+)>>", value, template)
+
+
+def submit(script: Path) -> str:
+    """Return the id of the job that runs a script.
+
+    Raises:
+      UserError: there is no Slurm here, or it refuses the job; in its own words.
+    """
+    done = _run("sbatch", "--parsable", str(script))
+    if done.returncode:
+        lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines()]
+        said = next((x for x in lines if x.startswith("error: ")), " ".join(lines))
+        fix = next((fix for word, fix in _REMEDIES.items() if word in " ".join(lines)), "")
+        raise UserError(
+            f"Slurm refuses the job: {said.removeprefix('error: ')} "
+            f"({lines[-1].removeprefix('error: ')}); {fix or f'its script is {script}'}"
+        )
+    return done.stdout.strip().split(";")[0]
+
+
+def job(number: str) -> Job | None:
+    """Return how a job is; None where Slurm does not answer now.
+
+    Raises:
+      UserError: Slurm does not know the job.
+    """
+    done = _run("scontrol", "show", "job", "--oneliner", number)
+    if "Invalid job id" in done.stderr:
+        raise UserError(f"Slurm does not know job {number} any more; the same command starts anew")
+    return parse_job(done.stdout) if done.returncode == 0 and done.stdout.strip() else None
+
+
+def parse_job(line: str) -> Job:
+    """Return the job that a line of `scontrol show job --oneliner` describes."""
+    found = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+    status, _, signal = found.get("ExitCode", "0:0").partition(":")
+    reason, nodes = found.get("Reason", "None"), found.get("NodeList", "(null)")
+    return Job(
+        found["JobState"],
+        "" if reason == "None" else reason.replace("_", " "),
+        "" if nodes == "(null)" else nodes,
+        int(found.get("Restarts", 0)),
+        int(status),
+        int(signal or 0),
+    )
+
+
+def failed_nodes(nodes: str) -> tuple[str, ...]:
+    """Return those nodes of a list that are down, drained, or do not answer."""
+    if not nodes:
+        return ()
+    lines = _run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").stdout
+    found = (line.split() for line in lines.splitlines())
+    bad = re.compile(r"down|drain|fail|error|\*")
+    return tuple(dict.fromkeys(node for node, state in found if bad.search(state)))
+
+
+def start_now(number: str) -> None:
+    """Let a job that was put back in the queue start before the two minutes it would wait."""
+    _run("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
+def ask_to_end(number: str) -> None:
+    """Let a job's script end its run after a saved step; a job that waits is cancelled."""
+    if _run("scancel", "--batch", "--signal=TERM", "--state=RUNNING", number).returncode:
+        cancel(number)
+    _run("scancel", "--state=PENDING", number)
+
+
+def cancel(number: str) -> None:
+    """End a job; its processes get SIGTERM, then SIGKILL."""
+    _run("scancel", number)
+
+
+def quoted(words: Sequence[str], places: Mapping[str, str]) -> str:
+    """Return words for a shell, each place in them replaced by what the shell expands."""
+    found = []
+    for word in words:
+        parts = re.split(f"({'|'.join(map(re.escape, places))})", word)
+        known = (places.get(part) or (shlex.quote(part) if part else "") for part in parts)
+        found.append("".join(known) or "''")
+    return " ".join(found)
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(
+            f"scheduler.type=slurm needs {command[0]}, which is not on this machine's PATH; start "
+            "the run on a login node, or set scheduler.type=local"
+        ) from None

@@ -1,0 +1,285 @@
+"""Run a config as one job of Slurm: write its script, submit it, follow it, start it again.
+
+    WORKDIR/slurm/attempt-N/job.sh     the job, config.json beside it, logs of each process
+    WORKDIR/slurm/job.json             the job's id: the same command follows it while it lives
+
+A job that Slurm puts back in its queue (a node lost, preemption) runs the same script again, which
+continues after the last checkpoint, as the same command does on a laptop. One that has failed is
+submitted again here, without the nodes that failed.
+"""
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from secrets import token_hex
+from threading import current_thread, main_thread
+
+from ml_collections import ConfigDict
+
+import rlx
+from rlx.base import UserError
+from rlx.cli.command import say
+from rlx.cli.signals import interrupts
+from rlx.launch import slurm
+from rlx.launch.exit_reason import last_words
+from rlx.launch.processes import addresses, table
+from rlx.launch.slurm import ENDINGS, Job
+from rlx.launch.workdir_lock import make_directory
+from rlx.observe.jsonl import read_json, write_atomically
+from rlx.run import resume
+from rlx.run.inputs import INITIAL, as_json
+from rlx.run.on_hosts import processes_of
+
+INTERRUPTED = 130  # exit status
+_POLL_SECONDS = 1.0
+_NODE = "@node{}@"  # a host of the plan: which ones they are, Slurm says when the job starts
+
+
+def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
+    """Submit and follow a run; as `rlx.run.scheduler.launch`."""
+    workdir = workdir.absolute()
+    root = workdir / "slurm"
+    make_directory(root)
+    running = read_json(root / "job.json").get("job", "")
+    running = "" if dry_run else _running(root)
+    if running:
+        say(f"job {running} has been started in {workdir} before; following it")
+    excluded = [config.scheduler.exclude] if config.scheduler.exclude else []
+    for start in range(config.scheduler.retries + 1):
+        before = _steps(workdir)
+        if running:
+            number, attempt = running, Path(read_json(root / "job.json")["attempt"])
+        else:
+            attempt = root / ("dry-run" if dry_run else f"attempt-{_attempts(root) + 1}")
+            script, shown = _write(config, workdir, attempt, flags, ",".join(excluded))
+            if dry_run:
+                say(f"{shown}\nscript: {script}\nconfig: {attempt / 'config.json'}")
+                return 0
+            number = slurm.submit(script)
+            record = {"job": number, "attempt": str(attempt)}
+            write_atomically(root / "job.json", json.dumps(record).encode())
+            say(f"job {number} is submitted; its logs are in {attempt}\n{shown}")
+        running = ""
+        followed = _Followed(number, attempt)
+        job = followed.follow()
+        if job is None:
+            say(f"job {number} goes on; the same command with --workdir={workdir} follows it again")
+            return 0
+        failed = slurm.failed_nodes(job.nodes)
+        if job.state == "COMPLETED":
+            return 0
+        if job.state == "CANCELLED" or followed.cancelled:
+            say(f"job {number} was cancelled after step {_steps(workdir)}; the same command with "
+                f"--workdir={workdir} goes on after the last checkpoint")  # fmt: skip
+            return INTERRUPTED
+        why = _why(number, job, workdir, attempt, failed)
+        again = ENDINGS[job.state].again and job.status != slurm.UNSHARED
+        if job.state == "FAILED" and not failed and _steps(workdir) <= before:
+            again = False  # it would fail in the same way again
+        if not again or start == config.scheduler.retries:
+            raise UserError(f"{why}; the same command goes on after the last checkpoint")
+        excluded += failed
+        without = f" without {', '.join(failed)}" if failed else ""
+        say(f"{why}; starting it again{without} ({start + 1} of {config.scheduler.retries})")
+    raise AssertionError("a start either returns or raises")
+
+
+def _running(root: Path) -> str:
+    """Return the job of a run's directory that lives; "" where there is none."""
+    number = read_json(root / "job.json").get("job", "")
+    with suppress(UserError):
+        if number and (job := slurm.job(number)) and not job.ended:
+            return number
+    return ""
+
+
+def _attempts(root: Path) -> int:
+    return len([path for path in root.glob("attempt-*") if "." not in path.name])
+
+
+def _steps(workdir: Path) -> int:
+    return resume.last_step(workdir).get("step", 0)
+
+
+def _write(
+    config: ConfigDict, workdir: Path, attempt: Path, flags: Sequence[str], exclude: str
+) -> tuple[Path, str]:
+    """Write a job's script and the config it runs; return the script, and what will run where."""
+    s = config.scheduler
+    gpus = tuple(map(str, range(s.gpus_per_node)))
+    nodes = {_NODE.format(i): gpus for i in range(s.nodes)}
+    port = 20_000 + zlib.crc32(str(workdir).encode()) % 10_000
+    python = sys.executable if s.container == "none" else "python3"
+    try:
+        plan = processes_of(config, workdir, flags, nodes, attempt.parent, port, python)
+    except UserError as error:
+        raise UserError(str(error).replace("@", "")) from None
+    places = {node: f'"${{nodes[{i}]}}"' for i, node in enumerate(nodes)}
+    first = shlex.quote(str(workdir / INITIAL / "config.json"))  # which trainer 0 writes
+    ready = f"until [ -e {first} ]; do sleep 1; done; " * config.model.random_init
+    tasks = []
+    for p in plan:
+        words = (*(f"{k}={v}" for k, v in p.env.items()), *p.argv)
+        run = f"{ready}again env" if p.role == "server" else "trainer env"
+        tasks.append(f"    {p.role}-{p.index}) {run} {slurm.quoted(words, places)} ;;")
+    wanted = {
+        "job-name": f"rlx-{workdir.name}", "nodes": s.nodes, "chdir": Path.cwd(),
+        "gres": f"gpu:{s.gpus_per_node}" if s.gpus_per_node else "", "partition": s.partition,
+        "account": s.account, "qos": s.qos, "time": s.time, "nodelist": s.nodelist,
+        "exclude": exclude,
+    }  # fmt: skip
+    options = ["--exclusive", "--mem=0", *(f"--{k}={v}" for k, v in wanted.items() if v)]
+    mounts = ",".join((f"{workdir}:{workdir}", f"{Path.cwd()}:{Path.cwd()}", *s.mounts))
+    apptainer = f"apptainer exec --nv --bind {shlex.quote(mounts)} {shlex.quote(s.image)}"
+    pyxis = f"--container-image={shlex.quote(s.image)} --container-mounts={shlex.quote(mounts)}"
+    names = {role: [places[p.host].replace("nodes", "names", 1) for p in plan if p.role == role]
+             for role in ("trainer", "server")}  # fmt: skip
+    template = Path(s.template) if s.template else slurm.TEMPLATE
+    try:
+        text = template.read_text()
+    except OSError as error:
+        raise UserError(f"scheduler.template={template}: {error.strerror}; give a file") from None
+    script = slurm.render(
+        text,
+        {
+            "directives": "\n".join(
+                f"#SBATCH {shlex.quote(option)}" for option in (*options, *s.options)
+            ),
+            "root": shlex.quote(str(attempt.parent)),
+            "attempt": shlex.quote(str(attempt)),
+            "home": shlex.quote(str(Path(next(iter(rlx.__path__))).parent)),
+            "id": token_hex(8),
+            "python": shlex.quote(python),
+            "restarts": str(config.fleet.max_restarts),
+            "pre_commands": "\n  ".join(s.pre_commands),
+            "processes": "\n".join(tasks),
+            "addresses": slurm.quoted(addresses(plan), places) or "''",
+            "server_names": " ".join(names["server"]),
+            # An image is the same on all nodes; the trainer's processes compare its code, too.
+            "check": ""
+            if s.container != "none"
+            else f'{shlex.quote(python)} -m rlx.doctor --cluster --workdir="$root" || exit 67',
+            "first": names["trainer"][0],
+            "trainer_names": " ".join(names["trainer"]),
+            "container": {"none": "", "apptainer": apptainer, "pyxis": ""}[s.container],
+            "srun": {"none": "", "apptainer": "", "pyxis": pyxis}[s.container],
+        },
+        str(template),
+    )
+    make_directory(attempt)
+    (attempt / "job.sh").write_text(script)
+    (attempt / "config.json").write_text(json.dumps(as_json(config), indent=2, sort_keys=True))
+    return attempt / "job.sh", table(plan).replace("@", "")
+
+
+def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[str]) -> str:
+    """Return in words how a job ended that did not end well."""
+    if job.status == slurm.UNSHARED and not _logs(attempt):
+        first = job.nodes.split(",")[0]
+        return (
+            f"job {number} did not start: its first node ({first}) does not see {workdir}; put "
+            "--workdir on a disk that all nodes share"
+        )
+    said = ""
+    for log in _logs(attempt):
+        lines = log.read_text(errors="replace").splitlines()
+        wrong = (line for line in lines if line.startswith(("error: ", "✗ ")))
+        found = [line.removeprefix("error: ") for line in wrong]
+        said = said or (found[0] if found else "")
+    if not said and (logs := _logs(attempt)):
+        said = last_words(logs[0].read_text(errors="replace").splitlines())
+    state = ENDINGS[job.state].words if job.state in ENDINGS else str(job)
+    lost = f"; {', '.join(failed)} failed" if failed else ""
+    if job.state == "OUT_OF_MEMORY":
+        said = f"{said or 'no word of it'}; ask for more by scheduler.options=('--mem=…',)"
+    return f"job {number} {state}{lost}: {said or f'its logs are in {attempt}'}"
+
+
+def _logs(attempt: Path) -> list[Path]:
+    """Return the logs of an attempt and of its restarts: the job's, the trainer's, the servers'."""
+    order = {"job": 0, "trainer": 1, "server": 2}
+    found = [*attempt.glob("*.log"), *attempt.parent.glob(f"{attempt.name}.*/*.log")]
+    return sorted(found, key=lambda path: (order.get(path.stem.split("-")[0], 3), str(path)))
+
+
+class _Followed:
+    """A job while it lives: its state, and the lines that its processes write, in the terminal.
+
+    Args:
+      ask: returns a line that the user types; None: nobody can.
+    """
+
+    def __init__(self, number: str, attempt: Path, ask: Callable[[str], str] | None = None):
+        self._number, self._attempt = number, attempt
+        self._ask = ask or (input if sys.stdin and sys.stdin.isatty() else None)
+        self._read: dict[Path, int] = {}
+        self._asked = self.cancelled = False
+
+    def follow(self) -> Job | None:
+        """Return how the job ended; None where the user leaves it running."""
+        signals = current_thread() is main_thread()
+        last, silent = Job(""), 0
+        try:
+            with interrupts(self._stop) if signals else nullcontext():
+                while True:
+                    job = slurm.job(self._number)
+                    self._show()
+                    if self._asked:
+                        self._asked = False
+                        if not self._cancel():
+                            return None
+                    if job is None:
+                        silent += 1
+                        if silent == 60:
+                            say(f"Slurm does not answer about job {self._number}; still asking")
+                    else:
+                        silent = 0
+                        if job.restarts > last.restarts:
+                            slurm.start_now(self._number)
+                            failed = slurm.failed_nodes(last.nodes)
+                            lost = f" as {', '.join(failed)} failed" * bool(failed)
+                            say(f"job {self._number} is back in Slurm's queue{lost}; it goes on "
+                                "after the last checkpoint")  # fmt: skip
+                        if str(job) != str(last):
+                            say(f"job {self._number} {job}")
+                        new = job.nodes if job.state == "RUNNING" else last.nodes or job.nodes
+                        last = dataclasses.replace(job, nodes=new)  # lost ones are taken out of it
+                        if job.ended:
+                            return last
+                    time.sleep(_POLL_SECONDS)
+        except BaseException:
+            slurm.cancel(self._number)
+            raise
+
+    def _stop(self) -> None:
+        self._asked = True
+
+    def _cancel(self) -> bool:
+        """End the job after a saved step, or at once where it has made none; False: it stays."""
+        answer = "c"
+        if self._ask:
+            answer = self._ask(f"\ncancel job {self._number}, or leave it running? [c/l] ")
+        if answer.strip().lower().startswith("l"):
+            return False
+        self.cancelled = True
+        say("the job saves its step and ends; once more to end it at once")
+        (self._attempt / "cancel").touch()
+        slurm.ask_to_end(self._number)
+        return True
+
+    def _show(self) -> None:
+        """Print the lines that were written since; those of trainer 0 as they are."""
+        for log in _logs(self._attempt):
+            with open(log, "rb") as file:
+                file.seek(self._read.get(log, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
+            first = log.stem in ("trainer-0", "job")
+            for line in whole.decode(errors="replace").splitlines():
+                say(line if first else f"[{log.stem}] {line}")

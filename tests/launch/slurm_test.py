@@ -1,0 +1,53 @@
+"""What Slurm says of a job is read as what it is, also what is new to us."""
+
+import pytest
+
+from rlx.base import UserError
+from rlx.launch import slurm
+
+LINE = (
+    "JobId=4 JobName=rlx-run UserId=root(0) Priority=1 QOS=(null) JobState={state} Reason={reason} "
+    "Dependency=(null) Requeue=1 Restarts=2 ExitCode={code} NodeList={nodes} Command=/a=b/job.sh"
+)
+
+
+def read(state, reason="None", code="0:0", nodes="n[0-2]"):
+    return slurm.parse_job(LINE.format(state=state, reason=reason, code=code, nodes=nodes))
+
+
+@pytest.mark.parametrize(
+    ("job", "ended", "words"),
+    [
+        (read("RUNNING"), False, "runs on n[0-2]"),
+        (read("PENDING", "BeginTime", nodes="(null)"), False, "waits (BeginTime)"),
+        (read("COMPLETING"), False, "ends"),
+        (read("NODE_FAIL"), True, "has lost a node"),
+        (read("OUT_OF_MEMORY", code="0:125"), True, "was killed because memory ran out"),
+        (read("TIMEOUT", "TimeLimit"), True, "has used up its time (TimeLimit)"),
+        (read("MELTED"), False, "is in a state that is unknown here, MELTED"),
+    ],
+)
+def test_each_state_is_what_it_is(job, ended, words):
+    assert (job.ended, str(job)) == (ended, words)
+
+
+def test_a_job_is_read_with_its_restarts_status_and_signal():
+    job = read("FAILED", "NonZeroExitCode", "66:9")
+    assert (job.restarts, job.status, job.signal, job.nodes) == (2, 66, 9, "n[0-2]")
+
+
+def test_what_another_start_cannot_mend_is_not_started_again():
+    again = {state for state, ending in slurm.ENDINGS.items() if ending.again}
+    assert again == {
+        "FAILED", "NODE_FAIL", "PREEMPTED", "TIMEOUT", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"
+    }  # fmt: skip
+
+
+def test_a_template_has_the_names_there_are():
+    assert slurm.render("a <<x>> << y", {"x": "1"}, "t.sh") == "a 1 << y"
+    with pytest.raises(UserError, match=r"t\.sh has <<z>>; there are x"):
+        slurm.render("<<z>>", {"x": "1"}, "t.sh")
+
+
+def test_places_expand_in_words_that_are_quoted_otherwise():
+    assert slurm.quoted(["--a=@n@:1", "b c", ""], {"@n@": '"$n"'}) == "--a=\"$n\":1 'b c' ''"

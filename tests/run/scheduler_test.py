@@ -1,0 +1,99 @@
+"""A run is planned for other hosts without them, and what no scheduler can start is one line."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.base import UserError
+from rlx.config import check, default
+from rlx.run import scheduler
+
+ROOT = Path(__file__).parents[2]
+DRY = re.search(r"<!-- run by a test -->\n```sh\npython (.*?)```",
+                (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)  # fmt: skip
+
+
+def planned(*flags, workdir=None, **environment):
+    command = shlex.split(DRY[1].replace("\\\n", ""))
+    command = [*command, *([f"--workdir={workdir}"] if workdir else []), *flags]
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_the_dry_run_of_the_docs_writes_the_script_and_the_config_and_stops(tmp_path):
+    done = planned(workdir=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:3] == [
+        "node0: trainer 0: CPU", "node1: trainer 1: CPU", "node2: server 0: CPU; server 1: CPU",
+    ]  # fmt: skip
+    there = tmp_path / "slurm" / "dry-run"
+    assert json.loads((there / "config.json").read_text())["cluster"]["processes"] == 2
+    script = (there / "job.sh").read_text()
+    subprocess.run(["bash", "-n", there / "job.sh"], check=True)
+    for line in ("#SBATCH --nodes=3", "#SBATCH --exclusive", '"${nodes[2]}":'):
+        assert line in script
+    assert script.count('--config.cluster.coordinator="${nodes[0]}":') == 2
+    assert "<<" not in re.sub(r"<<< |< <\(", "", script)
+    assert [p.name for p in (tmp_path / "slurm").iterdir()] == ["dry-run"]
+
+
+def config_of(**keys):
+    config = default()
+    config.model.path, config.data.train = "rlx:arithmetic", "rows.jsonl"
+    config.scheduler.type = "slurm"
+    for key, value in keys.items():
+        section, _, name = key.partition("__")
+        config[section][name] = value
+    return config
+
+
+def test_slurm_without_sbatch_is_said_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"needs sbatch, which is not on .* login node"):
+        scheduler.launch(config_of(), tmp_path / "run", ["--config=x.py"], False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"scheduler__type": "slrum"}, r"scheduler.type.*slrum.*did you mean 'slurm'"),
+        ({"scheduler__container": "pyxis"}, "a container needs an image"),
+        ({"scheduler__nodes": 0}, "scheduler.nodes=0 is below 1"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_is_refused_by_the_config(keys, said):
+    with pytest.raises(UserError, match=said):
+        check(config_of(**keys))
+
+
+def test_what_the_nodes_have_not_and_a_template_that_is_not_there_are_refused(tmp_path):
+    for keys, said in (
+        ({"cluster__processes": 3, "scheduler__nodes": 2}, "cluster.processes=3 .* there are 2"),
+        ({"scheduler__gpus_per_node": 1}, "needs 2 GPUs; .* there are node0: 1"),
+        ({"scheduler__template": str(tmp_path / "no.sh")}, "no.sh: No such file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            scheduler.launch(config_of(**keys), tmp_path, [], True)
+
+
+def test_a_container_and_a_template_of_ones_own_are_in_the_script(tmp_path):
+    (tmp_path / "mine.sh").write_text("#!/bin/bash\n<<directives>>\n<<srun>>|<<container>>|<<id>>")
+    for kind, wanted in (
+        ("pyxis", "--container-image=rl.sqsh --container-mounts="),
+        ("apptainer", "apptainer exec --nv --bind "),
+    ):
+        keys = {"scheduler__container": kind, "scheduler__image": "rl.sqsh",
+                "scheduler__template": str(tmp_path / "mine.sh"), "scheduler__qos": "high",
+                "scheduler__options": ("--reservation=rl",)}  # fmt: skip
+        assert scheduler.launch(config_of(**keys), tmp_path / "run", [], True) == 0
+        script = (tmp_path / "run" / "slurm" / "dry-run" / "job.sh").read_text()
+        assert wanted in script
+        assert "#SBATCH --qos=high\n#SBATCH --reservation=rl\n" in script
