@@ -182,6 +182,8 @@ class _Loop:
         self._measure()
         self.held_out.begin(self.step, self.executor)
         try:
+            if self._due("export"):  # a kill has cut it off after its checkpoint
+                self._export()
             while self.step < self.config.total_steps and not self.parts.stop.is_set():
                 self._pass_gate()
                 groups = self._collect()

@@ -15,7 +15,7 @@ import rlx
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.model import decoder, hf
-from rlx.run import export, inputs
+from rlx.run import export, inputs, loop
 from rlx.train import checkpoint
 from rlx.train.step_metrics import Metrics
 from rlx.train.update import JaxUpdate
@@ -154,6 +154,26 @@ def test_a_run_evaluates_and_exports_by_epoch_also_after_a_resume(config, tmp_pa
     ]
     last = tmp_path / "exports" / "epoch3epochstep0globalstep5"
     assert (last / hf.WEIGHTS).read_bytes() == weights(tmp_path)
+
+
+def test_an_export_that_was_cut_off_is_made_of_the_checkpoint_that_it_belongs_to(
+    config, tmp_path, monkeypatch
+):
+    c = config("sft", steps=5)
+    c.checkpoint.first_step, c.checkpoint.every_steps, c.export.every_steps = 0, 2, 2
+    begin = loop._Loop._export
+
+    def fail(self):
+        raise RuntimeError(f"killed at step {self.step}")
+
+    monkeypatch.setattr(loop._Loop, "_export", fail)
+    with pytest.raises(RuntimeError, match="killed at step 2"):
+        rlx.run(c, tmp_path)
+    monkeypatch.setattr(loop._Loop, "_export", begin)
+    run(c, tmp_path)
+    assert sorted(os.listdir(tmp_path / "exports")) == [
+        "epoch1epochstep0globalstep2", "epoch2epochstep1globalstep4",
+    ]  # fmt: skip
 
 
 def test_sft_without_servers_stopped_and_resumed_is_the_run_that_was_not(config, tmp_path, capsys):
