@@ -22,7 +22,7 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
     cut = argv.index("--") if "--" in argv else len(argv)
     p = argparse.ArgumentParser("rlx.cluster", description=__doc__, allow_abbrev=False)
     p.add_argument("action", choices=("up", "status", "down"))
-    p.add_argument("--hosts", default="", help="a,b,c, by names that ssh knows; default: Slurm's")
+    p.add_argument("--hosts", default="", help="a,b,c, by names that ssh knows")
     p.add_argument("--shared", default="cluster", help="a directory that all hosts see")
     p.add_argument("--model", default="", help="HF directory that all hosts see")
     p.add_argument("--servers", type=int, default=0, help="on each host; 0: one a GPU, or one")

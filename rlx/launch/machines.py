@@ -93,8 +93,9 @@ class Machines:
         command = [*shlex.split(self.ssh), *options, shlex.quote(self.python), "-"]
         try:
             done = subprocess.run(
-                command, input=program, capture_output=True, text=True, timeout=ASK_SECONDS
-            )
+                command, input=program, capture_output=True, text=True, timeout=ASK_SECONDS,
+                start_new_session=True,  # Ctrl-C is for us, not for ssh
+            )  # fmt: skip
             return json.loads(done.stdout.splitlines()[-1])
         except FileNotFoundError:
             return UserError(f"there is no {command[0]} here; install it")

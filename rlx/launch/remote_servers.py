@@ -10,9 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from rlx.base import UserError
+from rlx.cli.signals import interrupts
 from rlx.fleet import wire
 from rlx.fleet.joining import Joining, bracketed
 from rlx.launch import run_secrets
@@ -74,11 +76,22 @@ def up(machines: Machines, shared: Path, wanted: Processes) -> None:
 
     Raises:
       UserError: something was started here and not ended, or a process ends at its start, with
-        its last words; then nothing is left running.
+        its last words; then nothing is left running. As at Ctrl-C.
     """
+    if machines.ssh == "srun":
+        raise UserError(
+            "--hosts is missing, and what srun starts ends with its step; name hosts that ssh "
+            "knows, or start runs by --config.scheduler.type=slurm"
+        )
     if (shared / STATE).exists():
         raise UserError(f"{shared} has servers already; python -m rlx.cluster down ends them")
     _forget(shared)
+    stop = Event()
+    with interrupts(stop.set):  # until it is written down what was started
+        _up(machines, shared, wanted, stop)
+
+
+def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event) -> None:
     answers = machines.ask("start", {host: {"commands": c} for host, c in wanted.items()})
     failed = {host: a for host, a in answers.items() if isinstance(a, UserError)}
     _write(machines, shared, {
@@ -92,10 +105,11 @@ def up(machines: Machines, shared: Path, wanted: Processes) -> None:
         joining = sum(one["name"].startswith("server") for c in wanted.values() for one in c)
         end, joined = time.monotonic() + READY_SECONDS, -1
         while joined < joining:
-            time.sleep(LOOK_SECONDS)
+            if stop.wait(LOOK_SECONDS):
+                raise KeyboardInterrupt
             joined = len(_joined(shared))
             for host, one, runs in _alive(*read(shared)):
-                if not runs or time.monotonic() > end:
+                if runs is False or time.monotonic() > end:
                     lines = Path(one["log"]).read_text(errors="replace").splitlines()
                     said = last_words(lines) or f"its log is {one['log']}"
                     raise UserError(f"{host}: {one['name']} ended or is not ready: {said}")
@@ -115,8 +129,9 @@ def read(shared: Path) -> tuple[Machines, Processes]:
 
 def status(shared: Path) -> tuple[str, bool]:
     """Return a line for each process and how a run takes them, and whether all run."""
+    states = {True: "✓ runs", False: "✗ ended: {log}", None: "✗ its host does not answer"}
     found = [
-        (host, one["name"], str(one["pid"]), "✓ runs" if runs else f"✗ ended: {one['log']}")
+        (host, one["name"], str(one["pid"]), states[runs].format(**one))
         for host, one, runs in _alive(*read(shared))
     ]
     shown = aligned([("host", "what", "process", "state"), *found])
@@ -143,18 +158,19 @@ def down(shared: Path) -> int:
     failed = {h: a for h, a in answers.items() if isinstance(a, UserError) or any(a)}
     if failed:
         _write(machines, shared, {host: started[host] for host in failed})
-        host, why = next(iter(failed.items()))
+        host, answer = next(iter(failed.items()))
+        why = answer if isinstance(answer, UserError) else f"{sum(answer)} cannot be killed"
         raise UserError(f"{host}: {why}; what runs there is left, the same command tries again")
     _forget(shared)
     (shared / STATE).unlink()
     return 0
 
 
-def _alive(machines: Machines, started: Processes) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return host, process and whether it runs; not, where the host does not answer."""
+def _alive(machines: Machines, started: Processes) -> list[tuple[str, dict[str, Any], bool | None]]:
+    """Return host, process and whether it runs; None where the host does not answer."""
     answers = machines.ask("alive", {h: {"processes": some} for h, some in started.items()})
     return [
-        (host, one, not isinstance(answers[host], UserError) and answers[host][i])
+        (host, one, None if isinstance(answers[host], UserError) else answers[host][i])
         for host, some in started.items() for i, one in enumerate(some)
     ]  # fmt: skip
 

@@ -149,6 +149,39 @@ def test_a_server_that_cannot_start_leaves_none_running(ssh, tmp_path, capsys):
 
 
 @needs_sshd
+def test_ctrl_c_while_servers_are_started_leaves_none_running(ssh, tmp_path, capsys, monkeypatch):
+    ask, started = Machines.ask, []
+
+    def interrupted(self, action, requests):
+        answers = ask(self, action, requests)
+        if action == "start":
+            started.extend(one["pid"] for some in answers.values() for one in some)
+            os.kill(os.getpid(), signal.SIGINT)
+        return answers
+
+    monkeypatch.setattr(Machines, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command(ssh, tmp_path, capsys, "up", "--hosts=a,b")
+    assert len(started) == 2
+    assert all(ended(pid, 60) for pid in started)
+    assert not (tmp_path / "shared" / remote_servers.STATE).exists()
+
+
+def test_a_host_that_does_not_answer_is_not_said_to_have_ended_its_servers(tmp_path):
+    server = {"name": "server 0", "log": "no", "pid": os.getpid(), "begun": "1"}
+    remote_servers._write(Machines(("a",), "false", "python3"), tmp_path, {"a": [server]})
+    shown, well = remote_servers.status(tmp_path)
+    assert not well
+    assert "does not answer" in shown
+    assert "ended" not in shown
+
+
+def test_servers_are_not_started_by_srun_which_would_end_them(tmp_path):
+    with pytest.raises(UserError, match="what srun starts ends with its step"):
+        remote_servers.up(Machines(("n1",), "srun", "python3"), tmp_path, {"n1": []})
+
+
+@needs_sshd
 def test_what_keeps_a_host_from_serving_is_told_and_nothing_starts(ssh, tmp_path, capsys):
     with socket.socket() as taken:
         taken.bind(("", 0))
