@@ -31,6 +31,7 @@ from vllm.v1.sample.sampler import Sampler
 from rlx.fleet.parent_death import end_with_parent
 
 Tensors = dict[str, torch.Tensor]
+_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 _ROWS = 256  # tokens of a prompt that have logits at one time
 
 
@@ -217,10 +218,14 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
     """
     fused = getattr(model, "packed_modules_mapping", {})
     sources: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         prefix, _, module = owner.rpartition(".")
-        parts = [f"{prefix}.{part}.{leaf}" for part in fused.get(module, ())] or [name]
+        own = name.replace(".experts.gate.", ".gate.")  # a router that two modules have
+        parts = [f"{prefix}.{part}.{leaf}" for part in fused.get(module, ())] or [own]
+        if leaf in _EXPERTS:  # all of a layer's in one
+            numbers = range(len(parameter))
+            parts = [f"{prefix}.{i}.{part}.weight" for i in numbers for part in _EXPERTS[leaf]]
         if not all(part in spec for part in parts):
             if name == "lm_head.weight" and "model.embed_tokens.weight" in spec:  # tied
                 parts = ["model.embed_tokens.weight"]
@@ -252,8 +257,10 @@ def stage_packed(
             key = "\n".join(sources[name])
             if key not in made:
                 parts = own_slices(module, leaf, [tensors[part] for part in sources[name]])
-                made[key] = _joined(parts, parameter, dtype)
+                made[key] = _joined(parts, parameter, dtype, leaf in _EXPERTS)
             setattr(new, leaf, made[key])
+        if hasattr(new, "w13_weight"):
+            _pack_experts(module, new)
         if hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(new, remove_weight=False)  # type: ignore[arg-type]
         steps.append(lambda module=module, new=new: _exchange(module, new))  # type: ignore[misc]
@@ -289,9 +296,24 @@ def own_slices(module: torch.nn.Module, leaf: str, parts: list[torch.Tensor]) ->
     return parts
 
 
-def _joined(parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _pack_experts(module: Any, new: SimpleNamespace) -> None:
+    """Pack the matrices of a layer's experts as vLLM does after loading them."""
+    packed = torch.nn.Module()
+    for leaf in _EXPERTS:
+        weight = torch.nn.Parameter(getattr(new, leaf), requires_grad=False)
+        packed.register_parameter(leaf, weight)
+    module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(packed)
+    for leaf in _EXPERTS:
+        setattr(new, leaf, getattr(packed, leaf).data)
+
+
+def _joined(
+    parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype, experts: bool
+) -> torch.Tensor:
     """Return a copy of `parts` as one tensor, with zero rows where vLLM pads the vocabulary."""
     whole = torch.cat([part.to(dtype) for part in parts])
+    if experts:
+        return whole.unflatten(0, (len(parameter), -1))
     missing = len(parameter) - len(whole) if parameter.numel() else 0
     if missing > 0:
         whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
