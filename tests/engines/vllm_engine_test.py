@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
@@ -663,6 +665,42 @@ def test_two_workers_with_a_slice_of_each_layer_are_one_server(tiny_model_dir, t
     assert seen == {0, 2}
     assert scores.version == 2
     assert_scores(new, np.concatenate([prompt, prompt]), scores)
+
+
+def random_mixture(path, seed):
+    """A mixture of 4 experts, 2 a token, written by transformers; returns its model."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=512,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1,
+        initializer_range=0.1, eos_token_id=2, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(path)
+    return model
+
+
+def test_a_mixture_of_experts_on_two_workers_before_and_after_an_update(tmp_path):
+    """Transformers' own logprobs; each worker packs its slice of every expert."""
+    models = [random_mixture(tmp_path / f"m{version}", version) for version in (0, 1)]
+    prompt, found = prompt_of(23), []
+    with servers_of(tmp_path / "m0", tmp_path, tensor_parallel=2) as servers:
+        served = Served(*servers.wait(), servers.token)
+        try:
+            found.append(served.ask(prompt, n=4, max_new_tokens=40))
+            served.do(served.load(tmp_path / "m1" / "model.safetensors", 1))
+            found.append(served.ask(prompt, n=4, max_new_tokens=40))
+        finally:
+            served.close()
+    for version, (model, samples) in enumerate(zip(models, found, strict=True)):
+        for sample in samples.values():
+            assert set(sample.versions) == {version}
+            tokens = torch.tensor([*prompt.tolist(), *sample.tokens])
+            with torch.no_grad():
+                logprobs = model(tokens[None]).logits[0, :-1].log_softmax(dim=-1)
+            wanted = logprobs.gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
+            np.testing.assert_allclose(sample.logprobs, wanted, atol=1e-4)
 
 
 def engine_core(server_pid):

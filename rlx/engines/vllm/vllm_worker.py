@@ -257,7 +257,7 @@ def stage_packed(
             key = "\n".join(sources[name])
             if key not in made:
                 parts = own_slices(module, leaf, [tensors[part] for part in sources[name]])
-                made[key] = _joined(parts, parameter, dtype, leaf in _EXPERTS)
+                made[key] = _joined(parts, parameter, dtype)
             setattr(new, leaf, made[key])
         if hasattr(new, "w13_weight"):
             _pack_experts(module, new)
@@ -277,11 +277,14 @@ def own_slices(module: torch.nn.Module, leaf: str, parts: list[torch.Tensor]) ->
 
     Args:
       module: a layer of vLLM's; it knows its worker's rank among `tp_size`.
-      leaf: weight | bias, of that layer.
+      leaf: weight | bias | a name of `_EXPERTS`, of that layer.
     """
-    size, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
+    owner = getattr(module, "moe_config", module)
+    size, rank = getattr(owner, "tp_size", 1), getattr(owner, "tp_rank", 0)
     if size == 1:
         return parts
+    if leaf in _EXPERTS:  # between the two products
+        return [t.chunk(size, dim=int(leaf == "w2_weight"))[rank] for t in parts]
     if isinstance(module, VocabParallelEmbedding):
         rows = module.shard_indices
         return [t[rows.org_vocab_start_index : rows.org_vocab_end_index] for t in parts]
@@ -300,20 +303,16 @@ def _pack_experts(module: Any, new: SimpleNamespace) -> None:
     """Pack the matrices of a layer's experts as vLLM does after loading them."""
     packed = torch.nn.Module()
     for leaf in _EXPERTS:
-        weight = torch.nn.Parameter(getattr(new, leaf), requires_grad=False)
-        packed.register_parameter(leaf, weight)
+        each = getattr(new, leaf).unflatten(0, (len(getattr(module, leaf)), -1))
+        packed.register_parameter(leaf, torch.nn.Parameter(each, requires_grad=False))
     module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(packed)
     for leaf in _EXPERTS:
         setattr(new, leaf, getattr(packed, leaf).data)
 
 
-def _joined(
-    parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype, experts: bool
-) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy of `parts` as one tensor, with zero rows where vLLM pads the vocabulary."""
     whole = torch.cat([part.to(dtype) for part in parts])
-    if experts:
-        return whole.unflatten(0, (len(parameter), -1))
     missing = len(parameter) - len(whole) if parameter.numel() else 0
     if missing > 0:
         whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
