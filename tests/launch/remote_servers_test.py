@@ -22,7 +22,7 @@ from tests.fixtures.commands import ended
 
 SSHD, HOSTS = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin"), ("a", "b", "c")
 SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")
-DOCS = Path("docs/fleet.md")
+DOCS = Path("docs/cluster.md")
 needs_sshd = pytest.mark.skipif(not SSHD, reason="sshd is not installed")
 
 
@@ -90,7 +90,7 @@ def command(ssh, tmp_path, capsys, *arguments, serve=(SCRIPT,)):
 
 
 def of_the_docs(program, tmp_path, *flags):
-    """The arguments that docs/fleet.md gives after `python -m PROGRAM`, with places of ours."""
+    """The arguments that docs/cluster.md gives after `python -m PROGRAM`, with places of ours."""
     (line,) = [line for line in DOCS.read_text().splitlines() if f"-m {program}" in line]
     words = line.split(f"-m {program}")[1].replace("/shared", f"{tmp_path}/shared").split()
     return [*(word.replace("=DIR", "=none") for word in words), *flags]
