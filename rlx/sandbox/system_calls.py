@@ -26,14 +26,14 @@ _REFUSED = """
     pidfd_open 434 434; pidfd_getfd 438 438; pidfd_send_signal 424 424; process_madvise 440 440
     process_mrelease 448 448; move_pages 279 239; migrate_pages 256 238; open_tree 428 428
     move_mount 429 429; fsopen 430 430; fsconfig 431 431; fsmount 432 432; fspick 433 433
-    mount_setattr 442 442"""
+    mount_setattr 442 442; inotify_init 253 0; inotify_init1 294 26"""
 _REFUSED_AMONG_OTHERS = """
     fork 57 0; vfork 58 0; tkill 200 130; rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240
     setpriority 141 140; ioprio_set 251 30; chmod 90 0; fchmod 91 52; fchmodat 268 53
     fchmodat2 452 452; chown 92 0; fchown 93 55; lchown 94 0; fchownat 260 54; setxattr 188 5
     lsetxattr 189 6; fsetxattr 190 7; removexattr 197 14; lremovexattr 198 15; fremovexattr 199 16
     setxattrat 463 463; removexattrat 466 466; utime 132 0; utimes 235 0; futimesat 261 0
-    utimensat 280 88; truncate 76 45"""
+    utimensat 280 88; truncate 76 45; file_setattr 469 469"""
 _OF_ITSELF_AMONG_OTHERS = """
     kill 62 129; tgkill 234 131; prlimit64 302 261; sched_setaffinity 203 122
     sched_setscheduler 144 119; sched_setparam 142 118; sched_setattr 314 274"""
@@ -41,8 +41,8 @@ _CLONE, _CLONE3, _SOCKETPAIR, _FCNTL, _IOCTL = (56, 220), (435, 435), (53, 199),
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _NEW_NAMESPACES, _THREAD, _STREAM = 0x7E020080, 0x10000, 1  # flags of clone, a type of socket
-_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX of fcntl: a descriptor sends signals
-_IOCTLS = (0x5412, 0x8901, 0x8902)  # TIOCSTI, FIOSETOWN, SIOCSPGRP
+_NO_FCNTLS = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # others change files opened to read
 
 _Code = tuple[int, int, int, int]  # of BPF: code, jump if true, jump if false, constant
 _LOAD, _AND, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
@@ -55,8 +55,7 @@ def restrict(*, alone: bool) -> None:
     """Filter the system calls of this process, which has PR_SET_NO_NEW_PRIVS; else OSError.
 
     Args:
-      alone: whether the program has a user and a view of processes of its own; otherwise it may
-        start threads, but no processes.
+      alone: whether it has a user and a view of processes of its own; else it starts none.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(0, f"system calls of {platform.machine()} are not known here")
@@ -92,6 +91,7 @@ def _rules(alone: bool) -> Iterator[tuple[tuple[int, ...], list[_Code]]]:
     # One of datagrams could send to any address.
     stream = [(_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM)]
     yield _SOCKETPAIR, [_SECOND, *stream, _REFUSE, _ALLOW]
-    for numbers, values in ((_FCNTL, _SIGNALS), (_IOCTL, _IOCTLS)):
-        tests = [code for value in values for code in ((_EQUAL, 0, 1, value), _REFUSE)]
-        yield numbers, [_SECOND, *tests, _ALLOW]
+    tests = [code for value in _NO_FCNTLS for code in ((_EQUAL, 0, 1, value), _REFUSE)]
+    yield _FCNTL, [_SECOND, *tests, _ALLOW]
+    tests = [code for value in _IOCTLS for code in ((_EQUAL, 0, 1, value), _ALLOW)]
+    yield _IOCTL, [_SECOND, *tests, _REFUSE]
