@@ -284,9 +284,6 @@ class OnlineSessions:
             os.fsync(file.fileno())
 
     def _records(self) -> Iterator[Mapping[str, Any]]:
-        for key, known in self._keys.items():
-            if known.revoked or known.session not in self.states:
-                yield {"event": "key", "key": key, **known._asdict()}
         for s in self.states.values():
             made = self.live[s.id].interactions
             found = [("open", {"key": s.key, "task": s.task, "slot": s.slot})]
@@ -297,6 +294,9 @@ class OnlineSessions:
             for kind, data in found:
                 time = s.opened if kind == "open" else s.touched
                 yield SessionEvent(kind, s.id, time, data)._asdict()
+        for key, known in self._keys.items():  # last, or an older session of a key would have it
+            if known.revoked or known.session not in self.states:
+                yield {"event": "key", "key": key, **known._asdict()}
 
     def _record(self, kind: str, name: str, **data: Any) -> SessionState:
         """Let an event happen: in the journal first, as it is answered for from then on."""

@@ -264,6 +264,22 @@ def test_a_journal_that_is_spoilt_is_refused_and_one_that_grew_is_written_anew(
         OnlineSessions(tmp_path / "a", OnlineOptions(ADMIN), agents.sampling)
 
 
+def test_a_key_stays_withdrawn_when_its_last_session_is_gone(agents, tmp_path):
+    key = "a-key-of-an-application"
+    online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+    first = online.open("", key)[0]
+    second = online.refresh(key)
+    online.end(second.id, "admin")
+    online.take(second.id, "exported")
+    online.compact()
+    assert list(online.states) == [first.id]
+    online.close()
+    online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+    with pytest.raises(Denied, match="withdrawn"):
+        online.refresh(key)
+    online.close()
+
+
 async def begin(*flags):
     """(process, base_url) of `python -m rlx.gateway`."""
     command = (*without_torch("rlx.gateway"), *flags)
