@@ -241,8 +241,9 @@ class OnlineSessions:
         """Sweep and sync for ever."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.sweep()
-            await asyncio.to_thread(self._sync)
+            with suppress(ApiError, UserError, OSError):  # a full disk: there may be room later
+                self.sweep()
+                await asyncio.to_thread(self._sync)
 
     def close(self) -> None:
         """Let another process have the journal."""

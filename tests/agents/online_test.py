@@ -280,6 +280,38 @@ def test_a_key_stays_withdrawn_when_its_last_session_is_gone(agents, tmp_path):
     online.close()
 
 
+def test_idle_sessions_end_once_a_full_disk_has_room_again(agents, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlx.agents.online.SWEEP_SECONDS", 0.01)
+    now, looks, journal = [0.0], [], tmp_path / "journal.jsonl"
+
+    def clock():
+        looks.append(now[0])
+        return now[0]
+
+    async def main():
+        options = OnlineOptions(ADMIN, idle_seconds=1.0)
+        online = OnlineSessions(tmp_path, options, agents.sampling, clock=clock)
+        name = online.open()[0].id
+        journal.rename(tmp_path / "aside")
+        journal.mkdir()  # cannot be written
+        now[0] = 5.0
+        sweeping = asyncio.create_task(online.run())
+        async with asyncio.timeout(120):
+            while 5.0 not in looks:
+                await asyncio.sleep(0.01)
+            assert not online.states[name].ended
+            journal.rmdir()
+            (tmp_path / "aside").rename(journal)
+            while not (online.states[name].ended or sweeping.done()):
+                await asyncio.sleep(0.01)
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+        online.close()
+        return online.states[name].ended
+
+    assert asyncio.run(main()) == "idle"
+
+
 async def begin(*flags):
     """(process, base_url) of `python -m rlx.gateway`."""
     command = (*without_torch("rlx.gateway"), *flags)
