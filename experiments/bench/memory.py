@@ -2,12 +2,14 @@
 
     python -m experiments.bench.memory [--tokens=2048] [--chunk=256] [--remat=full]
     python -m experiments.bench.memory --run     # also run each and read its peak resident memory
+    python -m experiments.bench.memory --run --variants=torch
 
 Qwen2.5-0.5B's shape (24 layers, 896 wide, vocabulary 151,936, tied), GRPO loss, AdamW, fp32. Each
 row is a process of its own. `planned` is the compiler's account of the whole step: arguments
 (parameters and two moments, 5.9 GB), results not written over them, and temporaries; `resident`
 is the process's own peak while it runs one step (initialisation included), with --run.
-`naive` is log_softmax over all logits with JAX's own derivative.
+`naive` is log_softmax over all logits with JAX's own derivative. `torch` is one update of
+trainer=torch on as many tokens, of a transformers model of the same shape; it has no plan.
 """
 
 import argparse
@@ -15,12 +17,14 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 
 GB = 1e9
 
 
-def naive_logprobs(params, config, batch, *, temperature, remat, compute_dtype, chunk):
+def naive_logprobs(params, config, batch, *, temperature, remat, compute_dtype, chunk, layout):
     """decoder.logprobs as one would write it first: every token's logits at once."""
     import jax
     import jax.numpy as jnp
@@ -29,7 +33,7 @@ def naive_logprobs(params, config, batch, *, temperature, remat, compute_dtype, 
 
     x = decoder.hidden(
         params, config, batch["tokens"], batch["positions"], batch["segment_ids"],
-        remat=remat, compute_dtype=compute_dtype,
+        remat=remat, compute_dtype=compute_dtype, layout=layout,
     )  # fmt: skip
     log_p = jax.nn.log_softmax(decoder.unembed(params, config, x[:, :-1]) / temperature)
     picked = jnp.take_along_axis(log_p, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
@@ -84,14 +88,45 @@ def worker(options: dict) -> dict:
     if options["run"]:
         state = jax.jit(make)(key)
         jax.block_until_ready(compiled(state, *arguments[1:]))
-        out["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        out["resident"] = peak()
     return out
+
+
+def torch_worker(options: dict) -> dict:
+    """Makes one update of trainer=torch, in one microbatch; its own peak, bytes."""
+    from experiments.bench.plain_torch import init
+    from experiments.bench.train_step_workers import MODELS, make_config, make_groups
+    from rlx.train.train_options import TrainOptions
+    from rlx_torch.update import TorchUpdate
+
+    model, tokens, length = MODELS[options["model"]], options["tokens"], options["row"]
+    shape = {"budget": tokens, "row_buckets": (length,), "compute_dtype": "float32"}
+    with tempfile.TemporaryDirectory() as directory:
+        init(model).save_pretrained(directory)
+        update = TorchUpdate(model, TrainOptions.of(make_config(options | shape)), Path(directory))
+        state = update.init()
+    update.update(state, make_groups([(1, length - 1)] * (tokens // length), model.vocab_size))
+    return {"arguments": update.state_bytes, "resident": peak()}
+
+
+def peak() -> int:
+    """The most bytes of memory that this process has had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def cell(row: dict, column: str) -> str:
+    """What a row has in a column, GB, or a dash."""
+    return f"{row[column] / GB:13.2f}" if column in row else f"{'-':>13}"
+
+
+VARIANTS = {"chunked": worker, "whole": worker, "naive": worker, "torch": torch_worker}
 
 
 def main() -> None:
     """Prints a table, one row a variant, GB."""
     if len(sys.argv) == 3 and sys.argv[1] == "--worker":
-        print(json.dumps(worker(json.loads(sys.argv[2]))))
+        options = json.loads(sys.argv[2])
+        print(json.dumps(VARIANTS[options["variant"]](options)))
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="0.5b")
@@ -100,16 +135,19 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--remat", default="full", help="none | dots | attention | full")
     parser.add_argument("--run", action="store_true")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     a = parser.parse_args()
     print(f"# python -m experiments.bench.memory {' '.join(sys.argv[1:])}")
     columns = ("planned", "arguments", "results", "temporaries", *(["resident"] * a.run))
     print(f"{'GB':10}" + "".join(f"{name:>13}" for name in columns), flush=True)
-    for variant in ("chunked", "whole", "naive"):
+    for variant in a.variants.split(","):
+        if variant == "torch" and not a.run:
+            continue
         options = json.dumps({**vars(a), "variant": variant})
         command = [sys.executable, "-m", "experiments.bench.memory", "--worker", options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         row = json.loads(done.stdout.splitlines()[-1])
-        print(f"{variant:10}" + "".join(f"{row[c] / GB:13.2f}" for c in columns), flush=True)
+        print(f"{variant:10}" + "".join(cell(row, c) for c in columns), flush=True)
 
 
 if __name__ == "__main__":
