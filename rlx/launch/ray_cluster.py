@@ -31,26 +31,30 @@ ADDRESS = "RAY_ADDRESS"
 _OURS = ("JAX_", "XLA_", "RLX_", "HF_", "NCCL_", "WANDB_", "TOKENIZERS_", "PYTHON", "SSL_CERT_")
 _REACH_SECONDS = 10.0  # for a cluster's head to take a connection; Ray itself tries for minutes
 _END_SECONDS = 15.0  # for all that a process started to end
+_NEXT_PORT = 1009  # more than a host has servers: each looks for a free one of its own
 _STORE_BYTES = 100_000_000  # of a node that is started here: no array of a run goes through it
 
 
 class Keeper(KeptCommand):
     """Runs one command on the node that this actor is on."""
 
-    def begin(self, process: Process, env: Mapping[str, str], cwd: str, log: str) -> str:
-        """Start the process's command, whose output is appended to `log`; return this node's host.
+    def begin(self, process: Process, env: Mapping[str, str], cwd: str, log: str) -> Process:
+        """Start the process's command, whose output is appended to `log`; return the process.
 
         It sees the GPUs that Ray has given this actor, and is run by the Python of this actor. A
-        server listens on this node's address, whichever its plan had.
+        server listens on this node's address, and on a free port, whichever its plan had.
         """
         import ray
 
-        host = ray.util.get_node_ip_address()
-        argv = [f"--host={host}" if a.startswith("--host=") else a for a in process.argv[1:]]
+        host, port, argv = ray.util.get_node_ip_address(), process.port, process.argv[1:]
+        if process.role == "server":
+            port = _free_port(host, port)
+            argv = tuple(a for a in argv if not a.startswith(("--host=", "--port=")))
+            argv += (f"--host={host}", f"--port={port}")
         own = {k: v for k, v in os.environ.items() if not k.startswith("OMP_NUM")}
         gpus = {k: v for k, v in own.items() if k == "CUDA_VISIBLE_DEVICES" and process.gpus}
         self.start((sys.executable, *argv), {**own, **process.env, **env, **gpus}, cwd, log)
-        return host
+        return replace(process, host=host, port=port)
 
 
 @dataclass(eq=False)
@@ -58,6 +62,7 @@ class Running:
     """A process and its actor.
 
     Attributes:
+      begun: its command has been started.
       code: how it ended; None while it runs. lost: why nobody knows how; "" where somebody does.
       lines: new since the look before the last. said: all of them.
     """
@@ -66,6 +71,7 @@ class Running:
     keeper: Any
     group: Any
     asked: Any = None
+    begun: bool = False
     code: int | None = None
     lost: str = ""
 
@@ -128,7 +134,8 @@ class RayCluster:
         """
         trainers = [process for process in plan if process.role == "trainer"]
         gangs = [trainers, *([process] for process in plan if process.role == "server")]
-        groups = [self._group([_bundle(p, p.host) for p in gang]) for gang in gangs]
+        bundles = [[_bundle(process, process.host) for process in gang] for gang in gangs]
+        groups = [self._ray.util.placement_group(each) for each in bundles]
         ready, end = [group.ready() for group in groups], time.monotonic() + seconds
         while self._ray.wait(ready, num_returns=len(ready), timeout=1.0)[1]:
             gone = {process.host for process in plan} - set(self.hosts())
@@ -147,9 +154,13 @@ class RayCluster:
         pairs = zip(gangs, groups, strict=True)
         return [self._keep(p, group, i) for gang, group in pairs for i, p in enumerate(gang)]
 
-    def again(self, process: Process) -> Running:
-        """Return a new actor for a process, on whichever host has, or will have, what it needs."""
-        return self._keep(process, self._group([_bundle(process)]), 0)
+    def again(self, process: Process, hosts: Sequence[str]) -> Running:
+        """Return a new actor for a process, on whichever of `hosts` has, or will have, room."""
+        live = [node for node in self._ray.nodes() if node["Alive"]]
+        ids = [node["NodeID"] for node in live if node["NodeManagerAddress"] in hosts]
+        where = [{"ray.io/node-id": f"in({','.join(ids)})"}]
+        group = self._ray.util.placement_group([_bundle(process)], bundle_label_selector=where)
+        return self._keep(process, group, 0)
 
     def start(self, running: Running, env: Mapping[str, str], log: Path) -> None:
         """Have an actor start its process; `look` says when it has."""
@@ -183,8 +194,8 @@ class RayCluster:
                     f"{one.name} cannot be started on {one.process.host}: {error.__cause__}; have "
                     "the same directories on all hosts"
                 ) from None
-            if isinstance(answer, str):
-                one.process = replace(one.process, host=answer)
+            if isinstance(answer, Process):
+                one.process, one.begun = answer, True
             else:
                 one.code, one.lines = answer
                 one.said += one.lines
@@ -196,15 +207,15 @@ class RayCluster:
 
     def end(self, running: Sequence[Running]) -> None:
         """End processes with all that they started, and give back what was reserved."""
-        ends = [one.keeper.end.remote() for one in running if one.asked]
+        asked = [one.asked for one in running if one.asked]
+        answered = self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ()
+        begun = [one for one in running if one.begun or one.asked in answered]
+        ends = [one.keeper.end.remote() for one in begun]  # the others may have no node
         if ends:
             self._ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
         for one in running:
             self._ray.kill(one.keeper)
             self._ray.util.remove_placement_group(one.group)
-
-    def _group(self, bundles: list[dict[str, float]]) -> Any:
-        return self._ray.util.placement_group(bundles)
 
     def _keep(self, process: Process, group: Any, bundle: int) -> Running:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -219,6 +230,15 @@ def _bundle(process: Process, host: str = "") -> dict[str, float]:
     """Return what a process has of its node's resources; `node:…` pins it, and costs nothing."""
     asked = {"CPU": 1.0, "GPU": float(len(process.gpus)), f"node:{host}": 0.001 if host else 0.0}
     return {kind: amount for kind, amount in asked.items() if amount}
+
+
+def _free_port(host: str, port: int) -> int:
+    """Return `port`, or the first one of those above it in strides, that nobody has on `host`."""
+    for each in range(port, 1 << 16, _NEXT_PORT):
+        with contextlib.suppress(OSError):
+            socket.create_server((host, each)).close()
+            return each
+    return port
 
 
 @contextlib.contextmanager

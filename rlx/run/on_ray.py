@@ -6,7 +6,7 @@ attempt   plan on the nodes there are ─▶ secrets, addresses ─▶ trainers 
                                          which goes on from the last checkpoint
 """
 
-import os
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +60,7 @@ class _RayRun:
 
     def plan(self) -> tuple[Process, ...]:
         """Return the processes on the nodes there are; raise UserError where they do not fit."""
-        hosts, port = self._cluster.hosts(), _PORTS + os.getpid() % _PORTS_OF_RUNS
+        hosts, port = self._cluster.hosts(), _PORTS + secrets.randbelow(_PORTS_OF_RUNS)
         plan = processes_of(self._config, self._workdir, self._flags, hosts, self._directory, port)
         self._cluster.check(plan)
         return plan
@@ -115,7 +115,8 @@ class _RayRun:
             time.sleep(1.0)
 
     def _start(self, plan: Sequence[Process]) -> None:
-        make_secrets(self._directory, tuple(self._cluster.hosts()))
+        self._hosts = tuple(self._cluster.hosts())  # one that comes later has no certificate
+        make_secrets(self._directory, self._hosts)
         self._environment = {wire.TOKEN_VARIABLE: (self._directory / TOKEN).read_text()}
         self._running = []  # what was there has ended
         self._running = self._cluster.place(plan, self._config.scheduler.wait_seconds)
@@ -170,5 +171,5 @@ class _RayRun:
                 raise UserError(f"{one.name} on {one.process.host} {one.ending}")
             say(f"{one.name} on {one.process.host} {one.ending}; starting another")
             self._cluster.end([one])
-            self._running[i] = self._cluster.again(one.process)
+            self._running[i] = self._cluster.again(one.process, self._hosts)
             self._begin(self._running[i])
