@@ -3,7 +3,9 @@
 import contextlib
 import importlib.util
 import os
+import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -18,6 +20,10 @@ import pytest
 from tests.fixtures.commands import RLX_MAIN
 from tests.run.main_test import processes_of, records, wait_for
 
+ROOT = Path(__file__).parents[2]
+DOCS = re.search(r"## Ray\n.*?^python -m rlx.main (.*?)^```",
+                 (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL | re.MULTILINE)  # fmt: skip
+COMMAND = shlex.split(DOCS[1].replace("\\\n", ""))
 FLAGS = [
     "--config.scheduler.type=ray",
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
@@ -115,13 +121,12 @@ def start(tmp_path):
     """start(flags, environment) → a run in tmp_path/run, whose output goes to tmp_path/log."""
     started = []
 
-    def make(*flags, environment=os.environ, config="arithmetic"):
+    def make(*flags, environment=os.environ, command=("--config=configs/arithmetic.py",)):
         own = {**environment, "RLX_TEST_RUN": str(tmp_path / "run")}
         own.pop("RLX_TEST_RAY", None)
         with open(tmp_path / "log", "w") as log:
             started.append(subprocess.Popen(
-                [*RLX_MAIN, f"--config=configs/{config}.py", f"--workdir={tmp_path / 'run'}",
-                 *FLAGS, *flags],
+                [*RLX_MAIN, *command, f"--workdir={tmp_path / 'run'}", *FLAGS, *flags],
                 stdout=log, stderr=log, env=own, start_new_session=True,
             ))  # fmt: skip
         return started[-1]
@@ -150,11 +155,11 @@ def test_too_little_is_said_with_the_arithmetic(cluster, start, tmp_path):
 
 
 @ray
-def test_a_trainers_node_dies_and_the_run_goes_on_on_what_is_left(cluster, start, tmp_path):
+def test_the_docs_run_goes_on_on_what_is_left_when_a_trainers_node_dies(cluster, start, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     process = start(
-        "--config.total_steps=4", "--config.cluster.processes=2", environment=cluster.environment
-    )
+        "--config.total_steps=4", command=COMMAND, environment=cluster.environment
+    )  # fmt: skip
     wait_for(lambda: len(steps(run)) >= 2 or process.poll() is not None, SECONDS)
     cluster.kill(NODES[2])
     assert process.wait(SECONDS) == 0, log.read_text()
@@ -171,7 +176,8 @@ def test_a_trainers_node_dies_and_the_run_goes_on_on_what_is_left(cluster, start
 def test_agents_go_on_when_the_servers_node_dies_and_ctrl_c_ends_all(cluster, start, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     process = start(
-        "--config.total_steps=1000", config="arithmetic_agent", environment=cluster.environment
+        "--config.total_steps=1000", command=("--config=configs/arithmetic_agent.py",),
+        environment=cluster.environment,
     )  # fmt: skip
     wait_for(lambda: steps(run) or process.poll() is not None, SECONDS)
     cluster.kill(NODES[3])
@@ -181,7 +187,7 @@ def test_agents_go_on_when_the_servers_node_dies_and_ctrl_c_ends_all(cluster, st
     wait_for(lambda: len(steps(run)) >= before + 2 or process.poll() is not None, SECONDS)
     assert process.poll() is None, log.read_text()
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(100) == 130, log.read_text()
+    assert process.wait(SECONDS) == 130, log.read_text()
     said = log.read_text()
     assert said.count('| {"port"') >= 3
     assert "attempt" not in said
