@@ -148,8 +148,12 @@ def test_output_is_cut_and_ended(box):
 
 
 def test_time_is_limited_and_what_was_printed_is_kept(box):
-    outcome = box.run("print('so far')\nimport time; time.sleep(1e6)", wall_seconds=0.5)
-    assert (outcome.status, outcome.text) == ("timeout", "so far\n")
+    for seconds in (0.5, 4.0, 30.0):  # a busy machine may not come to the print
+        outcome = box.run("print('so far')\nimport time; time.sleep(1e6)", wall_seconds=seconds)
+        assert outcome.status == "timeout"
+        if outcome.text:
+            break
+    assert outcome.text == "so far\n"
     if box.level in ("none", LEVELS[-1]):  # a second each
         assert box.run("while True: pass", cpu_seconds=1).status == "cpu"
 
