@@ -45,6 +45,11 @@ LIVE: Mapping[str, str] = {
     "REQUEUE_HOLD": "is held", "REQUEUE_FED": "waits again", "RESV_DEL_HOLD": "is held",
     "RESIZING": "runs", "SIGNALING": "runs", "SUSPENDED": "is suspended", "STOPPED": "is stopped",
 }  # fmt: skip
+NEVER: Mapping[str, str] = {  # why a job waits that would do so for ever → what to change
+    "PartitionNodeLimit": "the partition has fewer nodes at work (`sinfo`); lower scheduler.nodes",
+    "PartitionTimeLimit": "`sinfo -o '%P %l'` shows the time there is; lower scheduler.time",
+    "BadConstraints": "correct scheduler.options",
+}
 _REMEDIES = {  # what sbatch says → what to change
     "partition": "set scheduler.partition to one that `sinfo` shows",
     "account": "set scheduler.account and qos to yours (`sacctmgr show assoc user=$USER`)",

@@ -46,7 +46,6 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     workdir = workdir.absolute()
     root = workdir / "slurm"
     make_directory(root)
-    running = read_json(root / "job.json").get("job", "")
     running = "" if dry_run else _running(root)
     if running:
         say(f"job {running} has been started in {workdir} before; following it")
@@ -181,10 +180,9 @@ def _write(
 def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[str]) -> str:
     """Return in words how a job ended that did not end well."""
     if job.status == slurm.UNSHARED and not _logs(attempt):
-        first = job.nodes.split(",")[0]
         return (
-            f"job {number} did not start: its first node ({first}) does not see {workdir}; put "
-            "--workdir on a disk that all nodes share"
+            f"job {number} did not start: its first node ({job.nodes.split(',')[0]}) does not see "
+            f"{workdir}; put --workdir on a disk that all nodes share"
         )
     said = ""
     for log in _logs(attempt):
@@ -248,6 +246,11 @@ class _Followed:
                                 "after the last checkpoint")  # fmt: skip
                         if str(job) != str(last):
                             say(f"job {self._number} {job}")
+                        elif job.reason in slurm.NEVER and not job.restarts:
+                            raise UserError(
+                                f"job {self._number} cannot start ({job.reason}): "
+                                f"{slurm.NEVER[job.reason]}"
+                            )
                         new = job.nodes if job.state == "RUNNING" else last.nodes or job.nodes
                         last = dataclasses.replace(job, nodes=new)  # lost ones are taken out of it
                         if job.ended:
