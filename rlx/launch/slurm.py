@@ -134,6 +134,20 @@ def job(number: str) -> Job | None:
     return parse_job(done.stdout) if done.returncode == 0 and done.stdout.strip() else None
 
 
+def lives(number: str) -> bool:
+    """Return whether a job has not ended; UserError where Slurm does not say so now."""
+    try:
+        found = job(number)
+    except UserError:  # it does not know the job any more
+        return False
+    if found is None:
+        raise UserError(
+            f"Slurm does not answer about job {number}, which was started here before; try again "
+            "when `scontrol ping` shows that it is UP"
+        )
+    return not found.ended
+
+
 def parse_job(line: str) -> Job:
     """Return the job that a line of `scontrol show job --oneliner` describes."""
     found = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)

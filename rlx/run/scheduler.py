@@ -26,4 +26,5 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
       UserError: it cannot be started, or has failed; nothing of it is left running.
     """
     module: Any = import_module(SCHEDULERS[config.scheduler.type])
-    return module.launch(config, workdir, flags, dry_run)
+    given = [flag for flag in flags if flag.lstrip("-").partition("=")[0] != "dry_run"]
+    return module.launch(config, workdir, given, dry_run)

@@ -15,7 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from secrets import token_hex
 from threading import current_thread, main_thread
@@ -92,10 +92,7 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
 def _running(root: Path) -> str:
     """Return the job of a run's directory that lives; "" where there is none."""
     number = read_json(root / "job.json").get("job", "")
-    with suppress(UserError):
-        if number and (job := slurm.job(number)) and not job.ended:
-            return number
-    return ""
+    return number if number and slurm.lives(number) else ""
 
 
 def _attempts(root: Path) -> int:

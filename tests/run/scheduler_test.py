@@ -38,6 +38,7 @@ def test_the_dry_run_of_the_docs_writes_the_script_and_the_config_and_stops(tmp_
     assert json.loads((there / "config.json").read_text())["cluster"]["processes"] == 2
     script = (there / "job.sh").read_text()
     subprocess.run(["bash", "-n", there / "job.sh"], check=True)
+    assert "--dry_run" not in script  # it can be submitted as it is
     for line in ("#SBATCH --nodes=3", "#SBATCH --exclusive", '"${nodes[2]}":'):
         assert line in script
     assert script.count('--config.cluster.coordinator="${nodes[0]}":') == 2
@@ -53,6 +54,20 @@ def config_of(**keys):
         section, _, name = key.partition("__")
         config[section][name] = value
     return config
+
+
+def test_no_second_job_is_submitted_while_slurm_does_not_answer_about_the_first(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "job.json").write_text('{"job": "7", "attempt": "attempt-1"}')
+    for name, line in {"scontrol": "exit 1", "sbatch": "touch $0.called; exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match="Slurm does not answer about job 7"):
+        scheduler.launch(config_of(), tmp_path, ["--config=x.py"], False)
+    assert not (tmp_path / "sbatch.called").exists()
 
 
 def test_slurm_without_sbatch_is_said_with_the_remedy(tmp_path, monkeypatch):
