@@ -65,6 +65,13 @@ if [ -n '<<server_names>>' ]; then
   kill=0 step server <<server_names>> &
   servers=$!
 fi
+
+held() { # by a process of another node, which gave a sign of life in the last minute
+  [ -n "$(find "$root/../running.json" -newermt '-65 seconds' 2> /dev/null)" ] &&
+    ! grep -q "$(cat /proc/sys/kernel/random/boot_id)" "$root/../running.json"
+}
+for _ in $(seq 65); do held || break; sleep 1; done # a killed one does not say that it is gone
+
 ending=
 trap 'ending=1; end_trainer || kill "$trainer"' TERM # the time is nearly up, or a user ends it
 kill=1 step trainer <<trainer_names>> &

@@ -1,5 +1,11 @@
 """What Slurm says of a job is read as what it is, also what is new to us."""
 
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
 import pytest
 
 from rlx.base import UserError
@@ -47,6 +53,24 @@ def test_a_template_has_the_names_there_are():
     assert slurm.render("a <<x>> << y", {"x": "1"}, "t.sh") == "a 1 << y"
     with pytest.raises(UserError, match=r"t\.sh has <<z>>; there are x"):
         slurm.render("<<z>>", {"x": "1"}, "t.sh")
+
+
+def test_a_job_waits_for_the_last_sign_of_life_of_another_node_alone(tmp_path):
+    (held,) = re.findall(r"^held\(\).*?^}", slurm.TEMPLATE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "slurm").mkdir()
+
+    def waits():
+        command = ["bash", "-c", f'root="$0"\n{held}\nheld', tmp_path / "slurm"]
+        return subprocess.run(command).returncode == 0
+
+    record = tmp_path / "running.json"
+    assert not waits()
+    record.write_text('{"machine": "n3 another-boot"}')
+    assert waits()
+    os.utime(record, (time.time() - 70,) * 2)
+    assert not waits()
+    record.write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
+    assert not waits()
 
 
 def test_places_expand_in_words_that_are_quoted_otherwise():
