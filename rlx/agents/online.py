@@ -213,6 +213,17 @@ class OnlineSessions:
             task.cancel()
         return state
 
+    def withdraw(self, name: str) -> SessionState:
+        """End a session that is open, and withdraw its key, unless it has begun a later one."""
+        state = self.state(name)
+        known = self._keys.get(state.key)
+        if not state.ended or known is None or known.session != name or known.revoked:
+            return self.end(name, "admin")
+        revoked = known._replace(revoked=True)
+        self._append({"event": "key", "key": state.key, **revoked._asdict()})
+        self._keys[state.key] = revoked
+        return state
+
     def take(self, name: str, how: str, why: str = "") -> None:
         """Record what became of an ended session."""
         self._record("take", name, how=how, why=why)
@@ -303,14 +314,17 @@ class OnlineSessions:
         """Let an event happen: in the journal first, as it is answered for from then on."""
         event = SessionEvent(kind, name, self._clock(), data)
         state = session_state.advance(self.states.get(name), event)
-        try:
-            jsonl.append_jsonl(self._journal, event._asdict())
-        except UserError as error:
-            raise ApiError(503, f"the session cannot be kept: {error}", code="no_space") from error
+        self._append(event._asdict())
         self._become(state, event)
         if kind in ("open", "reward", "end"):
             self.changed(event.time)
         return state
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        try:
+            jsonl.append_jsonl(self._journal, record)
+        except UserError as error:
+            raise ApiError(503, f"the session cannot be kept: {error}", code="no_space") from error
 
     def _become(self, state: SessionState, event: SessionEvent) -> None:
         self.states[state.id] = state

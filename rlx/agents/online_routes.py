@@ -101,7 +101,7 @@ async def _look(online: OnlineSessions, request: web.Request) -> web.Response:
 
 async def _withdraw(online: OnlineSessions, request: web.Request) -> web.Response:
     _require_admin(online, request)
-    return _told(online.end(online.state(request.match_info["id"]).id, "admin"))
+    return _told(online.withdraw(request.match_info["id"]))
 
 
 async def _export(online: OnlineSessions, request: web.Request) -> web.Response:

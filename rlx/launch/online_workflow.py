@@ -199,7 +199,8 @@ class OnlineWorkflow:
             alone = len(ready) == len(slot.sessions) > 1  # and no other session of the task comes
             if len(ready) == self._n or (alone and now - last > self._options.idle_seconds):
                 del self._slots[slot.group_id]
-                slot.full.set_result([state.id for state in ready])
+                if not slot.full.done():  # cancelled in this turn of the loop: nobody waits
+                    slot.full.set_result([state.id for state in ready])
 
     def _unfit(self, online: OnlineSessions, state: SessionState, version: int) -> str:
         """Return why an ended session cannot be trained on; "" where it can."""

@@ -104,7 +104,7 @@ def test_every_mistake_has_its_status(agents, tmp_path):
     async def main():
         async with site(agents, tmp_path, lambda: now[0], idle_seconds=60, most=3) as s:
             name, key = await s.made()
-            ended, old = await s.made()
+            _, old = await s.made()
             await s.call("POST", "/session/end", old)
             withdrawn, gone = await s.made()
             await s.call("DELETE", f"/sessions/{withdrawn}")
@@ -129,7 +129,7 @@ def test_every_mistake_has_its_status(agents, tmp_path):
                 (409, "POST", "/sessions", ADMIN, {"api_key": key}),
                 (409, "POST", "/sessions", ADMIN, {"api_key": ADMIN}),
                 (410, "POST", asked, old, HELLO), (410, "POST", "/session/end", old, None),
-                (410, "DELETE", f"/sessions/{ended}", ADMIN, None),
+                (410, "DELETE", f"/sessions/{withdrawn}", ADMIN, None),
                 (400, "POST", "/sessions", ADMIN, b"{"), (400, "POST", "/sessions", ADMIN, [1]),
                 (400, "POST", "/sessions", ADMIN, {"task_id": 3}),
                 (400, "POST", "/sessions", ADMIN, {"tusk_id": "x"}),
@@ -262,6 +262,19 @@ def test_a_journal_that_is_spoilt_is_refused_and_one_that_grew_is_written_anew(
     path.write_bytes(b"spoilt\n" + path.read_bytes())
     with pytest.raises(UserError, match="spoilt"):
         OnlineSessions(tmp_path / "a", OnlineOptions(ADMIN), agents.sampling)
+
+
+def test_the_key_of_a_session_that_has_ended_can_be_withdrawn(agents, tmp_path):
+    async def main():
+        async with site(agents, tmp_path) as s:
+            name, key = await s.made()
+            await s.call("POST", "/session/end", key)
+            found = [(await s.call("DELETE", f"/sessions/{name}"))[0] for _ in range(2)]
+            found.append((await s.call("POST", "/session/refresh", key))[0])
+        async with site(agents, tmp_path) as s:  # from the journal
+            return [*found, (await s.call("POST", "/session/refresh", key))[0]]
+
+    assert agents.run(main(), 60) == [200, 410, 403, 403]
 
 
 def test_a_key_stays_withdrawn_when_its_last_session_is_gone(agents, tmp_path):
