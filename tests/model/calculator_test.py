@@ -23,12 +23,20 @@ def directory():
 
 @pytest.fixture(scope="module")
 def recipe():
-    """The modules of the recipe, imported as its scripts import each other."""
+    """The modules of the recipe, imported as its scripts import each other.
+
+    Another recipe's modules have the same names, so neither is left behind nor found.
+    """
+    names = ("demonstrations", "make_model")
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(RECIPE))
     try:
-        yield {name: importlib.import_module(name) for name in ("demonstrations", "make_model")}
+        yield {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(RECIPE))
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(others)
 
 
 def test_is_small_and_has_the_recipe_s_tokenizer(directory, recipe):

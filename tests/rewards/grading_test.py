@@ -391,7 +391,8 @@ def test_sympy_is_stopped_off_the_main_thread_too():
     thread = threading.Thread(target=grade)
     thread.start()
     thread.join()
-    assert spent[0] < 2 * symbolic.CPU_SECONDS
+    # Alone it takes minutes. On a crowded machine a step of Python between two ends takes long.
+    assert spent[0] < 8 * symbolic.CPU_SECONDS
 
 
 def test_a_grade_in_a_thread_leaves_nothing_behind():
