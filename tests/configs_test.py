@@ -18,6 +18,7 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
+from rlx.run import scheduler
 from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of
@@ -101,13 +102,13 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
-def test_a_config_of_a_cluster_fills_its_nodes(path):
-    """Servers and a trainer that fits; each named after its nodes, as 7b_n4."""
+def test_a_config_of_a_cluster_fills_its_nodes(path, tmp_path):
+    """Servers and a trainer that fits; each named after its nodes, as 7b_n4; its dry run."""
     config = allocated(load(path))
-    scheduler, (name, nodes) = config.scheduler, path.stem.rsplit("_n", 1)
-    hosts = {f"n{i}": range(scheduler.gpus_per_node) for i in range(scheduler.nodes)}
+    cluster, (name, nodes) = config.scheduler, path.stem.rsplit("_n", 1)
+    hosts = {f"n{i}": range(cluster.gpus_per_node) for i in range(cluster.nodes)}
     allocation = parse(config.allocation_mode)
-    assert (int(nodes), allocation.gpus) == (scheduler.nodes, 8 * scheduler.nodes)
+    assert (int(nodes), allocation.gpus) == (cluster.nodes, 8 * cluster.nodes)
     *servers, trainer = place(allocation, hosts)
     assert len(servers) == config.fleet.num_servers
     assert all(len({host for host, _ in server.gpus}) == 1 for server in servers)
@@ -118,6 +119,11 @@ def test_a_config_of_a_cluster_fills_its_nodes(path):
     assert math.prod(mesh_axes(config.train.mesh, gpus).values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
     assert sum(pieces.values()) < 0.75 * 80e9, memory.listed(pieces)
+    config.model.path = "rlx:arithmetic"  # nothing is downloaded
+    assert scheduler.launch(config, tmp_path, [f"--config={path}"], dry_run=True) == 0
+    script = (tmp_path / "slurm" / "dry-run" / "job.sh").read_text()
+    assert f"#SBATCH --nodes={nodes}\n" in script
+    assert f"--tensor-parallel={config.fleet.tensor_parallel}" in script
 
 
 @pytest.mark.parametrize("name", RL)
