@@ -80,11 +80,14 @@ def alive(processes: list[dict[str, Any]]) -> list[bool]:
 
 
 def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
-    """End processes and what they started: SIGTERM, SIGKILL after `seconds`; return as `alive`."""
+    """End processes, SIGKILL with what they started after `seconds`; return as `alive`.
+
+    SIGTERM goes to them alone: an engine that ended at once would take what a server drains.
+    """
     for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
         for one, runs in zip(processes, alive(processes), strict=True):
             if runs:
-                os.killpg(one["pid"], number)
+                (os.kill if number == signal.SIGTERM else os.killpg)(one["pid"], number)
         deadline = time.monotonic() + patience
         while any(alive(processes)) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -29,6 +29,7 @@ from rlx.rewards.kept_command import KeptCommand
 
 ADDRESS = "RAY_ADDRESS"
 _OURS = ("JAX_", "XLA_", "RLX_", "HF_", "NCCL_", "WANDB_", "TOKENIZERS_", "PYTHON", "SSL_CERT_")
+_SAID = 200  # lines of a process that are kept, for why it ended
 _REACH_SECONDS = 10.0  # for a cluster's head to take a connection; Ray itself tries for minutes
 _END_SECONDS = 15.0  # for all that a process started to end
 _NEXT_PORT = 1009  # more than a host has servers: each looks for a free one of its own
@@ -64,7 +65,7 @@ class Running:
     Attributes:
       begun: its command has been started.
       code: how it ended; None while it runs. lost: why nobody knows how; "" where somebody does.
-      lines: new since the look before the last. said: all of them.
+      lines: new since the look before the last. said: the last of all of them.
     """
 
     process: Process
@@ -198,7 +199,7 @@ class RayCluster:
                 one.process, one.begun = answer, True
             else:
                 one.code, one.lines = answer
-                one.said += one.lines
+                one.said = [*one.said, *one.lines][-_SAID:]
             one.asked = one.keeper.look.remote()
 
     def interrupt(self, running: Running) -> None:

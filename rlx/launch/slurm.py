@@ -112,7 +112,7 @@ def submit(script: Path) -> str:
     """
     done = _run("sbatch", "--parsable", str(script))
     if done.returncode:
-        lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines()]
+        lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines()] or ["no words"]
         said = next((x for x in lines if x.startswith("error: ")), " ".join(lines))
         fix = next((fix for word, fix in _REMEDIES.items() if word in " ".join(lines)), "")
         raise UserError(
