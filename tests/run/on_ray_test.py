@@ -97,10 +97,14 @@ class Cluster:
                 process.kill()
 
     def close(self):
-        for process in self.processes():
+        everyone = self.processes()
+        for process in list(everyone):  # Ray's agents write a title over their variables
+            with contextlib.suppress(psutil.NoSuchProcess):
+                everyone += process.children(recursive=True)
+        for process in everyone:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(self.processes(), timeout=30)
+        psutil.wait_procs(everyone, timeout=30)
 
 
 @pytest.fixture(scope="module")
