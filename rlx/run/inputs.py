@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.agents.online import ADMIN_VARIABLE, OnlineOptions
+from rlx.agents.online_workflow import OnlineWorkflow
 from rlx.agents.workflow import AgentOptions
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
@@ -23,7 +24,6 @@ from rlx.cli import user_code
 from rlx.cli.user_code import words
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
-from rlx.launch.online_workflow import OnlineWorkflow
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory, hf_files, mesh
 from rlx.model.model_config import ModelConfig

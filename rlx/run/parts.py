@@ -16,6 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
 from rlx.cli.signals import interrupts
 from rlx.doctor import memory
 from rlx.evaluation.held_out import HeldOut
@@ -25,7 +26,6 @@ from rlx.fleet.no_fleet import NoFleet
 from rlx.fleet.tls import client_tls
 from rlx.launch import available_memory, teacher
 from rlx.launch.local import CpuPlan, cpu_plan
-from rlx.launch.online_workflow import OnlineWorkflow, RunPlace
 from rlx.launch.servers import servers_of
 from rlx.launch.teacher import ScorerOptions
 from rlx.launch.workdir_lock import Killed
