@@ -2,7 +2,9 @@
 
 `default()` names every key with its unit; a file in `configs/` starts from it and changes what
 differs. ml-collections flags override single keys; `check` explains what cannot work before
-anything starts. Keys of `config.algorithm` are the fields of `Algorithm`, declared there.
+anything starts. Keys of `config.algorithm` are the fields of `Algorithm`, declared there. The
+reference of the docs is made from the comments in `default`, one on each key, and from CHOICES
+and RANGES.
 """
 
 from collections.abc import Iterable
@@ -14,17 +16,70 @@ from rlx.base import UserError, unknown
 
 ENGINES = ("jax", "vllm")
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the decoder's matrices
+_DTYPES = ("float32", "bfloat16")
+CHOICES: dict[str, tuple[str, ...]] = {  # of keys that take one of a few words
+    "trainer": ("jax", "torch"),
+    "model.dtype": _DTYPES,
+    "model.compute_dtype": _DTYPES,
+    "model.publish_dtype": _DTYPES,
+    "model.remat": ("none", "dots", "attention", "full"),
+    "data.kind": ("jsonl", "arithmetic"),
+    "data.overlong": ("error", "skip"),
+    "agents.export": ("tree", "concat", "individual"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+    "reference.mode": ("frozen", "copy", "ema"),
+    "scheduler.type": ("local", "slurm", "ray"),
+    "scheduler.container": ("none", "apptainer", "pyxis"),
+    "fleet.engine": ENGINES,
+    "fleet.discover": ("static", "dir", "dns"),
+    "fleet.kv_on_update": ("keep", "recompute", "abort"),
+    "fleet.publish": ("path", "stream", "delta", "adapter"),
+    "teacher.engine": ("", *ENGINES),
+    "checkpoint.recover_mode": ("auto", "off"),
+}
+RANGES: dict[str, str] = {  # of numbers: the least one, or an interval
+    **dict.fromkeys((
+        "total_steps", "sampling.n_samples", "sampling.max_new_tokens", "fleet.tensor_parallel",
+        "rollout.batch_prompts", "rollout.max_concurrent_rollouts", "train.minibatches",
+        "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
+        "rollout.max_attempts", "rollout.failure_window", "model.logprob_chunk", "reward.workers",
+        "checkpoint.keep", "gate.prompts", "gate.max_new_tokens", "scheduler.nodes",
+        "teacher.num_servers", "reward.model.num_servers",
+    ), "1"),
+    **dict.fromkeys((
+        "rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k", "fleet.num_servers",
+        "eval.num_questions", "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
+        "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
+        *(f"{kind}.every_{unit}" for kind in ("checkpoint", "eval", "export")
+          for unit in ("epochs", "steps", "seconds")),
+        "reward.memory_gb", "reward.max_processes", "agents.memory_gb", "agents.max_processes",
+        "agents.reward_seconds", "scheduler.gpus_per_node", "scheduler.retries", "sandbox.workers",
+        "lora.rank",
+    ), "0"),
+    **dict.fromkeys((
+        "cluster.timeout_seconds", "cluster.join_seconds", "cluster.call_seconds",
+        "scheduler.wait_seconds", "fleet.connect_seconds", "fleet.probe_seconds",
+        "fleet.hang_seconds", "fleet.outage_seconds", "fleet.kill_seconds",
+        "agents.block_seconds", "lora.alpha",
+    ), "(0, inf)"),
+    "critic.learning_rate": "[0, inf)",
+    "reference.decay": "[0, 1)",
+    "fleet.gpu_memory": "[0, 1)",
+    "agents.turn_discount": "[0, 1]",
+    "rollout.max_failure_rate": "[0, 1]",
+    "sampling.top_p": "(0, 1]",
+}  # fmt: skip
 
 
 def default() -> ConfigDict:
     """Return every key of a run, with the value a newcomer wants."""
     c = ConfigDict()
-    c.seed = 0
+    c.seed = 0  # of the data's order, of sampling and of random weights
     c.total_steps = 100  # train batches; one publish each
-    c.trainer = "jax"
+    c.trainer = "jax"  # what the update is computed with: jax | torch
     c.allocation_mode = ""  # e.g. "vllm:d4+jax:f4": decides servers, trainer, mesh and their GPUs
 
-    c.model = ConfigDict()
+    c.model = ConfigDict()  # the language model: where it is and how it computes
     c.model.path = ""  # HF directory or hub name; "" is not allowed in a run
     c.model.random_init = False  # take config and tokenizer from `path`, random weights
     c.model.dtype = "float32"  # of parameters; bfloat16 is for a base of LoRA alone
@@ -34,31 +89,29 @@ def default() -> ConfigDict:
     # (all but products) | attention (all but qkv and attention) | full (all); bytes: model/remat.py
     c.model.logprob_chunk = 1024  # tokens whose logits exist at one time
 
-    c.data = ConfigDict()
+    c.data = ConfigDict()  # the rows: questions with answers, demonstrations or pairs
     c.data.kind = "jsonl"  # jsonl | arithmetic (generated)
     c.data.train = ""  # .jsonl, .json, .csv or .parquet file, or hub name with an optional :split
     c.data.mix = ()  # ((source, weight), …) in place of train; shares of the prompts
     c.data.dataset = ""  # FILE.py:name, a function that returns rows, in place of train and mix
-    c.data.eval = ""
-    c.data.system_prompt = ""
+    c.data.eval = ""  # held-out rows, as in train; "": none, or with kind=arithmetic generated
+    c.data.system_prompt = ""  # before each question; "": none
     c.data.question_key = "question"  # of text, or of a list of chat messages
     c.data.answer_key = "answer"  # of what rewards get as `answer`
     c.data.completion_key = "completion"  # of demonstrations (SFT)
     c.data.chosen_key = "chosen"  # of pairs (reward model, DPO, IPO)
-    c.data.rejected_key = "rejected"
-    c.data.chat_template = (
-        ""  # "": the model's own | a Jinja file | none: raw prompts (base models)
-    )
-    c.data.max_prompt_tokens = 1024
+    c.data.rejected_key = "rejected"  # of the worse answer in a pair
+    c.data.chat_template = ""  # "": the model's own | a Jinja file | none: raw prompts, base models
+    c.data.max_prompt_tokens = 1024  # of a row, chat template included
     c.data.overlong = "error"  # rows over max_prompt_tokens or the model's context: error | skip
-    c.data.shuffle = True
+    c.data.shuffle = True  # rows of each epoch in an order that seed draws
     c.data.allow_change = False  # continue a checkpoint with rows that have changed since
 
-    c.reward = ConfigDict()
+    c.reward = ConfigDict()  # what answers are graded by, in worker processes
     c.reward.name = "gsm8k"  # in rlx.rewards.rewards, or FILE.py:function, module:function
     c.reward.terms = ()  # (name, weight) pairs, added and each logged; empty: reward.name alone
     c.reward.timeout_seconds = 5.0  # for one completion
-    c.reward.workers = 1
+    c.reward.workers = 1  # processes, of rewards and of agents
     c.reward.model = ConfigDict()  # a reward model that rlx trained: the reward named "model"
     c.reward.model.path = ""  # HF directory, for JAX servers of the run's own; "": none
     c.reward.model.addresses = ()  # host:port of running ones, in the TLS of fleet
@@ -80,18 +133,18 @@ def default() -> ConfigDict:
     c.online.admin_key = ""  # a file with the key that makes sessions; "": $RLX_ADMIN_KEY
     c.online.idle_seconds = 3600.0  # without a request, after which a session ends
     c.online.tls_cert = ""  # PEM file, of the gateway
-    c.online.tls_key = ""
+    c.online.tls_key = ""  # PEM file, its key
 
-    c.sampling = ConfigDict()
+    c.sampling = ConfigDict()  # how answers are drawn
     c.sampling.n_samples = 8  # trajectories a group
-    c.sampling.temperature = 1.0
-    c.sampling.top_p = 1.0
+    c.sampling.temperature = 1.0  # above 0; losses are of this distribution
+    c.sampling.top_p = 1.0  # share of the probability that tokens are drawn from; 1: all of it
     c.sampling.top_k = 0  # 0: off
     c.sampling.max_new_tokens = 256  # also of the answers in a dataset
-    c.sampling.min_new_tokens = 0
+    c.sampling.min_new_tokens = 0  # before an answer may end
     c.sampling.stop = ()  # stop strings
 
-    c.rollout = ConfigDict()
+    c.rollout = ConfigDict()  # how far and how wide generation runs ahead of training
     c.rollout.batch_prompts = 8  # B: prompts a train batch
     c.rollout.max_staleness = 2  # η: versions; 0 is synchronous training
     c.rollout.force_staleness = False  # each batch lags by max_staleness exactly; experiments
@@ -99,27 +152,26 @@ def default() -> ConfigDict:
     c.rollout.max_attempts = 3  # at one prompt, before it is skipped and named in skipped.jsonl
     c.rollout.max_failure_rate = 0.5  # of recent attempts, above which the run ends; 1: never
     c.rollout.failure_window = 128  # attempts that are recent
-    c.rollout.request_timeout_seconds = 600.0
-    c.rollout.workflow = "rlvr"  # one turn, graded | online: applications ask, docs/online.md; or
-    # FILE.py:Class, module:Class: a workflow of one's own, or an agent
+    c.rollout.request_timeout_seconds = 600.0  # for one attempt at a prompt
+    c.rollout.workflow = "rlvr"  # one turn, graded | tools | multi_turn | online: applications ask;
+    # or FILE.py:Class, module:Class: a workflow of one's own, or an agent
     c.rollout.workflow_kwargs = config_dict.placeholder(object)  # of its constructor, a dict
 
-    c.algorithm = ConfigDict()
-    c.algorithm.preset = "grpo"
-    # Every other field of `Algorithm`, where it is declared, defaults to the preset's.
-    for name, field in FIELDS.items():
+    c.algorithm = ConfigDict()  # advantage, loss and what is around them
+    c.algorithm.preset = "grpo"  # a row of docs/algorithms.md
+    for name, field in FIELDS.items():  # all else; what is not set is as the preset has it
         c.algorithm[name] = config_dict.placeholder(field.type)
 
-    c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"
-    c.optimizer.learning_rate = 1e-6
+    c.optimizer = ConfigDict()  # of the policy
+    c.optimizer.name = "adamw"  # adamw | lion | sgd
+    c.optimizer.learning_rate = 1e-6  # the peak, after warm-up
     c.optimizer.schedule = "constant"  # constant | linear | cosine
-    c.optimizer.warmup_steps = 0
-    c.optimizer.b1 = 0.9
-    c.optimizer.b2 = 0.999
-    c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.0
-    c.optimizer.clip_norm = 1.0
+    c.optimizer.warmup_steps = 0  # optimizer updates of linear warm-up from 0
+    c.optimizer.b1 = 0.9  # what the first moment keeps at each update
+    c.optimizer.b2 = 0.999  # what the second moment keeps
+    c.optimizer.eps = 1e-8  # added to the root of the second moment
+    c.optimizer.weight_decay = 0.0  # decoupled, of matrices; times the learning rate
+    c.optimizer.clip_norm = 1.0  # largest norm of the whole gradient; 0: no limit
 
     c.lora = ConfigDict()  # adapters are trained in place of the model
     c.lora.rank = 0  # of each adapter; 0: off, the whole model is trained
@@ -127,7 +179,7 @@ def default() -> ConfigDict:
     c.lora.targets = LORA_TARGETS  # names of matrices, as here or as HF has them (q_proj)
 
     c.critic = ConfigDict()  # the network behind algorithm.critic, begun as a copy of the model
-    c.critic.learning_rate = 1e-5
+    c.critic.learning_rate = 1e-5  # its own; all else is as in optimizer
     c.critic.warmup_steps = 0  # train batches in which it alone learns
 
     c.reference = ConfigDict()  # the policy KL terms and DPO are anchored at
@@ -135,11 +187,11 @@ def default() -> ConfigDict:
     c.reference.every_steps = 0  # train batches between two copies of the policy
     c.reference.decay = 0.99  # what an EMA keeps at each train batch
 
-    c.train = ConfigDict()
+    c.train = ConfigDict()  # how a batch becomes updates, and on which devices
     c.train.minibatches = 1  # optimizer updates a batch
     c.train.max_tokens_per_microbatch = 4096  # on each device: with context:4 in the mesh a row of
     # 16384 fits, cut in four
-    c.train.row_buckets = (
+    c.train.row_buckets = (  # tokens: the lengths that packed rows may have
         64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
         16384, 24576, 32768,
     )  # fmt: skip
@@ -163,11 +215,11 @@ def default() -> ConfigDict:
     c.scheduler.gpus_per_node = 0  # of each; 0: none, all compute on CPUs
     c.scheduler.retries = 3  # new starts of a run that has lost a host, or has made steps
     c.scheduler.partition = ""  # Slurm's, as are account … exclude; "": as the cluster has it
-    c.scheduler.account = ""
-    c.scheduler.qos = ""
+    c.scheduler.account = ""  # Slurm's account
+    c.scheduler.qos = ""  # Slurm's quality of service
     c.scheduler.time = ""  # e.g. "12:00:00"
-    c.scheduler.nodelist = ""
-    c.scheduler.exclude = ""
+    c.scheduler.nodelist = ""  # hosts to take, in Slurm's spelling
+    c.scheduler.exclude = ""  # hosts not to take
     c.scheduler.options = ()  # further ones of sbatch, e.g. ("--mem=0", "--reservation=rl")
     c.scheduler.container = "none"  # none | apptainer | pyxis
     c.scheduler.image = ""  # of the container
@@ -176,8 +228,8 @@ def default() -> ConfigDict:
     c.scheduler.template = ""  # a file in place of rlx/launch/slurm_job.sh
     c.scheduler.wait_seconds = 60.0  # with Ray, for resources that others have, or nodes that come
 
-    c.fleet = ConfigDict()
-    c.fleet.engine = "jax"
+    c.fleet = ConfigDict()  # the servers that generate
+    c.fleet.engine = "jax"  # jax | vllm
     c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
     c.fleet.addresses = ()  # host:port of running servers, or @FILE with one a line, which
     # may join and leave while the run goes on; empty: start local ones
@@ -192,9 +244,9 @@ def default() -> ConfigDict:
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
     c.fleet.kv_on_update = "keep"  # keep | recompute | abort (and send again)
     c.fleet.publish = "path"  # path | stream | delta (what changed) | adapter (LoRA's alone)
-    c.fleet.publish_dir = "/dev/shm"
+    c.fleet.publish_dir = "/dev/shm"  # where files of publish=path lie
     c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
-    c.fleet.publish_timeout_seconds = 120.0
+    c.fleet.publish_timeout_seconds = 120.0  # for a server to take new weights, then it is lost
     c.fleet.connect_seconds = 60.0  # for running servers to answer, at the start
     c.fleet.probe_seconds = 1.0  # between two looks at a server
     c.fleet.hang_seconds = 5.0  # a server silent for so long is lost: its requests go on elsewhere
@@ -213,26 +265,26 @@ def default() -> ConfigDict:
     c.teacher.engine = ""  # jax | vllm; "": as fleet.engine
 
     c.gate = ConfigDict()  # the trainer scores tokens of every server and compares logprobs
-    c.gate.enabled = True
+    c.gate.enabled = True  # off: nothing is compared
     c.gate.every_steps = 50  # publishes between two checks; 0: before the first step only
-    c.gate.prompts = 4
-    c.gate.max_new_tokens = 32
+    c.gate.prompts = 4  # asked of each server at a check
+    c.gate.max_new_tokens = 32  # of each answer that is compared
     c.gate.max_delta = 0.0  # nats, of one token; 0: by model.publish_dtype and compute_dtype
     c.gate.mean_delta = 0.0  # nats, on average; 0: likewise
 
-    c.checkpoint = ConfigDict()
+    c.checkpoint = ConfigDict()  # what a run continues from
     c.checkpoint.first_step = 2  # after which the first is written; 0: off
     c.checkpoint.every_epochs = 0  # further ones, by whichever comes first; 0: not by it
-    c.checkpoint.every_steps = 0
-    c.checkpoint.every_seconds = 600.0
-    c.checkpoint.keep = 2
+    c.checkpoint.every_steps = 0  # train batches; 0: not by it
+    c.checkpoint.every_seconds = 600.0  # 0: not by it
+    c.checkpoint.keep = 2  # how many; older ones are deleted
     c.checkpoint.recover_mode = "auto"  # auto: continue from WORKDIR's checkpoint | off
 
-    c.eval = ConfigDict()
+    c.eval = ConfigDict()  # the held-out questions, asked of the policy while it trains
     c.eval.every_epochs = 0  # besides those before the first and after the last step
-    c.eval.every_steps = 0
-    c.eval.every_seconds = 0.0
-    c.eval.num_questions = 200
+    c.eval.every_steps = 0  # train batches; 0: not by it
+    c.eval.every_seconds = 0.0  # 0: not by it
+    c.eval.num_questions = 200  # of the held-out rows; 0: no evaluations
     c.eval.max_new_tokens = 0  # 0: as sampling
 
     c.sandbox = ConfigDict()  # of tools, and of rewards and agents that run what a model wrote
@@ -242,12 +294,12 @@ def default() -> ConfigDict:
     c.sandbox.workers = 0  # programs at once, of each process that has a sandbox; 0: its cores
 
     c.export = ConfigDict()  # HF directories that stay: exports/epoch1epochstep0globalstep40
-    c.export.every_epochs = 0
-    c.export.every_steps = 0
-    c.export.every_seconds = 0.0
+    c.export.every_epochs = 0  # 0: not by it
+    c.export.every_steps = 0  # train batches; 0: not by it
+    c.export.every_seconds = 0.0  # 0: not by it
 
-    c.observe = ConfigDict()
-    c.observe.transcripts_per_step = 4
+    c.observe = ConfigDict()  # what is shown and kept of a run
+    c.observe.transcripts_per_step = 4  # samples in rollouts/, by step
     c.observe.writers = ("tensorboard",)  # also wandb, trackio; or FILE.py:hook, module:hook
     c.observe.tensorboard = config_dict.placeholder(bool)  # gone: see writers
     return c.lock()
@@ -263,19 +315,16 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         raise UserError("observe.tensorboard is gone; set observe.writers=('tensorboard',) or ()")
     if not config.model.path:
         raise UserError("model.path is empty; give an HF directory or hub name")
-    if config.fleet.engine not in ENGINES:
-        raise unknown("fleet.engine", config.fleet.engine, ENGINES)
-    _choice(config, "teacher.engine", ("", *ENGINES))
-    _at_least(config, "teacher.num_servers", 1)
-    _at_least(config, "reward.model.num_servers", 1)
-    _choice(config, "trainer", ("jax", "torch"))
+    for key, choices in CHOICES.items():
+        if _get(config, key) not in choices:
+            raise unknown(key, str(_get(config, key)), choices)
+    for key, interval in RANGES.items():
+        _check_range(key, _get(config, key), interval)
     if config.trainer == "torch" and config.model.dtype != "float32":
         raise UserError(
             f"trainer=torch does not take model.dtype={config.model.dtype!r}; set it to 'float32', "
             "or trainer=jax"
         )
-    _choice(config, "scheduler.type", ("local", "slurm", "ray"))
-    _choice(config, "scheduler.container", ("none", "apptainer", "pyxis"))
     if (config.scheduler.container != "none") != bool(config.scheduler.image):
         raise UserError(
             f"scheduler.container={config.scheduler.container} and image="
@@ -284,82 +333,30 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key in ("compile", "offload_optimizer") if config.trainer != "torch" else ():
         if config.train[key]:
             raise UserError(f"train.{key} is of trainer=torch; unset it, or set trainer=torch")
-    _choice(config, "model.remat", ("none", "dots", "attention", "full"))
-    _choice(config, "data.kind", ("jsonl", "arithmetic"))
-    _choice(config, "data.overlong", ("error", "skip"))
     for entry in config.data.mix:
         kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
         if kinds not in ([str, float], [str, int]) or not 0 < entry[1] < float("inf"):
             wanted = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
             raise UserError(f"data.mix has {entry!r}; write {wanted}")
-    _choice(config, "fleet.kv_on_update", ("keep", "recompute", "abort"))
-    _choice(config, "fleet.discover", ("static", "dir", "dns"))
     joins = config.fleet.discover != "static"
     if joins != bool(config.fleet.join):
         raise UserError(
             f"fleet.discover={config.fleet.discover} with fleet.join={config.fleet.join!r}; set "
             "both (dir and a directory, dns and name:port), or neither"
         )
-    _choice(config, "fleet.publish", ("path", "stream", "delta", "adapter"))
     _check_lora(config)
     if trains and config.model.dtype == "bfloat16" and not config.lora.rank:
         raise UserError(
             "model.dtype=bfloat16 without lora.rank: small updates would be rounded away; set "
             "model.dtype=float32, and model.compute_dtype=bfloat16 to compute in it"
         )
-    _choice(config, "checkpoint.recover_mode", ("auto", "off"))
-    _choice(config, "reference.mode", ("frozen", "copy", "ema"))
     if config.reference.mode == "copy":
-        _at_least(config, "reference.every_steps", 1)
-    if not 0 <= config.reference.decay < 1:
-        raise UserError(f"reference.decay={config.reference.decay} must be in [0, 1)")
-    if not 0 <= config.critic.learning_rate < float("inf"):
-        raise UserError(
-            f"critic.learning_rate={config.critic.learning_rate} must be finite and 0 or more"
-        )
-    _choice(config, "optimizer.schedule", ("constant", "linear", "cosine"))
-    for key in ("model.dtype", "model.compute_dtype", "model.publish_dtype"):
-        _choice(config, key, ("float32", "bfloat16"))
+        _check_range("reference.every_steps", config.reference.every_steps, "1")
     if config.fleet.tensor_parallel > 1 and config.fleet.engine != "vllm":
         raise UserError(
             f"fleet.tensor_parallel={config.fleet.tensor_parallel} with fleet.engine="
             f"{config.fleet.engine}: only vLLM cuts a model over GPUs; set fleet.engine=vllm, or 1"
         )
-    if not 0 <= config.fleet.gpu_memory < 1:
-        raise UserError(f"fleet.gpu_memory={config.fleet.gpu_memory:g} must be in [0, 1)")
-    for key in ("total_steps", "sampling.n_samples", "sampling.max_new_tokens",
-                "fleet.tensor_parallel", "rollout.batch_prompts",
-                "rollout.max_concurrent_rollouts", "train.minibatches",
-                "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
-                "rollout.max_attempts", "rollout.failure_window",
-                "model.logprob_chunk", "reward.workers", "checkpoint.keep", "gate.prompts",
-                "gate.max_new_tokens", "scheduler.nodes"):  # fmt: skip
-        _at_least(config, key, 1)
-    for key in ("rollout.max_staleness", "sampling.min_new_tokens", "sampling.top_k",
-                "fleet.num_servers", "eval.num_questions",
-                "eval.max_new_tokens", "fleet.threads", "gate.every_steps",
-                "critic.warmup_steps", "fleet.max_restarts", "checkpoint.first_step",
-                *(f"{kind}.every_{unit}" for kind in ("checkpoint", "eval", "export")
-                  for unit in ("epochs", "steps", "seconds")),
-                "reward.memory_gb", "reward.max_processes",
-                "agents.memory_gb", "agents.max_processes", "agents.reward_seconds",
-                "scheduler.gpus_per_node", "scheduler.retries",
-                "sandbox.workers"):  # fmt: skip
-        _at_least(config, key, 0)
-    for key in ("cluster.timeout_seconds", "cluster.join_seconds", "cluster.call_seconds",
-                "scheduler.wait_seconds",
-                "fleet.connect_seconds", "fleet.probe_seconds", "fleet.hang_seconds",
-                "fleet.outage_seconds", "fleet.kill_seconds", "agents.block_seconds"):  # fmt: skip
-        if not 0 < _get(config, key) < float("inf"):
-            raise UserError(f"{key}={_get(config, key):g} must be above 0 and finite")
-    if not 0 <= config.rollout.max_failure_rate <= 1:
-        raise UserError(
-            f"rollout.max_failure_rate={config.rollout.max_failure_rate} must be in [0, 1]; 1: "
-            "no failures end a run, 0: the first one does"
-        )
-    _choice(config, "agents.export", ("tree", "concat", "individual"))
-    if not 0 <= config.agents.turn_discount <= 1:
-        raise UserError(f"agents.turn_discount={config.agents.turn_discount} must be in [0, 1]")
     if config.reward.timeout_seconds <= 0:
         raise UserError(
             f"reward.timeout_seconds={config.reward.timeout_seconds:g} must be above 0: no reward "
@@ -373,8 +370,6 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"sampling.temperature={config.sampling.temperature} must be above 0: the loss divides "
             "logits by it; evaluation is greedy by itself"
         )
-    if not 0 < config.sampling.top_p <= 1:
-        raise UserError(f"sampling.top_p={config.sampling.top_p} must be in (0, 1]")
     if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
         raise UserError(
             f"sampling.min_new_tokens={config.sampling.min_new_tokens} is above "
@@ -433,9 +428,6 @@ def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check_lora(config: ConfigDict) -> None:
-    _at_least(config, "lora.rank", 0)
-    if not 0 < config.lora.alpha < float("inf"):
-        raise UserError(f"lora.alpha={config.lora.alpha} must be above 0 and finite")
     lora_targets(config.lora.targets)
     if config.lora.rank and config.reference.mode == "ema":
         raise UserError(
@@ -455,11 +447,13 @@ def _get(config: ConfigDict, key: str):
     return config
 
 
-def _choice(config: ConfigDict, key: str, choices: tuple[str, ...]) -> None:
-    if _get(config, key) not in choices:
-        raise unknown(key, str(_get(config, key)), choices)
-
-
-def _at_least(config: ConfigDict, key: str, least: int) -> None:
-    if _get(config, key) < least:
-        raise UserError(f"{key}={_get(config, key)} is below {least}; set it to {least} or more")
+def _check_range(key: str, value: float, interval: str) -> None:
+    low, _, high = interval.strip("()[]").partition(", ")
+    above = value > float(low) if interval[0] == "(" else value >= float(low)
+    below = not high or (value <= float(high) if interval[-1] == "]" else value < float(high))
+    if above and below:
+        return
+    if not high:
+        raise UserError(f"{key}={value:g} is below {low}; set it to {low} or more")
+    wanted = {"(0, inf)": "above 0 and finite", "[0, inf)": "finite and 0 or more"}
+    raise UserError(f"{key}={value:g} must be {wanted.get(interval, f'in {interval}')}")
