@@ -42,7 +42,8 @@ LIGHT_FILES = (
     "train/hosts.py", "train/objective.py", "train/optimizer_options.py", "train/packing.py",
     "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",
     "model/atomic_directory.py", "model/compile_cache.py", "model/directory.py",
-    "model/hf_files.py", "model/mesh.py", "model/model_config.py", "model/tensors.py",
+    "model/gguf_files.py", "model/hf_files.py", "model/mesh.py", "model/model_config.py",
+    "model/tensors.py",
 )  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/programs.py",

