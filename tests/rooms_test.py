@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-import rlx
+import rlx.__main__
 
 PACKAGE = Path(rlx.__file__).parent
 README = PACKAGE.parent / "README.md"
 COMMANDS = (
     "main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow", "gateway",
-    "cluster",
+    "cluster", "__main__",
 )  # fmt: skip
 ORDER = (
     "", "base", "algorithms", "config", "cli", "model", "train", "observe", "fleet", "engines",
@@ -199,6 +199,11 @@ def test_a_trainer_does_not_know_the_other_ones_library():
         assert not found, f"{path} imports {sorted(found)}"
 
 
+def test_every_command_is_one_of_the_program_rlx():
+    named = {name for name, _ in rlx.__main__.COMMANDS.values()}
+    assert named == {f"rlx.{name}" for name in (*COMMANDS, "doctor")} - {"rlx.__main__"}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_short(command):
     lines = len((PACKAGE / f"{command}.py").read_text().splitlines())
@@ -260,7 +265,7 @@ def test_every_file_is_reached_from_a_command_of_the_readme():
     """A feature that nobody reaches from a command is not there."""
     texts, names = sources(), {module(p): p for p in FILES}
     commands = set(re.findall(r"python -m (rlx\.\w+)", README.read_text()))
-    todo = {names.get(f"{c}.__main__") or names[c] for c in commands}
+    todo = {names.get(f"{c}.__main__") or names[c] for c in commands} | {"__main__.py"}
     reached: set[str] = set()
     while todo:
         path = todo.pop()

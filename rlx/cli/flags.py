@@ -1,4 +1,7 @@
-"""Parse command lines with a config: `--config=FILE[:ARG] --config.key=value`."""
+"""Parse command lines with a config: `--config=FILE[:ARG] --config.key=value`.
+
+In the place of FILE, rlx:NAME is configs/NAME.py of the files that come with rlx.
+"""
 
 import ast
 import difflib
@@ -96,7 +99,26 @@ def _joined(argv: list[str]) -> list[str]:
             joined[-1] = f"--config={argument}"
         else:
             joined.append(argument)
-    return joined
+    return [_located(a) if a.startswith("--config=rlx:") else a for a in joined]
+
+
+def _located(argument: str) -> str:
+    """Return `--config=rlx:NAME[:ARG]` with the path of the file in place of rlx:NAME."""
+    name, *more = argument.removeprefix("--config=rlx:").split(":", 1)
+    place = _embedded() / "configs"
+    paths = [path.relative_to(place) for path in place.glob("**/*.py")]
+    names = {str(p.with_suffix("")) for p in paths if p.parts[0] not in ("agents", "data")}
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean rlx:{near[0]}?" if near else f"they are the files in {place}"
+        raise UserError(f"no config rlx:{name}; {hint}")
+    return ":".join([f"--config={place / name}.py", *more])
+
+
+def _embedded() -> Path:
+    """Return the directory that comes with rlx and has `configs/`: of a wheel, else of a clone."""
+    wheel = Path(__file__).parents[1] / "embedded"
+    return wheel if wheel.is_dir() else wheel.parents[1]
 
 
 def _as_tuple(override: str) -> str:
@@ -116,7 +138,7 @@ def _flags(
 ) -> flags.FlagValues:
     values = flags.FlagValues()
     config_flags.DEFINE_config_file(
-        "config", None, "FILE[:ARG]", flag_values=values, lock_config=True, sys_argv=argv
+        "config", None, "FILE[:ARG], rlx:NAME", flag_values=values, lock_config=True, sys_argv=argv
     )
     for name, text in strings.items():
         flags.DEFINE_string(name, "", text, flag_values=values)
@@ -161,18 +183,20 @@ def _config_file(argv: list[str]) -> Path:
 
 @contextmanager
 def _neighbours(argv: list[str]) -> Iterator[None]:
-    """Let DIR/configs/x.py import `configs.y`, wherever the command is run."""
-    root = str(_config_file(argv).absolute().parent.parent)
-    sys.path.insert(0, root)
+    """Let DIR/configs/x.py import `configs.y`, its neighbour or one of rlx, wherever it is run."""
+    root, embedded = str(_config_file(argv).absolute().parent.parent), str(_embedded())
+    last = [embedded] if embedded not in sys.path else []
+    sys.path[:] = [root, *sys.path, *last]
     try:
         yield
     finally:
-        sys.path.remove(root)
+        for path in (root, *last):
+            sys.path.remove(path)
 
 
 def _check_file(config_file: str) -> None:
     if not config_file:
-        raise UserError("no --config=FILE given; try --config=configs/arithmetic.py")
+        raise UserError("no --config=FILE given; try --config=rlx:arithmetic")
     path = Path(config_file.split(":", 1)[0])
     if not path.is_file():
         here = [str(p) for p in sorted(path.parent.glob("*.py"))]

@@ -18,10 +18,14 @@ def parsed(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["--config=FILE", "configs/arithmetic.py"]),
+        ([], ["--config=FILE", "rlx:arithmetic"]),
         (["--config"], ["--config=FILE"]),
         ([CONFIG, "--config.zzz=1"], ["'zzz'", "rlx/config.py", "sampling, "]),
         ([CONFIG, "--config.fleet.qqqqqqqq=1"], ["fleet.slots", "fleet.engine"]),
+        (["--config=rlx:gsm8"], ["no config rlx:gsm8; did you mean rlx:gsm8k?"]),
+        (["--config=rlx:cluster/math_7b_n5"], ["did you mean rlx:cluster/math_7b_n4?"]),
+        (["--config=rlx:zzzzzzzz"], ["rlx:zzzzzzzz; they are the files in", "configs"]),
+        (["--config=rlx:arithmetic:argument"], ["get_config() takes 0"]),
         (["--config=configs/gsm8.py"], ["no config file configs/gsm8.py", "configs/gsm8k.py"]),
         ([CONFIG, "--config.samplng.n_samples=3"], ["'samplng.n_samples'", "'sampling.n_samples'"]),
         ([CONFIG, "--config.sampling.n_sampels=3"], ["'sampling.n_samples'"]),
@@ -99,6 +103,21 @@ def test_a_mistake_in_a_config_is_told_with_its_line(body, words, tmp_path):
 def test_a_config_may_stand_behind_a_space():
     config, _ = flags.parse(["rlx.main", "--config", "configs/gsm8k.py", "--config.seed=3"])
     assert config.seed == 3
+
+
+def test_a_config_that_comes_with_rlx_is_found_from_any_directory(tmp_path, monkeypatch):
+    """Also by a config of one's own, which may import those of rlx and has its own first."""
+    monkeypatch.chdir(tmp_path)
+    assert parsed("--config=rlx:arithmetic", "--config.seed=3").model.path == "rlx:arithmetic"
+    config, _ = flags.parse(["rlx.main", "--config", "rlx:cluster/math_7b_n4"])
+    assert config.scheduler.nodes == 4
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/mine.py").write_text(
+        "from configs import arithmetic, own\n\n\ndef get_config():\n"
+        "    c = arithmetic.get_config()\n    c.seed = own.SEED\n    return c\n"
+    )
+    (tmp_path / "configs/own.py").write_text("SEED = 7\n")
+    assert parsed("--config=configs/mine.py").seed == 7
 
 
 def test_names_with_commas_between_are_several():

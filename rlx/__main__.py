@@ -1,0 +1,49 @@
+"""`rlx COMMAND …`, or `python -m rlx COMMAND …`: all commands behind one name.
+
+`rlx train --config=rlx:arithmetic` is `python -m rlx.main --config=rlx:arithmetic`, and so on.
+"""
+
+import runpy
+import sys
+
+from rlx import __version__
+from rlx.base import unknown
+from rlx.cli import command
+
+COMMANDS = {  # module, what it does
+    "train": ("rlx.main", "train, or continue: --config=FILE or --config=rlx:NAME"),
+    "serve": ("rlx.serve", "one rollout server"),
+    "cluster": ("rlx.cluster", "servers on machines with ssh"),
+    "gateway": ("rlx.gateway", "the HTTP APIs of OpenAI and Anthropic, for any client"),
+    "evaluate": ("rlx.evaluate", "scores of models, without a trainer"),
+    "compare": ("rlx.compare", "an engine's logprobs beside the trainer's and transformers'"),
+    "convert": ("rlx.convert", "a checkpoint to an HF directory or the other trainer's, or back"),
+    "report": ("rlx.report", "write a run's report again"),
+    "doctor": ("rlx.doctor", "what would keep rlx, or a run, from working"),
+    "debug-workflow": ("rlx.debug_workflow", "an agent against any OpenAI-compatible server"),
+}
+
+
+def main() -> None:
+    """Run the command that comes first, as `python -m` would; without one, list them."""
+    if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
+        name = sys.argv.pop(1)
+        runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+    command.run(_answer)
+
+
+def _answer() -> None:
+    given = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    answers = {"--version": f"rlx {__version__}"} | dict.fromkeys(("--help", "-h"), _usage())
+    if given not in answers:
+        raise unknown("command", given, COMMANDS)
+    command.say(answers[given])
+
+
+def _usage() -> str:
+    rows = [f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: rlx COMMAND …; rlx COMMAND --help lists its flags", "", *rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The program `rlx` runs each command as `python -m` would, and is what the package installs."""
+
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rlx
+from rlx.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["tran"], 2, ["error: unknown command 'tran'; did you mean 'train'?\n"]),
+        (["--hlep"], 2, ["error: unknown command '--hlep'; choose one of cluster, "]),
+        (["train"], 2, ["error: no --config=FILE given; try --config=rlx:arithmetic\n"]),
+        (["train", "--config=rlx:arithmetik", "--traceback"], 2,
+         ["Traceback", "rlx:arithmetik; did you mean rlx:arithmetic?\n"]),
+        (["--version"], 0, [f"rlx {rlx.__version__}\n"]),
+        (["-h"], 0, ["usage: rlx COMMAND", *(f"\n  {name} " for name in COMMANDS)]),
+        ([], 0, ["usage: rlx COMMAND"]),
+        (["report", "--help"], 0, ["usage: rlx.report", "workdir"]),
+    ],
+)  # fmt: skip
+def test_it_runs_the_command_named_first(arguments, status, words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlx", *arguments], capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    for word in words:
+        assert word in (done.stderr if status else done.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_sees_the_arguments_that_follow_its_name(name, monkeypatch):
+    seen = []
+    monkeypatch.setattr(runpy, "run_module", lambda *module, **how: seen.append((*module, how)))
+    monkeypatch.setattr("rlx.cli.command.run", lambda main: None)
+    monkeypatch.setattr(sys, "argv", ["rlx", name, "--flag", name])
+    main()
+    assert seen == [(COMMANDS[name][0], {"run_name": "__main__", "alter_sys": True})]
+    assert sys.argv == ["rlx", "--flag", name]
+
+
+def test_the_package_installs_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"rlx": "rlx.__main__:main"}
+    assert "version" in project["dynamic"], "it is rlx.__version__ and stands there alone"
