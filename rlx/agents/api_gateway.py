@@ -120,6 +120,7 @@ class Gateway:
         self._modules: dict[str, Any] = {}
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
         self._threads = ThreadPoolExecutor(2, "gateway")
 
     async def start(self) -> None:
@@ -145,25 +146,32 @@ class Gateway:
             handler_cancellation=True, shutdown_timeout=1.0,
         )  # fmt: skip
         await runner.setup()
+        assert runner.server is not None
         try:
-            site = web.TCPSite(
-                runner, self._host, self._port, backlog=_BACKLOG, ssl_context=self._tls
+            self._listening = await asyncio.get_running_loop().create_server(
+                runner.server, self._host, self._port, backlog=_BACKLOG, ssl=self._tls
             )
-            await site.start()
         except OSError as error:
             await runner.cleanup()
             raise UserError(
                 f"cannot listen at {self._host}:{self._port}: {error.strerror}; choose another port"
             ) from None
-        self._runner, self._port = runner, runner.addresses[0][1]
+        self._runner, self._port = runner, self._listening.sockets[0].getsockname()[1]
         if self.online:
             self._sweeping.add(asyncio.create_task(self.online.run()))
 
     async def stop(self) -> None:
         """End its connections and everything under way."""
-        if self._runner:
+        if self._listening and self._runner:
+            # No more are accepted, those that were become connections: asyncio forgets, open and
+            # without an answer, what was accepted in the turn of the loop in which a server closes.
+            for listening in self._listening.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            for _ in range(2):
+                await asyncio.sleep(0)
+            self._listening.close()
             await self._runner.cleanup()
-            self._runner = None
+            self._listening = self._runner = None
         for task in self._sweeping:
             task.cancel()
         await asyncio.gather(*self._sweeping, return_exceptions=True)

@@ -5,6 +5,7 @@ import io
 import json
 import threading
 import time
+import urllib.request
 
 import aiohttp
 import openai
@@ -13,6 +14,7 @@ import pytest
 from rlx.agents import api_gateway as gateway
 from rlx.agents import tool_calls
 from rlx.agents.sessions import Session
+from rlx.rollout.loop_thread import LoopThread
 
 HELLO = [{"role": "user", "content": "hello there"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -545,3 +547,32 @@ def test_the_loop_turns_while_a_large_body_is_read(agents, context):
                 assert sum(during) > 0  # others ran while it was tokenised
 
     agents.run(main(), 120)
+
+
+def test_no_client_is_left_without_an_answer_when_it_stops(agents):
+    waiting = []
+
+    def ask_until_gone(url):
+        try:
+            while True:
+                urllib.request.urlopen(url, timeout=60).close()
+        except TimeoutError:
+            waiting.append(url)
+        except OSError:
+            return
+
+    for _ in range(5):
+        loop = LoopThread("a run's")
+        loop.start()
+        stopping = gateway.Gateway(None, agents.tokenizer())
+        loop.run(stopping.start())
+        url = stopping.base_url().removesuffix("/v1") + "/health"
+        urllib.request.urlopen(url, timeout=60).close()
+        clients = [threading.Thread(target=ask_until_gone, args=(url,)) for _ in range(12)]
+        for client in clients:
+            client.start()
+        loop.run(stopping.stop())
+        loop.close()
+        for client in clients:
+            client.join()
+    assert not waiting
