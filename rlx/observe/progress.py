@@ -1,8 +1,9 @@
 """The run in the terminal: a live panel, or plain lines where there is no terminal.
 
-The loop calls `update` after each step. Messages scroll above the panel.
+The loop calls `update` after each step. Messages scroll above the panel, in a notebook below it.
 """
 
+import io
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +41,10 @@ class Progress:
         """`title` names the run; `clock` gives seconds and only measures since `__enter__`."""
         self._total = total_steps
         self._console = console or Console(highlight=False)
+        self._live: Live | _NotebookPanel | None = None
+        if self._console.is_jupyter:  # which rich would give a display a line; it is no terminal
+            self._console = Console(force_jupyter=False, force_terminal=False, width=100)
+            self._live = _NotebookPanel(self._render)
         self._title = plain(title)
         self._clock = clock
         self._lock = threading.RLock()
@@ -47,13 +52,13 @@ class Progress:
         self._evals: list[Mapping[str, Any]] = []
         self._phase = ("starting", clock())
         self._updated = clock()
-        self._live: Live | None = None
         unicode = (self._console.encoding or "").lower().startswith("utf")
         self._panel = self._console.is_terminal and unicode and not self._console.is_dumb_terminal
 
     def __enter__(self) -> "Progress":
         if self._panel:
             self._live = Live(get_renderable=self._render, console=self._console)
+        if self._live:
             self._live.start()
         return self
 
@@ -70,15 +75,13 @@ class Progress:
         with self._lock:
             self._history.append(record)
             self._updated = self._clock()
-        if not self._panel:
-            self._line(self._step_line(record))
+        self._show(self._step_line(record))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Take the record of a finished held-out evaluation, as written to eval.jsonl."""
         with self._lock:
             self._evals.append(record)
-        if not self._panel:
-            self._line(self._evaluation_line(record))
+        self._show(self._evaluation_line(record))
 
     def phase(self, name: str) -> None:
         """Set what the trainer does from now on."""
@@ -88,6 +91,13 @@ class Progress:
     def message(self, text: str) -> None:
         """Print `text`, never as markup, above the panel."""
         self._line(text)
+
+    def _show(self, line: str) -> None:
+        """Show what has changed in the panel, or the line that says it."""
+        if self._live:
+            self._live.refresh()
+        else:
+            self._line(line)
 
     def _line(self, text: str) -> None:
         self._console.print(Text(plain(text)), soft_wrap=True)
@@ -233,6 +243,31 @@ class Progress:
         if note and room > 0:
             line.append(f"  {note}", style="dim")
         return line
+
+
+class _NotebookPanel:
+    """The panel in the output of a notebook's cell, as rich's `Live` has it in a terminal."""
+
+    def __init__(self, render: Callable[[], Panel]):
+        self._render, self._handle = render, None
+
+    def start(self) -> None:
+        """Show the panel in the cell that runs."""
+        from IPython.display import display
+
+        self._handle = display(self, display_id=True)
+
+    def refresh(self) -> None:
+        """Show the panel as it is now."""
+        if self._handle:
+            self._handle.update(self)
+
+    stop = refresh
+
+    def _repr_html_(self) -> str:
+        paper = Console(record=True, file=io.StringIO(), width=120, force_jupyter=False)
+        paper.print(self._render())
+        return paper.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> Text:
