@@ -21,6 +21,7 @@ from typing import Any
 from rlx.base import UserError, place, unknown
 
 _NONE: Mapping[str, Any] = {}
+_OF_FILE, _EDITED = "file_", "__edited__"  # how names of files' modules begin; their attribute
 _STANDARD, _RLX = (f"{Path(file).parent}/" for file in (traceback.__file__, Path(__file__).parent))
 _LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
 
@@ -75,6 +76,17 @@ def load(place: str) -> ModuleType:
     return _of_file(Path(place)) if place.endswith(".py") else _by_name(place)
 
 
+def forget_edited() -> None:
+    """Let files that were edited since they were loaded be loaded anew, as a notebook's are.
+
+    To be called between two runs: in one, all parts must have the same module.
+    """
+    for name, module in list(sys.modules.items()):
+        loaded = getattr(module, _EDITED, None) if name.startswith(_OF_FILE) else None
+        if loaded and loaded != _edited(Path(str(module.__file__))):
+            del sys.modules[name]
+
+
 def where(error: BaseException, function: Any = None) -> str:
     """Return an exception in one line with the user's `line`, else `function`'s, else any."""
     if isinstance(error, UserError):
@@ -126,13 +138,14 @@ def _of_file(path: Path) -> ModuleType:
         hint = f"did you mean {near[0]}?" if near else "give its path from here, or the whole one"
         raise UserError(f"there is no file {path}; {hint}")
     path = path.resolve()
-    name = "file_" + "".join(c if c.isalnum() else "_" for c in str(path.with_suffix("")))
+    name = _OF_FILE + "".join(c if c.isalnum() else "_" for c in str(path.with_suffix("")))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    setattr(module, _EDITED, _edited(path))
     sys.modules[name] = module  # dataclasses and pickle look there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -142,3 +155,12 @@ def _of_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UserError(f"cannot import {path}: {where(error)}") from error
     return module
+
+
+def _edited(path: Path) -> tuple[int, int]:
+    """Return when a file was last written, ns, and its bytes; zeros where it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from rlx.base import DiskFull, Group, UserError
+from rlx.cli.user_code import forget_edited
 from rlx.config import check
 from rlx.doctor import failures, memory
 from rlx.fleet.client import Fleet
@@ -95,6 +96,7 @@ def run(
     """
     config, workdir = allocated(config.copy_and_resolve_references()), Path(workdir)
     check(config)
+    forget_edited()
     keep_freed_memory()
     trainers.library(config).set_up()
     stop = stop or Event()

@@ -29,6 +29,17 @@ def test_a_name_is_of_the_table_of_a_module_or_of_a_file(mine):
     assert user_code.find("key", str(mine / "mine.py:score"))() == 7
 
 
+def test_an_edited_file_is_loaded_anew_once_that_is_asked_for(mine):
+    before = user_code.find("key", "mine.py:score")
+    (mine / "mine.py").write_text("def score():\n    return 'edited'\n")
+    assert user_code.find("key", "mine.py:score") is before, "a run has one module from its start"
+    user_code.forget_edited()
+    after = user_code.find("key", "mine.py:score")
+    assert after() == "edited"
+    user_code.forget_edited()
+    assert user_code.find("key", "mine.py:score") is after, "nothing has changed"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
