@@ -24,7 +24,7 @@ from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora_config, remat
 from rlx.model import params as parameters
 from rlx.model.mesh import mesh_axes, num_row_shards, share
-from rlx.model.model_config import ModelConfig
+from rlx.model.model_config import ModelConfig, kernel_fits
 from rlx.train.optimizer_options import OPTIMIZERS
 from rlx.train.train_options import TrainOptions
 
@@ -201,7 +201,8 @@ def _activations(sizes: RunSizes, tokens: float, platform: str, tensor: int) -> 
     block = max(256, length // 16)
     scores = model.num_heads * block * (length / block + 1) * 2 / 3  # float32, see attention.py
     normalisers = 4 * model.num_heads / width
-    if platform == "gpu" and half:  # cuDNN's kernel keeps no scores but normalisers per segment
+    if platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap):
+        # cuDNN's kernel keeps no scores but normalisers per segment
         scores, normalisers = 0.0, normalisers * _GPU_SEGMENTS
     if sizes.train.remat == "none":
         cut = (5.5 * wide + 4.5 * q + 2 * kv) / tensor

@@ -10,6 +10,7 @@ float32 (model.compute_dtype) it is the blocks there too: cuDNN has no kernel fo
 """
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from rlx.model.model_config import kernel_fits
+from rlx.model.ops import softcap_slope, softcapped
 from rlx.model.packed_attention import LARGEST_OFFSET, packed_attention
 from rlx.model.sharding import ONE_DEVICE, Layout
 
@@ -31,6 +34,8 @@ def attention(
     segment_ids: Array,
     segment_sizes: Array | None = None,
     layout: Layout = ONE_DEVICE,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Array:
     """Return softmax(q·k / √H) v over the segment's tokens so far; softmax in float32.
 
@@ -41,24 +46,30 @@ def attention(
       segment_ids: [B, T] int32.
       segment_sizes: [B, M] int32, see `packed_attention`; wanted where `attention_kind` is packed.
       layout: of the activations on a mesh.
+      window: how many tokens a query sees at most, its own included; 0: all of its segment.
+      softcap: c where scores are c · tanh(q·k / √H / c); 0: not.
 
     Returns:
       [B, T, N, H] in q's dtype.
     """
-    how = attention_kind(q.dtype, q.shape[-1])
+    window = window if window < q.shape[1] else 0
+    how = attention_kind(q.dtype, q.shape[-1], softcap)
     if how == "packed" and (segment_sizes is None or q.size // layout.row_shards >= LARGEST_OFFSET):
         how = "mask"
     return {
-        "packed": lambda: packed_attention(q, k, v, cast(Array, segment_sizes), layout),
-        "mask": lambda: _masked(q, k, v, segment_ids),
-        "blocks": lambda: _in_blocks(q, k, v, segment_ids),
+        "packed": lambda: packed_attention(q, k, v, cast(Array, segment_sizes), layout, window),
+        "mask": lambda: _masked(q, k, v, segment_ids, window),
+        "blocks": lambda: _in_blocks(q, k, v, segment_ids, window, softcap),
     }[how]()
 
 
-def attention_kind(dtype: Any, head_dim: int) -> str:
-    """Return how this machine computes attention: packed | mask | blocks."""
+def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
+    """Return how this machine computes attention: packed | mask | blocks.
+
+    cuDNN's kernels know windows, but no softcap.
+    """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    if not half or head_dim % 8 or head_dim > 128 or not cuda_capability():
+    if not half or not kernel_fits(head_dim, softcap) or not cuda_capability():
         return "blocks"
     return "packed" if cuda_capability() >= (9, 0) else "mask"
 
@@ -71,31 +82,40 @@ def cuda_capability() -> tuple[int, ...]:
     return tuple(int(part) for part in device.compute_capability.split("."))
 
 
-def _masked(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-    causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
-    mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+def seen(at: Array, other: Array, window: int) -> Array:
+    """Return whether a query at place `at` of a row sees a key at `other`, in one segment."""
+    before = at - other
+    return (before >= 0) & (before < window) if window else before >= 0
+
+
+def _masked(q: Array, k: Array, v: Array, segment_ids: Array, window: int) -> Array:
+    places = jnp.arange(q.shape[1])
+    mask = seen(places[:, None], places, window)
+    mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
 
-def _in_blocks(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+def _in_blocks(
+    q: Array, k: Array, v: Array, segment_ids: Array, window: int, softcap: float
+) -> Array:
     batch, length, heads, width = q.shape
     groups = heads // k.shape[2]
     q = (q * width**-0.5).reshape(batch, length, -1, groups, width).transpose(0, 2, 3, 1, 4)
-    mixed = _mix(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids)
+    mixed = _mix(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids, window, softcap)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-@jax.custom_vjp
-def _mix(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _mix(q: Array, k: Array, v: Array, segment_ids: Array, window: int, softcap: float) -> Array:
     """Attend with heads before tokens: q [B, K, G, T, H] (scaled), k, v [B, K, T, H]."""
-    return _mix_forward(q, k, v, segment_ids)[0]
+    return _mix_forward(q, k, v, segment_ids, window, softcap)[0]
 
 
-def _mix_forward(q, k, v, segment_ids):
+def _mix_forward(q, k, v, segment_ids, window, softcap):
     mixed, normalisers = [], []
-    for start, stop in _blocks(q.shape[3]):
-        keys, values = k[:, :, :stop], v[:, :, :stop]
-        scores = _scores(q[:, :, :, start:stop], keys, segment_ids, start)
+    for rows, look in _blocks(q.shape[3], window):
+        keys, values = k[:, :, look], v[:, :, look]
+        scores = _scores(q[:, :, :, rows], keys, segment_ids, rows, look, window, softcap)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -107,20 +127,20 @@ def _mix_forward(q, k, v, segment_ids):
     return mixed, (q, k, v, segment_ids, mixed, normaliser)
 
 
-def _mix_backward(kept, grad):
+def _mix_backward(window, softcap, kept, grad):
     q, k, v, segment_ids, mixed, normaliser = kept
     wide = grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     along = jnp.sum(wide, axis=-1, keepdims=True)
     grad_q, grad_k, grad_v = [], jnp.float32(0), jnp.float32(0)
-    for start, stop in _blocks(q.shape[3]):
-        rows = slice(start, stop)
-        keys, values = k[:, :, :stop], v[:, :, :stop]
-        scores = _scores(q[:, :, :, rows], keys, segment_ids, start)
+    for rows, look in _blocks(q.shape[3], window):
+        keys, values = k[:, :, look], v[:, :, look]
+        scores = _scores(q[:, :, :, rows], keys, segment_ids, rows, look, window, softcap)
         weights = jnp.exp(scores - normaliser[:, :, :, rows])
         grad_weights = inner(grad[:, :, :, rows], values)
-        grad_scores = (weights * (grad_weights - along[:, :, :, rows])).astype(q.dtype)
+        grad_scores = weights * (grad_weights - along[:, :, :, rows])
+        grad_scores = (grad_scores * softcap_slope(scores, softcap)).astype(q.dtype)
         grad_q.append(apply(grad_scores, keys).astype(q.dtype))
-        beyond = ((0, 0), (0, 0), (0, k.shape[2] - stop), (0, 0))
+        beyond = ((0, 0), (0, 0), (look.start, k.shape[2] - look.stop), (0, 0))
         grad_k += jnp.pad(gather(grad_scores, q[:, :, :, rows]), beyond)
         grad_v += jnp.pad(gather(weights.astype(q.dtype), grad[:, :, :, rows]), beyond)
     return _join(grad_q, 3), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
@@ -129,18 +149,20 @@ def _mix_backward(kept, grad):
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the query blocks."""
+def _blocks(length: int, window: int) -> list[tuple[slice, slice]]:
+    """Return the query blocks, and the keys that each looks at."""
     block = max(QUERY_BLOCK, math.ceil(length / 16))
-    return [(start, min(start + block, length)) for start in range(0, length, block)]
+    rows = [slice(start, min(start + block, length)) for start in range(0, length, block)]
+    return [(r, slice(max(r.start + 1 - window, 0) if window else 0, r.stop)) for r in rows]
 
 
-def _scores(q: Array, keys: Array, segment_ids: Array, start: int) -> Array:
-    """Return masked scores [B, K, G, block, S] float32 of the query block from `start`."""
-    stop = keys.shape[2]
-    causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
-    mask = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
-    return jnp.where(mask[:, None, None], inner(q, keys), MASKED)
+def _scores(q, keys, segment_ids, rows: slice, look: slice, window: int, softcap: float) -> Array:
+    """Return masked scores [B, K, G, block, S] float32 of the query block `rows`."""
+    mask = seen(
+        jnp.arange(rows.start, rows.stop)[:, None], jnp.arange(look.start, look.stop), window
+    )
+    mask = mask & (segment_ids[:, rows, None] == segment_ids[:, None, look])
+    return jnp.where(mask[:, None, None], softcapped(inner(q, keys), softcap), MASKED)
 
 
 # The three products, with the query heads of one key head as more rows of one matrix: in this form

@@ -10,6 +10,7 @@ all hosts must go through the buckets. The order is that of the table, whatever 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +31,9 @@ class Merge(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Layers of one parameter: `names`, from the layer `first` on."""
+    """Layers of one parameter, or of those that HF joins: `names`, from the layer `first` on."""
 
-    row: Row
+    rows: tuple[Row, ...]
     first: int
     names: list[str]
 
@@ -60,8 +61,8 @@ def export(
     tensors: dict[str, Any] = {}
     plan: list[list[_Piece]] = []
     room = 0
-    for row in rows:
-        leaf = parameters.leaf(params, row)
+    for joined in (tuple(group) for _, group in groupby(rows, lambda row: row.hf)):
+        row, leaf = joined[0], parameters.leaf(params, joined[0])
         spec = jax.ShapeDtypeStruct(row.hf_shape, dtype or leaf.dtype)
         num_bytes = math.prod(spec.shape) * spec.dtype.itemsize
         for layer, name in enumerate(row.names):
@@ -70,10 +71,10 @@ def export(
                 plan.append([])
                 room = size
             room -= num_bytes
-            if plan[-1] and plan[-1][-1].row is row:
+            if plan[-1] and plan[-1][-1].rows is joined:
                 plan[-1][-1].names.append(name)
             else:
-                plan[-1].append(_Piece(row, layer, [name]))
+                plan[-1].append(_Piece(joined, layer, [name]))
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     static = ("count", "stacked", "transposed", "dtype")
     make = jax.jit(_tensors, static_argnames=static, out_shardings=everywhere)
@@ -85,13 +86,13 @@ def _arrays(
 ) -> Iterator[Mapping[str, jax.Array]]:
     for pieces in plan:
         bucket: dict[str, jax.Array] = {}
-        for row, first, names in pieces:
-            leaf, added = parameters.leaf(params, row), None
+        for (row, *more), first, names in pieces:
+            leaves, added = [parameters.leaf(params, each) for each in (row, *more)], None
             if merge and row.path[-1] in merge.lora.targets:
                 pair = (merge.adapters["layers"][f"{row.path[-1]}_lora_{x}"] for x in "ab")
                 added = (*pair, merge.lora.scale)
             how = {"stacked": row.stacked, "transposed": row.transposed}
-            made = make(leaf, added, first, count=len(names), **how)
+            made = make(leaves, added, first, count=len(names), **how)
             bucket |= zip(names, made, strict=True)
         for array in bucket.values() if jax.process_index() == 0 else ():  # no other host reads
             array.copy_to_host_async()
@@ -99,14 +100,15 @@ def _arrays(
 
 
 def _tensors(
-    leaf: Any, added: Any, first: Any, *, count: int, stacked: bool, transposed: bool, dtype: Any
+    leaves: Any, added: Any, first: Any, *, count: int, stacked: bool, transposed: bool, dtype: Any
 ) -> list[jax.Array]:
-    """Return `count` tensors of a parameter, from the layer `first` on."""
+    """Return `count` tensors of a parameter, or of some side by side, from the layer `first` on."""
     if stacked:
-        leaf, added = jax.tree.map(
+        leaves, added = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, first, count) if jnp.ndim(x) else x,
-            (leaf, added),
+            (leaves, added),
         )
+    leaf = leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves, axis=-1)
     if added is not None:
         # The barrier: a sum is rounded to the weight's dtype before it is cast to another.
         leaf = jax.lax.optimization_barrier(lora_lib.merged(leaf, *added))

@@ -25,21 +25,31 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from rlx.model.attention import MASKED, apply, gather, inner
+from rlx.model.attention import MASKED, apply, gather, inner, seen
 from rlx.model.mesh import ROWS
+from rlx.model.ops import softcap_slope, softcapped
 from rlx.model.sharding import Layout
 
 AXIS = "context"
 TILE = 512  # most tokens of a tile of queries, and of one of keys
 
 
-def context_attention(q: Array, k: Array, v: Array, segment_ids: Array, layout: Layout) -> Array:
+def context_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    layout: Layout,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Array:
     """Return what `attention` does, of rows whose tokens are as `layout.balanced` has them.
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K.
       segment_ids: [B, T] int32.
       layout: with a mesh; 2 · context divides T, row_shards B.
+      window, softcap: as `attention` has them.
 
     Returns:
       [B, T, N, H] in q's dtype.
@@ -53,7 +63,7 @@ def context_attention(q: Array, k: Array, v: Array, segment_ids: Array, layout: 
             first = lax.axis_index("tensor") * q.shape[2]
             read = (first + jnp.arange(q.shape[2])) // groups
             k, v = jnp.take(k, read, axis=2), jnp.take(v, read, axis=2)
-        return on_one_device(q, k, v, segment_ids, layout.context)
+        return on_one_device(q, k, v, segment_ids, layout.context, window, softcap)
 
     return jax.shard_map(
         local, mesh=layout.mesh, in_specs=(of_q, of_kv, of_kv, PartitionSpec(ROWS)),
@@ -61,7 +71,15 @@ def context_attention(q: Array, k: Array, v: Array, segment_ids: Array, layout: 
     )(q, k, v, segment_ids)  # fmt: skip
 
 
-def on_one_device(q: Array, k: Array, v: Array, segment_ids: Array, devices: int) -> Array:
+def on_one_device(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    devices: int,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Array:
     """Return what this device's queries [B, T/N, heads, H] find, among N `devices` of the axis.
 
     k and v are [B, T/N, key heads, H]; segment_ids [B, T], in the order of `Layout.balanced`.
@@ -69,18 +87,18 @@ def on_one_device(q: Array, k: Array, v: Array, segment_ids: Array, devices: int
     batch, length, heads, width = q.shape
     q = (q * width**-0.5).reshape(batch, length, k.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    mixed = _mix(q, k, v, segment_ids, devices)
+    mixed = _mix(q, k, v, segment_ids, devices, window, softcap)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _mix(q: Array, k: Array, v: Array, segment_ids: Array, devices: int) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _mix(q, k, v, segment_ids, devices: int, window: int, softcap: float) -> Array:
     """Attend on one device: q [B, K, G, T/N, H] (scaled), k, v [B, K, T/N, H], ids [B, T]."""
-    return _mix_forward(q, k, v, segment_ids, devices)[0]
+    return _mix_forward(q, k, v, segment_ids, devices, window, softcap)[0]
 
 
-def _mix_forward(q, k, v, segment_ids, devices):
-    tiles = _Tiles(q.shape[3] // 2, devices)
+def _mix_forward(q, k, v, segment_ids, devices, window, softcap):
+    tiles = _Tiles(q.shape[3] // 2, devices, window, softcap)
     keys, values = _whole_row(k), _whole_row(v)
 
     def attend(_, index):
@@ -97,7 +115,7 @@ def _mix_forward(q, k, v, segment_ids, devices):
 
         zeros = jnp.zeros((*query.shape[:-1], 1), jnp.float32)
         start = jnp.zeros(query.shape, jnp.float32), zeros + MASKED, zeros
-        mixed, highest, total = lax.fori_loop(0, at + 1, look, start)
+        mixed, highest, total = lax.fori_loop(tiles.first(at), at + 1, look, start)
         return None, ((mixed / total).astype(q.dtype), highest + jnp.log(total))
 
     _, both = lax.scan(attend, None, jnp.arange(tiles.count))
@@ -105,9 +123,9 @@ def _mix_forward(q, k, v, segment_ids, devices):
     return mixed, (q, k, v, segment_ids, mixed, normaliser)
 
 
-def _mix_backward(devices, kept, grad):
+def _mix_backward(devices, window, softcap, kept, grad):
     q, k, v, segment_ids, mixed, normaliser = kept
-    tiles = _Tiles(q.shape[3] // 2, devices)
+    tiles = _Tiles(q.shape[3] // 2, devices, window, softcap)
     keys, values = _whole_row(k), _whole_row(v)
     wide = grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     along = jnp.sum(wide, axis=-1, keepdims=True)
@@ -122,13 +140,14 @@ def _mix_backward(devices, kept, grad):
             key, value = tiles.of(keys, there, 2), tiles.of(values, there, 2)
             scores = _scores(query, key, tiles, segment_ids, at, other)
             weights = jnp.exp(scores - normal)
-            grad_scores = (weights * (inner(pull, value) - mean)).astype(q.dtype)
+            grad_scores = weights * (inner(pull, value) - mean)
+            grad_scores = (grad_scores * softcap_slope(scores, softcap)).astype(q.dtype)
             grad_k = tiles.add(grad_k, there, gather(grad_scores, query))
             grad_v = tiles.add(grad_v, there, gather(weights.astype(q.dtype), pull))
             return grad_q + apply(grad_scores, key), grad_k, grad_v
 
         start = jnp.zeros(query.shape, jnp.float32), *carry
-        grad_q, *carry = lax.fori_loop(0, at + 1, look, start)
+        grad_q, *carry = lax.fori_loop(tiles.first(at), at + 1, look, start)
         return tuple(carry), grad_q.astype(q.dtype)
 
     zeros = jnp.zeros(keys.shape, jnp.float32)
@@ -146,10 +165,11 @@ class _Tiles:
 
     Args:
       block: tokens of one of the 2 · devices blocks of a row.
+      window, softcap: as `attention` has them.
     """
 
-    def __init__(self, block: int, devices: int):
-        self._devices = devices
+    def __init__(self, block: int, devices: int, window: int, softcap: float):
+        self._devices, self.window, self.softcap = devices, window, softcap
         self._each = next(n for n in range(-(-block // TILE), block + 1) if block % n == 0)
         self.size, self.count = block // self._each, 2 * self._each
 
@@ -158,6 +178,10 @@ class _Tiles:
         device, (half, within) = lax.axis_index(AXIS), jnp.divmod(index, self._each)
         block = jnp.where(half == 0, device, 2 * self._devices - 1 - device)
         return block * self._each + within
+
+    def first(self, at: Array) -> Array | int:
+        """Return the first tile of a row that queries of its tile `at` see."""
+        return jnp.maximum(at - -(-(self.window - 1) // self.size), 0) if self.window else 0
 
     def place(self, index: Array) -> Array:
         """Return where a tile of a row is among those that all devices together have."""
@@ -179,9 +203,10 @@ class _Tiles:
 def _scores(query, key, tiles, segment_ids, at, other) -> Array:
     """Return masked scores [B, K, G, Q, S] float32 of the row's tile `at` against tile `other`."""
     own, theirs = (tiles.of(segment_ids, tiles.place(tile), 1) for tile in (at, other))
-    causal = (other < at) | jnp.tri(tiles.size, dtype=bool)
+    places = jnp.arange(tiles.size)
+    causal = seen((at - other) * tiles.size + places[:, None], places, tiles.window)
     mask = causal & (own[:, :, None] == theirs[:, None, :])
-    return jnp.where(mask[:, None, None], inner(query, key), MASKED)
+    return jnp.where(mask[:, None, None], softcapped(inner(query, key), tiles.softcap), MASKED)
 
 
 def _whole_row(x: Array) -> Array:

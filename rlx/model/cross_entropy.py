@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rlx.model import sharding
-from rlx.model.ops import weight_gradient
+from rlx.model.ops import softcap_slope, softcapped, weight_gradient
 from rlx.model.sharding import Placement
 
 
@@ -22,6 +22,7 @@ def target_logprobs(
     targets: Array,
     *,
     temperature: float = 1.0,
+    softcap: float = 0.0,
     chunk: int = 1024,
     place: Placement | None = None,
 ) -> tuple[Array, Array]:
@@ -30,6 +31,7 @@ def target_logprobs(
     Args:
       x: [N, D] hidden states; head: [V, D]; targets: [N] int32 in [0, V).
       temperature: > 0.
+      softcap: c where logits are c · tanh(head·x / c) before the temperature; 0: not.
       chunk: how many of the N tokens have logits at one time; with N or more, the logits are kept
         for the backward pass, else they are computed again.
       place: of the head on a mesh; it is gathered once for all chunks, in each pass.
@@ -39,19 +41,21 @@ def target_logprobs(
     """
     tokens, width = x.shape
     if chunk >= tokens:
-        return _whole(x, head, targets, temperature, place)
+        return _whole(x, head, targets, (temperature, softcap), place)
     pieces = -(-tokens // chunk)
     size = -(-tokens // pieces)
     padding = pieces * size - tokens
     x = jnp.pad(x, ((0, padding), (0, 0))).reshape(pieces, size, width)
     targets = jnp.pad(targets, (0, padding)).reshape(pieces, size)
-    both: Any = _chunked(x, head, targets, temperature, place)
+    both: Any = _chunked(x, head, targets, (temperature, softcap), place)
     return both[0].reshape(-1)[:tokens], both[1].reshape(-1)[:tokens]
 
 
-def _logits(x, head, temperature):
-    """Return [N, V] float32 of a head in x's dtype."""
+def _logits(x, head, scaling):
+    """Return [N, V] float32 of a head in x's dtype; `scaling`: (temperature, softcap)."""
+    temperature, softcap = scaling
     logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=jnp.float32)
+    logits = softcapped(logits, softcap)
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -66,37 +70,37 @@ def _reduce(logits, targets):
     return picked - normaliser, normaliser - mean, normaliser
 
 
-def _gradients(x, head, targets, logits, normaliser, entropy, grads, temperature):
+def _gradients(x, head, targets, logits, normaliser, entropy, grads, scaling):
     """Return the gradients of x [N, D] and of a head [V, D] in its dtype.
 
     With p = softmax(z):  ∂logp_t/∂z = onehot_t − p,  ∂H/∂z = −p (log p + H).
     """
-    grad_logprob, grad_entropy = grads
+    (grad_logprob, grad_entropy), (temperature, softcap) = grads, scaling
     log_p = logits - normaliser[:, None]
     pull = grad_logprob[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
     hot = targets[:, None] == jnp.arange(logits.shape[1])[None]
     grad = (jnp.where(hot, grad_logprob[:, None], 0.0) - jnp.exp(log_p) * pull) / temperature
-    grad = grad.astype(x.dtype)
+    grad = (grad * softcap_slope(logits * temperature, softcap)).astype(x.dtype)
     grad_x = grad @ head
     return grad_x, weight_gradient(grad, x, jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _whole(x, head, targets, temperature, place):
-    return _whole_forward(x, head, targets, temperature, place)[0]
+def _whole(x, head, targets, scaling, place):
+    return _whole_forward(x, head, targets, scaling, place)[0]
 
 
-def _whole_forward(x, head, targets, temperature, place):
-    logits = _logits(x, sharding.used(head, x.dtype, place), temperature)
+def _whole_forward(x, head, targets, scaling, place):
+    logits = _logits(x, sharding.used(head, x.dtype, place), scaling)
     logprob, entropy, normaliser = _reduce(logits, targets)
     return (logprob, entropy), (x, head, targets, logits, normaliser, entropy)
 
 
-def _whole_backward(temperature, place, kept, grads):
+def _whole_backward(scaling, place, kept, grads):
     x, head, targets, logits, normaliser, entropy = kept
     weights = sharding.used(head, x.dtype, place)
     grad_x, grad_head = _gradients(
-        x, weights, targets, logits, normaliser, entropy, grads, temperature
+        x, weights, targets, logits, normaliser, entropy, grads, scaling
     )  # fmt: skip
     return grad_x, grad_head.astype(head.dtype), None
 
@@ -105,29 +109,29 @@ _whole.defvjp(_whole_forward, _whole_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _chunked(x, head, targets, temperature, place):
-    return _chunked_forward(x, head, targets, temperature, place)[0]
+def _chunked(x, head, targets, scaling, place):
+    return _chunked_forward(x, head, targets, scaling, place)[0]
 
 
-def _chunked_forward(x, head, targets, temperature, place):
+def _chunked_forward(x, head, targets, scaling, place):
     weights = sharding.used(head, x.dtype, place)
 
     def one(chunk):
-        return _reduce(_logits(chunk[0], weights, temperature), chunk[1])
+        return _reduce(_logits(chunk[0], weights, scaling), chunk[1])
 
     logprob, entropy, normaliser = lax.map(one, (x, targets))
     return (logprob, entropy), (x, head, targets, normaliser, entropy)
 
 
-def _chunked_backward(temperature, place, kept, grads):
+def _chunked_backward(scaling, place, kept, grads):
     x, head, targets, normaliser, entropy = kept
     weights = sharding.used(head, x.dtype, place)
 
     def one(grad_head, chunk):
         x, targets, normaliser, entropy, grads = chunk
-        logits = _logits(x, weights, temperature)
+        logits = _logits(x, weights, scaling)
         grad_x, more = _gradients(
-            x, weights, targets, logits, normaliser, entropy, grads, temperature
+            x, weights, targets, logits, normaliser, entropy, grads, scaling
         )  # fmt: skip
         return grad_head + more, grad_x
 

@@ -1,4 +1,6 @@
-"""The decoder (Qwen2, Qwen3, Llama): a pure function of (params, tokens, positions, segment_ids).
+"""The decoder: a pure function of (params, tokens, positions, segment_ids).
+
+What distinguishes one architecture from another are fields of `ModelConfig` (docs/models.md).
 
 Shapes: B rows, T tokens, D model width, N query heads, K key/value heads, H head width, F MLP
 width, V vocabulary. Rows are packed: segments of one row never see each other, and segment 0 is
@@ -6,6 +8,7 @@ padding. The JAX engine has a decoder of its own, in layouts for serving: engine
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +21,7 @@ from rlx.model.attention import attention
 from rlx.model.context_attention import context_attention
 from rlx.model.cross_entropy import target_logprobs
 from rlx.model.model_config import ModelConfig
-from rlx.model.ops import lookup, matmul, rms_norm, rotate, swiglu
+from rlx.model.ops import GATED, lookup, matmul, rms_norm, rotate, softcapped
 from rlx.model.params import Params
 from rlx.model.sharding import ONE_DEVICE, Layout, scattered_gradient, used
 
@@ -35,9 +38,21 @@ def embed(
     return layout.rows(layout.unflat(rows, tokens.shape))
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (cos, sin) of positions, [...] int32 → two [..., H/2] float32."""
-    return rope.tables(config.rope, config.head_dim, positions)
+def embed_scale(config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return token embeddings [..., D] as the first layer reads them."""
+    return x * jnp.asarray(config.model_dim**0.5, x.dtype) if config.scaled_embedding else x
+
+
+def rope_tables(
+    config: ModelConfig, positions: jax.Array, window: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Return (cos, sin) of positions, [...] int32 → two [..., H/2] float32.
+
+    Args:
+      window: of the layer; those with one may have a RoPE of their own.
+    """
+    kind = config.local_rope if window and config.local_rope else config.rope
+    return rope.tables(kind, config.head_dim, positions)
 
 
 def linear(layer: Params, name: str, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
@@ -66,19 +81,33 @@ def project_qkv(
         checkpoint_name(layout.heads(linear(layer, name, x, layout).reshape(heads)), "qkv")
         for name in ("q", "k", "v")
     )
-    if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.rms_eps)
-        k = rms_norm(k, layer["k_norm"], config.rms_eps)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    q, k = head_norm(layer, "q_norm", config, q), head_norm(layer, "k_norm", config, k)
+    q = rotate(q, cos, sin)
+    if config.query_factor != 1.0:
+        q = q * jnp.asarray(config.query_factor, q.dtype)
+    return q, rotate(k, cos, sin), v
 
 
-def mlp(layer: Params, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
-    """Return SwiGLU: down(silu(gate x) · up x); [..., D] → [..., D]."""
+def norm(layer: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return x [..., D] after a layer's RMS norm, x itself where it has none of that name."""
+    scale = layer.get(name)
+    return x if scale is None else rms_norm(x, scale, config.rms_eps, config.norm_offset)
+
+
+def head_norm(layer: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return heads [..., n, H] after `norm`: each by itself, or all of them as one vector."""
+    if not config.joint_qk_norm:
+        return norm(layer, name, config, x)
+    return norm(layer, name, config, x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+
+
+def mlp(layer: Params, config: ModelConfig, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
+    """Return the gated MLP: down(activation(gate x) · up x); [..., D] → [..., D]."""
     gate, up = (
         checkpoint_name(layout.columns(linear(layer, name, x, layout)), "mlp")
         for name in ("gate", "up")
     )
-    return linear(layer, "down", swiglu(gate, up), layout)
+    return linear(layer, "down", GATED[config.activation](gate, up), layout)
 
 
 def layer_block(
@@ -99,17 +128,18 @@ def layer_block(
       layout: of the activations on a mesh.
     """
     x = layout.stream(x)
-    normed = layout.tokens(rms_norm(x, layer["input_norm"], config.rms_eps))
+    normed = layout.tokens(norm(layer, "input_norm", config, x))
     mixed = attend(*project_qkv(layer, config, normed, cos, sin, layout))
     mixed = layout.columns(mixed.reshape(*x.shape[:-1], config.num_heads * config.head_dim))
-    x = x + checkpoint_name(layout.stream(linear(layer, "o", mixed, layout)), "o")
-    normed = layout.tokens(rms_norm(x, layer["post_norm"], config.rms_eps))
-    return x + layout.stream(mlp(layer, normed, layout))
+    mixed = checkpoint_name(layout.stream(linear(layer, "o", mixed, layout)), "o")
+    x = x + norm(layer, "mixed_norm", config, mixed)
+    normed = layout.tokens(norm(layer, "post_norm", config, x))
+    return x + norm(layer, "mlp_norm", config, layout.stream(mlp(layer, config, normed, layout)))
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """Return x [..., D] after the norm between the last layer and the logits."""
-    return rms_norm(x, params["final_norm"], config.rms_eps)
+    return norm(params, "final_norm", config, x)
 
 
 def head(params: Params, config: ModelConfig) -> jax.Array:
@@ -120,7 +150,8 @@ def head(params: Params, config: ModelConfig) -> jax.Array:
 def unembed(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """Return the logits [..., V] float32 of hidden states [..., D] after `final_norm`."""
     weights = head(params, config).astype(x.dtype)
-    return jnp.einsum("...d,vd->...v", x, weights, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("...d,vd->...v", x, weights, preferred_element_type=jnp.float32)
+    return softcapped(logits, config.logit_softcap)
 
 
 def hidden(
@@ -151,20 +182,38 @@ def hidden(
       [B, T, D] compute_dtype; the tokens of a row are in the order of `layout.balanced`.
     """
     tokens, positions, segment_ids = map(layout.balanced, (tokens, positions, segment_ids))
-    cos, sin = rope_tables(config, positions)
+    windows = sorted(set(config.layer_windows))
+    ropes = [rope_tables(config, positions, window) for window in windows]
 
-    def attend(q, k, v):
+    def attend(window, q, k, v):
+        options = {"window": window, "softcap": config.attention_softcap}
         if layout.context > 1:
-            return context_attention(q, k, v, segment_ids, layout)
-        return attention(q, k, v, segment_ids, segment_sizes, layout)
+            return context_attention(q, k, v, segment_ids, layout, **options)
+        return attention(q, k, v, segment_ids, segment_sizes, layout, **options)
 
-    def body(x, layer):
-        return layer_block(layer, config, x, cos, sin, attend, layout), None
+    attends = [partial(attend, window) for window in windows]
+    if len(windows) == 1:
+
+        def body(x, layer):
+            return layer_block(layer, config, x, *ropes[0], attends[0], layout), None
+
+        layers = params["layers"]
+    else:  # the layers are of several kinds: each says which it is
+        tables = [jnp.stack(each) for each in zip(*ropes, strict=True)]
+
+        def body(x, layer):
+            layer, kind = layer
+            cos, sin = (table[kind] for table in tables)
+            chosen = partial(jax.lax.switch, kind, attends)
+            return layer_block(layer, config, x, cos, sin, chosen, layout), None
+
+        kinds = [windows.index(window) for window in config.layer_windows]
+        layers = params["layers"], jnp.asarray(kinds)
 
     if remat != "none":
         body = jax.checkpoint(body, policy=remat_lib.policy(remat), prevent_cse=False)
-    x = layout.stream(embed(params, tokens, compute_dtype, layout))
-    x, _ = jax.lax.scan(body, x, params["layers"])
+    x = layout.stream(embed_scale(config, embed(params, tokens, compute_dtype, layout)))
+    x, _ = jax.lax.scan(body, x, layers)
     return layout.tokens(final_norm(params, config, x))
 
 
@@ -207,8 +256,9 @@ def logprobs(
 
     def score(x, targets):
         return target_logprobs(
-            x, weights, targets, temperature=temperature, chunk=chunk, place=place
-        )
+            x, weights, targets, temperature=temperature, softcap=config.logit_softcap,
+            chunk=chunk, place=place,
+        )  # fmt: skip
 
     # A chunk is of one device's tokens: else each device would make the logits of all of them.
     logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets))

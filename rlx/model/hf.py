@@ -125,10 +125,18 @@ def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.
     """Return a slice of one of HF's tensors, whose shape is checked."""
     if isinstance(tensors, LazyTensors):
         hf_files.check_shape(name, tensors.shape(name), row)
-        return tensors.part(name, index)
+        return tensors.part(name, _in_whole(index, row))
     whole = np.asarray(tensors[name])
     hf_files.check_shape(name, whole.shape, row)
-    return whole[index]
+    return whole[_in_whole(index, row)]
+
+
+def _in_whole(index: Slices, row: Row) -> Slices:
+    """Return where a slice of a parameter, as HF lays it out, is in HF's tensor."""
+    if not row.whole:
+        return index
+    start, stop, _ = index[0].indices(row.shape[-1])
+    return (slice(row.begin + start, row.begin + stop), *index[1:])
 
 
 def _placed(

@@ -46,6 +46,12 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
     rows: list[Row] = []
     for name in lora.targets:
         base = bases["layers", name]
+        if base.whole:
+            free = [each for each in LORA_TARGETS if not bases["layers", each].whole]
+            raise UserError(
+                f"lora.targets has {name}, which {config.architecture} keeps in one matrix with "
+                f"others ({base.hf.split('.')[-2]}); set it to some of {', '.join(free)}"
+            )
         _, inner, outer = base.axes
         stem = PREFIX + base.hf.removesuffix("weight")
         down = ("layers", f"{name}_lora_a"), ("layers", inner, "rank"), f"{stem}lora_A.weight"

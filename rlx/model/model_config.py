@@ -1,8 +1,8 @@
 """Hyperparameters of a decoder, read from and written to HF's `config.json`. Imports no JAX.
 
 The forward pass depends on one frozen, hashable `ModelConfig`, so it can be a static argument of
-`jax.jit`. Options of HF's file that this decoder does not have (another architecture, sliding
-windows, another activation) are named here: such a model is transformers' alone.
+`jax.jit`. Options of HF's file that this decoder does not have (another architecture, another
+activation, dropout) are named here: such a model is transformers' alone.
 """
 
 import json
@@ -17,15 +17,64 @@ class NotOurs(UserError):
     """A model that transformers may have and rlx's decoder has not."""
 
 
-# HF's class name → model_type, and HF's defaults of keys that its file may lack.
+_GEMMA = {
+    "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "layer_types": None,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None,
+}  # fmt: skip
+# HF's class name → model_type, and HF's defaults of keys that its file may lack. Keys that only
+# some classes have, such as sliding_window, are read and written for those that have them here.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"model_type": "qwen2", "max_position_embeddings": 32768},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "max_position_embeddings": 32768, "head_dim": 128},
     "LlamaForCausalLM": {"model_type": "llama", "max_position_embeddings": 2048},
+    "MistralForCausalLM": {
+        "model_type": "mistral", "max_position_embeddings": 131072, "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Gemma2ForCausalLM": {
+        **_GEMMA, "model_type": "gemma2", "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "sliding_window_pattern": 2,
+    },
+    "Gemma3ForCausalLM": {
+        **_GEMMA, "model_type": "gemma3_text", "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+    "Olmo2ForCausalLM": {
+        "model_type": "olmo2", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    },
+    "Phi3ForCausalLM": {
+        "model_type": "phi3", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+}  # fmt: skip
+_NO_BIAS = {"attention_bias": False, "output_bias": False}
+_OF_GEMMA = {"norms": "both", "norm_offset": 1.0, "scaled_embedding": True}
+# HF's class name → fields of ModelConfig that no key of its file can change.
+TRAITS: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"attention_bias": True, "output_bias": False},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": _NO_BIAS,
+    "Gemma2ForCausalLM": _OF_GEMMA,
+    "Gemma3ForCausalLM": _OF_GEMMA | {"qk_norm": True},
+    "Olmo2ForCausalLM": {"norms": "after", "qk_norm": True, "joint_qk_norm": True},
+    "Phi3ForCausalLM": _NO_BIAS | {"fused": True},
 }
 # To HF a model with a value head is the same decoder under another class name.
 _SCORED = ("ForCausalLM", "ForSequenceClassification")
+_SCORED_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_KINDS = ("full_attention", "sliding_attention")  # of layers: without and with a window
+# Keys whose null switches something off, where other keys' null is HF's default.
+_NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
+
+def kernel_fits(head_dim: int, softcap: float) -> bool:
+    """Return whether cuDNN's attention, where there is any, computes heads like these."""
+    return not (head_dim % 8 or head_dim > 128 or softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +118,19 @@ class ModelConfig:
 
     Attributes:
       architecture: HF class name, a key of ARCHITECTURES.
+      rope, local_rope: of layers that see everything, and of those with a window (None: the same).
+      windows: how many tokens each layer's queries see, their own included, 0: all of them; ():
+        every layer sees all.
+      activation: of the gated MLP, one of ACTIVATIONS.
+      norms: where a layer's blocks have RMS norms: before (Llama) | after (OLMo 2) | both (Gemma).
+      norm_offset: what every norm adds to its weight: 1 for Gemma's.
+      scaled_embedding: the token embedding is multiplied by √model_dim.
+      query_scalar: attention divides q·k by its root; 0: by √head_dim.
+      attention_softcap, logit_softcap: c where scores and logits become c·tanh(x / c); 0: not.
       attention_bias: biases on the query, key and value projections.
       output_bias: a bias on the attention output projection.
-      qk_norm: RMS norm of each query and key head before RoPE (Qwen3).
+      qk_norm: RMS norm of each query and key head before RoPE; joint_qk_norm: of all heads at once.
+      fused: HF's file has q, k, v as one matrix, and gate, up as one.
       value_head: one number a token in place of logits: a critic or a reward model, in HF
         ...ForSequenceClassification with one label.
       max_position: longest context in tokens.
@@ -90,8 +149,19 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope: Rope = Rope()
+    local_rope: Rope | None = None
+    windows: tuple[int, ...] = ()
+    activation: str = "silu"
+    norms: str = "before"
+    norm_offset: float = 0.0
+    scaled_embedding: bool = False
+    query_scalar: int = 0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
     tie_embeddings: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    fused: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     value_head: bool = False
@@ -115,6 +185,21 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise UserError(
+                f"layer_types has {len(self.windows)} layers, num_hidden_layers={self.num_layers}; "
+                "fix config.json"
+            )
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """`windows`, of every layer."""
+        return self.windows or (0,) * self.num_layers
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by so that dividing scores by √head_dim is as wanted."""
+        return (self.head_dim / (self.query_scalar or self.head_dim)) ** 0.5
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
@@ -125,11 +210,13 @@ class ModelConfig:
             missing key.
         """
         architecture, value_head = _architecture(hf)
-        hf = {**ARCHITECTURES[architecture], **{k: v for k, v in hf.items() if v is not None}}
+        given = {k: v for k, v in hf.items() if v is not None or k in _NULL_IS_OFF}
+        hf = {**ARCHITECTURES[architecture], **given}
+        own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # other keys say nothing to it
         _refuse_options(hf, architecture)
         heads = _need(hf, "num_attention_heads")
-        llama_like = architecture != "Qwen2ForCausalLM"  # Qwen2 has no choice: q, k, v biases
-        bias = bool(hf.get("attention_bias", False)) if llama_like else True
+        bias = bool(hf.get("attention_bias", False))
+        kinds = ("default",) if architecture == "Phi3ForCausalLM" else ROPE_KINDS
         return cls(
             architecture=architecture,
             vocab_size=_need(hf, "vocab_size"),
@@ -139,11 +226,15 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=_need(hf, "num_key_value_heads", heads),
             head_dim=_need(hf, "head_dim", _need(hf, "hidden_size") // heads),
-            rope=_rope_from_hf(hf),
+            rope=_rope_from_hf(hf, kinds),
+            local_rope=_local_rope(hf) if "rope_local_base_freq" in own else None,
+            windows=_windows(own, _need(hf, "num_hidden_layers")),
+            activation=own.get("hidden_activation", hf.get("hidden_act", "silu")),
+            query_scalar=own.get("query_pre_attn_scalar", 0),
+            attention_softcap=own.get("attn_logit_softcapping") or 0.0,
+            logit_softcap=own.get("final_logit_softcapping") or 0.0,
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            attention_bias=bias,
-            output_bias=bias and llama_like,
+            **{"attention_bias": bias, "output_bias": bias} | TRAITS[architecture],
             value_head=value_head,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
             max_position=_need(hf, "max_position_embeddings"),
@@ -197,7 +288,8 @@ class ModelConfig:
         if self.foreign:
             return json.loads(self.foreign)
         eos, name = list(self.eos_token_ids), self.architecture
-        name = name.replace(*_SCORED) if self.value_head else name
+        scored = _SCORED_NAMES.get(name, name.replace(*_SCORED))
+        name = scored if self.value_head else name
         hf = {
             "architectures": [name],
             "model_type": ARCHITECTURES[self.architecture]["model_type"],
@@ -208,7 +300,7 @@ class ModelConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": self.activation,
             "tie_word_embeddings": self.tie_embeddings,
             "rms_norm_eps": self.rms_eps,
             "max_position_embeddings": self.max_position,
@@ -219,7 +311,20 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             **_rope_to_hf(self.rope),
         }
-        if self.architecture != "Qwen2ForCausalLM":
+        own = {
+            "hidden_activation": self.activation,
+            "query_pre_attn_scalar": self.query_scalar,
+            "attn_logit_softcapping": self.attention_softcap or None,
+            "final_logit_softcapping": self.logit_softcap or None,
+            "sliding_window": max(self.windows, default=0) or None,
+            "layer_types": [_KINDS[w > 0] for w in self.layer_windows],
+        }
+        hf |= {key: own[key] for key in ARCHITECTURES[self.architecture] if key in own}
+        if self.local_rope:
+            full, local = hf["rope_parameters"], _rope_to_hf(self.local_rope)["rope_parameters"]
+            hf["rope_parameters"] = {_KINDS[False]: full, _KINDS[True]: local}
+            hf["rope_local_base_freq"] = self.local_rope.theta
+        if "attention_bias" not in TRAITS[self.architecture]:
             hf["attention_bias"] = self.attention_bias
         if self.value_head:
             hf |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
@@ -251,7 +356,8 @@ def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the key of ARCHITECTURES, and whether the model has a value head."""
     by_type = {row["model_type"]: name for name, row in ARCHITECTURES.items()}
     names = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
-    name = str(names[0]).replace(*_SCORED[::-1])
+    scored = {other: name for name, other in _SCORED_NAMES.items()}
+    name = scored.get(names[0], str(names[0]).replace(*_SCORED[::-1]))
     if name not in ARCHITECTURES:
         raise NotOurs(
             f"unsupported architecture {names[0]!r}; use one of {', '.join(sorted(ARCHITECTURES))}"
@@ -266,12 +372,15 @@ def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
     """Raise UserError for an option of HF's file that would change the forward pass."""
+    own = ARCHITECTURES[architecture]
+    activation = "hidden_activation" if "hidden_activation" in own else "hidden_act"
     refused = {
-        "hidden_act": hf.get("hidden_act", "silu") != "silu",
+        activation: hf.get(activation, "silu") not in ACTIVATIONS,
         "use_sliding_window": bool(hf.get("use_sliding_window")),
-        "layer_types": set(hf.get("layer_types", ())) - {"full_attention"},
+        "use_bidirectional_attention": bool(hf.get("use_bidirectional_attention")),
+        "layer_types": set(hf.get("layer_types") or ()) - set(_KINDS[: 1 + ("layer_types" in own)]),
         "mlp_bias": bool(hf.get("mlp_bias")),
-        "attention_dropout": bool(hf.get("attention_dropout")),
+        **{k: bool(hf.get(k)) for k in ("attention_dropout", "resid_pdrop", "embd_pdrop")},
         "quantization_config": "quantization_config" in hf,
         "partial_rotary_factor": hf.get("partial_rotary_factor", 1.0) != 1.0,
     }
@@ -282,13 +391,28 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
             )
 
 
+def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the field `windows` of the keys that an architecture has."""
+    window, pattern = own.get("sliding_window") or 0, own.get("sliding_window_pattern", layers + 1)
+    kinds = own.get("layer_types") or [_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
+    windows = tuple(window * (kind == _KINDS[True]) for kind in kinds)
+    return windows if any(windows) else ()
+
+
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
+def _local_rope(hf: Mapping[str, Any]) -> Rope:
+    """Return the RoPE of layers with a window, whose base is a key of its own (Gemma 3)."""
+    local = (hf.get("rope_parameters") or {}).get(_KINDS[True], {})
+    other = {"rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
+    return _rope_from_hf({**hf, **other, "rope_parameters": local})
+
+
+def _rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = ROPE_KINDS) -> Rope:
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     given = hf.get(key) or {}
     if not isinstance(given, Mapping):
@@ -299,8 +423,8 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> Rope:
     kind = given.pop("rope_type", None) or given.get("type") or "default"
     given.pop("type", None)
     theta = float(given.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
-    if kind not in ROPE_KINDS:
-        raise NotOurs(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(ROPE_KINDS)}")
+    if kind not in kinds:
+        raise NotOurs(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(kinds)}")
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise NotOurs("unsupported option partial_rotary_factor; use a model without it")
     if kind in ("llama3", "yarn"):

@@ -6,6 +6,7 @@ producer runs scalar, and everything elementwise is kept instead of being comput
 backward pass chooses what is kept and the order of the axes.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,26 +86,32 @@ def _lookup_backward(dtype, place, kept, grad):
 lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """Return x / √(mean x² + eps) · scale over the last axis, in x's dtype; statistics in float32.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def rms_norm(x: Array, scale: Array, eps: float, offset: float = 0.0) -> Array:
+    """Return x / √(mean x² + eps) · (offset + scale) over the last axis, in x's dtype.
+
+    Statistics are in float32, and with an offset the product too, as Gemma's are.
 
     Args:
       x: [..., D]; scale: [D].
     """
-    return _rms_norm_forward(x, scale, eps)[0]
+    return _rms_norm_forward(x, scale, eps, offset)[0]
 
 
-def _rms_norm_forward(x, scale, eps):
+def _rms_norm_forward(x, scale, eps, offset):
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype), (x, scale, inverse)
+    if offset:
+        normed = (wide * inverse * (offset + scale.astype(jnp.float32))).astype(x.dtype)
+    else:
+        normed = (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
+    return normed, (x, scale, inverse)
 
 
-def _rms_norm_backward(eps, kept, grad):
+def _rms_norm_backward(eps, offset, kept, grad):
     x, scale, inverse = kept
     wide, grad = x.astype(jnp.float32), grad.astype(jnp.float32)
-    scaled = grad * scale.astype(jnp.float32)
+    scaled = grad * (offset + scale.astype(jnp.float32))
     along = jnp.mean(scaled * wide, axis=-1, keepdims=True)
     grad_x = inverse * (scaled - wide * (inverse * inverse * along))
     terms = grad * wide * inverse
@@ -135,6 +142,37 @@ def _swiglu_backward(kept, grad):
 
 
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+gelu = partial(jax.nn.gelu, approximate=True)  # by tanh
+
+
+@jax.custom_vjp
+def geglu(gate: Array, up: Array) -> Array:
+    """Return gelu(gate) · up, both of one shape; keeps its inputs alone."""
+    return gelu(gate) * up
+
+
+def _geglu_backward(kept, grad):
+    gate, up = kept
+    value, slope = jax.jvp(gelu, (gate,), (jnp.ones_like(gate),))
+    return grad * up * slope, grad * value
+
+
+geglu.defvjp(lambda gate, up: (geglu(gate, up), (gate, up)), _geglu_backward)
+
+# HF's name of an activation → it by itself; the gated MLP's product with it. See ModelConfig.
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_pytorch_tanh": gelu}
+GATED: dict[str, Callable[[Array, Array], Array]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
+
+
+def softcapped(x: Array, cap: float) -> Array:
+    """Return cap · tanh(x / cap), x itself where cap is 0 (Gemma 2, arXiv 2408.00118)."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+def softcap_slope(capped: Array, cap: float) -> Array | float:
+    """Return the derivative of `softcapped` by its result; 0 for what is beyond ±cap (a mask)."""
+    return 1.0 - jnp.square(jnp.clip(capped / cap, -1.0, 1.0)) if cap else 1.0
 
 
 @jax.custom_vjp

@@ -4,6 +4,8 @@ Needs CUDA, half precision and a GPU of compute capability 9.0 (Hopper). JAX has
 the packed layout yet: what is inside it is imported here alone.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -19,7 +21,12 @@ LARGEST_OFFSET = 2**31  # elements of q on one device: the kernel counts them in
 
 
 def packed_attention(
-    q: Array, k: Array, v: Array, segment_sizes: Array, layout: Layout = ONE_DEVICE
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_sizes: Array,
+    layout: Layout = ONE_DEVICE,
+    window: int = 0,
 ) -> Array:
     """Return attention within segments as `attention.attention`; 0 at padding.
 
@@ -28,23 +35,25 @@ def packed_attention(
       segment_sizes: [B, M] int32, M > 1: tokens of each segment of a row, in the row's order and
         from its first token on; 0 for none. What follows the last one is padding.
       layout: rows and heads on a mesh.
+      window: how many tokens a query sees at most; 0: all of its segment.
     """
     heads, groups = q.shape[2], q.shape[2] // k.shape[2]
     mesh = layout.mesh
     tensor = 1 if mesh is None else mesh.shape["tensor"]
     if jax.__version_info__ < GROUPED_SINCE or k.shape[2] % tensor:
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+    attend = partial(_on_one_device, window=window)
     if mesh is None:
-        return _on_one_device(q, k, v, segment_sizes)
+        return attend(q, k, v, segment_sizes)
     cut = PartitionSpec(ROWS, None, "tensor" if heads % tensor == 0 else None)
     rows = PartitionSpec(ROWS)
     mapped = jax.shard_map(
-        _on_one_device, mesh=mesh, in_specs=(cut, cut, cut, rows), out_specs=cut, check_vma=False
+        attend, mesh=mesh, in_specs=(cut, cut, cut, rows), out_specs=cut, check_vma=False
     )
     return mapped(q, k, v, segment_sizes)
 
 
-def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array) -> Array:
+def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array, window: int) -> Array:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     lengths, starts = segment_table(segment_sizes)
@@ -58,6 +67,7 @@ def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array) -> Array:
         real(q), real(k), real(v),
         q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts,
         scale=q.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        sliding_window_length=window or None,
     )  # fmt: skip
     return real(mixed)
 

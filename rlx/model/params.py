@@ -29,6 +29,8 @@ class Row(NamedTuple):
       transposed: HF stores the matrix as [out, in]; here it is [in, out].
       kind: how it starts: `matrix` (normal), `ones`, `zeros`.
       shape: in the pytree, the size of each axis.
+      begin, whole: where HF joins several matrices in one tensor, its first row that is of this
+        one, and how many it has; whole 0: the tensor is this matrix alone.
     """
 
     path: tuple[str, ...]
@@ -37,6 +39,8 @@ class Row(NamedTuple):
     transposed: bool
     kind: str
     shape: tuple[int, ...] = ()
+    begin: int = 0
+    whole: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -52,7 +56,13 @@ class Row(NamedTuple):
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of each of HF's tensors."""
         one = self.shape[1:] if self.stacked else self.shape
-        return one[::-1] if self.transposed else one
+        theirs = one[::-1] if self.transposed else one
+        return (self.whole, *theirs[1:]) if self.whole else theirs
+
+    @property
+    def part(self) -> slice:
+        """Rows of each of HF's tensors that are of this parameter."""
+        return slice(self.begin, self.begin + self.shape[-1]) if self.whole else slice(None)
 
     def sized(self, sizes: Mapping[str, int]) -> "Row":
         """Return the row with its shape filled in."""
@@ -63,27 +73,66 @@ def table(config: ModelConfig) -> tuple[Row, ...]:
     """Return the rows of every parameter that a model of this config has."""
     rows = [
         Row(("embed",), ("vocab", "model"), "model.embed_tokens.weight", False, "matrix"),
-        _norm("input_norm", "model", "input_layernorm"),
+        *_norms(config, "input_norm"),
         *_linear("q", ("model", "heads"), "self_attn.q_proj", config.attention_bias),
         *_linear("k", ("model", "kv_heads"), "self_attn.k_proj", config.attention_bias),
         *_linear("v", ("model", "kv_heads"), "self_attn.v_proj", config.attention_bias),
         *_linear("o", ("heads", "model"), "self_attn.o_proj", config.output_bias),
-        _norm("post_norm", "model", "post_attention_layernorm"),
+        *_norms(config, "mixed_norm", "post_norm"),
         *_linear("gate", ("model", "mlp"), "mlp.gate_proj"),
         *_linear("up", ("model", "mlp"), "mlp.up_proj"),
         *_linear("down", ("mlp", "model"), "mlp.down_proj"),
+        *_norms(config, "mlp_norm"),
         Row(("final_norm",), ("model",), "model.norm.weight", False, "ones"),
     ]
     if config.qk_norm:
-        rows += [_norm("q_norm", "head_dim", "self_attn.q_norm")]
-        rows += [_norm("k_norm", "head_dim", "self_attn.k_norm")]
+        heads = ("heads", "kv_heads") if config.joint_qk_norm else ("head_dim", "head_dim")
+        rows += [
+            _norm(f"{x}_norm", axis, f"self_attn.{x}_norm")
+            for x, axis in zip("qk", heads, strict=True)
+        ]
     if config.value_head:
         # Zero, so that all values are at first.
         rows += [Row(("value_head",), ("values", "model"), "score.weight", False, "zeros")]
     elif not config.tie_embeddings:
         rows += [Row(("lm_head",), ("vocab", "model"), "lm_head.weight", False, "matrix")]
     sizes = axis_sizes(config)
-    return tuple(row.sized(sizes) for row in rows)
+    if config.norm_offset:  # a norm of weight 0 then is one of scale 1
+        rows = [row._replace(kind="zeros") if row.kind == "ones" else row for row in rows]
+    rows = [row.sized(sizes) for row in rows]
+    return tuple(_fused(rows) if config.fused else rows)
+
+
+# HF's name of a joined matrix → ours of its parts, in the order of their rows.
+FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+
+
+def _fused(rows: list[Row]) -> list[Row]:
+    found = {row.path[-1]: row for row in rows}
+    for hf, names in FUSED.items():
+        sizes = [found[name].shape[-1] for name in names]
+        for i, name in enumerate(names):
+            found[name] = found[name]._replace(
+                hf=f"model.layers.{{}}.{hf}.weight", begin=sum(sizes[:i]), whole=sum(sizes)
+            )
+    return list(found.values())
+
+
+# Where blocks have norms → name of the norm of a layer, HF's. Ours of what a block reads are
+# input_norm (attention) and post_norm (MLP), of what it gives mixed_norm and mlp_norm.
+NORMS = {
+    "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    "after": {"mixed_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    "both": {
+        "input_norm": "input_layernorm", "mixed_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm", "mlp_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+
+
+def _norms(config: ModelConfig, *names: str) -> list[Row]:
+    theirs = NORMS[config.norms]
+    return [_norm(name, "model", theirs[name]) for name in names if name in theirs]
 
 
 def _norm(name: str, axis: str, hf: str) -> Row:

@@ -69,7 +69,9 @@ class JaxUpdate(BatchUpdate):
         algorithm = self._algorithm
         self._steps = s = Steps(model_config, options, self._layout)
         self.model = s.model
-        how = attention_kind(options.compute_dtype, model_config.head_dim)
+        how = attention_kind(
+            options.compute_dtype, model_config.head_dim, model_config.attention_softcap
+        )
         self._sizes_segments = how == "packed" and self._layout.context == 1
         if not self._sizes_segments:
             self._attention_cost = parameters.attention_cost(model_config, jax.default_backend())

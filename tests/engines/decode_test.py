@@ -9,7 +9,7 @@ import pytest
 
 from rlx.engines.jax import decode
 from rlx.model import decoder, hf, params
-from rlx.model.model_config import ModelConfig, Rope
+from rlx.model.model_config import TRAITS, ModelConfig, Rope
 
 SIZES = {
     "vocab_size": 96, "num_layers": 2, "model_dim": 32, "mlp_dim": 48, "num_heads": 4,
@@ -22,6 +22,19 @@ CONFIGS = {
         "LlamaForCausalLM", **SIZES, attention_bias=True, output_bias=True,
         rope=Rope("linear", factor=2.0),
     ),
+    # Windows shorter than a prompt's chunk, than a decode call, and in between.
+    "mistral": ModelConfig("MistralForCausalLM", **SIZES, windows=(6, 6)),
+    "gemma2": ModelConfig(
+        "Gemma2ForCausalLM", **SIZES | {"num_kv_heads": 1}, windows=(3, 0), query_scalar=12,
+        attention_softcap=2.0, logit_softcap=3.0, activation="gelu_pytorch_tanh",
+        tie_embeddings=True, **TRAITS["Gemma2ForCausalLM"],
+    ),
+    "gemma3": ModelConfig(
+        "Gemma3ForCausalLM", **SIZES, windows=(10, 0), local_rope=Rope(theta=100.0),
+        activation="gelu_pytorch_tanh", tie_embeddings=True, **TRAITS["Gemma3ForCausalLM"],
+    ),
+    "olmo2": ModelConfig("Olmo2ForCausalLM", **SIZES, **TRAITS["Olmo2ForCausalLM"]),
+    "phi3": ModelConfig("Phi3ForCausalLM", **SIZES, windows=(20, 20), fused=True),
 }  # fmt: skip
 # Widths that fill vector registers: narrower ones may fall to scalar code with other last bits.
 WIDE = ModelConfig(

@@ -34,7 +34,9 @@ def inputs(heads, key_heads, width=8, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def by_documented_rules(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
+def by_documented_rules(
+    q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length
+):
     """Stand in for cuDNN: segments are where the offsets, in elements, say; the rest is not made.
 
     The offsets are those that the installed JAX would hand over.
@@ -60,7 +62,9 @@ def by_documented_rules(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, 
             queries = q.ravel()[rows].reshape(length, -1, groups, width)
             own = [x[keys].reshape(key_shape) for x in (flat_k, flat_v)]
             scores = jnp.einsum("qkgh,skh->kgqs", queries, own[0]) * scale
-            scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf)
+            seen = np.tril(np.ones((length, length), bool))
+            seen &= ~np.tril(seen, -(sliding_window_length or length))
+            scores = jnp.where(seen, scores, -jnp.inf)
             mixed = jnp.einsum("kgqs,skh->qkgh", jax.nn.softmax(scores), own[1])
             out = out.at[rows].set(mixed.ravel())
         return out.reshape(q.shape)
@@ -74,8 +78,10 @@ def by_documented_rules(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, 
     return run(q, k, v)
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_packed_segments_are_attended_to_as_in_blocks(monkeypatch, heads, key_heads):
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "window"), [(4, 4, 0), (4, 2, 4), (6, 1, 0), (4, 2, 21)]
+)
+def test_packed_segments_are_attended_to_as_in_blocks(monkeypatch, heads, key_heads, window):
     """With grouped heads too, which some versions of JAX count wrongly."""
     monkeypatch.setattr(cudnn, "dot_product_attention", by_documented_rules)
     ids = segment_ids()
@@ -86,8 +92,8 @@ def test_packed_segments_are_attended_to_as_in_blocks(monkeypatch, heads, key_he
         mixed = function(*qkv)
         return jnp.sum(jnp.where(there, mixed, 0) * weights), mixed
 
-    of_packed = partial(packed.packed_attention, segment_sizes=jnp.asarray(sizes))
-    of_blocks = partial(attention, segment_ids=jnp.asarray(ids))
+    of_packed = partial(packed.packed_attention, segment_sizes=jnp.asarray(sizes), window=window)
+    of_blocks = partial(attention, segment_ids=jnp.asarray(ids), window=window)
     results = []
     for function in (of_packed, of_blocks):
         run = jax.value_and_grad(partial(loss, function), argnums=(0, 1, 2), has_aux=True)
@@ -113,9 +119,9 @@ def lowered(run, *args):
     return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def loss_of(layout, sizes, ids):
+def loss_of(layout, sizes, ids, **options):
     def loss(q, k, v):
-        return jnp.sum(attention(q, k, v, ids, sizes, layout).astype(jnp.float32))
+        return jnp.sum(attention(q, k, v, ids, sizes, layout, **options).astype(jnp.float32))
 
     return jax.grad(loss, argnums=(0, 1, 2))
 
@@ -131,6 +137,18 @@ def test_on_hopper_packed_rows_are_attended_to_without_a_mask(hopper):
     assert text.count("PADDING_CAUSAL") == 2
     assert re.findall(r"max_seg_per_batch\\22: (\d+)", text) == ["4", "4"]
     assert f"{tokens}x{tokens}" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [({"window": 100}, ["100", "100"]), ({"window": 512}, ["0", "0"]), ({"softcap": 9.0}, [])],
+)
+def test_on_hopper_windows_are_the_kernels_and_a_softcap_is_for_blocks(hopper, options, windows):
+    ids = jnp.asarray(segment_ids([[300, 200], [512]], 512))
+    sizes = jnp.asarray(packing.segment_sizes(np.asarray(ids)))
+    q = jnp.ones((2, 512, 4, 64), jnp.bfloat16)
+    text = lowered(loss_of(sharding.ONE_DEVICE, sizes, ids, **options), q, q, q)
+    assert re.findall(r"sliding_window_length\\22: (\d+)", text) == windows
 
 
 @pytest.mark.parametrize(

@@ -26,26 +26,31 @@ def with_gradients(function, q, k, v, weights):
     return mixed, *pull(weights)
 
 
-def with_sharded_tokens(*arrays, ids, devices):
+def with_sharded_tokens(*arrays, ids, devices, **options):
     order = blocks_of(devices)
     cut = [x[:, order].reshape(BATCH, devices, -1, *x.shape[2:]) for x in arrays]
-    own = partial(module.on_one_device, segment_ids=ids[:, order], devices=devices)
+    own = partial(module.on_one_device, segment_ids=ids[:, order], devices=devices, **options)
     run = jax.vmap(partial(with_gradients, own), in_axes=1, out_axes=1, axis_name=module.AXIS)
     joined = (x.reshape(BATCH, TOKENS, *x.shape[3:]) for x in run(*cut))
     return [x[:, np.argsort(order)] for x in joined]
 
 
 @pytest.mark.parametrize(
-    ("devices", "heads", "key_heads", "tile", "ids"),
-    [(2, 4, 2, 512, IDS), (4, 2, 2, 4, IDS), (3, 3, 1, 3, WHOLE)],
+    ("devices", "heads", "key_heads", "tile", "ids", "options"),
+    [
+        (2, 4, 2, 512, IDS, {}),
+        (4, 2, 2, 4, IDS, {"window": 7}),
+        (3, 3, 1, 3, WHOLE, {"window": 4, "softcap": 1.0}),
+        (2, 3, 1, 3, WHOLE, {"window": 3}),
+    ],
 )
-def test_it_is_attention(monkeypatch, devices, heads, key_heads, tile, ids):
-    """Forward and backward, with grouped heads, segments, padding and several tiles a block."""
+def test_it_is_attention(monkeypatch, devices, heads, key_heads, tile, ids, options):
+    """Forward and backward: grouped heads, segments, padding, several tiles a block, windows."""
     monkeypatch.setattr(module, "TILE", tile)
     rng = np.random.default_rng(devices)
     shapes = [(BATCH, TOKENS, n, WIDTH) for n in (heads, key_heads, key_heads, heads)]
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    ours = jax.jit(partial(with_sharded_tokens, ids=ids, devices=devices))(*arrays)
-    wanted = with_gradients(partial(attention, segment_ids=ids), *arrays)
+    ours = jax.jit(partial(with_sharded_tokens, ids=ids, devices=devices, **options))(*arrays)
+    wanted = with_gradients(partial(attention, segment_ids=ids, **options), *arrays)
     for own, one in zip(ours, wanted, strict=True):
         np.testing.assert_allclose(own, one, atol=1e-5)

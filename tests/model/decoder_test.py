@@ -1,5 +1,7 @@
 """The forward pass and its gradients against transformers, and packed against unpacked."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +69,15 @@ def test_packed_logprobs_and_entropies(few, rows, chunk):
     ("chunk", "remat"), [(1000, "none"), (25, "dots"), (25, "attention"), (25, "full")]
 )
 def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
-    model, path = few
+    check_gradients(*few, rows, chunk, remat)
+
+
+def test_gradients_of_each_family_are_those_of_autograd(family, rows):
+    """With windows shorter than the packed segments, and chunks of capped logits."""
+    check_gradients(*family, rows, 25, "attention")
+
+
+def check_gradients(model, path, rows, chunk, remat):
     config, params = hf.load(path)
     weights = np.random.default_rng(2).normal(size=(2, *rows["tokens"].shape)).astype(np.float32)
 
@@ -89,8 +99,14 @@ def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
         assert error <= 1e-4, f"gradient of {name} off by {error:.1e} of its largest entry"
 
 
-def test_query_blocks_change_nothing(tiny_model_dir, monkeypatch):
+@pytest.mark.parametrize(
+    "kinds", [{}, {"windows": (11,), "attention_softcap": 2.0, "logit_softcap": 3.0}]
+)
+def test_query_blocks_change_nothing(tiny_model_dir, monkeypatch, kinds):
     config, params = hf.load(tiny_model_dir)
+    if kinds:
+        windows = (*kinds["windows"], 0) * config.num_layers
+        config = dataclasses.replace(config, **kinds | {"windows": windows[: config.num_layers]})
     shape = (2, 50)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocab_size)
     segments = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 3]], [23, 17, 10], axis=1))

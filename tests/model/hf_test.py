@@ -25,7 +25,11 @@ from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-KINDS = list(itertools.product(("Qwen2", "Qwen3", "Llama"), (True, False), DTYPES))
+KINDS = [
+    *itertools.product(("Qwen2", "Qwen3", "Llama"), (True, False), DTYPES),
+    *((name, tied, dtype) for name in ("Mistral", "Gemma2", "Gemma3Text", "Olmo2", "Phi3")
+      for tied, dtype in zip((True, False), DTYPES, strict=True)),
+]  # fmt: skip
 
 
 def stored(path: Path) -> dict[str, tuple]:
@@ -141,7 +145,7 @@ def load_sharded(mode: str, *paths: Path) -> None:
 
 
 def test_each_device_has_its_slice_of_the_whole(make_small, tmp_path):
-    kinds = itertools.product(("Qwen2", "Qwen3", "Llama"), (True, False))
+    kinds = itertools.product(("Qwen2", "Qwen3", "Llama", "Gemma3Text", "Phi3"), (True, False))
     paths = [tmp_path / f"{name}-{tied}" for name, tied in kinds]
     for path in paths:
         architecture, tied = path.name.split("-")

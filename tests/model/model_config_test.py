@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from rlx.base import UserError
-from rlx.model.model_config import ARCHITECTURES, ModelConfig, Rope
+from rlx.model.model_config import ARCHITECTURES, TRAITS, ModelConfig, Rope
 
 COMMON = {
     "vocab_size": 97, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48,
@@ -32,6 +32,13 @@ ROPES = {
              mscale=0.7, mscale_all_dim=0.5, truncate=False),
     ),
 }  # fmt: skip
+
+
+# Phi 3 has RoPE without scaling alone (and longrope, which the decoder has not).
+KINDS = [
+    (name, kind) for name in sorted(ARCHITECTURES) for kind in ROPES
+    if name != "Phi3ForCausalLM" or kind == "default"
+]  # fmt: skip
 
 
 def hf_dict(architecture="LlamaForCausalLM", **changes):
@@ -118,8 +125,7 @@ def test_the_original_context_defaults_to_the_longest(kind):
     assert config.rope.original_max_position_embeddings == 256
 
 
-@pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(("architecture", "kind"), KINDS)
 def test_a_round_trip_changes_nothing(architecture, kind):
     config = ModelConfig.from_hf(
         hf_dict(
@@ -137,7 +143,7 @@ def test_a_round_trip_changes_nothing(architecture, kind):
     older = {k: v for k, v in hf.items() if k != "rope_parameters"}
     assert ModelConfig.from_hf(older) == config
     biased = dataclasses.replace(config, attention_bias=True, output_bias=True)
-    if architecture != "Qwen2ForCausalLM":
+    if "attention_bias" not in TRAITS[architecture]:
         assert ModelConfig.from_hf(biased.to_hf()) == biased
 
 
@@ -147,8 +153,7 @@ def test_end_tokens_keep_their_number_and_order(eos):
     assert ModelConfig.from_hf(config.to_hf()).eos_token_ids == eos
 
 
-@pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(("architecture", "kind"), KINDS)
 def test_transformers_reads_what_is_written_and_writes_what_is_read(architecture, kind, tmp_path):
     rope = spelled("rope_parameters", kind, ROPES[kind][0])
     wanted = ModelConfig.from_hf(hf_dict(architecture, head_dim=10, eos_token_id=5, **rope))

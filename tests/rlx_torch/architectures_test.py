@@ -133,7 +133,7 @@ def _halved(out):
 
 
 def test_a_foreign_model_is_for_torch_and_vllm_alone(made):
-    path, _ = made("gemma2")
+    path, _ = made("granite")
     model = hf_files.check(path)
     assert (model.max_position, model.vocab_size, model.eos_token_ids) == (256, 128, (2,))
     assert model.to_hf() == json.loads((path / "config.json").read_text())

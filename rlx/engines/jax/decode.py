@@ -11,6 +11,7 @@ key/value head, H head width, R steps of one decode call.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +20,10 @@ import numpy as np
 
 from rlx.engines.jax.sampling import row_sum
 from rlx.model import params as parameters
-from rlx.model.decoder import rope_tables
+from rlx.model.attention import seen
+from rlx.model.decoder import embed_scale, rope_tables
 from rlx.model.model_config import ModelConfig
+from rlx.model.ops import ACTIVATIONS, softcapped
 
 
 class ServingParams(NamedTuple):
@@ -29,9 +32,8 @@ class ServingParams(NamedTuple):
     Attributes:
       embed, head: [V, D] (the same array when tied; of a reward model's head [1, D]).
       final_norm: [D].
-      layers: per layer, `input_norm`, `qkv` [(G·K + 2·K)·H, D], `o`, `post_norm`,
-        `gate_up` [2·F, D], `down`, and where the model has them `qkv_bias`, `o_bias`, `q_norm`,
-        `k_norm`.
+      layers: per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D], `down`, and where the
+        model has them `qkv_bias`, `o_bias`, `q_norm`, `k_norm` and the norms of `params.NORMS`.
     """
 
     embed: jax.Array
@@ -64,11 +66,11 @@ def serving_params(
     Raises:
       ValueError: a tensor has NaN or infinity.
     """
-    names = {row.path[-1]: row.hf for row in parameters.table(config)}
+    rows = {row.path[-1]: row for row in parameters.table(config)}
 
     def read(name, layer=0):
-        full = names[name].format(layer)
-        tensor = np.asarray(tensors[full])
+        full = rows[name].names[layer]
+        tensor = np.asarray(tensors[full])[rows[name].part]
         if not np.isfinite(tensor).all():
             raise ValueError(f"tensor {full!r} has non-finite numbers; publish finite weights")
         return tensor
@@ -81,8 +83,8 @@ def serving_params(
         joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
         if config.attention_bias:
             joined["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
-        alone = ("input_norm", "post_norm", "o", "o_bias", "down", "q_norm", "k_norm")
-        joined |= {name: (name,) for name in alone if name in names}
+        norms = (*parameters.NORMS[config.norms], "q_norm", "k_norm")
+        joined |= {name: (name,) for name in (*norms, "o", "o_bias", "down") if name in rows}
         return {key: put(*(read(n, index) for n in parts)) for key, parts in joined.items()}
 
     embed = put(read("embed"))
@@ -90,7 +92,7 @@ def serving_params(
         embed=embed,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=put(read("final_norm")),
-        head=next((put(read(n)) for n in ("value_head", "lm_head") if n in names), embed),
+        head=next((put(read(n)) for n in ("value_head", "lm_head") if n in rows), embed),
     )
 
 
@@ -110,11 +112,26 @@ def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cach
     return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Return decoder.rms_norm of x, with a sum that does not depend on the number of rows."""
+def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
+    """Return ops.rms_norm of x, with a sum that does not depend on the number of rows."""
     x32 = x.astype(jnp.float32)
     mean = row_sum(x32 * x32) / x.shape[-1]
-    return (x32 * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * scale
+    normed = x32 * jax.lax.rsqrt(mean + config.rms_eps)
+    if config.norm_offset:
+        return (normed * (config.norm_offset + scale.astype(jnp.float32))).astype(x.dtype)
+    return normed.astype(x.dtype) * scale
+
+
+def _norm(layer: dict[str, jax.Array], name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return x after a layer's norm, x itself where it has none of that name."""
+    return _rms_norm(x, layer[name], config) if name in layer else x
+
+
+def _head_norm(layer, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return heads [..., n, H] as decoder.head_norm does."""
+    if not config.joint_qk_norm:
+        return _norm(layer, name, config, x)
+    return _norm(layer, name, config, x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
 
 def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
@@ -127,20 +144,34 @@ def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
 
 def _qkv(layer, config: ModelConfig, x, angles):
     """Return q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D], with RoPE."""
-    fused = _linear(layer, "qkv", _rms_norm(x, layer["input_norm"], config.rms_eps))
+    fused = _linear(layer, "qkv", _norm(layer, "input_norm", config, x))
     heads = fused.reshape(*x.shape[:-1], -1, config.head_dim)
     n, m = config.num_heads, config.num_kv_heads
     q, k, v = heads[..., :n, :], heads[..., n : n + m, :], heads[..., n + m :, :]
-    if config.qk_norm:
-        q = _rms_norm(q, layer["q_norm"], config.rms_eps)
-        k = _rms_norm(k, layer["k_norm"], config.rms_eps)
-    return _rotate(q, angles), _rotate(k, angles), v
+    q, k = _head_norm(layer, "q_norm", config, q), _head_norm(layer, "k_norm", config, k)
+    q = _rotate(q, angles)
+    if config.query_factor != 1.0:
+        q = q * jnp.asarray(config.query_factor, q.dtype)
+    return q, _rotate(k, angles), v
 
 
-def _angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (cos, ±sin) of positions: [...] int32 → two [..., 2, H/2] float32, for both halves."""
-    cos, sin = rope_tables(config, positions)
-    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+def _angles(config: ModelConfig, positions: jax.Array) -> dict[int, tuple[jax.Array, jax.Array]]:
+    """Return (cos, ±sin) of positions for layers of each window.
+
+    [...] int32 → two [..., 2, H/2] float32, for both halves.
+    """
+    tables = {w: rope_tables(config, positions, w) for w in sorted(set(config.layer_windows))}
+    return {
+        window: (jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2))
+        for window, (cos, sin) in tables.items()
+    }
+
+
+def _logits(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return the logits [R, V] float32 (values of a reward model, [R, 1]) of a stream [R, D]."""
+    x = _rms_norm(x, params.final_norm, config)
+    logits = jnp.einsum("rd,vd->rv", x, params.head, preferred_element_type=jnp.float32)
+    return logits if config.value_head else softcapped(logits, config.logit_softcap)
 
 
 def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -152,10 +183,11 @@ def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def _finish_layer(layer, config: ModelConfig, x, mixed):
     """Return the residual stream after attention's output projection and the MLP."""
-    x = x + _linear(layer, "o", mixed)
-    gate_up = _linear(layer, "gate_up", _rms_norm(x, layer["post_norm"], config.rms_eps))
+    x = x + _norm(layer, "mixed_norm", config, _linear(layer, "o", mixed))
+    gate_up = _linear(layer, "gate_up", _norm(layer, "post_norm", config, x))
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return x + _linear(layer, "down", jax.nn.silu(gate) * up)
+    out = _linear(layer, "down", ACTIVATIONS[config.activation](gate) * up)
+    return x + _norm(layer, "mlp_norm", config, out)
 
 
 def prefill(
@@ -213,8 +245,7 @@ def score(
     x, cache = _advance(params, config, cache, tokens, start)
 
     def logprobs():
-        last = _rms_norm(x[0], params.final_norm, config.rms_eps)
-        logits = jnp.einsum("cd,vd->cv", last, params.head, preferred_element_type=jnp.float32)
+        logits = _logits(params, config, x[0])
         if config.value_head:
             return logits[:, 0]
         logits = logits / temperature
@@ -235,29 +266,33 @@ def _advance(
     """
     positions = start + jnp.arange(part.shape[1])
     angles = _angles(config, jnp.broadcast_to(positions, part.shape))
-    x = params.embed[part]
+    x = embed_scale(config, params.embed[part])
     filled = []
-    for layer, old in zip(params.layers, cache, strict=True):
-        q, k, v = _qkv(layer, config, x, angles)
+    for layer, old, window in zip(params.layers, cache, config.layer_windows, strict=True):
+        q, k, v = _qkv(layer, config, x, angles[window])
         keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
         new = LayerCache(
             jax.lax.dynamic_update_slice_in_dim(old.keys, keys, start, 3),
             jax.lax.dynamic_update_slice_in_dim(old.values, values, start, 2),
         )
         filled.append(new)
-        x = _finish_layer(layer, config, x, _prompt_attention(q, new, start))
+        mixed = _prompt_attention(q, new, start, window, config.attention_softcap)
+        x = _finish_layer(layer, config, x, mixed)
     return x, tuple(filled)
 
 
-def _prompt_attention(q: jax.Array, cache: LayerCache, start: jax.Array) -> jax.Array:
+def _prompt_attention(
+    q: jax.Array, cache: LayerCache, start: jax.Array, window: int, softcap: float
+) -> jax.Array:
     """Attend from positions start …: queries [P, C, G·K, H] over the cache → [P, C, G·K·H]."""
     prompts, chunk, heads, width = q.shape
     kv_heads, length = cache.keys.shape[1], cache.keys.shape[3]
     q = q.reshape(prompts, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4) * width**-0.5
     q = q.reshape(prompts, kv_heads, -1, width)  # one axis of queries: see _linear
     scores = jnp.einsum("pkqh,pkhs->pkqs", q, cache.keys, preferred_element_type=jnp.float32)
-    seen = jnp.arange(length) <= start + jnp.arange(chunk)[:, None]
-    scores = jnp.where(jnp.tile(seen, (heads // kv_heads, 1)), scores, -jnp.inf)
+    mask = seen(start + jnp.arange(chunk)[:, None], jnp.arange(length), window)
+    mask = jnp.tile(mask, (heads // kv_heads, 1))
+    scores = jnp.where(mask, softcapped(scores, softcap), -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
     weights = (weights / row_sum(weights)).astype(cache.values.dtype)
     mixed = jnp.einsum("pkqs,pksh->pkqh", weights, cache.values)
@@ -336,7 +371,7 @@ def step(
     index: jax.Array,
     tokens: jax.Array,
     lengths: jax.Array,
-    angles: tuple[jax.Array, jax.Array],
+    angles: dict[int, tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, Cache]:
     """Return the logits of the next token of every slot.
 
@@ -350,39 +385,42 @@ def step(
       index: scalar int32, 0 … R − 1.
       tokens: [S] int32, the slot's token number `lengths + index`.
       lengths: [S] int32, cached tokens at the start of the call.
-      angles: of the tokens' positions, two [S, 2, H/2].
+      angles: of the tokens' positions, two [S, 2, H/2] for each window, see `_angles`.
 
     Returns:
       logits [S, V] float32, and `recent` with place `index` filled.
     """
-    x = params.embed[tokens]
-    filled = []
-    for layer, cached, new in zip(params.layers, cache, recent, strict=True):
-        q, k, v = _qkv(layer, config, x, angles)
+    x = embed_scale(config, params.embed[tokens])
+    filled, windows, softcap = [], config.layer_windows, config.attention_softcap
+    for layer, cached, new, window in zip(params.layers, cache, recent, windows, strict=True):
+        q, k, v = _qkv(layer, config, x, angles[window])
         new = LayerCache(
             jax.lax.dynamic_update_slice_in_dim(new.keys, k[:, :, None, :], index, 2),
             jax.lax.dynamic_update_slice_in_dim(new.values, v[:, :, None, :], index, 2),
         )
         filled.append(new)
-        x = _finish_layer(layer, config, x, _cached_attention(q, cached, new, index, lengths))
-    x = _rms_norm(x, params.final_norm, config.rms_eps)
-    logits = jnp.einsum("sd,vd->sv", x, params.head, preferred_element_type=jnp.float32)
-    return logits, tuple(filled)
+        mixed = _cached_attention(q, cached, new, index, lengths, window, softcap)
+        x = _finish_layer(layer, config, x, mixed)
+    return _logits(params, config, x), tuple(filled)
 
 
-def _cached_attention(q, cached: LayerCache, new: LayerCache, index, lengths) -> jax.Array:
+def _cached_attention(
+    q, cached: LayerCache, new: LayerCache, index, lengths, window: int, softcap: float
+) -> jax.Array:
     """Attend to both parts of the cache: queries [S, G·K, H] → [S, G·K·H]."""
     slots, heads, width = q.shape
     kv_heads = cached.keys.shape[1]
     q = q.reshape(slots, kv_heads, heads // kv_heads, width) * width**-0.5
 
-    def scores(layout, keys, seen):
+    def scores(layout, keys, mask):
         raw = jnp.einsum(layout, q, keys, preferred_element_type=jnp.float32)
-        return jnp.where(seen[:, None, None], raw, -jnp.inf)
+        return jnp.where(mask[:, None, None], softcapped(raw, softcap), -jnp.inf)
 
-    in_cache = jnp.arange(cached.keys.shape[3]) < lengths[:, None]
+    places, lengths = jnp.arange(cached.keys.shape[3]), lengths[:, None]
+    in_cache = (places < lengths) & seen(lengths + index, places, window)
     old = scores("skgh,skhn->skgn", cached.keys, in_cache)
-    now = scores("skgh,skrh->skgr", new.keys, jnp.arange(new.keys.shape[2])[None] <= index)
+    own = seen(index, jnp.arange(new.keys.shape[2])[None], window)
+    now = scores("skgh,skrh->skgr", new.keys, own)
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(now, -1, keepdims=True))
     old, now = jnp.exp(old - top), jnp.exp(now - top)
     total = row_sum(old) + row_sum(now)
@@ -451,7 +489,9 @@ def decode(
 
     def advance(state):
         index, alive, tokens, recent, block = state
-        now = tuple(jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in angles)
+        now = jax.tree.map(
+            partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False), angles
+        )
         logits, recent = step(params, config, cache, recent, index, tokens, lengths, now)
         drawn, logprobs = choose(logits, index)
         block = Block(
