@@ -33,6 +33,7 @@ COMMAND = [
     "--config.observe.transcripts_per_step=64", "--config.observe.writers=()",
 ]  # fmt: skip
 SECONDS = 240.0  # until an attempt is given up
+KILLS = int(os.environ.get("RLX_TEST_KILLS", "9"))  # of a run; nine reach every point
 
 
 def start(workdir: Path, total_steps: int, max_staleness: int) -> subprocess.Popen:
@@ -246,5 +247,5 @@ def check(root: Path, kills: int, max_staleness: int, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_run_killed_fifteen_times_goes_on(tmp_path, max_staleness):
-    check(tmp_path, 15, max_staleness, seed=1 + max_staleness)
+def test_a_run_killed_again_and_again_goes_on(tmp_path, max_staleness):
+    check(tmp_path, KILLS, max_staleness, seed=1 + max_staleness)
