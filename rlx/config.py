@@ -76,7 +76,7 @@ def default() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0  # of the data's order, of sampling and of random weights
     c.total_steps = 100  # train batches; one publish each
-    c.trainer = "jax"  # what the update is computed with: jax | torch
+    c.trainer = "jax"  # jax | torch: what the update is computed with
     c.allocation_mode = ""  # e.g. "vllm:d4+jax:f4": decides servers, trainer, mesh and their GPUs
 
     c.model = ConfigDict()  # the language model: where it is and how it computes
@@ -90,7 +90,7 @@ def default() -> ConfigDict:
     c.model.logprob_chunk = 1024  # tokens whose logits exist at one time
 
     c.data = ConfigDict()  # the rows: questions with answers, demonstrations or pairs
-    c.data.kind = "jsonl"  # jsonl | arithmetic (generated)
+    c.data.kind = "jsonl"  # jsonl (rows of files, whatever their format) | arithmetic (generated)
     c.data.train = ""  # .jsonl, .json, .csv or .parquet file, or hub name with an optional :split
     c.data.mix = ()  # ((source, weight), …) in place of train; shares of the prompts
     c.data.dataset = ""  # FILE.py:name, a function that returns rows, in place of train and mix
@@ -110,7 +110,7 @@ def default() -> ConfigDict:
     c.reward = ConfigDict()  # what answers are graded by, in worker processes
     c.reward.name = "gsm8k"  # in rlx.rewards.rewards, or FILE.py:function, module:function
     c.reward.terms = ()  # (name, weight) pairs, added and each logged; empty: reward.name alone
-    c.reward.timeout_seconds = 5.0  # for one completion
+    c.reward.timeout_seconds = 5.0  # for one completion; above 0
     c.reward.workers = 1  # processes, of rewards and of agents
     c.reward.model = ConfigDict()  # a reward model that rlx trained: the reward named "model"
     c.reward.model.path = ""  # HF directory, for JAX servers of the run's own; "": none
@@ -128,8 +128,8 @@ def default() -> ConfigDict:
         workers.environment = ()  # variables it sees besides PATH, HOME, LANG, PYTHON*, OMP_*, …
 
     c.online = ConfigDict()  # rollout.workflow=online: where applications have sessions
-    c.online.host = "127.0.0.1"  # any but loopback needs TLS
-    c.online.port = 8000  # 0: any
+    c.online.host = "127.0.0.1"  # that it listens at; any but loopback needs TLS
+    c.online.port = 8000  # that its gateway listens on; 0: any
     c.online.admin_key = ""  # a file with the key that makes sessions; "": $RLX_ADMIN_KEY
     c.online.idle_seconds = 3600.0  # without a request, after which a session ends
     c.online.tls_cert = ""  # PEM file, of the gateway
@@ -139,10 +139,10 @@ def default() -> ConfigDict:
     c.sampling.n_samples = 8  # trajectories a group
     c.sampling.temperature = 1.0  # above 0; losses are of this distribution
     c.sampling.top_p = 1.0  # share of the probability that tokens are drawn from; 1: all of it
-    c.sampling.top_k = 0  # 0: off
+    c.sampling.top_k = 0  # likeliest tokens that are drawn from; 0: all
     c.sampling.max_new_tokens = 256  # also of the answers in a dataset
     c.sampling.min_new_tokens = 0  # before an answer may end
-    c.sampling.stop = ()  # stop strings
+    c.sampling.stop = ()  # texts that end an answer
 
     c.rollout = ConfigDict()  # how far and how wide generation runs ahead of training
     c.rollout.batch_prompts = 8  # B: prompts a train batch
@@ -163,9 +163,9 @@ def default() -> ConfigDict:
         c.algorithm[name] = config_dict.placeholder(field.type)
 
     c.optimizer = ConfigDict()  # of the policy
-    c.optimizer.name = "adamw"  # adamw | lion | sgd
+    c.optimizer.name = "adamw"  # adamw | lion | sgd: the rule of an update
     c.optimizer.learning_rate = 1e-6  # the peak, after warm-up
-    c.optimizer.schedule = "constant"  # constant | linear | cosine
+    c.optimizer.schedule = "constant"  # of the rate after warm-up: constant | linear | cosine
     c.optimizer.warmup_steps = 0  # optimizer updates of linear warm-up from 0
     c.optimizer.b1 = 0.9  # what the first moment keeps at each update
     c.optimizer.b2 = 0.999  # what the second moment keeps
@@ -221,7 +221,7 @@ def default() -> ConfigDict:
     c.scheduler.nodelist = ""  # hosts to take, in Slurm's spelling
     c.scheduler.exclude = ""  # hosts not to take
     c.scheduler.options = ()  # further ones of sbatch, e.g. ("--mem=0", "--reservation=rl")
-    c.scheduler.container = "none"  # none | apptainer | pyxis
+    c.scheduler.container = "none"  # that processes run in: none | apptainer | pyxis
     c.scheduler.image = ""  # of the container
     c.scheduler.mounts = ()  # FROM:TO, besides the workdir
     c.scheduler.pre_commands = ()  # lines of bash before each process, in its container
@@ -229,7 +229,7 @@ def default() -> ConfigDict:
     c.scheduler.wait_seconds = 60.0  # with Ray, for resources that others have, or nodes that come
 
     c.fleet = ConfigDict()  # the servers that generate
-    c.fleet.engine = "jax"  # jax | vllm
+    c.fleet.engine = "jax"  # what generates on each server
     c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
     c.fleet.addresses = ()  # host:port of running servers, or @FILE with one a line, which
     # may join and leave while the run goes on; empty: start local ones
@@ -240,7 +240,7 @@ def default() -> ConfigDict:
     c.fleet.gpu_memory = 0.0  # share of a GPU that a server takes; 0: the engine's own choice,
     # 0.4 where allocation_mode puts the trainer on the same GPUs
     c.fleet.slots = 64  # sequences decoded together on one server
-    c.fleet.max_model_len = 0  # tokens; 0: from prompt and completion budgets
+    c.fleet.max_model_len = 0  # tokens of prompt and answer; 0: from prompt and completion budgets
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
     c.fleet.kv_on_update = "keep"  # keep | recompute | abort (and send again)
     c.fleet.publish = "path"  # path | stream | delta (what changed) | adapter (LoRA's alone)
@@ -255,14 +255,14 @@ def default() -> ConfigDict:
     c.fleet.max_restarts = 5  # of a local server, in a row
     c.fleet.tls = ConfigDict()  # PEM files, for fleet.addresses beyond this machine
     c.fleet.tls.ca = ""  # who signs the servers' certificates; empty: no TLS
-    c.fleet.tls.cert = ""  # what we show to servers that ask for it, and its key
-    c.fleet.tls.key = ""
+    c.fleet.tls.cert = ""  # what we show to servers that ask for it
+    c.fleet.tls.key = ""  # of that certificate
 
     c.teacher = ConfigDict()  # of distillation (algorithm.kl_anchor): a fleet that only scores
     c.teacher.path = ""  # HF directory or hub name, for servers of the run's own; "": none
     c.teacher.addresses = ()  # host:port of running ones, never published to; in the TLS of fleet
     c.teacher.num_servers = 1  # how many to start, where there are no addresses
-    c.teacher.engine = ""  # jax | vllm; "": as fleet.engine
+    c.teacher.engine = ""  # "": as fleet.engine
 
     c.gate = ConfigDict()  # the trainer scores tokens of every server and compares logprobs
     c.gate.enabled = True  # off: nothing is compared
@@ -285,7 +285,7 @@ def default() -> ConfigDict:
     c.eval.every_steps = 0  # train batches; 0: not by it
     c.eval.every_seconds = 0.0  # 0: not by it
     c.eval.num_questions = 200  # of the held-out rows; 0: no evaluations
-    c.eval.max_new_tokens = 0  # 0: as sampling
+    c.eval.max_new_tokens = 0  # of an answer; 0: as sampling
 
     c.sandbox = ConfigDict()  # of tools, and of rewards and agents that run what a model wrote
     c.sandbox.kind = "local"  # or FILE.py:Class, module:Class: one of your own, or a remote one
