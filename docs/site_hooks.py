@@ -32,6 +32,7 @@ NAV: dict[str, list[str]] = {  # pages that are not there yet are left out
     "Reference": ["config.md", "api.md"],
 }
 TITLES = {"config.md": "Every key of the config"}
+WIDE = {"coming_from.md", "from_areal.md"}  # tables in the place of a table of contents
 IMAGES = {".png", ".svg", ".jpg"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yaml": "yaml"}
 LONGEST = 40_000  # characters of a file that is shown
@@ -124,6 +125,9 @@ def on_page_markdown(markdown, page, config, files):
     if uri.startswith("source/"):
         page.meta["search"] = {"exclude": True}
         return markdown
+
+    if uri in WIDE:
+        page.meta["hide"] = ["toc"]
 
     def moved(found: re.Match) -> str:
         before, link, after = found.groups()
