@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {  # of keys that take one of a few words
     "model.compute_dtype": _DTYPES,
     "model.publish_dtype": _DTYPES,
     "model.remat": ("none", "dots", "attention", "full"),
-    "data.kind": ("jsonl", "arithmetic"),
+    "data.kind": ("jsonl", "arithmetic", "word_problems"),
     "data.overlong": ("error", "skip"),
     "agents.export": ("tree", "concat", "individual"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
@@ -90,7 +90,8 @@ def default() -> ConfigDict:
     c.model.logprob_chunk = 1024  # tokens whose logits exist at one time
 
     c.data = ConfigDict()  # the rows: questions with answers, demonstrations or pairs
-    c.data.kind = "jsonl"  # jsonl (rows of files, whatever their format) | arithmetic (generated)
+    c.data.kind = "jsonl"  # jsonl (rows of files, whatever their format) | generated ones:
+    # arithmetic | word_problems
     c.data.train = ""  # .jsonl, .json, .csv or .parquet file, or hub name with an optional :split
     c.data.mix = ()  # ((source, weight), …) in place of train; shares of the prompts
     c.data.dataset = ""  # FILE.py:name, a function that returns rows, in place of train and mix

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlx.base import UserError, unknown
 from rlx.rewards import rewards
-from rlx.rollout import arithmetic, data
+from rlx.rollout import data
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ BENCHMARKS = {
     found.name: found
     for found in (
         Benchmark("arithmetic", "", "arithmetic"),
+        Benchmark("word_problems", "", "gsm8k"),
         Benchmark("gsm8k", "openai/gsm8k:main:test", "gsm8k"),
         Benchmark("math_500", "HuggingFaceH4/MATH-500:test", "math", "problem"),
         Benchmark("math", "DigitalLearningGmbH/MATH-lighteval:test", "math", "problem", "solution"),
@@ -72,7 +73,7 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
       UserError: a missing file or an unreachable hub, a row without its keys.
     """
     if not benchmark.source:
-        found = arithmetic.problems(0, "held_out", limit or 200)
+        found = data.GENERATED[benchmark.name](0, "held_out", limit or 200)
     else:
         answer_key = rewards.answer_key([benchmark.reward], benchmark.answer_key)
         found = data.load(benchmark.source, benchmark.question_key, answer_key, split="test")

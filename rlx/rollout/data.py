@@ -22,6 +22,7 @@ import numpy as np
 
 from rlx.base import UserError, install
 from rlx.cli import user_code
+from rlx.rollout import arithmetic, word_problems
 
 Row = dict[str, Any]
 
@@ -29,6 +30,8 @@ MOST_ROWS = 1_000_000  # of a user's own code, which may have no end
 _NONE: Mapping[str, str] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
+GENERATED = {"arithmetic": arithmetic.problems, "word_problems": word_problems.problems}
+
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
 
 
@@ -92,12 +95,12 @@ def named_sources(options: Any) -> list[tuple[str, float]]:
         raise UserError("data.dataset and data.mix are both set; name the one in the other")
     if options.dataset or options.mix:
         return [tuple(entry) for entry in options.mix] or [(options.dataset, 1.0)]
-    if options.kind == "arithmetic" and options.train:
+    if options.kind in GENERATED and options.train:
         raise UserError(
-            f"data.train={options.train} is not read, as data.kind=arithmetic makes the rows; "
+            f"data.train={options.train} is not read, as data.kind={options.kind} makes the rows; "
             "set data.kind=jsonl"
         )
-    if options.kind != "arithmetic" and not options.train:
+    if options.kind not in GENERATED and not options.train:
         raise UserError("data.train is empty; give a .jsonl file or a hub name")
     return [(options.train, 1.0)] if options.train else []
 

@@ -356,10 +356,11 @@ def _read_rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
     n, names = config.eval.num_questions, _answer_options(algorithm)
     named = [] if is_online(config) else data.named_sources(config.data)
     texts = {config.data[name]: f"data.{name}" for name in names}
-    if not named and config.data.kind == "arithmetic":
-        held_out = arithmetic.problems(0, "held_out", n) if n else []
-        train = arithmetic.problems(config.seed, "train", TRAIN_PROBLEMS)
-        return [Source("arithmetic", _solved(each, config, names)) for each in (train, held_out)]
+    kind = config.data.kind
+    if not named and kind in data.GENERATED:
+        held_out = data.GENERATED[kind](0, "held_out", n) if n else []
+        train = data.GENERATED[kind](config.seed, "train", TRAIN_PROBLEMS)
+        return [Source(kind, _solved(each, config, names)) for each in (train, held_out)]
 
     def load(source: str, rewarded: bool, split: str) -> list[dict]:
         question, graded = config.data.question_key, check_reward(config) if rewarded else ()
@@ -383,19 +384,22 @@ def _answer_options(algorithm: Algorithm) -> tuple[str, ...]:
     }.get(algorithm.data, ())
 
 
-_SOLUTIONS = {
-    "completion_key": arithmetic.careful_solution,
-    "chosen_key": arithmetic.careful_solution,
-    "rejected_key": arithmetic.wrong_solution,
+_SOLUTIONS: dict[str, dict[str, Callable[[dict], str]]] = {  # of generated rows
+    "arithmetic": {
+        "completion_key": lambda row: arithmetic.careful_solution(row["question"]),
+        "chosen_key": lambda row: arithmetic.careful_solution(row["question"]),
+        "rejected_key": lambda row: arithmetic.wrong_solution(row["question"]),
+    },
+    "word_problems": {"completion_key": lambda row: row["solution"]},
 }
 
 
 def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> list[dict]:
-    """Return arithmetic problems with the answer columns that `names` ask for."""
-    return [
-        {**row, **{config.data[name]: _SOLUTIONS[name](row["question"]) for name in names}}
-        for row in rows
-    ]
+    """Return generated problems with the answer columns that `names` ask for."""
+    solutions = _SOLUTIONS[config.data.kind]
+    if not solutions.keys() >= set(names):
+        raise UserError(f"data.kind={config.data.kind} has no wrong answers; give pairs in a file")
+    return [{**row, **{config.data[name]: solutions[name](row) for name in names}} for row in rows]
 
 
 def _template(given: str, tokenizer: Any) -> str:

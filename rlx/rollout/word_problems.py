@@ -1,0 +1,208 @@
+"""Make word problems in plain English: seeded stories of one to four steps, with solutions. No I/O.
+
+A story begins with some things that somebody has, things happen to them, and a question ends it:
+"Ana has 9 books. Ben gives Ana 18 books. Then Ana sells 5 of them. How many books does Ana have
+now?". Its solution is an equation for each step and the answer: "9 + 18 = 27. 27 - 5 = 22. The
+answer is 22." From level 3 on there are products and quotients, comparisons and sums of two
+people; from level 4 on one sentence has a number that does not matter.
+
+Held-out problems are told in sentences of their own (`PHRASES`), and their numbers, in whatever
+order, are those of no problem for training: that is a hash of the numbers alone.
+"""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rlx.base import unknown
+
+SPLITS = ("train", "held_out")
+NAMES = ("Ana", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack")
+THINGS = (
+    "apples", "books", "marbles", "stickers", "coins", "pencils", "cards", "shells", "stamps",
+    "cookies",
+)  # fmt: skip
+LARGEST_VALUE = 100  # of every intermediate value; the smallest is 2
+_HELD_OUT_SHARE = 5  # one set of numbers in this many
+_SIGNS = {"packs": "*", "add": "+", "take": "-", "times": "*", "share": "/",
+          "more": "+", "fewer": "-", "together": "+"}  # fmt: skip
+LAST = ("share", "more", "fewer", "together")  # they ask a question of their own
+
+PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "train": {
+        "start": ("{name} has {n} {things}.", "At first {name} has {n} {things}.",
+                  "There are {n} {things} in {name}'s bag.", "{name} owns {n} {things}."),
+        "packs": ("{name} has {n} boxes with {k} {things} in each box.",
+                  "{name} buys {n} bags of {k} {things} each.",
+                  "There are {n} shelves in {name}'s room, and each shelf holds {k} {things}."),
+        "add": ("{name} gets {n} more {things}.", "Then {name} buys {n} {things}.",
+                "{friend} gives {name} {n} {things}.", "Later {name} finds {n} other {things}."),
+        "take": ("{name} loses {n} {things}.", "{name} gives {n} {things} to {friend}.",
+                 "Then {name} sells {n} of them.", "After that {n} of the {things} break."),
+        "times": ("A week later {name} has {n} times as many {things}.",
+                  "Then the number of {things} becomes {n} times as large.",
+                  "{name} trades them for {n} times as many {things}."),
+        "share": ("{name} shares all of them equally among {n} friends. "
+                  "How many {things} does each friend get?",
+                  "{name} puts all the {things} into {n} equal piles. "
+                  "How many {things} are in each pile?"),
+        "more": ("{friend} has {n} more {things} than {name}. "
+                 "How many {things} does {friend} have?",),
+        "fewer": ("{friend} has {n} {things} fewer than {name}. "
+                  "How many {things} does {friend} have?",),
+        "together": ("{friend} has {n} {things}. "
+                     "How many {things} do {name} and {friend} have together?",),
+        "ask": ("How many {things} does {name} have now?",
+                "How many {things} does {name} have in the end?",
+                "How many {things} are there now?"),
+        "aside": ("{name} is {n} years old.", "The way to school takes {n} minutes.",
+                  "{friend} lives in house number {n}."),
+    },
+    "held_out": {
+        "start": ("{n} {things} belong to {name}.", "{name} begins the day with {n} {things}.",
+                  "{name} has collected {n} {things} so far."),
+        "packs": ("{k} {things} fit into one basket, and {name} fills {n} baskets.",
+                  "For each of the {n} days of a trip {name} packs {k} {things}."),
+        "add": ("A parcel brings {n} additional {things} for {name}.",
+                "As a present {name} receives {n} {things} from {friend}.",
+                "{name}'s aunt adds {n} {things}."),
+        "take": ("Sadly, {n} {things} go missing.", "{friend} borrows {n} {things} from {name}.",
+                 "{name} leaves {n} {things} behind on the bus."),
+        "times": ("With luck {name} turns this into {n} times the amount.",
+                  "By spring the collection has grown to {n} times its size."),
+        "share": ("If {n} children split what {name} has evenly, "
+                  "what is the number of {things} for one child?",
+                  "Now everything goes into {n} bowls with the same number in every bowl. "
+                  "Find the number of {things} in one bowl."),
+        "more": ("Compared with {name}, {friend} owns {n} {things} extra. "
+                 "What is the number of {things} that {friend} owns?",),
+        "fewer": ("Compared with {name}, {friend} is short of {n} {things}. "
+                  "What is the number of {things} that {friend} owns?",),
+        "together": ("Meanwhile {friend} has saved up {n} {things}. "
+                     "If both put their {things} on one table, what is the total?",),
+        "ask": ("What is the number of {things} that {name} is left with?",
+                "Count the {things} that {name} can call their own at this point."),
+        "aside": ("Outside it is {n} degrees warm.", "The family's dog weighs {n} pounds.",
+                  "{name} wears a shirt with the number {n} on it."),
+    },
+}  # fmt: skip
+
+
+class Level(NamedTuple):
+    """How hard stories are: equations, what may happen, and sentences that do not matter."""
+
+    steps: int
+    kinds: tuple[str, ...]
+    asides: int
+
+
+_ALL = ("add", "take", "times", *LAST)
+LEVELS = {
+    1: Level(1, ("add", "take"), 0),
+    2: Level(2, ("add", "take"), 0),
+    3: Level(2, ("packs", *_ALL), 0),
+    4: Level(3, ("packs", *_ALL), 1),
+    5: Level(4, ("packs", *_ALL), 1),
+}
+
+
+def problems(seed: int, split: str, n: int) -> list[dict[str, Any]]:
+    """Return the first `n` distinct problems of a seed's stream, as dataset rows.
+
+    Args:
+      seed: any integer; a longer list of the same seed starts with the shorter one.
+      split: `train` or `held_out`; they share no set of numbers and no sentence.
+      n: ≥ 0; levels 1 to 5 come in turns.
+
+    Returns:
+      Rows `{"question", "answer", "solution", "level"}`, all but the last of text.
+
+    Raises:
+      UserError: `split` is neither.
+    """
+    return list(itertools.islice(stream(seed, split), n))
+
+
+def stream(seed: int, split: str) -> Iterator[dict[str, Any]]:
+    """Yield distinct problems of a seed and split without end, as `problems` lists them."""
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    rng = random.Random(f"word problems {seed} {split}")
+    seen: set[str] = set()
+    for level in itertools.cycle(LEVELS):
+        row = None
+        while row is None or row["question"] in seen:
+            row = _draw(rng, split, level)
+        seen.add(row["question"])
+        yield row
+
+
+def split_of(numbers: list[int]) -> str:
+    """Return the split that a story's numbers belong to, whatever their order."""
+    digest = hashlib.blake2b(repr(sorted(numbers)).encode(), digest_size=8).digest()
+    return "train" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE else "held_out"
+
+
+class Change(NamedTuple):
+    """One step of a story: `value` becomes `result` by `n`; all are whole."""
+
+    kind: str
+    value: int
+    n: int
+    result: int
+
+    @property
+    def equation(self) -> str:
+        """Return the step as a solution writes it: `9 + 18 = 27.`."""
+        return f"{self.value} {_SIGNS[self.kind]} {self.n} = {self.result}."
+
+
+def _draw(rng: random.Random, split: str, level: int) -> dict[str, Any] | None:
+    """Return one row; None where the numbers drawn are the other split's or do not work out."""
+    first, steps = _plot(rng, LEVELS[level])
+    asides = [rng.randint(3, 60) for _ in range(LEVELS[level].asides)]
+    numbers = [first, *(step.n for step in steps), *asides]
+    if not all(_works(step) for step in steps) or split_of(numbers) != split:
+        return None
+    name, friend = rng.sample(NAMES, 2)
+    words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
+
+    def told(kind: str, n: int = 0, k: int = 0) -> str:
+        return rng.choice(PHRASES[split][kind]).format(n=n, k=k, **words)
+
+    begins_packed = steps[0].kind == "packs"
+    begin = told("packs", first, steps[0].n) if begins_packed else told("start", first)
+    sentences = [begin, *(told(step.kind, step.n) for step in steps[begins_packed:])]
+    if steps[-1].kind not in LAST:
+        sentences.append(told("ask"))
+    for n in asides:  # not after the last, which asks
+        sentences.insert(rng.randint(1, len(sentences) - 1), told("aside", n))
+    answer = str(steps[-1].result)
+    solution = " ".join([*(step.equation for step in steps), f"The answer is {answer}."])
+    question = " ".join(sentences)
+    return {"question": question, "answer": answer, "solution": solution, "level": level}
+
+
+def _plot(rng: random.Random, level: Level) -> tuple[int, list[Change]]:
+    """Return the first number and the steps; the last kinds come last, packs first alone."""
+    middle = [kind for kind in level.kinds if kind not in LAST and kind != "packs"]
+    kinds = [rng.choice(middle) for _ in range(level.steps)]
+    if "share" in level.kinds:
+        kinds[-1] = rng.choice(level.kinds[1:])
+        kinds[0] = "packs" if rng.random() < 0.4 else kinds[0]
+    first = value = rng.randint(2, 9) if kinds[0] == "packs" else rng.randint(4, 60)
+    steps = []
+    for kind in kinds:
+        n = rng.randint(2, 9 if kind in ("packs", "share") else 4 if kind == "times" else 30)
+        result = {"+": value + n, "-": value - n, "*": value * n, "/": value // n}[_SIGNS[kind]]
+        steps.append(Change(kind, value, n, result))
+        value = result
+    return first, steps
+
+
+def _works(step: Change) -> bool:
+    """Return whether the result is within bounds, and a share leaves nothing over."""
+    whole = step.kind != "share" or step.value == step.result * step.n
+    return whole and 2 <= step.result <= LARGEST_VALUE
