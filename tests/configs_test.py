@@ -1,6 +1,7 @@
 """Every file in configs/ is a run that could start, and every preset has one."""
 
 import ast
+import json
 import math
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
-from rlx.run import scheduler
+from rlx.run import config_checks, scheduler
 from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of
@@ -131,6 +132,26 @@ def test_an_rl_preset_has_a_config_for_gsm8k(name):
     config = load(ROOT / "configs" / f"gsm8k_{name}.py")
     assert config.algorithm.preset == name
     assert config.data.train.startswith("openai/gsm8k")
+
+
+def test_a_small_real_model_fits_one_gpu_beside_its_server(tmp_path, monkeypatch):
+    """And its dry run finds no problem, with rows that are here and a model that comes with rlx."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config, gpu = load(ROOT / "configs" / "gsm8k_smollm2.py"), Devices("gpu", "H100", 1, 80 * 10**9)
+    smollm2 = ModelConfig(
+        "LlamaForCausalLM", vocab_size=49_152, num_layers=30, model_dim=576, mlp_dim=1536,
+        num_heads=9, num_kv_heads=3, head_dim=64, tie_embeddings=True, max_position=8192,
+    )  # fmt: skip
+    assert parameters.count(smollm2) == 134_515_008
+    taken = sum(memory.trainer(sizes_of(config, smollm2), gpu).values()) / gpu.memory
+    assert taken < 0.9 - config.fleet.gpu_memory, f"the trainer takes {taken:.2f} of the GPU"
+    rows = [json.dumps({"question": f"{i} + 1?", "answer": f"#### {i + 1}"}) for i in range(300)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    config.data.train = config.data.eval = str(tmp_path / "rows.jsonl")
+    config.model.path, config.data.max_prompt_tokens = "rlx:arithmetic", 128
+    found = list(config_checks.check(config, tmp_path / "run", gpu))
+    assert {row.name for row in found} >= {"rows", "batch", "trainer", "servers"}
+    assert not [row for row in found if row.level == "problem"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
