@@ -29,7 +29,7 @@ PEAKS = {
     "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12,
     "A800": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12, "B200": 2250e12,
 }  # fmt: skip
-SEQUENCES = {"tiny": 64, "25m": 32}
+SEQUENCES = {"tiny": 64, "25m": 32, "135m": 16}
 
 
 class Worker:
@@ -144,7 +144,7 @@ def main() -> None:
     """Prints one JSON object a row."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--platform", default="cpu", help="cpu (beside torch) | cuda")
-    parser.add_argument("--models", default="", help="of tiny,25m,0.5b,1.5b")
+    parser.add_argument("--models", default="", help="of tiny,25m,135m,0.5b,1.5b")
     parser.add_argument("--lengths", default="", help="of even,uneven,gsm8k")
     parser.add_argument("--trainers", default="jax,trainer_torch,trainer_torch:bfloat16")
     parser.add_argument("--cores", type=cores_of, default=[0, 1])

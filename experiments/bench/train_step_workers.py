@@ -34,6 +34,7 @@ def qwen2(vocab, layers, width, heads, kv_heads, mlp) -> ModelConfig:
 MODELS = {
     "tiny": qwen2(2048, 4, 256, 8, 4, 768),
     "25m": qwen2(4096, 8, 512, 8, 4, 1408),
+    "135m": qwen2(49_152, 30, 576, 9, 3, 1536),  # SmolLM2's
     "0.5b": qwen2(151_936, 24, 896, 14, 2, 4864),
     "1.5b": qwen2(151_936, 28, 1536, 12, 2, 8960),
 }
