@@ -28,11 +28,15 @@ from rlx.train.optimizer_options import MOMENTS
 
 
 class _Place(NamedTuple):
-    """Where one tensor is: leaf of the state, layer of a stacked one, whether it is transposed."""
+    """Where one tensor is: leaf of the state, layer of a stacked one, whether it is transposed.
+
+    `more` are those of which HF's files have the rows below it, in one tensor with it.
+    """
 
     leaf: str
     layer: int | None = None
     transposed: bool = False
+    more: tuple["_Place", ...] = ()
 
 
 class JaxCheckpoint(Mapping[str, Any]):
@@ -62,7 +66,7 @@ class JaxCheckpoint(Mapping[str, Any]):
             self._add_learned("critic", "critic.", valued)
         if any(name.startswith("reference.") for name in self._leaves):
             self._add("reference.{}", "reference.", rows)
-        known = {place.leaf for place in self._places.values()}
+        known = {each.leaf for place in self._places.values() for each in (place, *place.more)}
         if strange := {name for name in self._leaves - known if not name.endswith(".count")}:
             raise UserError(
                 f"checkpoint {path} has {min(strange)}, which a state of this model and config has "
@@ -90,23 +94,33 @@ class JaxCheckpoint(Mapping[str, Any]):
                     name = name.removeprefix(PREFIX).replace(".weight", ".default.weight")
                 place = _Place(prefix + ".".join(row.path), layer if row.stacked else None,
                                row.transposed)  # fmt: skip
+                if row.begin:
+                    first = self._places[template.format(name)]
+                    place = first._replace(more=(*first.more, place))
                 self._places[template.format(name)] = place
                 names.append(name)
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, without reading it."""
-        return tuple(self._part(name).shape)
-
-    def _part(self, name: str) -> Any:
         place = self._places[name]
+        shape = tuple(self._part(place).shape)
+        return (
+            (shape[0] + sum(self._part(each).shape[0] for each in place.more), *shape[1:])
+            if place.more
+            else shape
+        )
+
+    def _part(self, place: _Place) -> Any:
         store = {"driver": "ocdbt", "base": self._base, "path": f"{place.leaf}/"}
         found = self._open({"driver": "zarr", "kvstore": store}, read=True).result()
         found = found if place.layer is None else found[place.layer]
         return found.T if place.transposed else found
 
     def __getitem__(self, name: str) -> np.ndarray:
-        found = np.asarray(self._part(name).read().result(), order="C")
+        place = self._places[name]
+        parts = [self._part(each).read().result() for each in (place, *place.more)]
+        found = np.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts), order="C")
         return found.astype(np.float32) if name.endswith(".step") else found
 
     def __iter__(self) -> Iterator[str]:

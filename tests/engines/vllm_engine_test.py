@@ -25,7 +25,7 @@ from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
-from rlx.model.model_config import ModelConfig
+from rlx.model.model_config import TRAITS, ModelConfig
 from tests.fixtures.commands import ended
 
 pytestmark = pytest.mark.vllm
@@ -701,6 +701,47 @@ def test_a_mixture_of_experts_on_two_workers_before_and_after_an_update(tmp_path
                 logprobs = model(tokens[None]).logits[0, :-1].log_softmax(dim=-1)
             wanted = logprobs.gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
             np.testing.assert_allclose(sample.logprobs, wanted, atol=1e-4)
+
+
+SIZES = {
+    "vocab_size": 131, "num_layers": 2, "model_dim": 64, "mlp_dim": 96, "num_heads": 2,
+    "num_kv_heads": 1, "head_dim": 32, "max_position": 512, "initializer_range": 0.1,
+    "eos_token_ids": (2,), "pad_token_id": 0, "bos_token_id": 1,
+}  # fmt: skip
+OTHERS = {
+    "gemma2": ModelConfig(
+        "Gemma2ForCausalLM", **SIZES, windows=(16, 0), query_scalar=20, attention_softcap=2.0,
+        logit_softcap=3.0, activation="gelu_pytorch_tanh", tie_embeddings=True,
+        **TRAITS["Gemma2ForCausalLM"],
+    ),
+    "phi3": ModelConfig("Phi3ForCausalLM", **SIZES, windows=(16, 16), fused=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_before_and_after_an_update(name, tmp_path):
+    """The trainer's own logprobs, of completions that outgrow the window."""
+    config, models = OTHERS[name], []
+    for version in (0, 1):
+        params = parameters.init(config, jax.random.key(version))
+        params = jax.tree.map(
+            lambda x: x + 0.05 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), params
+        )
+        hf.save(tmp_path / f"m{version}", config, params)
+        models.append((config, params))
+    prompt, found = prompt_of(23), []
+    with servers_of(tmp_path / "m0", tmp_path) as servers:
+        served = Served(*servers.wait(), servers.token)
+        try:
+            found.append(served.ask(prompt, n=2, max_new_tokens=40))
+            served.do(served.load(tmp_path / "m1" / "model.safetensors", 1))
+            found.append(served.ask(prompt, n=2, max_new_tokens=40))
+        finally:
+            served.close()
+    for version, (model, samples) in enumerate(zip(models, found, strict=True)):
+        for sample in samples.values():
+            assert set(sample.versions) == {version}
+            assert_scored(model, prompt, sample)
 
 
 def engine_core(server_pid):

@@ -17,6 +17,7 @@ from rlx.config import LORA_TARGETS
 from rlx.model import decoder, hf, lora, peft
 from rlx.model import params as parameters
 from rlx.model.lora_config import LoraConfig
+from tests.fixtures.model import make_oracle
 
 TOKENS = np.random.default_rng(3).integers(0, 97, (2, 40)).astype(np.int32)
 SOME = LoraConfig(rank=3, alpha=5.0, targets=("v", "o", "gate"))
@@ -49,10 +50,17 @@ def peft_model(base, adapter):
 # Against PEFT.
 
 
-def test_peft_loads_what_we_export_and_gives_our_logits(few, tmp_path):
-    _, base = few
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3-tied-yarn", "llama-tied-llama3", "gemma3", "phi3"]
+)
+def test_peft_loads_what_we_export_and_gives_our_logits(name, tmp_path_factory, tmp_path):
+    _, base = make_oracle(name, tmp_path_factory)
     config, params = hf.load(base)
     settings = ALL if config.qk_norm else SOME
+    if config.fused:
+        with pytest.raises(UserError, match=r"lora.targets has v, .*qkv_proj.* some of o, down"):
+            lora.shapes(config, settings)
+        settings = LoraConfig(rank=3, alpha=5.0, targets=("o", "down"))
     adapters = random_adapters(config, settings)
     peft.save(tmp_path / "adapter", config, settings, adapters, str(base))
     with torch.no_grad():

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 from rlx.base import UserError
 from rlx.config import default
 from rlx.model import hf
+from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
 from rlx.run import export, trainer_switch
 from rlx.run.inputs import as_json
 from rlx.run.jax_trainer import _JaxUpdate
@@ -69,7 +71,21 @@ def saved(trainer, state, directory, step):
 def test_a_state_goes_to_the_other_trainer_and_back_bit_for_bit(
     preset, more, tiny_model_dir, tmp_path
 ):
-    ours, theirs = trainers(tiny_model_dir, preset, **more)
+    goes_and_comes_back(tiny_model_dir, preset, more, tmp_path)
+
+
+def test_matrices_that_the_file_joins_go_to_the_other_trainer_and_back(tmp_path):
+    config = ModelConfig(
+        "Phi3ForCausalLM", vocab_size=128, num_layers=2, model_dim=32, mlp_dim=48, num_heads=4,
+        num_kv_heads=2, head_dim=8, fused=True, windows=(6, 6), max_position=256, pad_token_id=0,
+        bos_token_id=1, eos_token_ids=(2,),
+    )  # fmt: skip
+    hf.save(tmp_path / "phi3", config, parameters.init(config, jax.random.key(0)))
+    goes_and_comes_back(tmp_path / "phi3", "grpo", {}, tmp_path)
+
+
+def goes_and_comes_back(directory, preset, more, tmp_path):
+    ours, theirs = trainers(directory, preset, **more)
     state, _ = ours.update(ours.init(), groups(seed=1))
     first = saved(ours, state, tmp_path, 1)
     other = theirs.restore(first)

@@ -5,6 +5,7 @@
 of all meshes of the table without one.
 """
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from rlx.base import Group, Trajectory
 from rlx.model import mesh as mesh_lib
 from rlx.model import params as parameters
 from rlx.model import sharding
-from rlx.model.model_config import ModelConfig
+from rlx.model.model_config import TRAITS, ModelConfig, Rope
 from rlx.train import update
 from rlx.train.train_options import TrainOptions
 
@@ -45,6 +46,14 @@ def groups(seed, samples=8):
     return out
 
 
+# Windows and softcaps over `context`; norms over heads that `tensor` cuts.
+OTHER = dataclasses.replace(
+    MODEL, architecture="Gemma3ForCausalLM", windows=(5, 0), local_rope=Rope(theta=100.0),
+    attention_softcap=2.0, logit_softcap=3.0, activation="gelu_pytorch_tanh", joint_qk_norm=True,
+    **TRAITS["Gemma3ForCausalLM"],
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """An algorithm and how it is trained.
@@ -59,6 +68,7 @@ class Case:
     minibatches: int = 1
     budget: int = 2048
     rank: int = 0
+    model: ModelConfig = MODEL
 
 
 CASES = {
@@ -66,6 +76,7 @@ CASES = {
     "accumulated": Case("ppo", "q", minibatches=2, budget=64),
     "lora": Case("grpo", "q_lora_a", rank=3),
     "dpo": Case("dpo", "q", samples=2),
+    "windows": Case("grpo", "q", model=OTHER),
 }
 MESHES = (  # a tensor of 4 does not divide the key heads
     "fsdp:8", "fsdp:4,tensor:2", "replica:2,fsdp:2,tensor:2", "fsdp:2,context:4",
@@ -84,9 +95,9 @@ def run(case, mesh, budget):
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (32, 64), budget
     config.train.minibatches, config.lora.rank = case.minibatches, case.rank
-    params = parameters.init(MODEL, jax.random.key(0))
+    params = parameters.init(case.model, jax.random.key(0))
     options = TrainOptions.of(config)
-    trainer = update.JaxUpdate(MODEL, options, mesh=mesh, source=lambda _: params)
+    trainer = update.JaxUpdate(case.model, options, mesh=mesh, source=lambda _: params)
     state = trainer.init(params)
     for seed in range(2):
         state, metrics = trainer.update(state, groups(seed, case.samples))

@@ -413,6 +413,7 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
     [
         ("accumulated", "data:4,tensor:2"),
         *(pytest.param((name,), marks=pytest.mark.slow) for name in ("ppo", "lora", "dpo")),
+        pytest.param(("windows", "context:2,tensor:4"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
