@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import config_page  # noqa: E402
 
 NAV: dict[str, list[str]] = {  # pages that are not there yet are left out
-    "Start": ["index.md", "notebooks.md", "coming_from.md", "from_areal.md"],
+    "Start": ["index.md", "running.md", "notebooks.md", "coming_from.md", "from_areal.md"],
     "Concepts": ["staleness.md", "algorithms.md", "reliability.md", "mismatch.md"],
     "How to": [
         "extend.md",
