@@ -61,6 +61,7 @@ class Trajectory:
         distribution: log softmax(logits / temperature).
       versions: [T] int32; the policy version that produced each token, −1 where not sampled.
       reward: the trajectory's reward, before any shaping; finite.
+      baseline: what is taken off the reward, and off each turn's return, before any shaping.
       turn_rewards: the return of each turn, in the order of `turn_ids`, where they are not all the
         trajectory's reward: each lands on its own turn's tokens alone; (): `reward` on all.
       stop_reason: `stop` (end token or stop string) or `length` (budget exhausted).
@@ -88,6 +89,7 @@ class Trajectory:
     info: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     said: tuple[tuple[int, int], ...] = ()
+    baseline: float = 0.0
 
     @property
     def run_id(self) -> str:

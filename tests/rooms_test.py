@@ -35,7 +35,8 @@ LIGHT_ROOMS = (
     "agents", "debugger", "launch", "evaluation", "plan",
 )  # fmt: skip
 LIGHT_FILES = (
-    "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/signatures.py",
+    "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/running_means.py",
+    "algorithms/signatures.py",
     "algorithms/surrogates.py", "algorithms/array_ops.py", "algorithms/advantages.py",
     "algorithms/critic.py", "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
     "train/archive.py", "train/batch_update.py", "train/conductor.py", "train/contract.py",
@@ -54,7 +55,7 @@ HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rl
 COMMAND_LINES = 60
 TOTAL_LINES = 44_200
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 13, "base": 158, "algorithms": 2_019, "config": 520, "cli": 600, "model": 4_200,
+    "": 13, "base": 160, "algorithms": 2_075, "config": 520, "cli": 600, "model": 4_200,
     "train": 3_620, "observe": 2_170, "fleet": 2_692, "engines": 4_330, "sandbox": 700,
     "rewards": 1_889,
     "rollout": 3_180, "agents": 4_400, "debugger": 1_177, "launch": 2_900, "mismatch": 880,

@@ -128,6 +128,9 @@ class Algorithm:
     )
     overlong_limit: int = _number(0, 0, math.inf, "tokens; 0: sampling.max_new_tokens")
     overlong_factor: float = _number(1.0, 0.0, math.inf, "penalty at the limit")
+    running_mean: float = _number(
+        0.0, 0.0, 1.0, "decay of a mean of each agent's rewards, taken off first (RAE); 0: off"
+    )
     reward_bias: float = _number(0.0, *_ANY, "added to each reward")
     reward_scale: float = _number(1.0, *_ANY, "multiplies each reward, after the bias")
     reward_clip: float = _number(20.0, 0.0, math.inf, "largest absolute reward after scaling")

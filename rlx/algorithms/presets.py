@@ -59,6 +59,10 @@ PRESETS: dict[str, Algorithm] = {
             kl_placement="loss", kl_estimator="k2", kl_coefficient=1e-3,
         ),
         _row(
+            "rae", "2506.24119", running_mean=0.95,
+            loss="reinforce", reduction="sequence_mean_token_sum",
+        ),
+        _row(
             "gspo", "2507.18071", **_GROUP_SCORE, **_SEQUENCE_MEAN,
             ratio_level="sequence", clip_low=3e-4, clip_high=4e-4,
         ),
@@ -152,9 +156,9 @@ _BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper
 # Fields (one that ends in _ stands for all that begin so), and what makes them act: another field
 # with one of these values, or any that is not 0. The first reason for doing nothing is named.
 ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
-    (("overlong_", "reward_", "leave_one_out", "peers", "bootstrap_truncated", "gamma", "lam",
-      "advantage", "advantage_", "proximal", "decoupled", "weight_", "sequence_", "veto",
-      "off_policy_limit", "ratio_level", "clip_",
+    (("overlong_", "running_mean", "reward_", "leave_one_out", "peers", "bootstrap_truncated",
+      "gamma", "lam", "advantage", "advantage_", "proximal", "decoupled", "weight_", "sequence_",
+      "veto", "off_policy_limit", "ratio_level", "clip_",
       "dual_clip", "divergence", "sapo_", "value_clip", "entropy_coefficient"),
      {"loss": _ROLLOUTS}),
     (("loss_kwargs",), {"loss": (OWN,)}),

@@ -28,6 +28,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from rlx.algorithms import running_means
 from rlx.base import Group, Unavailable, UserError
 from rlx.rollout import attempts, staleness, workflows
 from rlx.rollout import buffer as buffers
@@ -90,6 +91,7 @@ class Executor:
       on_change: called on the loop's thread when a group is accepted or the executor has stopped.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
       request_timeout: seconds for one attempt, after which it has failed; None: it may take any.
+      running_mean: decay of the means that are the trajectories' baselines; 0: they have none.
       keep_versions: whether prompts under way may go on after a restart with tokens that they had,
         and are admitted again at the versions of before.
       loop: that it runs on, started and ended by the caller; None: one of its own.
@@ -115,6 +117,7 @@ class Executor:
         drop_equal_rewards: bool = False,
         request_timeout: float | None = 600.0,
         keep_versions: bool = False,
+        running_mean: float = 0.0,
         loop: LoopThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -125,6 +128,7 @@ class Executor:
         self._max_tokens, self._on_skip, self._on_change = max_tokens, on_skip, on_change
         self._drop_equal_rewards = drop_equal_rewards
         self._force_staleness, self._keep_versions = force_staleness, keep_versions
+        self._running_mean = running_mean
 
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
@@ -136,6 +140,7 @@ class Executor:
         self._window = attempts.Window(self._patience)
         self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
         self._best = -math.inf  # reward of any trajectory
+        self._means: running_means.Means = {}
         self._dropped = 0
         self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
         self._idle_since: float | None = None
@@ -216,6 +221,8 @@ class Executor:
                 step = self._staleness.consumed
                 self._buffer, batch = buffers.take(self._buffer, step, self._limits)
                 self._staleness = staleness.consume(self._staleness, self._limits)
+                if decay := self._running_mean:
+                    self._means, batch = running_means.take_off(self._means, batch, decay)
                 return batch
             finally:
                 self._wait_seconds += self._clock() - begun
@@ -273,6 +280,7 @@ class Executor:
                 "failed": self._staleness.failed,
                 "skipped": self._staleness.skipped,
                 "dropped": self._dropped,
+                "means": dict(self._means),
                 "best_reward": self._best if math.isfinite(self._best) else None,
             }
             return host, buffers.groups(self._buffer)
@@ -305,6 +313,7 @@ class Executor:
                 **{event: int(host.get(event, 0)) for event in _COUNTED},
             )
             self._dropped = int(host["dropped"]) + len(left_over)
+            self._means = dict(host.get("means", {}))
             if host.get("best_reward") is not None:
                 self._best = float(host["best_reward"])
             versions = self._kept_versions(host, step)

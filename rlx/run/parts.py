@@ -344,6 +344,7 @@ def _executor(
         max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
+        running_mean=inputs.algorithm.running_mean,
         request_timeout=None if online else c.rollout.request_timeout_seconds,
         keep_versions=online,
     )

@@ -78,6 +78,7 @@ def _describe_group(group: Group) -> dict:
         "trajectories": [
             {
                 "reward": float(t.reward),
+                "baseline": float(t.baseline),
                 "stop_reason": t.stop_reason,
                 "trajectory_id": t.trajectory_id,
                 "has": [name for name in _OPTIONAL if getattr(t, name) is not None],

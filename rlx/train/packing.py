@@ -174,7 +174,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         out[:count] = values
         return out
 
-    rewards = [r for t in trajectories for r in t.turn_rewards or (t.reward,)]
+    rewards = [r - t.baseline for t in trajectories for r in t.turn_rewards or (t.reward,)]
     cut = np.array([t.truncated for t in trajectories], bool)[owners]
     group_of = np.repeat(
         np.arange(len(groups)), np.array([len(g.trajectories) for g in groups], int)

@@ -42,6 +42,7 @@ PAPERS = {
                               "advantage_std": "batch", "kl_placement": "loss",
                               "kl_estimator": "k2", "kl_coefficient": 1e-3,
                               "reduction": "token_mean"},
+    "rae": {"running_mean": 0.95, "loss": "reinforce", "reduction": "sequence_mean_token_sum"},
     "gspo": {"reward_mean": "group", "reward_std": "group", "ratio_level": "sequence",
              "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence_mean_token_mean"},
     "sapo": {"reward_mean": "group", "reward_std": "group", "loss": "sapo",
@@ -73,6 +74,7 @@ PAPERS = {
 }  # fmt: skip
 OTHERWISE = {
     "critic": False, "reward_mean": "none", "reward_std": "none", "leave_one_out": False,
+    "running_mean": 0.0,
     "advantage_mean": "none", "advantage_std": "none", "kl_placement": "none", "loss": "clip",
     "ratio_level": "token", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0,
     "drop_equal_rewards": False, "overlong_filter": False, "overlong_buffer": 0.0,

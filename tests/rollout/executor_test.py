@@ -621,6 +621,34 @@ def test_resume_with_a_tighter_bound_generates_again(make, fake_fleet):
     assert sorted(seen) == list(range(10))
 
 
+def test_a_run_that_goes_on_has_the_running_means_of_before(make, fake_fleet):
+    def baselines(batches):
+        return [t.baseline for batch in batches for g in batch for t in g.trajectories]
+
+    def begun(*held):
+        fleet = fake_fleet()
+        executor = make(Limits(4, 0, 16), fleet=fleet, running_mean=0.95)
+        if held:
+            executor.restore(*held)
+        return executor, fleet
+
+    whole = []
+    first, fleet = begun()
+    for step in range(4):
+        publish(first, fleet, step)
+        whole.append(collect(first))
+        if step == 1:
+            first.run(asyncio.sleep(0))
+            held = first.state()
+    second, fleet = begun(*held)
+    again = []
+    for step in (2, 3):
+        publish(second, fleet, step)
+        again.append(collect(second))
+    assert baselines(again) == baselines(whole[2:])
+    assert len(set(baselines(whole))) > 2
+
+
 def test_restore_refuses_another_dataset_unless_it_is_allowed(make):
     executor = make(Limits(2, 0, 4))
     host, groups = executor.state()

@@ -30,6 +30,7 @@ def _trajectory(draw):
         prompt=draw(_text),
         completion=draw(_text),
         info=draw(st.dictionaries(_text, st.floats(allow_nan=False), max_size=2)),
+        baseline=draw(st.floats(allow_nan=False, allow_infinity=False)),
     )
 
 
