@@ -63,6 +63,7 @@ RANGES: dict[str, str] = {  # of numbers: the least one, or an interval
         "agents.block_seconds", "lora.alpha",
     ), "(0, inf)"),
     "critic.learning_rate": "[0, inf)",
+    "train.balance_coefficient": "[0, inf)",
     "reference.decay": "[0, 1)",
     "fleet.gpu_memory": "[0, 1)",
     "agents.turn_discount": "[0, 1]",
@@ -199,7 +200,10 @@ def default() -> ConfigDict:
     c.train.compile = False  # trainer=torch: each layer by torch.compile
     c.train.offload_optimizer = False  # trainer=torch on a GPU: its moments in the host's memory
     c.train.mesh = ""  # "" (all devices on fsdp) or e.g. "fsdp:4,tensor:2"; replica copies
-    # parameters, context cuts the tokens of a row (its double divides each of row_buckets)
+    # parameters, context cuts the tokens of a row (its double divides each of row_buckets), expert
+    # is fsdp that cuts a mixture's experts
+    c.train.balance_coefficient = 0.0  # of a mixture's load-balancing loss (arXiv 2101.03961,
+    # eq. 4); pre-training has 1e-3 to 1e-2, RL mostly none; trainer=jax
 
     c.cluster = ConfigDict()  # a trainer of several processes, one on each host: the same command
     # on all of them. Empty: as Slurm, Ray or torchrun have started this one, or one process
@@ -334,6 +338,10 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key in ("compile", "offload_optimizer") if config.trainer != "torch" else ():
         if config.train[key]:
             raise UserError(f"train.{key} is of trainer=torch; unset it, or set trainer=torch")
+    if config.train.balance_coefficient and config.trainer != "jax":
+        raise UserError(
+            "train.balance_coefficient is of trainer=jax; set it to 0, or set trainer=jax"
+        )
     for entry in config.data.mix:
         kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
         if kinds not in ([str, float], [str, int]) or not 0 < entry[1] < float("inf"):

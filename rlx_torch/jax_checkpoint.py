@@ -28,13 +28,13 @@ from rlx.train.optimizer_options import MOMENTS
 
 
 class _Place(NamedTuple):
-    """Where one tensor is: leaf of the state, layer of a stacked one, whether it is transposed.
+    """Where one tensor is: leaf of the state, index in a stacked one, whether it is transposed.
 
     `more` are those of which HF's files have the rows below it, in one tensor with it.
     """
 
     leaf: str
-    layer: int | None = None
+    index: tuple[int, ...] = ()
     transposed: bool = False
     more: tuple["_Place", ...] = ()
 
@@ -89,11 +89,10 @@ class JaxCheckpoint(Mapping[str, Any]):
         """Add the tensors of one pytree of parameters, or of moments; return their names."""
         names = []
         for row in rows:
-            for layer, name in enumerate(row.names):
+            for index, name in zip(row.places, row.names, strict=True):
                 if name.startswith(PREFIX):  # as PEFT's files have it
                     name = name.removeprefix(PREFIX).replace(".weight", ".default.weight")
-                place = _Place(prefix + ".".join(row.path), layer if row.stacked else None,
-                               row.transposed)  # fmt: skip
+                place = _Place(prefix + ".".join(row.path), index, row.transposed)
                 if row.begin:
                     first = self._places[template.format(name)]
                     place = first._replace(more=(*first.more, place))
@@ -114,7 +113,7 @@ class JaxCheckpoint(Mapping[str, Any]):
     def _part(self, place: _Place) -> Any:
         store = {"driver": "ocdbt", "base": self._base, "path": f"{place.leaf}/"}
         found = self._open({"driver": "zarr", "kvstore": store}, read=True).result()
-        found = found if place.layer is None else found[place.layer]
+        found = found[place.index] if place.index else found
         return found.T if place.transposed else found
 
     def __getitem__(self, name: str) -> np.ndarray:

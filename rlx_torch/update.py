@@ -30,7 +30,7 @@ from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
-from rlx.train.batch_update import BatchUpdate, require_same
+from rlx.train.batch_update import BatchUpdate, require_one_layout, require_same
 from rlx.train.optimizer_options import OPTIMIZERS, OptimizerOptions, rate_at
 from rlx.train.train_options import TrainOptions
 from rlx_torch import packed_model, sharding
@@ -179,6 +179,7 @@ class TorchUpdate(BatchUpdate):
         state = self.init()
         tree = state.tree()
         if (path / "state").is_dir():
+            require_one_layout(self.model, self._options.lora)
             fill(path, tree, JaxCheckpoint(path, self.model, self._options.lora))
         else:
             reader = Reader(path)
@@ -193,9 +194,10 @@ class TorchUpdate(BatchUpdate):
 
     def weights(self, state: TorchState, adapters: bool = False) -> Buckets:
         """Return the policy with HF's names, a copy of each tensor made when its bucket is."""
-        model, foreign = state.policy.model, bool(self.model.foreign) and not adapters
-        tensors = packed_model.published(model, adapters)
-        if not self.model.foreign:  # in the order of the other trainer's files
+        model, tensors = state.policy.model, packed_model.published(state.policy.model, adapters)
+        mixture = self.model.num_experts > 0  # whose experts it has side by side
+        foreign = (mixture or bool(self.model.foreign)) and not adapters
+        if not (foreign or self.model.foreign):  # in the order of the other trainer's files
             lora, own = self._options.lora, parameters.table(self.model)
             rows = lora_config.table(self.model, lora) if adapters and lora else own
             tensors = {name: tensors[name] for row in rows for name in row.names}

@@ -24,17 +24,13 @@ from pathlib import Path
 GB = 1e9
 
 
-def naive_logprobs(params, config, batch, *, temperature, remat, compute_dtype, chunk, layout):
+def naive_logprobs(params, config, batch, *, x, temperature, chunk, layout):
     """decoder.logprobs as one would write it first: every token's logits at once."""
     import jax
     import jax.numpy as jnp
 
     from rlx.model import decoder
 
-    x = decoder.hidden(
-        params, config, batch["tokens"], batch["positions"], batch["segment_ids"],
-        remat=remat, compute_dtype=compute_dtype, layout=layout,
-    )  # fmt: skip
     log_p = jax.nn.log_softmax(decoder.unembed(params, config, x[:, :-1]) / temperature)
     picked = jnp.take_along_axis(log_p, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)

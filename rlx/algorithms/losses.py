@@ -17,7 +17,7 @@ from rlx.algorithms.surrogates import SURROGATES, control_weights, kept_sequence
 # Stats that are already totals; all others are sums over trained tokens, to be divided by
 # `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
 COUNTS = ("n_valid_tokens", "n_nonfinite_tokens", "n_pairs")
-LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss")
+LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss", "balance_loss")
 LAG = ("lag_kl", "n_sampled_tokens")  # a sum, and what divides it
 PAIRS = "pair_"  # means over pairs begin so
 LARGEST_LOG = 88.72  # nats: of the largest float32

@@ -23,7 +23,7 @@ from rlx.engines.jax.cache_plan import make_plan
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora_config, remat
 from rlx.model import params as parameters
-from rlx.model.mesh import mesh_axes, num_row_shards, share
+from rlx.model.mesh import WEIGHTS, mesh_axes, num_row_shards, share
 from rlx.model.model_config import ModelConfig, kernel_fits
 from rlx.train.optimizer_options import OPTIMIZERS
 from rlx.train.train_options import TrainOptions
@@ -161,7 +161,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
         out["gradients"] += 4 * numbers  # computed in float32
     kept, layer = _activations(sizes, tokens, devices.platform, tensor)
     head = 0 if model.value_head else _logits(sizes, tokens) / tensor
-    cut = axes["fsdp"] * axes["context"] > 1
+    cut = math.prod(axes[name] for name in WEIGHTS) > 1
     gathered = _gathered(sizes, devices.platform) / tensor if cut else 0
     out["gathered weights"] = gathered
     out["activations"] = kept + layer

@@ -2,6 +2,8 @@
 
     params [L, in, out] ─▶ layers (+ scale·A·B) ─▶ transpose, cast ─▶ {name: [out, in]} ─▶ host
 
+Of [L, E, in, out], a layer's experts together.
+
 Each bucket's copy to the host begins at once, so the next one can be computed while this one is
 read. On a mesh every device has the whole tensors of a bucket, so any one host can read them, and
 all hosts must go through the buckets. The order is that of the table, whatever the buckets' size.
@@ -56,7 +58,8 @@ def export(
       dtype: of the tensors; None keeps each parameter's own.
       merge: added to the parameters first, in float32, as `lora.merge` does.
       mesh: where the parameters are; None: on one device.
-      size: bytes that a bucket may have; one tensor may have more, and is one by itself.
+      size: bytes that a bucket may have; one tensor, or one layer's experts, may have more, and
+        are one by themselves.
     """
     tensors: dict[str, Any] = {}
     plan: list[list[_Piece]] = []
@@ -64,21 +67,28 @@ def export(
     for joined in (tuple(group) for _, group in groupby(rows, lambda row: row.hf)):
         row, leaf = joined[0], parameters.leaf(params, joined[0])
         spec = jax.ShapeDtypeStruct(row.hf_shape, dtype or leaf.dtype)
-        num_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-        for layer, name in enumerate(row.names):
-            tensors[name] = spec
+        all_names, each = row.names, _per_layer(row)
+        num_bytes = each * math.prod(spec.shape) * spec.dtype.itemsize
+        for layer in range(len(all_names) // each):
+            names = all_names[layer * each : (layer + 1) * each]
+            tensors |= dict.fromkeys(names, spec)
             if num_bytes > room or not plan:
                 plan.append([])
                 room = size
             room -= num_bytes
             if plan[-1] and plan[-1][-1].rows is joined:
-                plan[-1][-1].names.append(name)
+                plan[-1][-1].names.extend(names)
             else:
-                plan[-1].append(_Piece(joined, layer, [name]))
+                plan[-1].append(_Piece(joined, layer, names))
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    static = ("count", "stacked", "transposed", "dtype")
+    static = ("count", "depth", "transposed", "dtype")
     make = jax.jit(_tensors, static_argnames=static, out_shardings=everywhere)
     return Buckets(tensors, _arrays(params, plan, partial(make, dtype=dtype), merge))
+
+
+def _per_layer(row: Row) -> int:
+    """Return how many tensors each layer of a parameter has: one, or one an expert."""
+    return math.prod(row.shape[1 : row.depth])
 
 
 def _arrays(
@@ -91,8 +101,8 @@ def _arrays(
             if merge and row.path[-1] in merge.lora.targets:
                 pair = (merge.adapters["layers"][f"{row.path[-1]}_lora_{x}"] for x in "ab")
                 added = (*pair, merge.lora.scale)
-            how = {"stacked": row.stacked, "transposed": row.transposed}
-            made = make(leaves, added, first, count=len(names), **how)
+            how = {"depth": row.depth, "transposed": row.transposed}
+            made = make(leaves, added, first, count=len(names) // _per_layer(row), **how)
             bucket |= zip(names, made, strict=True)
         for array in bucket.values() if jax.process_index() == 0 else ():  # no other host reads
             array.copy_to_host_async()
@@ -100,10 +110,10 @@ def _arrays(
 
 
 def _tensors(
-    leaves: Any, added: Any, first: Any, *, count: int, stacked: bool, transposed: bool, dtype: Any
+    leaves: Any, added: Any, first: Any, *, count: int, depth: int, transposed: bool, dtype: Any
 ) -> list[jax.Array]:
-    """Return `count` tensors of a parameter, or of some side by side, from the layer `first` on."""
-    if stacked:
+    """Return the tensors of `count` layers of a parameter, or of some side by side."""
+    if depth:
         leaves, added = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, first, count) if jnp.ndim(x) else x,
             (leaves, added),
@@ -112,5 +122,7 @@ def _tensors(
     if added is not None:
         # The barrier: a sum is rounded to the weight's dtype before it is cast to another.
         leaf = jax.lax.optimization_barrier(lora_lib.merged(leaf, *added))
-    parts = [leaf[i] for i in range(count)] if stacked else [leaf]
+    parts = [leaf]
+    for _ in range(depth):
+        parts = [part[i] for part in parts for i in range(part.shape[0])]
     return [(part.T if transposed else part).astype(dtype or part.dtype) for part in parts]

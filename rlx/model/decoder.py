@@ -20,6 +20,7 @@ from rlx.model import rope
 from rlx.model.attention import attention
 from rlx.model.context_attention import context_attention
 from rlx.model.cross_entropy import target_logprobs
+from rlx.model.experts import Routing, mixture
 from rlx.model.model_config import ModelConfig
 from rlx.model.ops import GATED, lookup, matmul, rms_norm, rotate, softcapped
 from rlx.model.params import Params
@@ -118,14 +119,16 @@ def layer_block(
     sin: jax.Array,
     attend: Attend,
     layout: Layout = ONE_DEVICE,
-) -> jax.Array:
-    """Return the residual stream [..., D] after one decoder layer.
+    valid: Any = None,
+) -> tuple[jax.Array, Routing | None]:
+    """Return the residual stream [..., D] after one decoder layer, and how its experts were chosen.
 
     Args:
       layer: the layer's parameters: `params["layers"]` without the leading axis.
       x: [..., D] residual stream; cos, sin: [..., H/2] float32.
       attend: attention: q [..., N, H], k, v [..., K, H] → [..., N, H].
       layout: of the activations on a mesh.
+      valid: [...] bool, tokens that are not padding; of a mixture of experts.
     """
     x = layout.stream(x)
     normed = layout.tokens(norm(layer, "input_norm", config, x))
@@ -133,8 +136,13 @@ def layer_block(
     mixed = layout.columns(mixed.reshape(*x.shape[:-1], config.num_heads * config.head_dim))
     mixed = checkpoint_name(layout.stream(linear(layer, "o", mixed, layout)), "o")
     x = x + norm(layer, "mixed_norm", config, mixed)
-    normed = layout.tokens(norm(layer, "post_norm", config, x))
-    return x + norm(layer, "mlp_norm", config, layout.stream(mlp(layer, config, normed, layout)))
+    normed, routing = layout.tokens(norm(layer, "post_norm", config, x)), None
+    if config.num_experts:
+        logits = linear(layer, "router", normed, layout)
+        out, routing = mixture(layer, config, normed, logits, valid, layout)
+    else:
+        out = mlp(layer, config, normed, layout)
+    return x + norm(layer, "mlp_norm", config, layout.stream(out)), routing
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
@@ -160,28 +168,43 @@ def hidden(
     tokens: jax.Array,
     positions: jax.Array,
     segment_ids: jax.Array,
+    **how: Any,
+) -> jax.Array:
+    """Return the hidden states of packed rows [B, T, D], after the final norm.
+
+    Arguments, each [B, T] int32, and keywords as `states` has them.
+    """
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+    return states(params, config, batch, **how)[0]
+
+
+def states(
+    params: Params,
+    config: ModelConfig,
+    batch: Mapping[str, jax.Array],
     *,
-    segment_sizes: jax.Array | None = None,
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
     layout: Layout = ONE_DEVICE,
-) -> jax.Array:
-    """Return the hidden states of packed rows, after the final norm.
+) -> tuple[jax.Array, Routing | None]:
+    """Return the hidden states of packed rows, after the final norm, and how experts were chosen.
 
     Args:
-      tokens: [B, T] int32, in [0, V).
-      positions: [B, T] int32, from 0 within each segment.
-      segment_ids: [B, T] int32; equal ids attend to each other (causally), 0 is padding.
-      segment_sizes: [B, M] int32, of the segments in their order; see `packed_attention`.
+      batch: [B, T] int32: tokens, in [0, V); positions, from 0 within each segment; segment_ids,
+        equal ones attend to each other (causally), 0 is padding. Where there are, segment_sizes
+        [B, M] int32, of the segments in their order; see `packed_attention`.
       remat: what is kept for the backward pass: none (of it is computed again) | a key of
         `remat.KEPT`.
       compute_dtype: of activations; parameters are cast where they are used.
       layout: of weights and activations on a mesh; row_shards divides B, 2 · context T.
 
     Returns:
-      [B, T, D] compute_dtype; the tokens of a row are in the order of `layout.balanced`.
+      [B, T, D] compute_dtype; the tokens of a row are in the order of `layout.balanced`. The
+      routing of the L layers of a mixture of experts.
     """
-    tokens, positions, segment_ids = map(layout.balanced, (tokens, positions, segment_ids))
+    of_tokens = (batch[name] for name in ("tokens", "positions", "segment_ids"))
+    tokens, positions, segment_ids = map(layout.balanced, of_tokens)
+    segment_sizes, valid = batch.get("segment_sizes"), segment_ids > 0
     windows = sorted(set(config.layer_windows))
     ropes = [rope_tables(config, positions, window) for window in windows]
 
@@ -195,7 +218,7 @@ def hidden(
     if len(windows) == 1:
 
         def body(x, layer):
-            return layer_block(layer, config, x, *ropes[0], attends[0], layout), None
+            return layer_block(layer, config, x, *ropes[0], attends[0], layout, valid)
 
         layers = params["layers"]
     else:  # the layers are of several kinds: each says which it is
@@ -205,7 +228,7 @@ def hidden(
             layer, kind = layer
             cos, sin = (table[kind] for table in tables)
             chosen = partial(jax.lax.switch, kind, attends)
-            return layer_block(layer, config, x, cos, sin, chosen, layout), None
+            return layer_block(layer, config, x, cos, sin, chosen, layout, valid)
 
         kinds = [windows.index(window) for window in config.layer_windows]
         layers = params["layers"], jnp.asarray(kinds)
@@ -213,8 +236,8 @@ def hidden(
     if remat != "none":
         body = jax.checkpoint(body, policy=remat_lib.policy(remat), prevent_cse=False)
     x = layout.stream(embed_scale(config, embed(params, tokens, compute_dtype, layout)))
-    x, _ = jax.lax.scan(body, x, layers)
-    return layout.tokens(final_norm(params, config, x))
+    x, routing = jax.lax.scan(body, x, layers)
+    return layout.tokens(final_norm(params, config, x)), routing
 
 
 def logprobs(
@@ -222,11 +245,11 @@ def logprobs(
     config: ModelConfig,
     batch: Mapping[str, jax.Array],
     *,
+    x: jax.Array | None = None,
     temperature: float = 1.0,
-    remat: str = "none",
-    compute_dtype: Any = jnp.float32,
     chunk: int = 1024,
     layout: Layout = ONE_DEVICE,
+    **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Return each token's log-probability given the earlier ones of its segment, and the entropy.
 
@@ -236,7 +259,7 @@ def logprobs(
     exist at a time on each device that has rows of its own, in the backward pass too.
 
     Args:
-      batch: tokens, positions, segment_ids, each [B, T] int32; segment_sizes where there are.
+      batch, how: as `states` takes them. x: what it gives, where that is known.
       temperature: > 0; the one the tokens were sampled with.
       chunk: tokens whose logits exist together.
 
@@ -245,11 +268,7 @@ def logprobs(
       distribution token t was drawn from; 0 at a segment's first token and at padding.
     """
     tokens, segments = batch["tokens"], batch["segment_ids"]
-    x = hidden(
-        params, config, tokens, batch["positions"], segments,
-        segment_sizes=batch.get("segment_sizes"), remat=remat, compute_dtype=compute_dtype,
-        layout=layout,
-    )  # fmt: skip
+    x = states(params, config, batch, layout=layout, **how)[0] if x is None else x
     targets = layout.balanced(jnp.roll(tokens, -1, axis=1))
     place = layout.place("embed" if config.tie_embeddings else "lm_head")
     weights = scattered_gradient(head(params, config), place)
@@ -270,9 +289,9 @@ def values(
     config: ModelConfig,
     batch: Mapping[str, jax.Array],
     *,
-    remat: str = "none",
-    compute_dtype: Any = jnp.float32,
+    x: jax.Array | None = None,
     layout: Layout = ONE_DEVICE,
+    **how: Any,
 ) -> jax.Array:
     """Return the value head's number of each token: V of the state after it.
 
@@ -280,21 +299,16 @@ def values(
 
     Args:
       params: of a config with `value_head`.
-      batch: tokens, positions, segment_ids, each [B, T] int32.
+      batch, how: as `states` takes them. x: what it gives, where that is known.
 
     Returns:
       [B, T] float32; 0 at padding.
     """
-    segments = batch["segment_ids"]
-    x = hidden(
-        params, config, batch["tokens"], batch["positions"], segments,
-        segment_sizes=batch.get("segment_sizes"), remat=remat, compute_dtype=compute_dtype,
-        layout=layout,
-    )  # fmt: skip
+    x = states(params, config, batch, layout=layout, **how)[0] if x is None else x
     place = layout.place("value_head")
     weights = used(scattered_gradient(params["value_head"], place), x.dtype, place)[0]
     scores = jnp.einsum("btd,d->bt", x, weights, preferred_element_type=jnp.float32)
-    return jnp.where(segments > 0, layout.in_order(scores), 0.0)
+    return jnp.where(batch["segment_ids"] > 0, layout.in_order(scores), 0.0)
 
 
 def shift(x: jax.Array, segment_ids: jax.Array) -> jax.Array:

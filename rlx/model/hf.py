@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -106,19 +107,17 @@ def save(
 
 def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np.ndarray:
     """Return a slice of the row's array, copied from HF's tensors into the pytree's layout."""
-    inner = index[1:] if row.stacked else index
+    inner = index[row.depth :]
     theirs = inner[::-1] if row.transposed else inner
-    names = row.names[index[0]] if row.stacked else row.names
+    stack = [range(n)[some] for n, some in zip(row.shape, index[: row.depth], strict=False)]
     out: Any = None
-    for position, name in enumerate(names):
-        part = _part(tensors, name, theirs, row)
+    for position, place in enumerate(product(*stack)):
+        part = _part(tensors, row.hf.format(*place), theirs, row)
         part = part.T if row.transposed else part
         if out is None:
-            shape = (len(names), *part.shape) if row.stacked else part.shape
-            out = np.empty(shape, dtype or part.dtype)
-        target = out[position] if row.stacked else out
-        target[...] = part
-    return out
+            out = np.empty((math.prod(map(len, stack)), *part.shape), dtype or part.dtype)
+        out[position] = part
+    return out.reshape(*map(len, stack), *out.shape[1:])
 
 
 def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.ndarray:

@@ -40,10 +40,20 @@ class LoraConfig:
 
 
 def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
-    """Return the rows of the adapters: A and B of each target, with PEFT's names and layouts."""
+    """Return the rows of the adapters: A and B of each target, with PEFT's names and layouts.
+
+    Raises:
+      UserError: a target is of a mixture's experts.
+    """
     sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
     bases = {row.path: row for row in parameters.table(config)}
     rows: list[Row] = []
+    if missing := [name for name in lora.targets if ("layers", name) not in bases]:
+        there = tuple(name for name in LORA_TARGETS if ("layers", name) in bases)
+        raise UserError(
+            f"lora.targets has {', '.join(missing)} and the experts of {config.architecture} have "
+            f"no adapters; set lora.targets={there}"
+        )
     for name in lora.targets:
         base = bases["layers", name]
         if base.whole:

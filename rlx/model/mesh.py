@@ -2,6 +2,7 @@
 
 replica   rows of the batch are cut; parameters are whole on each (across slow links)
 fsdp      rows of the batch are cut, and so are parameters
+expert    as fsdp, but of a mixture's experts each device has some, whole
 context   tokens of a row are cut, and so are parameters
 tensor    heads, MLP and vocabulary are cut; its devices are neighbours
 """
@@ -13,16 +14,19 @@ from rlx.base import UserError, unknown
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 
-AXES = ("replica", "fsdp", "context", "tensor")  # from the slowest links to the fastest
+AXES = ("replica", "fsdp", "expert", "context", "tensor")  # from the slowest links to the fastest
 ALIASES = {"data": "fsdp"}
-ROWS = ("replica", "fsdp")  # what cuts the rows of a batch
-WEIGHTS = ("fsdp", "context")  # what cuts parameters, and is gathered where they are used
+ROWS = ("replica", "fsdp", "expert")  # what cuts the rows of a batch
+WEIGHTS = ("fsdp", "expert", "context")  # what cuts parameters, and is gathered for their use
+EXPERT_WEIGHTS = ("fsdp", "context")  # the same of an expert's
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": None,
     "vocab": "tensor",
     "values": None,
     "model": WEIGHTS,
     "mlp": "tensor",
+    "experts": "expert",
+    "routes": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -63,6 +67,8 @@ def cuts(
     cut = []
     for axis in row.axes:
         target = RULES[axis]
+        if target == WEIGHTS and "experts" in row.axes:
+            target = EXPERT_WEIGHTS
         matrix = len(row.axes) > 1 + row.stacked
         divides = target and units[axis] % _parts(target, axes) == 0
         cut.append(target if divides and matrix else None)
@@ -99,28 +105,37 @@ def check_devices(text: str, devices: int) -> None:
 
 
 def check_model(text: str, model: ModelConfig) -> None:
-    """Raise UserError where `tensor` cannot cut the model's query heads or its MLP.
+    """Raise UserError where `tensor` cannot cut the query heads or MLP, or `expert` the experts.
 
-    Key and value heads that it does not divide are whole on each of its devices.
+    Key and value heads that `tensor` does not divide are whole on each of its devices.
     """
-    tensor = parse_mesh(text).get("tensor", 1)
-    most = gcd(model.num_heads, model.mlp_dim)
+    axes = parse_mesh(text)
+    tensor, experts = axes.get("tensor", 1), axes.get("expert", 1)
+    columns = model.expert_dim or model.mlp_dim
+    if max(model.num_experts, 1) % experts:
+        remedy = "lower it" if model.num_experts else "use fsdp"
+        raise UserError(
+            f"train.mesh={text!r}: expert:{experts} does not divide the model's "
+            f"{model.num_experts} experts; {remedy}"
+        )
+    most = gcd(model.num_heads, columns)
     if most % tensor:
         fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         raise UserError(
             f"train.mesh={text!r}: tensor:{tensor} does not divide the model's {model.num_heads} "
-            f"query heads and {model.mlp_dim} columns of the MLP; use tensor of {fitting}"
+            f"query heads and {columns} columns of the MLP; use tensor of {fitting}"
         )
 
 
 def check_torch(text: str, model: ModelConfig) -> None:
     """Raise UserError where trainer=torch cannot cut a model so that rlx's own decoder can."""
     axes = mesh_axes(text, 1)
-    if axes["context"] > 1:
-        raise UserError(
-            f"train.mesh={text!r}: trainer=torch does not cut the tokens of a row; use fsdp and "
-            "tensor in place of context, or trainer=jax"
-        )
+    for axis, what in {"context": "the tokens of a row", "expert": "experts by themselves"}.items():
+        if axes[axis] > 1:
+            raise UserError(
+                f"train.mesh={text!r}: trainer=torch does not cut {what}; use fsdp and tensor in "
+                f"place of {axis}, or trainer=jax"
+            )
     if model.num_kv_heads % (tensor := axes["tensor"]):
         raise UserError(
             f"train.mesh={text!r}: tensor:{tensor} does not divide the model's "

@@ -48,6 +48,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model_type": "phi3", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "sliding_window": None,
     },
+    "Qwen3MoeForCausalLM": {
+        "model_type": "qwen3_moe", "max_position_embeddings": 32768, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+    },
 }  # fmt: skip
 _NO_BIAS = {"attention_bias": False, "output_bias": False}
 _OF_GEMMA = {"norms": "both", "norm_offset": 1.0, "scaled_embedding": True}
@@ -61,6 +65,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": _OF_GEMMA | {"qk_norm": True},
     "Olmo2ForCausalLM": {"norms": "after", "qk_norm": True, "joint_qk_norm": True},
     "Phi3ForCausalLM": _NO_BIAS | {"fused": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True},
 }
 # To HF a model with a value head is the same decoder under another class name.
 _SCORED = ("ForCausalLM", "ForSequenceClassification")
@@ -131,6 +136,9 @@ class ModelConfig:
       output_bias: a bias on the attention output projection.
       qk_norm: RMS norm of each query and key head before RoPE; joint_qk_norm: of all heads at once.
       fused: HF's file has q, k, v as one matrix, and gate, up as one.
+      num_experts: MLPs of a layer, `expert_dim` wide, of which each token has experts_per_token;
+        0: one MLP, mlp_dim wide, for all. norm_topk_prob: whether the weights of a token's experts
+        add up to 1.
       value_head: one number a token in place of logits: a critic or a reward model, in HF
         ...ForSequenceClassification with one label.
       max_position: longest context in tokens.
@@ -164,6 +172,10 @@ class ModelConfig:
     fused: bool = False
     attention_bias: bool = False
     output_bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    norm_topk_prob: bool = False
     value_head: bool = False
     rms_eps: float = 1e-6
     max_position: int = 32768
@@ -182,6 +194,11 @@ class ModelConfig:
             raise UserError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads="
                 f"{self.num_kv_heads}; fix config.json"
+            )
+        if self.num_experts < self.experts_per_token:
+            raise UserError(
+                f"num_experts_per_tok={self.experts_per_token} is above num_experts="
+                f"{self.num_experts}; fix config.json"
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json")
@@ -211,6 +228,8 @@ class ModelConfig:
         """
         architecture, value_head = _architecture(hf)
         given = {k: v for k, v in hf.items() if v is not None or k in _NULL_IS_OFF}
+        if "num_local_experts" in given:  # as newer files have it
+            given["num_experts"] = given["num_local_experts"]
         hf = {**ARCHITECTURES[architecture], **given}
         own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # other keys say nothing to it
         _refuse_options(hf, architecture)
@@ -234,6 +253,10 @@ class ModelConfig:
             attention_softcap=own.get("attn_logit_softcapping") or 0.0,
             logit_softcap=own.get("final_logit_softcapping") or 0.0,
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            num_experts=own.get("num_experts", 0),
+            experts_per_token=own.get("num_experts_per_tok", 0),
+            expert_dim=own.get("moe_intermediate_size", 0),
+            norm_topk_prob=own.get("norm_topk_prob", False),
             **{"attention_bias": bias, "output_bias": bias} | TRAITS[architecture],
             value_head=value_head,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
@@ -318,6 +341,10 @@ class ModelConfig:
             "final_logit_softcapping": self.logit_softcap or None,
             "sliding_window": max(self.windows, default=0) or None,
             "layer_types": [_KINDS[w > 0] for w in self.layer_windows],
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_dim,
+            "norm_topk_prob": self.norm_topk_prob,
         }
         hf |= {key: own[key] for key in ARCHITECTURES[self.architecture] if key in own}
         if self.local_rope:
@@ -383,6 +410,8 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
         **{k: bool(hf.get(k)) for k in ("attention_dropout", "resid_pdrop", "embd_pdrop")},
         "quantization_config": "quantization_config" in hf,
         "partial_rotary_factor": hf.get("partial_rotary_factor", 1.0) != 1.0,
+        "mlp_only_layers": bool(hf.get("mlp_only_layers")),
+        "decoder_sparse_step": hf.get("decoder_sparse_step", 1) != 1,
     }
     for key, refuse in refused.items():
         if refuse:

@@ -2,13 +2,14 @@
 
 A row gives the path in the pytree, the logical axes, their sizes, HF's tensor name, and HF's
 layout. Initialisation, sharding and both HF directions read this table and nothing else.
-Parameters are a nested dict; those of the layers are stacked on axis 0. JAX is imported by what
-makes arrays alone.
+Parameters are a nested dict; those of the layers are stacked on axis 0, those of a layer's experts
+on axis 1. JAX is imported by what makes arrays alone.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlx.model.model_config import ModelConfig
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import jax
 
 Params = dict[str, Any]
+# Of an expert the names in the pytree are `expert_gate` and so on.
+MLP = {"gate": ("model", "mlp"), "up": ("model", "mlp"), "down": ("mlp", "model")}
 
 
 class Row(NamedTuple):
@@ -25,7 +28,7 @@ class Row(NamedTuple):
     Attributes:
       path: keys in the nested dict; `("layers", …)` rows carry a leading layer axis.
       axes: logical axis names, the layer axis first where there is one.
-      hf: HF's name, with `{}` for the layer index.
+      hf: HF's name, with `{}` for the layer's index, and for the expert's.
       transposed: HF stores the matrix as [out, in]; here it is [in, out].
       kind: how it starts: `matrix` (normal), `ones`, `zeros`.
       shape: in the pytree, the size of each axis.
@@ -48,14 +51,24 @@ class Row(NamedTuple):
         return self.axes[0] == "layers"
 
     @property
+    def depth(self) -> int:
+        """How many axes of the array are HF's tensors side by side: of layers, of their experts."""
+        return sum(axis in ("layers", "experts") for axis in self.axes)
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Where in the array each of `names` stands: its layer, or its layer and expert."""
+        return list(product(*map(range, self.shape[: self.depth])))
+
+    @property
     def names(self) -> list[str]:
-        """HF's tensors, one a layer for a parameter of the layers."""
-        return [self.hf.format(i) for i in range(self.shape[0] if self.stacked else 1)]
+        """HF's tensors: one, one a layer, or one an expert of each layer."""
+        return [self.hf.format(*place) for place in self.places]
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of each of HF's tensors."""
-        one = self.shape[1:] if self.stacked else self.shape
+        one = self.shape[self.depth :]
         theirs = one[::-1] if self.transposed else one
         return (self.whole, *theirs[1:]) if self.whole else theirs
 
@@ -79,9 +92,7 @@ def table(config: ModelConfig) -> tuple[Row, ...]:
         *_linear("v", ("model", "kv_heads"), "self_attn.v_proj", config.attention_bias),
         *_linear("o", ("heads", "model"), "self_attn.o_proj", config.output_bias),
         *_norms(config, "mixed_norm", "post_norm"),
-        *_linear("gate", ("model", "mlp"), "mlp.gate_proj"),
-        *_linear("up", ("model", "mlp"), "mlp.up_proj"),
-        *_linear("down", ("mlp", "model"), "mlp.down_proj"),
+        *_mlp(config),
         *_norms(config, "mlp_norm"),
         Row(("final_norm",), ("model",), "model.norm.weight", False, "ones"),
     ]
@@ -139,6 +150,17 @@ def _norm(name: str, axis: str, hf: str) -> Row:
     return Row(("layers", name), ("layers", axis), f"model.layers.{{}}.{hf}.weight", False, "ones")
 
 
+def _mlp(config: ModelConfig) -> list[Row]:
+    if not config.num_experts:
+        return [row for x, axes in MLP.items() for row in _linear(x, axes, f"mlp.{x}_proj")]
+    rows = _linear("router", ("model", "routes"), "mlp.gate")
+    for name, axes in MLP.items():
+        hf = f"model.layers.{{}}.mlp.experts.{{}}.{name}_proj.weight"
+        path = ("layers", f"expert_{name}")
+        rows += [Row(path, ("layers", "experts", *axes), hf, True, "matrix")]
+    return rows
+
+
 def _linear(name: str, axes: tuple[str, str], hf: str, bias: bool = False) -> list[Row]:
     prefix = f"model.layers.{{}}.{hf}"
     rows = [Row(("layers", name), ("layers", *axes), f"{prefix}.weight", True, "matrix")]
@@ -155,7 +177,9 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "vocab": config.vocab_size,
         "values": 1,
         "model": config.model_dim,
-        "mlp": config.mlp_dim,
+        "mlp": config.expert_dim or config.mlp_dim,
+        "experts": config.num_experts,
+        "routes": config.num_experts,
         "heads": config.num_heads * config.head_dim,
         "kv_heads": config.num_kv_heads * config.head_dim,
         "head_dim": config.head_dim,
@@ -234,6 +258,8 @@ def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
     Arithmetic: 4 · layers · heads · head width over 2 · parameters used per token.
     """
     unused = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
+    idle = config.num_layers * (config.num_experts - config.experts_per_token)
+    unused += idle * 3 * config.model_dim * config.expert_dim
     dense = 2 * (count(config) - unused)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
     return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / dense

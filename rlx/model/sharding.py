@@ -3,6 +3,7 @@
     replica   rows of the batch are cut; parameters are whole on each (across slow links)
     fsdp      rows of the batch are cut, and so are parameters, which are gathered where they are
               used and whose gradients are scattered back (ZeRO-3, arXiv 1910.02054)
+    expert    the same, but of a mixture each device has some experts, see experts.py
     context   tokens of a row are cut, see context_attention. Every device of a row needs the same
               weights, so they are cut over `fsdp` and `context` together: that sends as many bytes
               as over `fsdp` alone, and keeps `context` times fewer
@@ -27,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlx.model import params as parameters
 from rlx.model.mesh import (
+    EXPERT_WEIGHTS,
     ROWS,
     WEIGHTS,
     check_devices,
@@ -162,7 +164,8 @@ class Layout:
         places = {}
         for row in rows:
             own = spec(config, row, mesh)[1 if row.stacked else 0 :]
-            gathered = PartitionSpec(*(None if axis == WEIGHTS else axis for axis in own))
+            whole = WEIGHTS, EXPERT_WEIGHTS
+            gathered = PartitionSpec(*(None if axis in whole else axis for axis in own))
             places[row.path[-1]] = Placement(
                 NamedSharding(mesh, PartitionSpec(*own)), NamedSharding(mesh, gathered)
             )

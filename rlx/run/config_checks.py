@@ -30,7 +30,7 @@ from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory, hf_files
 from rlx.model import params as parameters
-from rlx.model.mesh import check_devices, mesh_axes, num_row_shards
+from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import encode, render
@@ -78,7 +78,7 @@ def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> s
     axes = mesh_axes(text, count)
     named = ", ".join(f"{name}:{size}" for name, size in axes.items() if size > 1) or "one device"
     more = f" on {hosts} hosts like this one" if hosts > 1 else ""
-    parts = axes["fsdp"] * axes["context"]
+    parts = math.prod(axes[name] for name in WEIGHTS)
     whole = f"whole: {parts} does not divide the width {model.model_dim}"
     weights = whole if model.model_dim % parts else f"cut in {parts * axes['tensor']}"
     return f"{named}{more}; rows cut in {num_row_shards(axes)}, parameters {weights}"

@@ -25,7 +25,7 @@ from rlx.cli.user_code import words
 from rlx.fleet.requests import Sampling
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
-from rlx.model import directory, hf_files, mesh
+from rlx.model import directory, hf_files, lora_config, mesh
 from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
@@ -39,7 +39,7 @@ from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Overlong, Prompts, Workflow, encode, render
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.train import dry_call
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import TrainOptions, lora_of
 
 TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
 INITIAL = "initial"  # directory of a run's first weights if they are random
@@ -90,6 +90,7 @@ def prepare(config: ConfigDict) -> Inputs:
     check_engine(config, model_config)
     check_context(config, model_config)
     check_mesh(config, model_config)
+    check_experts(config, model_config)
     options = TrainOptions.of(config)
     algorithm = options.algorithm
     dry_call.check(algorithm, config.trainer)
@@ -264,6 +265,18 @@ def check_mesh(config: ConfigDict, model: ModelConfig) -> None:
     if config.trainer == "torch":
         mesh.check_torch(train.mesh, model)
     mesh.check_rows(train.mesh, longest, train.row_buckets, train.max_tokens_per_microbatch)
+
+
+def check_experts(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise UserError for adapters of a mixture's experts, or a loss on experts without any."""
+    lora = lora_of(config.lora)
+    if lora and not model.foreign:
+        lora_config.table(model, lora)
+    if config.train.balance_coefficient and not model.num_experts:
+        raise UserError(
+            f"train.balance_coefficient={config.train.balance_coefficient} is of a mixture of "
+            f"experts, and {model.architecture} has none; set it to 0"
+        )
 
 
 def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:

@@ -19,6 +19,7 @@ from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 from rlx.train import checkpoint
+from rlx.train.batch_update import require_one_layout
 from rlx.train.train_options import TrainOptions
 
 
@@ -27,6 +28,9 @@ def tensors_of(path: Path, model: ModelConfig, lora: LoraConfig | None = None) -
 
     Args:
       model: of what is trained, or of what has the adapters of `lora`, which are.
+
+    Raises:
+      UserError: it is a mixture of experts', by the trainer in PyTorch.
     """
     if (path / "state").is_dir():
         from rlx_torch.jax_checkpoint import JaxCheckpoint
@@ -34,6 +38,7 @@ def tensors_of(path: Path, model: ModelConfig, lora: LoraConfig | None = None) -
         return JaxCheckpoint(path, model, lora)
     from rlx_torch.torch_checkpoint import TorchCheckpoint
 
+    require_one_layout(model, lora)
     return TorchCheckpoint(path)
 
 
@@ -86,6 +91,7 @@ def rewrite(path: Path, target: Path, trainer: str) -> Path:
     config.update(host["config"])
     options, model = TrainOptions.of(config), ModelConfig.from_hf(host["model"])
     model.require_ours("trainer=jax")
+    require_one_layout(model, options.lora)
     tensors = tensors_of(path, model, options.lora)
     if trainer == "jax":
         from rlx.train import state_files, steps, torch_state

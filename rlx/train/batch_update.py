@@ -17,6 +17,8 @@ import numpy as np
 from rlx.algorithms import losses
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
+from rlx.model.lora_config import LoraConfig
+from rlx.model.model_config import ModelConfig
 from rlx.train import objective, packing, step_metrics
 from rlx.train.optimizer_options import rate_at
 from rlx.train.step_metrics import Metrics
@@ -169,8 +171,7 @@ class BatchUpdate:
         inputs = (self._gather(per_token, batch, sums, np.float32(0.0)) for batch in packed[0])
         made = [self._stats(state, batch) for batch in inputs]
         parts, denominator = self._to_host((made, divisors[0][0]))
-        stats = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
-        return losses.summarise(stats, float(denominator))
+        return losses.summarise(step_metrics.totals(parts), float(denominator))
 
     def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
         """Return the log-probabilities of each trajectory's tokens; see the contract."""
@@ -190,3 +191,12 @@ def require_same(path: Path, have: Mapping[str, str], want: Mapping[str, str]) -
                 f"{want.get(name, 'nothing')}; use the model, algorithm and optimizer that it was "
                 "made with, or another workdir"
             )
+
+
+def require_one_layout(model: ModelConfig, lora: LoraConfig | None) -> None:
+    """Raise UserError for a mixture, whose checkpoints the other trainer cannot continue."""
+    if model.num_experts and not lora:
+        raise UserError(
+            f"a checkpoint of {model.architecture} is of the trainer that wrote it: the other has "
+            "a layer's experts in other tensors; set trainer, or begin from WORKDIR/hf"
+        )

@@ -13,6 +13,9 @@ from rlx.algorithms import losses
 from rlx.base import Group, info_means
 from rlx.train.packing import FlatBatch, PackPlan
 
+# Sums over a microbatch's tokens, of L layers and E experts: see model.experts.Routing.
+ROUTING = ("router_load", "router_chance", "router_entropy")
+
 
 class Metrics(Mapping[str, Any]):
     """A read-only dict of metrics; the first read waits for the device, once."""
@@ -88,13 +91,41 @@ def staleness(tokens_per_version: Mapping[int, int], version: int) -> dict[str, 
     }
 
 
+def totals(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the sums of microbatches' or minibatches' stats, but for ROUTING."""
+    return {k: float(sum(part[k] for part in parts)) for k in parts[0] if k not in ROUTING}
+
+
+def routing_metrics(minibatches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how a mixture's routers chose; nothing for a model without experts.
+
+    expert_load: each expert's share of the choices, the mean over layers. expert_max_share: the
+    largest share that an expert has of a layer's choices; 1 / E were even. expert_balance: as
+    `experts.balance_loss` has it, of the whole batch; 1 were even. router_entropy: of the
+    probabilities before the choice, nats a token and layer.
+    """
+    if ROUTING[0] not in minibatches[0]:
+        return {}
+    load, chance, entropy = (
+        np.sum([stats[name] for stats in minibatches], axis=0, dtype=np.float64) for name in ROUTING
+    )
+    share = load / np.maximum(load.sum(-1, keepdims=True), 1)
+    mean = chance / np.maximum(chance.sum(-1, keepdims=True), 1)
+    return {
+        "expert_load": {str(i): float(x) for i, x in enumerate(share.mean(0))},
+        "expert_max_share": float(share.max()),
+        "expert_balance": float(share.shape[-1] * (share * mean).sum(-1).mean()),
+        "router_entropy": float(entropy.sum() / np.maximum(chance.sum(), 1)),
+    }
+
+
 def device_metrics(
     minibatches: Sequence[Mapping[str, Any]],
     denominators: Any,
     sums: Mapping[str, Any],
     num_runs: int,
     schedule: Callable[[Any], Any],
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return metrics of the sums that the device made, which are on the host by now.
 
     task_reward: mean over the runs, as the environment gave it. kl_reward: mean per trained token.
@@ -103,7 +134,7 @@ def device_metrics(
     minibatches, before clipping. lag_kl: of the first minibatch (`losses.lag_stats`). The rest as
     `losses.summarise` has it.
     """
-    total = {key: float(sum(stats[key] for stats in minibatches)) for key in minibatches[0]}
+    total = totals(minibatches)
     skipped, norms = total.pop("skipped_updates"), total.pop("grad_norm")
     critic = {}
     if "critic_grad_norm" in total:
@@ -118,6 +149,7 @@ def device_metrics(
     return {
         **metrics,
         **critic,
+        **routing_metrics(minibatches),
         "task_reward": float(sums["task_reward"]) / num_runs,
         "kl_reward": penalty / max(total["n_valid_tokens"], 1.0),
         "final_reward": (shaped + penalty) / num_runs,

@@ -26,10 +26,11 @@ from rlx.algorithms import kl
 from rlx.algorithms.algorithm import Algorithm
 from rlx.model import decoder
 from rlx.model import lora as lora_lib
+from rlx.model.experts import balance_loss
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, shapes
 from rlx.model.sharding import ONE_DEVICE, Layout
-from rlx.train import objective
+from rlx.train import objective, step_metrics
 from rlx.train.optimizer import make_optimizer
 from rlx.train.train_options import TrainOptions
 
@@ -280,37 +281,52 @@ class Steps:
 
         With LoRA `frozen` is the base, and params of None are the base without adapters.
         """
+        whole = self.whole(params, frozen)
+        return self._logprobs(whole, batch, self._states(whole, self.model, batch)[0])
+
+    def _logprobs(self, whole: Params, batch: Batch, x: Array) -> tuple[Array, Array]:
         o = self.options
         return decoder.logprobs(
-            self.whole(params, frozen), self.model, batch, temperature=o.temperature,
-            remat=o.remat, compute_dtype=jnp.dtype(o.compute_dtype), chunk=o.chunk,
+            whole, self.model, batch, x=x, temperature=o.temperature, chunk=o.chunk,
             layout=self.layout,
         )  # fmt: skip
+
+    def _states(self, params: Params, model: ModelConfig, batch: Batch) -> tuple[Array, Any]:
+        o, dtype = self.options, jnp.dtype(self.options.compute_dtype)
+        return decoder.states(
+            params, model, batch, remat=o.remat, compute_dtype=dtype, layout=self.layout
+        )
 
     def logprob_step(self, params: Params | None, frozen: Params | None, batch: Batch) -> Array:
         """Return log-probabilities alone, for policies that are not trained: [B, T] float32."""
         return self.logprobs(params, frozen, batch)[0]
 
-    def values(self, params: Params, config: ModelConfig, batch: Batch) -> Array:
-        """Return the value head's number after each token, [B, T] float32."""
-        o, dtype = self.options, jnp.dtype(self.options.compute_dtype)
-        return decoder.values(
-            params, config, batch, remat=o.remat, compute_dtype=dtype, layout=self.layout
-        )
-
     def value_step(self, params: Params, batch: Batch) -> tuple[Array, Array]:
         """Return the critic's V before and after each token, [B, T] float32 each."""
-        after_BT = self.values(params, self._valued, batch)
+        x, _ = self._states(params, self._valued, batch)
+        after_BT = decoder.values(params, self._valued, batch, x=x, layout=self.layout)
         return decoder.shift(after_BT, batch["segment_ids"]), after_BT
 
     # Losses.
 
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
-        """Return the microbatch's summed loss and its summed stats."""
-        return objective.loss(
-            batch, self.algorithm, logprobs=lambda: self.logprobs(params, frozen, batch),
-            scores=lambda: self.values(params, self.model, batch),
+        """Return the microbatch's summed loss and its summed stats.
+
+        The load-balancing loss of a mixture of experts is of each microbatch by itself, and weighs
+        as much as the microbatch's tokens do in the loss.
+        """
+        whole = self.whole(params, frozen)
+        x, routing = self._states(whole, self.model, batch)
+        total, stats = objective.loss(
+            batch, self.algorithm, logprobs=lambda: self._logprobs(whole, batch, x),
+            scores=lambda: decoder.values(whole, self.model, batch, x=x, layout=self.layout),
         )  # fmt: skip
+        if routing is None:
+            return total, stats
+        weight = self.options.balance_coefficient * jnp.sum(batch["loss_weights"])
+        balance = weight * balance_loss(routing)
+        stats |= dict(zip(step_metrics.ROUTING, routing, strict=True))
+        return total + balance, {**stats, "balance_loss": balance}
 
     def value_loss(
         self, params: Params, frozen: Params | None, batch: Batch

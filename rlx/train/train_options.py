@@ -50,6 +50,7 @@ class TrainOptions:
     publish_dtype: str = "float32"
     compile: bool = False
     offload_optimizer: bool = False
+    balance_coefficient: float = 0.0
 
     @classmethod
     def of(cls, config: Any) -> "TrainOptions":
@@ -82,6 +83,7 @@ class TrainOptions:
             model.publish_dtype,
             train.compile,
             train.offload_optimizer,
+            train.balance_coefficient,
         )
         _check(options)
         return options

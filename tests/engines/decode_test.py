@@ -1,5 +1,6 @@
 """The engine's decoder against the trainer's, and its independence of the batch, bit for bit."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -35,11 +36,19 @@ CONFIGS = {
     ),
     "olmo2": ModelConfig("Olmo2ForCausalLM", **SIZES, **TRAITS["Olmo2ForCausalLM"]),
     "phi3": ModelConfig("Phi3ForCausalLM", **SIZES, windows=(20, 20), fused=True),
+    "qwen3_moe": ModelConfig(
+        "Qwen3MoeForCausalLM", **SIZES, qk_norm=True, num_experts=6, experts_per_token=2,
+        expert_dim=20, norm_topk_prob=True,
+    ),
 }  # fmt: skip
 # Widths that fill vector registers: narrower ones may fall to scalar code with other last bits.
 WIDE = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=256, num_layers=2, model_dim=128, mlp_dim=192, num_heads=4,
     num_kv_heads=2, head_dim=32, attention_bias=True, tie_embeddings=True, initializer_range=0.1,
+)  # fmt: skip
+MIXTURE = replace(
+    WIDE, architecture="Qwen3MoeForCausalLM", attention_bias=False, num_experts=8,
+    experts_per_token=3, expert_dim=96,
 )  # fmt: skip
 STEPS, CHUNK, LENGTH = 4, 8, 32
 
@@ -129,10 +138,10 @@ def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():
     assert len(calls) == 3
 
 
-@pytest.fixture(scope="module")
-def crowd():
+@pytest.fixture(scope="module", params=[WIDE, MIXTURE], ids=["dense", "mixture"])
+def crowd(request):
     """64 slots with random caches of 200 positions, and what one decode call makes of them."""
-    config = WIDE
+    config = request.param
     serving = serve(config, random_params(config))
     rng = np.random.default_rng(0)
     cache = jax.tree.map(

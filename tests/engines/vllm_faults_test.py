@@ -139,7 +139,7 @@ def _kept(params, config, tokens, which):
         def attend(*_, mixed=mixed):
             return mixed
 
-        x = chosen([decoder.layer_block(p, config, x, cos, sin, attend) for p in layers])
+        x = chosen([decoder.layer_block(p, config, x, cos, sin, attend)[0] for p in layers])
     logits = [decoder.unembed(p, config, decoder.final_norm(p, config, x)) for p in params]
     return _next(chosen(logits), tokens)
 

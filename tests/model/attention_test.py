@@ -174,7 +174,7 @@ def test_elsewhere_there_is_a_mask_or_there_are_blocks(
 
 @pytest.mark.parametrize(("key_heads", "local"), [(4, (2, 2)), (1, (2, 2))])
 def test_on_a_mesh_each_device_has_its_own_rows_and_heads(hopper, key_heads, local):
-    mesh = AbstractMesh((1, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
+    mesh = AbstractMesh((1, 2, 1, 1, 2), AXES, axis_types=(AxisType.Auto,) * 5)
     ids = jnp.asarray(segment_ids([[30, 20], [64], [10], [1, 2]], 64))
     sizes = jnp.asarray(packing.segment_sizes(np.asarray(ids)))
     q, k = (jnp.ones((4, 64, n, 64), jnp.bfloat16) for n in (4, key_heads))

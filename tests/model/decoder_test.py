@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
@@ -93,8 +94,9 @@ def check_gradients(model, path, rows, chunk, remat):
         for part, weight in zip((logprob, entropy), weights, strict=True):
             total = total + (part * torch.tensor(weight[row, inner])).sum()
     total.backward()
-    for name, parameter in model.named_parameters():
-        wanted = parameter.grad.numpy()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in revert_weight_conversion(model, grads).items():
+        wanted = gradient.numpy()
         error = np.abs(got[name] - wanted).max() / np.abs(wanted).max()
         assert error <= 1e-4, f"gradient of {name} off by {error:.1e} of its largest entry"
 

@@ -27,7 +27,8 @@ from rlx.model.model_config import ModelConfig
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 KINDS = [
     *itertools.product(("Qwen2", "Qwen3", "Llama"), (True, False), DTYPES),
-    *((name, tied, dtype) for name in ("Mistral", "Gemma2", "Gemma3Text", "Olmo2", "Phi3")
+    *((name, tied, dtype) for name in ("Mistral", "Gemma2", "Gemma3Text", "Olmo2", "Phi3",
+                              "Qwen3Moe")
       for tied, dtype in zip((True, False), DTYPES, strict=True)),
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ MODEL = ModelConfig(
 
 def test_a_mesh_has_every_axis_and_an_alias():
     axes = mesh.mesh_axes("data:4, tensor:2", 8)
-    assert axes == {"replica": 1, "fsdp": 4, "context": 1, "tensor": 2}
+    assert axes == {"replica": 1, "fsdp": 4, "expert": 1, "context": 1, "tensor": 2}
     assert tuple(axes) == mesh.AXES
     assert mesh.mesh_axes("", 8)["fsdp"] == 8
     assert mesh.num_row_shards(mesh.mesh_axes("replica:2,fsdp:3,context:5", 30)) == 6
@@ -23,7 +23,9 @@ def test_a_mesh_has_every_axis_and_an_alias():
 @pytest.mark.parametrize(
     ("check", "words"),
     [
-        (lambda: mesh.parse_mesh("expert:8"), ["'expert'", "context", "tensor"]),
+        (lambda: mesh.parse_mesh("experts:8"), ["'experts'", "did you mean 'expert'"]),
+        (lambda: mesh.check_model("expert:2", MODEL), ["expert:2", "0 experts", "use fsdp"]),
+        (lambda: mesh.check_torch("expert:2", MODEL), ["cut experts", "in place of expert"]),
         (lambda: mesh.parse_mesh("fsdp:4,data:2"), ["mend 'data:2'"]),
         (lambda: mesh.parse_mesh("fsdp:0"), ["mend 'fsdp:0'"]),
         (lambda: mesh.parse_mesh("fsdp=8"), ["'fsdp=8'"]),

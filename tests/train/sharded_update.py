@@ -5,9 +5,8 @@
 of all meshes of the table without one.
 """
 
-import dataclasses
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -24,6 +23,11 @@ from rlx.train.train_options import TrainOptions
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM", vocab_size=32, num_layers=2, model_dim=16, mlp_dim=32,
     num_heads=4, num_kv_heads=2, head_dim=4, tie_embeddings=True, attention_bias=True,
+)  # fmt: skip
+
+MIXTURE = replace(
+    MODEL, architecture="Qwen3MoeForCausalLM", attention_bias=False, qk_norm=True, num_experts=8,
+    experts_per_token=2, expert_dim=12, initializer_range=0.2,
 )  # fmt: skip
 
 
@@ -47,10 +51,14 @@ def groups(seed, samples=8):
 
 
 # Windows and softcaps over `context`; norms over heads that `tensor` cuts.
-OTHER = dataclasses.replace(
+OTHER = replace(
     MODEL, architecture="Gemma3ForCausalLM", windows=(5, 0), local_rope=Rope(theta=100.0),
     attention_softcap=2.0, logit_softcap=3.0, activation="gelu_pytorch_tanh", joint_qk_norm=True,
     **TRAITS["Gemma3ForCausalLM"],
+)  # fmt: skip
+MESHES = (  # a tensor of 4 does not divide the key heads
+    "fsdp:8", "fsdp:4,tensor:2", "replica:2,fsdp:2,tensor:2", "fsdp:2,context:4",
+    "context:2,tensor:4",
 )  # fmt: skip
 
 
@@ -69,6 +77,8 @@ class Case:
     budget: int = 2048
     rank: int = 0
     model: ModelConfig = MODEL
+    balance: float = 0.0
+    meshes: tuple[str, ...] = MESHES
 
 
 CASES = {
@@ -77,14 +87,15 @@ CASES = {
     "lora": Case("grpo", "q_lora_a", rank=3),
     "dpo": Case("dpo", "q", samples=2),
     "windows": Case("grpo", "q", model=OTHER),
-}
-MESHES = (  # a tensor of 4 does not divide the key heads
-    "fsdp:8", "fsdp:4,tensor:2", "replica:2,fsdp:2,tensor:2", "fsdp:2,context:4",
-    "context:2,tensor:4",
-)  # fmt: skip
+    "experts": Case("grpo", "expert_down", model=MIXTURE, balance=0.1, meshes=(
+        "replica:4,expert:2", "fsdp:2,expert:4", "fsdp:2,expert:2,tensor:2", "expert:4,context:2",
+        "fsdp:4,tensor:2",
+    )),
+}  # fmt: skip
 METRICS = (
     "actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward", "value_loss",
-    "critic_grad_norm", "pair_loss", "pair_margin",
+    "critic_grad_norm", "pair_loss", "pair_margin", "balance_loss", "expert_max_share",
+    "expert_balance", "router_entropy",
 )  # fmt: skip
 
 
@@ -95,6 +106,7 @@ def run(case, mesh, budget):
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (32, 64), budget
     config.train.minibatches, config.lora.rank = case.minibatches, case.rank
+    config.train.balance_coefficient = case.balance
     params = parameters.init(case.model, jax.random.key(0))
     options = TrainOptions.of(config)
     trainer = update.JaxUpdate(case.model, options, mesh=mesh, source=lambda _: params)
@@ -106,9 +118,10 @@ def run(case, mesh, budget):
 
 def main(name, *meshes):
     case = CASES[name]
-    one = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), mesh_lib.AXES)
+    alone = np.array(jax.devices()[:1]).reshape([1] * len(mesh_lib.AXES))
+    one = jax.sharding.Mesh(alone, mesh_lib.AXES)
     _, alone, expected = run(case, one, 2048)
-    for text in meshes or MESHES:
+    for text in meshes or case.meshes:
         print(name, text, flush=True)
         trainer, state, metrics = run(case, sharding.make_mesh(text), case.budget)
         weights = state.params["layers"][case.cut]

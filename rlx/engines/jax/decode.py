@@ -33,7 +33,8 @@ class ServingParams(NamedTuple):
       embed, head: [V, D] (the same array when tied; of a reward model's head [1, D]).
       final_norm: [D].
       layers: per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D], `down`, and where the
-        model has them `qkv_bias`, `o_bias`, `q_norm`, `k_norm` and the norms of `params.NORMS`.
+        model has them `qkv_bias`, `o_bias`, `q_norm`, `k_norm` and the norms of `params.NORMS`. Of
+        a mixture `router` [E, D]; F then are the columns of all E experts.
     """
 
     embed: jax.Array
@@ -68,15 +69,15 @@ def serving_params(
     """
     rows = {row.path[-1]: row for row in parameters.table(config)}
 
-    def read(name, layer=0):
-        full = rows[name].names[layer]
+    def read(name, index=0):
+        full = rows[name].names[index]
         tensor = np.asarray(tensors[full])[rows[name].part]
         if not np.isfinite(tensor).all():
             raise ValueError(f"tensor {full!r} has non-finite numbers; publish finite weights")
         return tensor
 
-    def put(*parts):
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def put(*parts, axis=0):
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
         return jnp.asarray(np.ascontiguousarray(whole, dtype))
 
     def layer(index):
@@ -84,8 +85,18 @@ def serving_params(
         if config.attention_bias:
             joined["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
         norms = (*parameters.NORMS[config.norms], "q_norm", "k_norm")
-        joined |= {name: (name,) for name in (*norms, "o", "o_bias", "down") if name in rows}
-        return {key: put(*(read(n, index) for n in parts)) for key, parts in joined.items()}
+        alone = (*norms, "o", "o_bias", "down", "router")
+        joined |= {name: (name,) for name in alone if name in rows}
+        experts = {}
+        if config.num_experts:
+            everyone = range(index * config.num_experts, (index + 1) * config.num_experts)
+            both = [read(name, i) for name in ("expert_gate", "expert_up") for i in everyone]
+            down = [read("expert_down", i) for i in everyone]
+            experts = {"gate_up": put(*both), "down": put(*down, axis=1)}
+            del joined["gate_up"]
+        return experts | {
+            key: put(*(read(n, index) for n in parts)) for key, parts in joined.items()
+        }
 
     embed = put(read("embed"))
     return ServingParams(
@@ -184,10 +195,31 @@ def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 def _finish_layer(layer, config: ModelConfig, x, mixed):
     """Return the residual stream after attention's output projection and the MLP."""
     x = x + _norm(layer, "mixed_norm", config, _linear(layer, "o", mixed))
-    gate_up = _linear(layer, "gate_up", _norm(layer, "post_norm", config, x))
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    out = _linear(layer, "down", ACTIVATIONS[config.activation](gate) * up)
-    return x + _norm(layer, "mlp_norm", config, out)
+    normed = _norm(layer, "post_norm", config, x)
+    gate, up = jnp.split(_linear(layer, "gate_up", normed), 2, axis=-1)
+    inner = ACTIVATIONS[config.activation](gate) * up
+    if config.num_experts:
+        inner = _weighted(config, _linear(layer, "router", normed), inner)
+    return x + _norm(layer, "mlp_norm", config, _linear(layer, "down", inner))
+
+
+def _weighted(config: ModelConfig, logits: jax.Array, inner: jax.Array) -> jax.Array:
+    """Return what is inside all experts [..., E·F], times the weight that the router gives each.
+
+    Every row goes through every expert. The slots of a step choose most of them together, and their
+    weights are what a step reads; `ragged_dot` is no less work on a CPU, and adds in an order that
+    depends on the batch.
+    """
+    logits = logits.astype(jnp.float32)
+    chances = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    chosen, experts = jax.lax.top_k(chances / row_sum(chances), config.experts_per_token)
+    if config.norm_topk_prob:
+        chosen = chosen / row_sum(chosen)
+    hot = experts[..., None] == jnp.arange(config.num_experts)
+    weights = jnp.sum(jnp.where(hot, chosen[..., None], 0.0), axis=-2).astype(inner.dtype)
+    by_expert = inner.reshape(*weights.shape, config.expert_dim)
+    taken = weights[..., None] > 0  # else an overflow in another expert would be 0 · inf
+    return jnp.where(taken, by_expert * weights[..., None], 0).reshape(inner.shape)
 
 
 def prefill(

@@ -1,0 +1,192 @@
+"""A mixture of experts in place of the MLP (Qwen3-MoE), without dropped tokens.
+
+    p = softmax(x·R),   y = Σ_{e of the k largest p} w_e · down_e(silu(gate_e x) · up_e x)
+
+w is p, or p over the sum of the k. A token's k rows are sorted by expert, so that `ragged_dot`
+multiplies each expert's run of them by its matrices (MegaBlocks, arXiv 2211.15841). On a CPU JAX
+expands it to products of all rows with all experts.
+
+On a mesh every device sorts its own tokens. Devices of the axis `expert` gather each other's,
+compute the rows of their own experts and scatter the sums back. With e devices that sends
+(e − 1) · D numbers a token each way; single rows (all-to-all) would be k · (e − 1) / e · D, no
+fewer while e ≤ k, and need room for the worst case as well.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from rlx.model.mesh import EXPERT_WEIGHTS, ROWS
+from rlx.model.model_config import ModelConfig
+from rlx.model.ops import swiglu
+from rlx.model.params import MLP, Params
+from rlx.model.sharding import Layout
+
+AXIS = "expert"
+Weights = tuple[Array, ...]  # gate and up [experts here, D, F], down [experts here, F, D]
+Cut = tuple[int, ...]  # the axis of each that EXPERT_WEIGHTS cut; −1: none
+_RUNS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+_TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+_PER_RUN = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+class Routing(NamedTuple):
+    """Sums over the tokens of a layer, or of each of L layers; padding is left out.
+
+    Attributes:
+      load: [E] float32, how often each expert was chosen.
+      chance: [E] float32, each expert's probability before the choice.
+      entropy: scalar float32, nats, of that distribution.
+    """
+
+    load: Array
+    chance: Array
+    entropy: Array
+
+
+def balance_loss(routing: Routing) -> Array:
+    """Return how unevenly experts are used, the mean over layers; float32 scalar, 1 where even.
+
+        E · Σ_e f_e · P_e
+
+    f: each expert's share of the choices, without gradient; P: its mean probability
+    (Switch Transformers, arXiv 2101.03961, eq. 4; for k choices DeepSeek-V3, 2412.19437, eq. 17).
+
+    Args:
+      routing: of L layers.
+    """
+    load, chance = (x / jnp.maximum(jnp.sum(x, -1, keepdims=True), 1.0) for x in routing[:2])
+    return load.shape[-1] * jnp.mean(jnp.sum(lax.stop_gradient(load) * chance, axis=-1))
+
+
+def mixture(
+    layer: Params, config: ModelConfig, x: Array, logits: Array, valid: Array, layout: Layout
+) -> tuple[Array, Routing]:
+    """Return what the experts of a layer make of its tokens, [B, T, D], and how they were chosen.
+
+    Args:
+      x: [B, T, D] normed; logits: [B, T, E] of the router.
+      valid: [B, T] bool; the others have no expert, and zeros.
+    """
+    weights = tuple(layer[f"expert_{name}"] for name in MLP)
+    if layout.mesh is None:
+        return _local(x, logits, valid, weights, config=config, cut=None)
+    specs = tuple(layout.places[f"expert_{name}"].own.spec for name in MLP)
+    cut = tuple(spec.index(EXPERT_WEIGHTS) if EXPERT_WEIGHTS in spec else -1 for spec in specs)
+    tokens = PartitionSpec(ROWS, "context")
+    return jax.shard_map(
+        partial(_local, config=config, cut=cut), mesh=layout.mesh,
+        in_specs=(tokens, tokens, tokens, specs), out_specs=(tokens, PartitionSpec()),
+        check_vma=False,
+    )(x, logits, valid, weights)  # fmt: skip
+
+
+def _local(
+    x: Array, logits: Array, valid: Array, weights: Weights, *, config: ModelConfig, cut: Cut | None
+) -> tuple[Array, Routing]:
+    """Return `mixture` of one device's tokens; without a mesh `cut` is None."""
+    shape, k = x.shape, config.experts_per_token
+    x, valid = x.reshape(-1, shape[-1]), valid.reshape(-1, 1)
+    chances = jax.nn.softmax(logits.reshape(len(x), -1).astype(jnp.float32), axis=-1)
+    chosen, experts = lax.top_k(chances, k)
+    if config.norm_topk_prob:
+        chosen = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
+    chosen, experts = chosen.astype(x.dtype), jnp.where(valid, experts, config.num_experts)
+    hot = experts[:, :, None] == jnp.arange(config.num_experts)
+    entropy = -jnp.sum(chances * jnp.log(jnp.maximum(chances, 1e-30)), axis=-1, keepdims=True)
+    routing = Routing(
+        jnp.sum(hot, axis=(0, 1), dtype=jnp.float32),
+        jnp.sum(chances * valid, axis=0),
+        jnp.sum(lax.stop_gradient(entropy) * valid),
+    )
+    if cut is None:
+        return _run(x, chosen, experts, weights, 0, (-1, -1, -1)).reshape(shape), routing
+    routing = lax.psum(routing, (*ROWS, "context"))
+    x, chosen, experts = (lax.all_gather(part, AXIS, tiled=True) for part in (x, chosen, experts))
+    first = lax.axis_index(AXIS) * len(weights[0])
+    y = lax.psum_scatter(_run(x, chosen, experts, weights, first, cut), AXIS, tiled=True)
+    return lax.psum(y, "tensor").reshape(shape), routing
+
+
+def _run(x: Array, chosen: Array, experts: Array, weights: Weights, first: Any, cut: Cut) -> Array:
+    """Return the weighted sum [N, D] of what the experts `first`, … make of tokens x [N, D].
+
+    Args:
+      chosen: [N, k] weights; experts: [N, k] int32.
+    """
+    here, k = len(weights[0]), experts.shape[1]
+    own = experts.reshape(-1) - first
+    own = jnp.where((own >= 0) & (own < here), own, here)  # of others: behind all runs
+    order = jnp.argsort(own)
+    back = jnp.argsort(order)
+    sizes = jnp.sum(own[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
+    rows = _permuted(jnp.repeat(x, k, axis=0), order, back)
+    gate, up = (
+        checkpoint_name(_grouped(rows, weight, sizes, axis), "mlp")
+        for weight, axis in zip(weights[:2], cut[:2], strict=True)
+    )
+    rows = _permuted(_grouped(swiglu(gate, up), weights[2], sizes, cut[2]), back, order)
+    rows = rows.reshape(-1, k, x.shape[-1])
+    y = jnp.einsum("nkd,nk->nd", rows, chosen, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
+
+
+@jax.custom_vjp
+def _permuted(x: Array, order: Array, back: Array) -> Array:
+    """Return x[order], whose gradient is taken by `back`, the inverse, and not scattered."""
+    return x[order]
+
+
+_permuted.defvjp(
+    lambda x, order, back: (x[order], back), lambda back, grad: (grad[back], None, None)
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(x: Array, weight: Array, sizes: Array, cut: int) -> Array:
+    """Return each run of x's rows times its own matrix, in x's dtype; rows behind them are zero.
+
+    The weight's gradient keeps the weight's dtype. Where EXPERT_WEIGHTS cut its axis `cut` it is
+    gathered for this product and again for the backward pass, and its gradient is scattered.
+
+    Args:
+      x: [M, D]; weight: [G, D, F]; sizes: [G] int32, rows of each run, of all M together at most.
+    """
+    return _product(x, _whole(weight, x.dtype, cut), sizes, _RUNS)
+
+
+def _grouped_forward(x, weight, sizes, cut):
+    return _grouped(x, weight, sizes, cut), (x, weight, sizes)
+
+
+def _grouped_backward(cut, kept, grad):
+    x, weight, sizes = kept
+    grad_x = _product(grad, _whole(weight, x.dtype, cut), sizes, _TRANSPOSED)
+    grad_weight = lax.ragged_dot_general(
+        x, grad, sizes, _PER_RUN, preferred_element_type=weight.dtype
+    )
+    if cut >= 0:
+        grad_weight = lax.psum_scatter(
+            grad_weight, EXPERT_WEIGHTS, scatter_dimension=cut, tiled=True
+        )
+    return grad_x, grad_weight, None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _product(x: Array, weight: Array, sizes: Array, how: lax.RaggedDotDimensionNumbers) -> Array:
+    runs = lax.ragged_dot_general(x, weight, sizes, how)
+    # Of rows behind the runs no kernel promises anything.
+    return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), runs, 0)
+
+
+def _whole(weight: Array, dtype: Any, cut: int) -> Array:
+    """Return a weight in `dtype`, gathered along its axis `cut`; what travels is already cast."""
+    weight = weight.astype(dtype)
+    return weight if cut < 0 else lax.all_gather(weight, EXPERT_WEIGHTS, axis=cut, tiled=True)
