@@ -19,12 +19,12 @@ from rlx.base import UserError
 ENGINES = {"vllm": "vllm", "jax": "jax", "sglang": "vllm", "mock": "jax"}
 # A trainer's backend → what runs here, and the letters it takes.
 TRAINERS = {
-    "jax": ("jax", "dftc"), "torch": ("torch", "dftc"), "fsdp": ("jax", "dtc"),
+    "jax": ("jax", "dftce"), "torch": ("torch", "dftc"), "fsdp": ("jax", "dtc"),
     "megatron": ("jax", "dtpce"), "archon": ("jax", "dtpce"),
 }  # fmt: skip
 OURS = ("vllm", "jax", "torch")
 EVALUATION = ("eval", "cpu")  # `vllm:d4+eval`: nothing is trained
-MEANINGS = {"f": "fsdp", "d": "replica", "t": "tensor", "c": "context"}  # of train.mesh
+MEANINGS = {"f": "fsdp", "d": "replica", "e": "expert", "t": "tensor", "c": "context"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Part:
     @property
     def gpus(self) -> int:
         """How many GPUs it runs on."""
-        return prod(self.sizes.values())
+        return prod(n for x, n in self.sizes.items() if x != "e")
 
     @property
     def each(self) -> int:
@@ -55,7 +55,7 @@ class Part:
 
     def __str__(self) -> str:
         first = "f" if self.trains else "d"  # is always said
-        letters = [x for x in "dftpc" if x in self.sizes or x == first]
+        letters = [x for x in "dftpce" if x in self.sizes or x == first]
         dims = "".join(f"{x}{self.sizes.get(x, 1)}" for x in letters)
         return f"{self.backend}{f'[{self.name}]' if self.name else ''}:{dims}"
 
@@ -172,7 +172,9 @@ def _parts(
         return [Part(ENGINES[backend], False, sizes, name)]
     runs = TRAINERS[backend][0]
     if backend in OURS:
-        return [Part(runs, True, {x: n for x, n in sizes.items() if x != "e"}, name)]
+        if sizes.get("f", 1) % sizes.get("e", 1):
+            raise _wrong(text, at, end, f"e{sizes['e']} is inside f and does not divide it")
+        return [Part(runs, True, sizes, name)]
     notes.append(f"{backend} runs as {runs}")
     experts, stages = sizes.get("e", 1), sizes.get("p", 1)
     world = prod(n for x, n in sizes.items() if x != "e")
@@ -217,17 +219,19 @@ def _hybrid(text: str, start: int, both: re.Match) -> dict[str, int]:
     if copies * inside != world:
         raise _wrong(text, start, start + both.end(), f"attn has {world} GPUs and ffn "
                      f"{copies * inside}; both need the same")  # fmt: skip
-    return attention
+    return attention | {x: n for x, n in experts.items() if x == "e"}
 
 
 def _folded(sizes: Mapping[str, int], what: str, notes: list[str]) -> dict[str, int]:
-    """Return sizes of an AReaL trainer as ours: d and p shard weights, e is inside."""
+    """Return sizes of an AReaL trainer as ours: d and p shard weights, e is inside them."""
     if stages := sizes.get("p"):
         notes.append(f"{what} has no stages here: p{stages} shards weights, as f does")
-    if experts := sizes.get("e"):
+    shards, experts = sizes.get("d", 1) * sizes.get("p", 1), sizes.get("e", 1)
+    if shards % experts:
         notes.append(f"{what}'s experts are sharded as other weights are: e{experts} is left out")
-    own = {"f": sizes.get("d", 1) * sizes.get("p", 1), "t": sizes.get("t", 1)}
-    return {x: n for x, n in (own | {"c": sizes.get("c", 1)}).items() if n > 1}
+        experts = 1
+    own = {"f": shards, "t": sizes.get("t", 1), "c": sizes.get("c", 1), "e": experts}
+    return {x: n for x, n in own.items() if n > 1}
 
 
 def _split(text: str, separator: str, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -284,7 +288,9 @@ def settings(allocation: Allocation) -> dict[str, str | int]:
         found |= {"fleet.engine": part.backend, "fleet.num_servers": part.sizes.get("d", 1)}
         found |= {"fleet.tensor_parallel": part.each}
     for part in trainers:
-        axes = [f"{MEANINGS[x]}:{part.sizes.get(x, 1)}" for x in "dftc" if x in part.sizes]
+        experts = part.sizes.get("e", 1)
+        mesh = {**part.sizes, "f": part.sizes.get("f", 1) // experts}
+        axes = [f"{MEANINGS[x]}:{mesh[x]}" for x in "dfetc" if x in part.sizes and mesh[x] > 1]
         found |= {"trainer": part.backend, "train.mesh": ",".join(axes) or "fsdp:1"}
         if part.backend == "torch" and part.gpus > 1:  # whose processes have one each
             found["cluster.processes"] = part.gpus

@@ -20,14 +20,14 @@ READ = [
     ("sglang:d4t2+fsdp:d8", "vllm:d4t2+jax:f8", 16),
     ("sglang:d4p1t1 + fsdp:d4p1t1", "vllm:d4+jax:f4", 8),
     ("vllm:d2t4+megatron:d2p2t4", "vllm:d2t4+jax:f4t4", 24),
-    ("vllm:d2t4+megatron:d2p2t4e4", "vllm:d2t4+jax:f4t4", 24),
+    ("vllm:d2t4+megatron:d2p2t4e4", "vllm:d2t4+jax:f4t4e4", 24),
     ("fsdp:d8", "jax:f8", 8),
     ("fsdp:d4t2c2", "jax:f4t2c2", 16),
-    ("archon:d2c2t2p2e2", "jax:f4t2c2", 16),
-    ("megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)", "jax:f8t2c2", 32),
-    ("megatron:attn:d1p12t4|ffn:d1p12e4", "jax:f12t4", 48),
-    ("megatron:(attn:d4p2t2|ffn:t1e4)", "jax:f8t2", 16),
-    ("sglang:d8t4+megatron:(attn:d4p4t2|ffn:d2p4e4)", "vllm:d8t4+jax:f16t2", 64),
+    ("archon:d2c2t2p2e2", "jax:f4t2c2e2", 16),
+    ("megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)", "jax:f8t2c2e2", 32),
+    ("megatron:attn:d1p12t4|ffn:d1p12e4", "jax:f12t4e4", 48),
+    ("megatron:(attn:d4p2t2|ffn:t1e4)", "jax:f8t2e4", 16),
+    ("sglang:d8t4+megatron:(attn:d4p4t2|ffn:d2p4e4)", "vllm:d8t4+jax:f16t2e4", 64),
     ("sglang[rollout]:d2+fsdp[actor]:d4", "vllm[rollout]:d2+jax[actor]:f4", 6),
     ("sglang[r]:d2+fsdp[a]:d4+fsdp[c]:d4", "vllm[r]:d2+jax[a]:f4+jax[c]:f4", 10),
     ("sglang[r]:d2+fsdp[a]:d4|fsdp[c]:d4", "vllm[r]:d2+jax[a]:f4|jax[c]:f4", 6),
@@ -51,6 +51,7 @@ WRONG = [
     ("megatron:(attn:d4|ffn:d3e2)", "attn has 4 GPUs and ffn 6", ""),
     ("megatron:(attn:d4p2|ffn:p1e2)", "attn has p2 and ffn p1", ""),
     ("megatron:d2e4", "do not divide 2", ""),
+    ("vllm:d1+jax:f2t2e4", "e4 is inside f and does not divide it", ""),
     ("vllm:d1+fsdp:d1+fsdp:d1", "3 parts need", "vllm[part0]:d1+jax[part1]:f1+jax[part2]:f1"),
     ("sglang[r]:d1+fsdp[r]:d1", "r is there already", "vllm[r]:d1+jax[r2]:f1"),
     ("jax[a]:d1+jax[a]:f1", "a is there already", "jax[a]:d1+jax[a2]:f1"),
@@ -78,11 +79,11 @@ def test_what_areal_writes_is_read_and_printed_in_our_form(text, printed, gpus):
 
 
 def test_what_is_translated_is_said():
-    assert parse("sglang:d4+megatron:d2p2e2").notes == (
+    assert parse("sglang:d4+megatron:d2p2t4e8").notes == (
         "sglang runs as vllm",
         "megatron runs as jax",
         "megatron has no stages here: p2 shards weights, as f does",
-        "megatron's experts are sharded as other weights are: e2 is left out",
+        "megatron's experts are sharded as other weights are: e8 is left out",
     )
     assert parse("sglang:d4+eval").evaluates
 
@@ -173,6 +174,7 @@ def test_it_decides_the_keys_of_a_run():
         "fleet.num_servers": 0, "trainer": "jax", "train.mesh": "fsdp:1",
     }  # fmt: skip
     assert settings(parse("vllm:t2"))["fleet.tensor_parallel"] == 2
+    assert settings(parse("jax:f8t2e4"))["train.mesh"] == "fsdp:2,expert:4,tensor:2"
     with pytest.raises(UserError, match="write t4 for a server of 4 GPUs"):
         settings(parse("vllm:t2p2"))
     with pytest.raises(UserError, match="one trainer, which has critic"):

@@ -9,8 +9,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.base import UserError
-from rlx.model import directory, hf_files
+from rlx.model import directory, hf, hf_files
 from rlx.model import params as parameters
+from rlx.train.batch_update import require_one_layout
+from rlx.train.update import JaxUpdate
 from rlx_torch import packed_model
 from rlx_torch.update import TorchUpdate
 from tests.rlx_torch.update_test import groups, options, weights
@@ -84,7 +86,8 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(kind, made):
         np.testing.assert_allclose(got[1:].detach(), want, atol=1e-5)
 
 
-def test_an_update_of_a_mixture_of_experts_publishes_the_names_of_its_files(made):
+def test_an_update_of_a_mixture_of_experts_is_that_of_jax_by_the_names_of_its_files(made):
+    """What both make of the weights, which is the gradient times the rate, and their metrics."""
     path, _ = made("qwen3_moe")
     model = directory.load_config(path)
     trainer = TorchUpdate(model, options(), path)
@@ -95,10 +98,22 @@ def test_an_update_of_a_mixture_of_experts_publishes_the_names_of_its_files(made
         k: (v.shape, v.tobytes()) for k, v in stored.items()
     }
     assert parameters.count(model) == sum(x.size for x in stored.values())
+    other = JaxUpdate(model, options(), source=lambda _: hf.load(path)[1])
+    wanted, want = other.update(other.init(), groups())
     state, metrics = trainer.update(state, groups())
-    assert metrics["grad_norm"] > 0
     assert metrics["skipped_updates"] == 0
-    assert any((x != before[name]).any() for name, x in weights(trainer, state).items())
+    for name in ("grad_norm", "actor_loss", "entropy", "lag_kl"):
+        assert metrics[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
+    assert want["grad_norm"] > 0
+    assert sum(want["expert_load"].values()) == pytest.approx(1)
+    after, wanted = weights(trainer, state), weights(other, wanted)
+    assert set(after) == set(wanted)
+    changes = {name: np.abs(x - before[name]).max() for name, x in wanted.items()}
+    for name, x in after.items():
+        assert np.abs(x - wanted[name]).max() <= 1e-3 * max(changes.values()), name
+    assert changes["model.layers.1.mlp.gate.weight"] > 0
+    with pytest.raises(UserError, match="of the trainer that wrote it"):
+        require_one_layout(model, None)
 
 
 def test_layers_are_compiled_whatever_the_decoder_calls_them(tmp_path, monkeypatch):
