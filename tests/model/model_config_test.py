@@ -1,13 +1,17 @@
 """What is read from HF's config.json, what is written back, and what is refused by name."""
 
+import contextlib
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import transformers
 
 from rlx.base import UserError
-from rlx.model.model_config import ARCHITECTURES, TRAITS, ModelConfig, Rope
+from rlx.config import LORA_TARGETS
+from rlx.model import params as parameters
+from rlx.model.model_config import ARCHITECTURES, TRAITS, ModelConfig, NotOurs, Rope
 
 COMMON = {
     "vocab_size": 97, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48,
@@ -176,6 +180,23 @@ def test_transformers_reads_what_is_written_and_writes_what_is_read(architecture
         ({"architectures": [], "model_type": "gpt2"}, ["'gpt2'", "Qwen2ForCausalLM"]),
         ({"use_sliding_window": True, "sliding_window": 64}, ["use_sliding_window=True"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding"]),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}},
+            ["'longrope'", "use one of default"],
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "layer_types": ["full_attention"] * 2,
+                "sliding_window": 8,
+                "hidden_activation": "gelu",
+            },
+            ["hidden_activation='gelu'"],
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+            ["2 layers", "num_hidden_layers=3"],
+        ),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
         ({"mlp_bias": True}, ["mlp_bias=True"]),
         ({"attention_dropout": 0.1}, ["attention_dropout=0.1"]),
@@ -211,6 +232,59 @@ def test_what_cannot_be_done_is_one_line_that_names_the_key(changes, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert re.search(re.escape(word), str(error.value)), error.value
+
+
+def described(architecture):
+    """A row of the table in docs/models.md but for its last cell, from the code."""
+    own, words = ARCHITECTURES[architecture], hf_dict(architecture, head_dim=8)
+    pattern = own.get("sliding_window_pattern")
+    windows = f"{pattern - 1} of {pattern} layers" if pattern else "every layer"
+    caps = {"scores": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+    ropes = []
+    for kind in ROPES:
+        with contextlib.suppress(NotOurs):
+            ModelConfig.from_hf(words | spelled("rope_scaling", kind, ROPES[kind][0]))
+            ropes.append(kind)
+    rows = {row.path[-1]: row for row in parameters.table(ModelConfig.from_hf(words))}
+    targets = [name for name in LORA_TARGETS if name in rows and not rows[name].whole]
+    return [
+        f"`{architecture}`",
+        TRAITS[architecture].get("norms", "before"),
+        windows if "sliding_window" in own else "",
+        ", ".join(word for word, key in caps.items() if own.get(key)),
+        ", ".join(kind for kind in ropes if kind != "default"),
+        "all" if targets == list(LORA_TARGETS) else ", ".join(targets),
+    ]
+
+
+def test_the_page_says_of_every_architecture_what_holds():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    lines = [line for line in page.splitlines() if "ForCausalLM` |" in line]
+    found = [[cell.strip() for cell in line.split("|")[1:-2]] for line in lines]
+    found = [row for row in found if row[0].strip("`") in ARCHITECTURES]
+    assert sorted(found) == sorted(map(described, ARCHITECTURES)), "mend docs/models.md"
+
+
+def test_null_switches_a_window_and_caps_off():
+    keys = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    config = ModelConfig.from_hf(hf_dict("Gemma2ForCausalLM", **dict.fromkeys(keys)))
+    assert (config.windows, config.attention_softcap, config.logit_softcap) == ((), 0.0, 0.0)
+    full = ModelConfig.from_hf(hf_dict("Gemma2ForCausalLM"))
+    assert (full.windows, full.attention_softcap) == ((4096, 0, 4096), 50.0)
+    assert ModelConfig.from_hf(hf_dict("MistralForCausalLM", sliding_window=None)).windows == ()
+    assert ModelConfig.from_hf(hf_dict("MistralForCausalLM")).windows == (4096,) * 3
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_reward_model_is_of_a_class_that_transformers_has(architecture):
+    config = dataclasses.replace(ModelConfig.from_hf(hf_dict(architecture)), value_head=True)
+    hf = config.to_hf()
+    assert ModelConfig.from_hf(hf) == config
+    known = transformers.AutoModelForSequenceClassification._model_mapping
+    theirs = known[type(transformers.AutoConfig.for_model(**hf))]
+    assert (theirs if isinstance(theirs, tuple) else (theirs,))[0].__name__ == hf["architectures"][
+        0
+    ]
 
 
 def test_an_unused_sliding_window_is_no_obstacle():
