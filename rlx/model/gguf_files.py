@@ -117,6 +117,8 @@ def convert(file: Path, target: Path, dtype: str = "", command: str = "") -> str
             hf_files.write(target, config, tensors, companions, template)
     except UserError as error:
         raise type(error)(f"{file}: {error}") from error
+    except NotImplementedError as error:  # of gguf
+        raise UserError(f"{file}: {error}; take a file of another quantisation") from error
     except Exception as error:  # of numpy, gguf, and `tokenizers`, which raises Exception itself
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{file} is no whole GGUF file of a model ({why}); get it again") from error
@@ -168,7 +170,7 @@ def _model_config(keys: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelCo
             "tie_word_embeddings": "output.weight" not in stored,
             "attention_bias": "blk.0.attn_q.bias" in stored,
             "rope_parameters": rope,
-            "eos_token_id": sorted({ids["eos"], ids["eot"]} - {None}),
+            "eos_token_id": [i for i in dict.fromkeys((ids["eos"], ids["eot"])) if i is not None],
             "bos_token_id": ids["bos"],
             "pad_token_id": ids["padding"],
         }
@@ -203,13 +205,7 @@ def _tensors(
     def weights() -> Iterator[dict[str, np.ndarray]]:
         for name in rows:
             tensor = stored[theirs[name]]
-            try:
-                weight = gguf.dequantize(tensor.data, tensor.tensor_type)
-            except NotImplementedError:
-                raise UserError(
-                    f"tensor {tensor.name!r} is {tensor.tensor_type.name}, which the package gguf "
-                    "does not dequantise; take a file of another quantisation"
-                ) from None
+            weight = gguf.dequantize(tensor.data, tensor.tensor_type)
             if not np.isfinite(weight).all():
                 raise ValueError(f"{tensor.name} has numbers that are not finite")
             if kind == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):

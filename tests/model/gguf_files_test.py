@@ -125,7 +125,7 @@ def test_weights_are_those_of_transformers_to_the_last_bit(kind, quantisation, t
             np.testing.assert_array_equal(weight, wanted[name].astype(kept).astype(np.float32))
     model = hf.check(tmp_path / "hf")
     assert (model.rms_eps, model.rope.theta, model.max_position) == (1e-5, 5000.0, 128)
-    assert (model.eos_token_ids, model.bos_token_id, model.pad_token_id) == ((0, 2), 1, 0)
+    assert (model.eos_token_ids, model.bos_token_id, model.pad_token_id) == ((2, 0), 1, 0)
     assert model.tie_embeddings == (kind == "llama")
 
 
@@ -217,10 +217,12 @@ def test_a_quantisation_that_gguf_does_not_know_is_named(tmp_path, monkeypatch):
     write(tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType.Q8_0)
 
     def refuse(data, kind):
-        raise NotImplementedError
+        raise NotImplementedError(f"Dequantization for {kind.name} is not yet implemented")
 
     monkeypatch.setattr(gguf, "dequantize", refuse)
-    assert "is Q8_0, which the package gguf" in mistake(tmp_path / "m.gguf", tmp_path / "hf")
+    assert "Q8_0 is not yet implemented; take a file of another" in mistake(
+        tmp_path / "m.gguf", tmp_path / "hf"
+    )
 
 
 @pytest.fixture
