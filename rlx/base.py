@@ -19,8 +19,7 @@ class UserError(Exception):
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     """Return the error for a name that is not among `choices`, suggesting the nearest."""
     names = sorted(choices)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
+    if near := difflib.get_close_matches(name, names, n=1):
         return UserError(f"unknown {kind} {name!r}; did you mean {near[0]!r}?")
     section = name.rpartition(".")[0] + "."
     names = [other for other in names if other.startswith(section)] or names
@@ -32,8 +31,9 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra, in a clone of rlx: it is on no index."""
-    return f"pip install -e '.[{extra}]'"
+    """Return the command that installs an extra, of a clone or of a wheel: rlx is on no index."""
+    source = "'FILE.whl" if "-packages/" in __file__ else "-e '."
+    return f"pip install {source}[{extra}]'"
 
 
 def place(function: Any) -> str:

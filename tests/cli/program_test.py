@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import rlx
+from rlx import base
 from rlx.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,12 @@ def test_a_command_sees_the_arguments_that_follow_its_name(name, monkeypatch):
     main()
     assert seen == [(COMMANDS[name][0], {"run_name": "__main__", "alter_sys": True})]
     assert sys.argv == ["rlx", "--flag", name]
+
+
+def test_an_extra_of_a_wheel_is_installed_from_the_wheel(monkeypatch):
+    assert base.install("vllm") == "pip install -e '.[vllm]'"
+    monkeypatch.setattr(base, "__file__", "/venv/lib/python3.11/site-packages/rlx/base.py")
+    assert base.install("vllm") == "pip install 'FILE.whl[vllm]'"
 
 
 def test_the_package_installs_it():
