@@ -24,6 +24,7 @@ PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack"
                 "proximal": "blue", "checkpoint": "red", "eval": "bright_blue",
                 "gate": "bright_cyan"}  # fmt: skip
 _PHASE_STYLES = {"finished": "bold green", "stopped": "bold red", "interrupted": "bold yellow"}
+_PAPER = "<pre style=\"line-height:normal;font-family:'DejaVu Sans Mono',monospace\">{code}</pre>"
 _RECENT = 20  # steps the remaining time is judged by
 
 
@@ -267,7 +268,7 @@ class _NotebookPanel:
     def _repr_html_(self) -> str:
         paper = Console(record=True, file=io.StringIO(), width=120, force_jupyter=False)
         paper.print(self._render())
-        return paper.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        return paper.export_html(inline_styles=True, code_format=_PAPER)
 
 
 def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> Text:
