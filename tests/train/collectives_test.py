@@ -17,12 +17,12 @@ KEY_HEADS, HEAD = 2, 16
 
 
 @functools.cache
-def sent(mesh, remat="full", chunk=1024):
+def sent(mesh, remat="full", chunk=1024, *experts):
     """What `collectives.py` prints, of a process with 8 devices and the compiler's whole passes."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, PROGRAM, mesh, remat, str(chunk)], check=True, timeout=600,
+        [sys.executable, PROGRAM, mesh, remat, str(chunk), *experts], check=True, timeout=600,
         capture_output=True, text=True,
         env={**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
@@ -121,6 +121,24 @@ def test_tensor_parallel_blocks_send_the_residual_stream_alone(mesh):
     # slice in place of reduce-scatter, and adds up q, k, v and gate, up by themselves.
     assert of_stream("all-gather") == 2 + 2 + 1
     assert of_stream("all-reduce") + of_stream("reduce-scatter") == 2 + 3 + 2
+
+
+@pytest.mark.slow
+def test_experts_stay_where_they_are_and_their_devices_gather_tokens():
+    """Forward, once more for the backward pass, and there the gradients of what they gave back."""
+    found = sent("fsdp:2,expert:4", "full", 1024, "experts")
+    own = ROWS * TOKENS // 8
+    gathered = shapes(found, "all-gather", loop=True)
+    scattered = shapes(found, "reduce-scatter", loop=True)
+    assert gathered[4 * own, WIDTH] == 2 + 1
+    assert scattered[own, WIDTH] == 1 + 1
+    # Of the 8 experts' matrices a device gathers, over fsdp, the halves of its own two.
+    for shape, count in {(2, WIDTH, 40): 2, (2, 40, WIDTH): 1}.items():
+        assert gathered[shape] == 2 * count
+    assert not [s for s in gathered + scattered if len(s) == 3 and s[0] == 8]
+    largest = max(4 * own * WIDTH, VOCABULARY * WIDTH)
+    for one in found["collectives"]:
+        assert all(math.prod(shape) <= largest for shape in one["shapes"]), one
 
 
 def test_what_travels_is_in_the_compute_dtype_and_gradients_are_float32():
