@@ -30,8 +30,11 @@ NAV: dict[str, list[str]] = {  # pages that are not there yet are left out
     ],
     "Scale": ["scale.md", "cluster.md", "fleet.md", "security.md"],
     "Reference": ["config.md", "api.md"],
+    "Inside": ["inside.md", "contributing.md", "changelog.md"],
 }
-TITLES = {"config.md": "Every key of the config"}
+OF_ROOT = {"AGENTS.md": "inside.md", "CONTRIBUTING.md": "contributing.md",
+           "CHANGELOG.md": "changelog.md"}  # fmt: skip
+TITLES = {"config.md": "Every key of the config", "inside.md": "Rooms and rules"}
 WIDE = {"coming_from.md", "from_areal.md"}  # tables in the place of a table of contents
 IMAGES = {".png", ".svg", ".jpg"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yaml": "yaml"}
@@ -51,7 +54,9 @@ def experiments() -> list[Path]:
 
 def site_path(repo: PurePosixPath) -> str:
     """Return where the site has a file of the repository, given by its path there."""
-    if repo.parts[:1] == ("docs",):
+    if str(repo) in OF_ROOT:
+        return OF_ROOT[str(repo)]
+    if repo.parts[:1] == ("docs",) and repo.suffix != ".py":
         return str(repo.relative_to("docs"))
     if (ROOT / repo).is_dir():
         return f"source/{repo}/index.md"
@@ -61,7 +66,8 @@ def site_path(repo: PurePosixPath) -> str:
 
 def repo_path(page: str, link: str) -> PurePosixPath:
     """Return which file of the repository a page's link means."""
-    here = ROOT / page if page.startswith("experiments/") else ROOT / "docs" / page
+    outside = page.startswith("experiments/") or page in OF_ROOT.values()
+    here = ROOT / page if outside else ROOT / "docs" / page
     return PurePosixPath((here.parent / link).resolve().relative_to(ROOT))
 
 
@@ -85,6 +91,7 @@ def prose(markdown: str) -> str:
 def on_config(config):
     """Set the navigation: what NAV names, then experiments; nothing else may be in docs/."""
     there = {p.name for p in (ROOT / "docs").glob("*.md")} | {"config.md"}
+    there |= {page for name, page in OF_ROOT.items() if (ROOT / name).exists()}
     named = [page for pages in NAV.values() for page in pages]
     other = sorted(there - {*named, "algorithms.template.md"})
     config.nav = [
@@ -101,8 +108,11 @@ def on_config(config):
 def on_files(files, config):
     """Add what pages link to and docs/ has not."""
     files.append(File.generated(config, "config.md", content=config_page.page()))
-    for path in experiments():
-        name = str(path.relative_to(ROOT))
+    beside = {page: ROOT / name for name, page in OF_ROOT.items() if (ROOT / name).exists()}
+    for name, path in {
+        **beside,
+        **{site_path(p.relative_to(ROOT)): p for p in experiments()},
+    }.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
     for page in [f for f in files.documentation_pages() if not f.inclusion.is_excluded()]:
         for _, link, _ in LINK.findall(prose(page.content_string)):
