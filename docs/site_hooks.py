@@ -136,7 +136,8 @@ def on_page_markdown(markdown, page, config, files):
         page.meta["search"] = {"exclude": True}
         return markdown
 
-    if uri in WIDE:
+    markdown = re.sub(r"(\d) ± (\d)", "\\1\u00a0±\u00a0\\2", markdown)
+    if uri in WIDE or uri.startswith("experiments/"):
         page.meta["hide"] = ["toc"]
 
     def moved(found: re.Match) -> str:
@@ -149,6 +150,12 @@ def on_page_markdown(markdown, page, config, files):
     blocks = re.split(r"(^ *```.*?^ *```\s*?$)", markdown, flags=re.MULTILINE | re.DOTALL)
     blocks[::2] = [MATH.sub(formula, LINK.sub(moved, text)) for text in blocks[::2]]
     return "".join(blocks)
+
+
+def on_page_content(html, page, config, files):
+    """Let a line break after the dots and bars of a name, and nowhere else in it."""
+    names = re.compile(r"(<code>)([^<]*)(</code>)")
+    return names.sub(lambda m: m[1] + re.sub(r"([._/=])(?=\w)", r"\1<wbr>", m[2]) + m[3], html)
 
 
 def formula(found: re.Match) -> str:
