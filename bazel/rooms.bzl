@@ -35,6 +35,7 @@ COMMANDS = [
     "debug_workflow",
     "gateway",
     "cluster",
+    "areal",
 ]
 
 def _package(room):

@@ -18,6 +18,7 @@ COMMANDS = {  # module, what it does
     "evaluate": ("rlx.evaluate", "scores of models, without a trainer"),
     "compare": ("rlx.compare", "an engine's logprobs beside the trainer's and transformers'"),
     "convert": ("rlx.convert", "a checkpoint to an HF directory or the other trainer's, or back"),
+    "areal": ("rlx.areal", "a YAML file of AReaL's as a config"),
     "report": ("rlx.report", "write a run's report again"),
     "doctor": ("rlx.doctor", "what would keep rlx, or a run, from working"),
     "debug-workflow": ("rlx.debug_workflow", "an agent against any OpenAI-compatible server"),

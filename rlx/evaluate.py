@@ -9,6 +9,7 @@ from pathlib import Path
 from rlx.cli import command, flags
 from rlx.config import check
 from rlx.doctor import failures
+from rlx.run import areal_yaml
 
 FLAGS = {
     "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic, "
@@ -30,18 +31,17 @@ FLAGS = {
 
 def main() -> int:
     """Parse the command line, ask the questions, print the table."""
-    config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
+    config, values = areal_yaml.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
     from rlx.agents import named_workflow
 
     # A mistake in it is reported before what takes seconds to import.
     named_workflow.uses_rewards(values.workflow or config.rollout.workflow)
     from rlx.evaluation import question_sets, sample_files, statistics
     from rlx.observe.progress_bar import ProgressBar
-    from rlx.run import export, score_models
-    from rlx.run.allocate import allocated
+    from rlx.run import allocate, export, score_models
 
     asked = score_models.asked_by(config, values)
-    config = allocated(config, trains=False)
+    config = allocate.allocated(config, trains=False)
     check(config, trains=False)
     limit = flags.number(values, "limit", int, 0)
     reward, keys = config.reward.name, (config.data.question_key, config.data.answer_key)

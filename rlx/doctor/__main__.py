@@ -8,17 +8,18 @@ import os
 import sys
 from pathlib import Path
 
-from rlx.cli import command, flags
+from rlx.cli import command
 from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.launch.machines import Machines, table
+from rlx.run import areal_yaml
 from rlx.run.run_checks import findings
 
 
 def main() -> int:
     """Print the table; return the exit status."""
-    config, values = flags.parse(
+    config, values = areal_yaml.parse(
         sys.argv, config_needed=False, switches={"cluster": "compare hosts in place of this one"},
         workdir="directory the run would have, which all hosts see; default: runs/",
         hosts="with --cluster: a,b,c by names that ssh knows; default: of the Slurm job",

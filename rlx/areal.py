@@ -1,0 +1,23 @@
+"""`python -m rlx.areal FILE.yaml [key=value …] > configs/mine.py`: AReaL's YAML as a config.
+
+Overrides are AReaL's. What rlx has not is in the config as comments, and on stderr.
+"""
+
+import sys
+
+from rlx.base import UserError
+from rlx.cli import command
+from rlx.run import areal_yaml
+
+
+def main() -> None:
+    """Print the config."""
+    if len(sys.argv) < 2 or "=" in sys.argv[1] or sys.argv[1].startswith("-"):
+        raise UserError("no file; python -m rlx.areal FILE.yaml [key=value …] > configs/mine.py")
+    text, lost = areal_yaml.convert(sys.argv[1], sys.argv[2:])
+    command.say(text)
+    command.say("\n".join(lost), sys.stderr)
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,249 @@
+"""Read a YAML file of AReaL's, of any generation, as a config of rlx's in Python.
+
+`python -m rlx.areal FILE` prints it, and `--config=FILE.yaml` is the config that it makes. By
+PyYAML, which transformers needs: OmegaConf pins another antlr4 than math-verify does.
+"""
+
+import datetime
+import difflib
+import fnmatch
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlx.algorithms.algorithm import FIELDS
+from rlx.algorithms.presets import PRESETS, idle
+from rlx.base import UserError
+from rlx.cli import command, flags
+from rlx.cli.text import plain
+from rlx.config import default
+from rlx.run.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, ArealLoader
+
+_TRAINING = ("algorithm.", "optimizer.", "train.", "checkpoint.")
+_IDLE: tuple[Any, ...] = (None, False, "", [], {}, "disabled")  # values that ask for nothing
+_SIZES = ("task_type", "port_count", "gpu", "cpu", "mem", "cmd")  # of a scheduling_spec
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, ArealLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{what} is no YAML ({' '.join(str(error).split())})") from None
+
+
+def load(
+    path: Path, overrides: Iterable[str], now: datetime.datetime, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return dotted key → value of a file after overrides `key=value`, interpolated.
+
+    Raises:
+      UserError: it cannot be read, or an override or an interpolation means nothing.
+    """
+    try:
+        tree = _parsed(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}); give a YAML file of AReaL's") from None
+    if not isinstance(tree, dict) or "defaults" in tree:
+        raise UserError(f"{path} is no whole config: want blocks of keys, and no `defaults`")
+    for override in overrides:
+        key, equals, text = override.lstrip("+").partition("=")
+        if not equals or not re.fullmatch(r"[\w.]+", key):
+            raise UserError(f"{override!r} overrides nothing; write as actor.eps_clip=0.3")
+        *blocks, name = key.split(".")
+        block = tree
+        for part in blocks:
+            block[part] = block[part] if isinstance(block.get(part), dict) else {}
+            block = block[part]
+        block[name] = _parsed(text, override)
+
+    def resolved(node: Any, at: tuple[str, ...], seen: tuple[Any, ...]) -> Any:
+        if isinstance(node, dict | list):
+            keys = node if isinstance(node, dict) else range(len(node))
+            found = {key: resolved(node[key], (*at, str(key)), seen) for key in keys}
+            return found if isinstance(node, dict) else [*found.values()]
+        while isinstance(node, str) and (match := re.search(r"\$\{([^${}]*)\}", node)):
+            value = meaning(match[1].strip(), at, seen)
+            before, after = node[: match.start()], node[match.end() :]
+            node = f"{before}{value}{after}" if before + after else value
+        return node
+
+    def meaning(text: str, at: tuple[str, ...], seen: tuple[Any, ...]) -> Any:
+        kind, _, rest = text.partition(":")
+        if kind == "now" and rest:
+            return now.strftime(rest)
+        name, comma, otherwise = rest.partition(",")
+        if kind == "oc.env" and (name in environment or comma):
+            return environment.get(name, otherwise.strip())
+        absolute = text.lstrip(".")
+        up = len(text) - len(absolute)
+        place: tuple[str, ...] = (*(at[:-up] if up else ()), *absolute.split("."))
+        node: Any = tree
+        for part in place:
+            node = node.get(part, NOTHING) if isinstance(node, dict) else NOTHING
+        node = DEFAULTS.get(absolute, NOTHING) if node is NOTHING else node
+        if node is NOTHING or place in seen:
+            why = "names nothing" if node is NOTHING else "goes round in a circle"
+            raise UserError(f"{path}: {'.'.join(at)} has ${{{text}}}, which {why}")
+        return resolved(node, place, (*seen, place))
+
+    return dict(_leaves(resolved(tree, (), ())))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def modern(leaves: Mapping[str, Any]) -> ArealFile:
+    """Return the values of a file by the names of the newest release."""
+    blocks = {key.split(".")[0] for key in leaves}
+    first = bool(blocks & {"dataset", "ppo", "exp_ctrl"})
+    table = dict(TABLE["first" if first else "older"])
+    if "actor" in blocks:
+        table.pop("model.", None)
+    given, names = {}, {}
+    for name, value in leaves.items():
+        old = next((o for o in table if name == o or (o[-1] in "._" and name.startswith(o))), "")
+        key = table[old] + name.removeprefix(old) if old else name
+        if key.endswith("scheduling_spec") and isinstance(value, list):  # but for what it costs
+            specs = [{k: v for k, v in spec.items() if k not in _SIZES and v} for spec in value]
+            value = [spec for spec in specs if spec]
+        given[key], names[key] = value, name
+    if first:
+        group, norm = given.pop("actor.group_adv_norm", 0), given.pop("actor.adv_norm", True)
+        levels = {"mean_level": "group", "std_level": "group"} if group else {}
+        given["actor.adv_norm"] = {} if norm else None
+        given |= {f"actor.adv_norm.{key}": value for key, value in levels.items() if norm}
+        if given.pop("actor.disable_value", False):
+            given = {key: value for key, value in given.items() if not key.startswith("critic.")}
+        else:
+            given.setdefault("critic.path", given.get("actor.path"))
+        given.setdefault("ref.path", given.get("actor.path"))
+    for old in ("actor.behav_imp_weight_", "actor.behave_imp_weight_"):
+        cap, mode = given.pop(f"{old}cap", NOTHING), given.pop(f"{old}mode", "token_mask")
+        if cap is not NOTHING and mode != "disabled":
+            level, action = mode.replace("truncate", "clamp").split("_")
+            now = {"level": level, "action": action, "upper": float("inf") if cap is None else cap}
+            given |= {f"actor.rejection_sampling.{key}": value for key, value in now.items()}
+    return ArealFile(given, names, TABLE["first_defaults"] if first else None)
+
+
+def _unset(key: str, value: Any, file: ArealFile) -> str | None:
+    """Return what is lost with a key that sets nothing, "" for nothing; None: it is not AReaL's."""
+    usual: Any
+    if value in (None, {}) and any(name.startswith(f"{key}.") for name in DEFAULTS):
+        return ""  # a block
+    for words, *patterns in TABLE["unset"]:
+        for pattern in patterns:
+            name, _, usual = pattern.partition("=")
+            if fnmatch.fnmatchcase(key, name):
+                role, _, rest = key.partition(".")
+                actors = file.given.get(f"actor.{rest}") if role in ("ref", "critic") else None
+                asks = value not in (*_IDLE, _parsed(usual, ""), actors)
+                other = role in ("vllm", "sglang") and role not in file.facts
+                return words if asks and not other else ""
+    return None
+
+
+def _shown(key: str, value: Any) -> str:
+    """Return `key = value` for a comment: one line, no secret."""
+    secret = re.search(r"(key|token|password|secret)$", key) and isinstance(value, str)
+    text = "…" if secret and value else repr(value)
+    return _line(f"{key} = {text if len(text) <= 60 else text[:59] + '…'}")
+
+
+def _line(text: str) -> str:
+    return re.sub(r'[\n"\\]', " ", plain(text))  # nothing ends a comment or a docstring
+
+
+def _typed(key: str, value: Any, to: str, usual: Any) -> Any:
+    """Return a value of AReaL's `key` in the type that `to` has."""
+    field = FIELDS.get(to.removeprefix("algorithm.")) if to.startswith("algorithm.") else None
+    kind = type(field.default) if field else type(usual)
+    if type(value) in (int, float) and kind in (int, float) and kind(value) == value:
+        return kind(value)
+    if not isinstance(value, kind):
+        raise UserError(f"{_shown(key, value)}: {to} takes {kind.__name__}")
+    return value
+
+
+def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
+    """Return a config as the text of a Python file, and in lines what it has not from the YAML.
+
+    Raises:
+      UserError: a key that is none of AReaL's but near one, or a value of a wrong type.
+    """
+    usual = dict(flags.leaves(default()))
+    values: dict[str, Any] = {}
+    comments: dict[str, str] = {}
+    lost, same = [], []
+    for row in ROWS:
+        of_rl = row.to.startswith("algorithm.") and row.to != "algorithm.preset"
+        if of_rl and ("rl" in file.facts) == (row.to == "algorithm.pair_beta"):
+            continue  # the other trainers take nothing else
+        if "data" not in file.facts and row.to.startswith(_TRAINING):
+            continue  # an evaluation
+        key, given = file.names.get(row.key, row.key), file[row.key]
+        value = row(file)
+        if value is LOST:
+            lost.append(f"{_shown(key, given)}: {row.says or 'not here'}")
+        elif value is not NOTHING:
+            values[row.to] = _typed(key, value, row.to, usual[row.to])
+            said = key if row.key in file.given else f"{key}, its default"
+            comments[row.to] = said if given == value else _shown(said, given)
+    for key in [key for key in file.given if key not in {row.key for row in ROWS}]:
+        written = file.names.get(key, key)
+        words = _unset(key, file.given[key], file)
+        if words is None and (near := difflib.get_close_matches(key, DEFAULTS, 1, 0.9)):
+            raise UserError(f"unknown key {written!r} in {name}; did you mean {near[0]!r}?")
+        if words == "":
+            same.append(_line(written))
+            continue
+        lost.append(f"{_shown(written, file.given[key])}: {words or 'no key of AReaL, not read'}")
+    lost += [f"{key}: {text}" for key, text in file.notes.items()]
+    algorithm = {to.removeprefix("algorithm."): value for to, value in values.items()
+                 if to.startswith("algorithm.") and to != "algorithm.preset"}  # fmt: skip
+    preset = PRESETS[values.get("algorithm.preset", "grpo")]
+    idles = idle(replace(preset, **algorithm))
+    usual |= {f"algorithm.{name}": getattr(preset, name) for name in FIELDS}
+    body = [f"    c.{to} = {value!r}  # AReaL: {comments[to]}".replace("= inf ", '= float("inf") ')
+            for to, value in sorted(values.items())
+            if to.removeprefix("algorithm.") not in idles
+            and (value != usual[to] or ", its default" not in comments[to])]  # fmt: skip
+    text = [f'"""{name}, of AReaL, as rlx has it."""\n', "from rlx.config import default\n\n",
+            "def get_config():", '    """The run of that file."""', "    c = default()", *body,
+            "    return c\n\n", "# Not from the file, or otherwise:", *(f"#   {x}" for x in lost),
+            "# By these nothing changes:", f"#   {', '.join(same)}"]  # fmt: skip
+    return "\n".join(text), lost
+
+
+def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
+    """Return what `python` does of a file, with overrides, here and now."""
+    leaves = load(Path(path), overrides, datetime.datetime.now(), os.environ)
+    return python(modern(leaves), _line(Path(path).name))
+
+
+def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:
+    """Return what `flags.parse` does, also of FILE.yaml, or "FILE.yaml:key=value …", of AReaL's."""
+    argv = list(argv)
+    with tempfile.TemporaryDirectory() as directory:
+        for n, argument in enumerate(argv):
+            found = re.fullmatch(r"(--config=)?([^=]+\.ya?ml)(?::(.*))?", argument)
+            if found and (found[1] or argv[n - 1] == "--config"):
+                text, lost = convert(found[2], (found[3] or "").split())
+                made = Path(directory) / f"{Path(found[2]).stem}.py"
+                made.write_text(text)
+                argv[n] = f"{found[1] or ''}{made}"
+                for line in lost:
+                    command.say(f"{found[2]}: {line}", sys.stderr)
+        return flags.parse(argv, **options)

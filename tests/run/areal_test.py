@@ -1,0 +1,390 @@
+"""AReaL's YAML files, of both generations and of the first releases, as configs of rlx."""
+
+import ast
+import datetime
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlx
+from docs import from_areal
+from rlx.algorithms.presets import resolve
+from rlx.base import UserError
+from rlx.cli.flags import leaves
+from rlx.config import check, default
+from rlx.launch.local import LocalServers
+from rlx.model import hf
+from rlx.run import areal_keys, areal_yaml
+from rlx.run.allocate import allocated
+from rlx.run.inputs import prepare
+
+FILES = Path(__file__).parent / "areal"
+RECIPES = sorted(path.stem for path in FILES.glob("*.yaml"))
+NOW = datetime.datetime(2026, 3, 1, 12, 30)
+EMBEDDED = (  # overrides by which a recipe runs here
+    "model.path=rlx:arithmetic", "model.compute_dtype=float32", "model.publish_dtype=float32",
+    "model.remat=none", "data.kind=arithmetic", "data.train=", "data.eval=",
+    "data.max_prompt_tokens=64", "data.system_prompt=", "reward.name=arithmetic",
+    "sampling.max_new_tokens=16", "sampling.n_samples=2", "rollout.batch_prompts=4",
+    "rollout.max_concurrent_rollouts=8", "total_steps=2", "train.row_buckets=(128,)",
+    "train.max_tokens_per_microbatch=1024", "eval.num_questions=2", "allocation_mode=",
+    "scheduler.type=local", "fleet.gpu_memory=0.0", "observe.writers=()",
+)  # fmt: skip
+
+
+def text_of(name, *overrides):
+    """The config of a recipe as text, and what it has not."""
+    more = ("exp_ctrl.benchmark_steps=5",) if name == "first_release" else ()
+    return areal_yaml.convert(str(FILES / f"{name}.yaml"), (*more, *overrides))
+
+
+def config_of(text):
+    space = {}
+    exec(compile(text, "mine.py", "exec"), space)
+    return space["get_config"]()
+
+
+def made(tmp_path, text, *overrides):
+    """(config, lines) of a file with this text."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    made, lost = areal_yaml.convert(str(path), overrides)
+    return config_of(made), lost
+
+
+def parsed(name, *overrides):
+    file = f"{FILES / name}.yaml"
+    file += ":exp_ctrl.benchmark_steps=5" if name == "first_release" else ""
+    flags = [f"--config.{override}" for override in overrides]
+    return areal_yaml.parse(["rlx.main", f"--config={file}", *flags], workdir="")[0]
+
+
+def embedded(name):
+    """A recipe on the model that comes with rlx; what SFT trains on is longer."""
+    return parsed(name, *EMBEDDED, *(["sampling.max_new_tokens=64"] if name == "sft" else []))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_the_same_config_as_text_and_as_it_is(name, capsys):
+    text, lost = text_of(name)
+    config = config_of(text)
+    assert dict(leaves(config)) == dict(leaves(parsed(name)))
+    assert [line.split(": ", 1)[1] for line in capsys.readouterr().err.splitlines()] == lost
+    assert max(map(len, ast.unparse(ast.parse(text)).splitlines())) < 120
+    trains = name != "eval"
+    check(allocated(config, trains=trains), trains=trains)
+    resolve(config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples)
+    assert "openai/gsm8k:main" in (config.data.train or config.data.eval) or name == "first_release"
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "eval"])
+def test_a_recipe_passes_all_that_is_tried_before_a_run(name, monkeypatch):
+    monkeypatch.setattr("rlx.run.inputs.TRAIN_PROBLEMS", 50)
+    config = embedded(name)
+    check(config)
+    found = prepare(config)
+    assert found.algorithm.data == ("demonstrations" if name == "sft" else "rollouts")
+
+
+# recipe → keys of the config that make it what it is
+MEANT = {
+    "grpo": {"algorithm.reward_mean": "group", "algorithm.reward_std": "group",
+             "algorithm.advantage_mean": "batch", "algorithm.advantage_std": "batch",
+             "algorithm.decoupled": True, "algorithm.weight_upper": 5.0,
+             "algorithm.clip_low": 0.4, "algorithm.clip_high": 0.4, "algorithm.reward_scale": 10.0,
+             "algorithm.reward_bias": -0.5, "algorithm.reduction": "token_mean",
+             "total_steps": 10 * (7473 // 256), "optimizer.eps": 1e-8, "rollout.max_staleness": 2,
+             "model.remat": "full", "train.minibatches": 1, "checkpoint.recover_mode": "off",
+             "export.every_epochs": 1, "eval.every_epochs": 1, "observe.writers": (),
+             "allocation_mode": "sglang:d4p1t1+d4p1t1", "fleet.gpu_memory": 0.8},
+    "drgrpo": {"algorithm.reward_std": "none"},
+    "gspo": {"algorithm.ratio_level": "sequence"},
+    "dapo_dynamic_bs": {"algorithm.clip_high": 0.28, "algorithm.overlong_buffer": 512.0,
+                        "algorithm.overlong_limit": 1024},
+    "liteppo": {"algorithm.reward_std": "batch", "algorithm.advantage_std": "none"},
+    "m2po": {"algorithm.second_moment": 0.04, "algorithm.clip_high": 0.0},
+    "ppo": {"algorithm.preset": "ppo", "algorithm.lam": 1.0, "algorithm.reward_mean": "none",
+            "critic.learning_rate": 1.7e-5, "algorithm.value_clip": 0.5},
+    "reinforce": {"algorithm.kl_placement": "reward", "algorithm.kl_coefficient": 0.001},
+    "reinforce_baseline": {"algorithm.kl_estimator": "k2"},
+    "rloo": {"algorithm.leave_one_out": True},
+    "sapo": {"algorithm.loss": "sapo", "algorithm.decoupled": False,
+             "algorithm.proximal": "behaviour"},
+    "lora": {"lora.rank": 16, "lora.alpha": 16.0, "fleet.publish": "adapter"},
+    "megatron": {"allocation_mode": "sglang:d4p1t1+megatron:d2p2t1"},
+    "npu": {"fleet.slots": 256, "fleet.gpu_memory": 0.8},
+    "cpu": {"allocation_mode": "vllm:d1p1t1+fsdp:d1p1t1", "rollout.batch_prompts": 16},
+    "eval": {"sampling.n_samples": 8, "data.eval": "openai/gsm8k:main:test"},
+    "sft": {"algorithm.preset": "sft", "fleet.num_servers": 0, "data.completion_key": "answer",
+            "optimizer.schedule": "cosine", "observe.writers": ("wandb",)},
+    "first_release": {
+        "total_steps": 5, "rollout.batch_prompts": 512, "sampling.n_samples": 16,
+        "sampling.max_new_tokens": 27648, "train.max_tokens_per_microbatch": 30720,
+        "algorithm.reward_scale": 5.0, "algorithm.advantage_mean": "batch", "scheduler.type": "ray",
+        "algorithm.critic": False, "optimizer.b2": 0.95, "optimizer.weight_decay": 0.05,
+        "checkpoint.first_step": 2, "checkpoint.every_seconds": 600.0, "rollout.max_staleness": 0,
+        "export.every_epochs": 1, "scheduler.nodes": 2, "scheduler.retries": 10},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_means_here_what_it_does_there(name):
+    config = config_of(text_of(name)[0])
+    given, wanted = dict(leaves(config)), MEANT[name]
+    algorithm = resolve(config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples)
+    given |= {key: getattr(algorithm, key.removeprefix("algorithm.")) for key in wanted
+              if key.startswith("algorithm.") and key != "algorithm.preset"}  # fmt: skip
+    assert {key: given[key] for key in wanted} == wanted
+
+
+def test_no_recipe_has_a_key_that_is_not_read():
+    found = {name: [line for line in text_of(name)[1] if "not read" in line] for name in RECIPES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+RL = "train_dataset: {path: openai/gsm8k, type: rl, batch_size: 8}\nactor: {path: m}\n"
+
+
+def algorithm_of(config):
+    return resolve(config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples)
+
+
+def test_what_a_file_leaves_out_is_as_in_areals_code_not_as_in_its_examples(tmp_path):
+    config, _ = made(tmp_path, RL)
+    algorithm = algorithm_of(config)
+    assert config.optimizer.learning_rate == 1e-3
+    assert (config.train.minibatches, config.sampling.max_new_tokens) == (4, 16384)
+    assert (config.rollout.max_staleness, config.rollout.max_concurrent_rollouts) == (0, 8)
+    assert {algorithm.reward_mean, algorithm.reward_std, algorithm.advantage_mean} == {"none"}
+    assert algorithm.kl_placement == "none", "kl_ctl is 0.1, and there is no ref"
+    assert (algorithm.decoupled, algorithm.proximal) == (False, "behaviour")
+    assert config.checkpoint.recover_mode == "off"
+    assert not any(config.checkpoint[f"every_{unit}"] for unit in ("epochs", "steps", "seconds"))
+    assert not config.checkpoint.first_step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted", "words"),
+    [
+        (["actor.use_decoupled_loss=true"], {"decoupled": False, "proximal": "recompute"},
+         "w = 1"),
+        (["actor.use_decoupled_loss=true", "actor.m2_threshold=0.04"],
+         {"decoupled": True, "weight_action": "none"}, "M2PO"),
+        (["actor.use_decoupled_loss=true", "actor.rejection_sampling.action=clamp",
+          "actor.rejection_sampling.upper=2"],
+         {"weight_action": "truncate", "weight_upper": 2.0, "weight_level": "token"}, ""),
+        (["actor.use_decoupled_loss=true", "actor.rejection_sampling.level=sequence",
+          "actor.rejection_sampling.metric=kl_k3", "actor.rejection_sampling.upper=0.5"],
+         {"weight_level": "sequence", "weight_statistic": "k3", "weight_aggregate": "mean"}, ""),
+        (["actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=null"],
+         {"decoupled": True, "weight_upper": float("inf")}, ""),
+        (["actor.use_decoupled_loss=true", "actor.behave_imp_weight_cap=3",
+          "actor.behave_imp_weight_mode=sequence_truncate"],
+         {"weight_action": "truncate", "weight_level": "sequence", "weight_upper": 3.0}, ""),
+        (["actor.use_decoupled_loss=true", "actor.rejection_sampling={}",
+          "actor.prox_logp_method=loglinear"], {"proximal": "loglinear"}, ""),
+        (["actor.adv_norm={}"], {"advantage_mean": "batch", "advantage_std": "batch"}, ""),
+        (["actor.adv_norm.std_level=null"], {"advantage_mean": "batch", "advantage_std": "none"},
+         ""),
+        (["ref.path=m"], {"kl_placement": "reward", "kl_coefficient": 0.1, "kl_estimator": "k1"},
+         ""),
+        (["ref.path=other"], {"kl_placement": "reward"}, "ref.path = 'other'"),
+        (["ref=null"], {"kl_placement": "none"}, ""),
+        (["actor.mask_no_eos_with_zero=true"], {"overlong_filter": False}, "trained on"),
+        (["teacher.path=big"], {"kl_anchor": "teacher", "kl_placement": "loss",
+                                "kl_coefficient": 0.005}, ""),
+        (["actor.overlong_tokens=9"], {"overlong_buffer": 0.0}, ""),
+        (["actor.overlong_tokens=9", "actor.overlong_reward_penalty=true"],
+         {"overlong_buffer": 9.0, "overlong_limit": 1024}, ""),
+    ],
+)  # fmt: skip
+def test_a_loss_of_areals_is_that_one_here(overrides, wanted, words, tmp_path):
+    config, lost = made(tmp_path, RL, *overrides)
+    algorithm = algorithm_of(config)
+    assert {key: getattr(algorithm, key) for key in wanted} == wanted
+    assert words in "\n".join(lost)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["total_train_steps=7"], {"total_steps": 7}),
+        (["total_train_epochs=2"], {"total_steps": 2 * 934}),
+        (["actor.optimizer.warmup_steps_proportion=0.5", "total_train_steps=10"],
+         {"optimizer.warmup_steps": 5 * 4}),
+        (["rollout.backend=vllm:d2t2", "actor.backend=fsdp:d4"],
+         {"allocation_mode": "vllm:d2t2+fsdp:d4"}),
+        (["rollout.backend=vllm:d4", "actor.backend=fsdp:d4", "rollout.scheduling_strategy.type="
+          "colocation", "rollout.scheduling_strategy.target=actor"],
+         {"allocation_mode": "vllm[rollout]:d4|fsdp[actor]:d4", "fleet.gpu_memory": 0.0}),
+        (["actor.backend=fsdp"], {"allocation_mode": ""}),
+        (["recover.mode=on", "recover.freq_steps=5"],
+         {"checkpoint.recover_mode": "auto", "checkpoint.every_steps": 5}),
+        (["recover.mode=off", "recover.freq_steps=5"], {"checkpoint.every_steps": 0}),
+        (["stats_logger.tensorboard.path=x", "stats_logger.trackio.mode=local"],
+         {"observe.writers": ("tensorboard", "trackio")}),
+        (["actor.use_lora=true", "actor.target_modules=[q_proj,linear_fc1]"],
+         {"lora.targets": ("q_proj", "gate", "up"), "lora.rank": 32, "lora.alpha": 16.0}),
+        (["actor.weight_update_mode=disk", "scheduler.type=slurm"], {"fleet.publish": "path"}),
+        (["scheduler.type=slurm"], {"fleet.publish": "stream", "scheduler.gpus_per_node": 8}),
+        (["gconfig.stop=END", "gconfig.top_k=50"],
+         {"sampling.stop": ("END",), "sampling.top_k": 50}),
+        (["eval_gconfig.max_new_tokens=99"], {"eval.max_new_tokens": 99}),
+        (["workflow=agents.mine.Solver", "rollout.openai.turn_discount=0.9",
+          "rollout.openai.mode=subproc"],
+         {"rollout.workflow": "agents.mine:Solver", "agents.turn_discount": 0.9,
+          "agents.export": "individual", "reward.workers": 4}),
+        (["rollout.agent.mode=online"], {"rollout.workflow": "online"}),
+        (["train_dataset.type=dpo", "actor.loss_type=ipo", "actor.beta=0.2"],
+         {"algorithm.preset": "ipo", "algorithm.pair_beta": 0.2}),
+        (["gconfig.max_new_tokens=40000"], {"train.max_tokens_per_microbatch": 41024}),
+        (["actor.dtype=fp32", "actor.init_from_scratch=true"],
+         {"model.compute_dtype": "float32", "model.random_init": True}),
+    ],
+)  # fmt: skip
+def test_what_stands_around_the_loss_is_as_there(overrides, wanted, tmp_path):
+    given = dict(leaves(made(tmp_path, RL, *overrides)[0]))
+    assert {key: given[key] for key in wanted} == wanted
+
+
+def test_epochs_are_counted_from_the_rows_of_a_file(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"q": "1 + 1"}) * 0 + "".join(f'{{"q": {n}}}\n' for n in range(21)))
+    config, lost = made(tmp_path, RL, f"train_dataset.path={rows}", "total_train_epochs=3")
+    assert (config.total_steps, config.data.train) == (3 * (21 // 8), str(rows))
+    assert any("3 × ⌊21 rows / 8⌋" in line for line in lost)
+    rows.unlink()
+    with pytest.raises(UserError, match=r"number of rows.*give total_train_steps"):
+        made(tmp_path, RL, f"train_dataset.path={rows}")
+    config, _ = made(tmp_path, RL, f"train_dataset.path={rows}", "total_train_steps=4")
+    assert config.total_steps == 4
+
+
+def test_values_are_interpolated(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "a:\n  b: 1e-5\n  c: ${a.b}\n  d: x${.b}y${now:%Y}\n"
+        "  e: ${oc.env:HERE}-${oc.env:NOT,else}\n  f:\n    g: ${..c}\n"
+        "    h: [1, '${a.${k}}']\nk: b\nlist: ${a.f}\n"
+        "root: ${cluster.fileroot}\n"
+    )
+    found = areal_yaml.load(path, ["new.deep=[1, '${k}']", "+a.b=2.5"], NOW, {"HERE": "here"})
+    assert found == {
+        "a.b": 2.5, "a.c": 2.5, "a.d": "x2.5y2026", "a.e": "here-else", "a.f.g": 2.5,
+        "a.f.h": [1, 2.5], "k": "b", "list.g": 2.5, "list.h": [1, 2.5], "new.deep": [1, "b"],
+        "root": "/tmp/areal/",
+    }  # fmt: skip
+    assert isinstance(areal_yaml.load(path, [], NOW, {"HERE": ""})["a.b"], float)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("a: ${b.c}\nb: {d: 1}", [], "a has ${b.c}, which names nothing"),
+        ("a: ${b}\nb: ${a}", [], "circle"),
+        ("a: ${oc.env:NOT_THERE}", [], "names nothing"),
+        ("a: [1", [], "is no YAML"),
+        ("- 1", [], "no whole config"),
+        ("defaults: [base]\na: 1", [], "`defaults`"),
+        (RL, ["eps_clip"], "'eps_clip' overrides nothing"),
+        (RL, ["actor.eps_clp=0.3"], "'actor.eps_clp' in mine.yaml; did you mean 'actor.eps_clip'"),
+        (RL, ["actor.eps_clip=high"], "actor.eps_clip = 'high': algorithm.clip_low takes float"),
+        (RL, ["gconfig.n_samples=2.5"], "sampling.n_samples takes int"),
+        (RL, ["train_dataset.type=rlhf"], "'rlhf' is none of rl, sft, rw, dpo"),
+        (RL, ["allocation_mode=sglang:d4+fsdp:q2"], "allocation_mode='sglang:d4+fsdp:q2', column"),
+        (RL, ["allocation_mode=vllm:d1p2+fsdp:d2"], "stages"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(text, overrides, words, tmp_path):
+    with pytest.raises(UserError) as error:
+        made(tmp_path, text, *overrides)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_of_a_file_is_dropped_in_silence(tmp_path):
+    overrides = (
+        "tir.max_turns=3", "gconfig.greedy=true", "actor.optimizer.min_lr_ratio=0.1",
+        "actor.archon.ac_mode=full", "rollout.queue_size=5", "sglang.attention_backend=fa3",
+        "vllm.enforce_eager=true", "actor.offload=true", "saver.mode=async", "dynamic_bs=true",
+    )  # fmt: skip
+    path = tmp_path / "mine.yaml"
+    path.write_text(RL + "allocation_mode: sglang:d1+fsdp:d1\n")
+    text, lost = areal_yaml.convert(str(path), overrides)
+    names = [override.partition("=")[0] for override in overrides]
+    quiet = ["rollout.queue_size", "vllm.enforce_eager"]  # WORKDIR has it; another engine's
+    assert [name for name in names if not any(x.startswith(f"{name} = ") for x in lost)] == quiet
+    assert all(name in text for name in names)
+    assert "tir.max_turns = 3: no key of AReaL, not read" in lost
+
+
+def test_a_config_holds_no_secret_and_no_code_of_the_file(tmp_path):
+    secret, code = "sk-0123456789", "x\n    raise SystemExit('run')  #"
+    path = tmp_path / 'mi"""ne.yaml'
+    more = {"stats_logger": {"wandb": {"wandb_api_key": secret}}, "rollout": {"agent": {
+        "mode": "online", "admin_api_key": secret}}, code: 1, "tokenizer_path": code,
+        f"sglang.{code}": None}  # fmt: skip
+    path.write_text(RL + "\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in more.items()))
+    text, lost = areal_yaml.convert(str(path), ["seed=3", f"actor.path={json.dumps(code)}"])
+    assert secret not in text + "".join(lost)
+    config = config_of(text)
+    assert (config.seed, config.model.path) == (3, code)
+
+
+def test_the_command_prints_a_config_and_says_what_it_has_not(tmp_path, capsys, monkeypatch):
+    from rlx import areal
+
+    monkeypatch.setattr(sys, "argv", ["rlx.areal", str(FILES / "npu.yaml"), "seed=5"])
+    areal.main()
+    out, err = capsys.readouterr()
+    assert config_of(out).seed == 5
+    assert "vllm.enforce_eager = True: the engine's own flags" in err.splitlines()
+    monkeypatch.setattr(sys, "argv", ["rlx.areal", "seed=5"])
+    with pytest.raises(UserError, match=r"FILE\.yaml"):
+        areal.main()
+
+
+def test_a_run_of_a_yaml_file_is_named_after_it(refused, tmp_path):
+    """With AReaL's overrides behind a colon, and rlx's as flags."""
+    path = tmp_path / "mine.yml"
+    shutil.copy(FILES / "eval.yaml", path)
+    given = f"--config={path}:gconfig.n_samples=3 seed=9"
+    config, values = areal_yaml.parse(["rlx.main", given, "--config.seed=8"], workdir="")
+    assert (config.sampling.n_samples, config.seed) == (3, 8)
+    assert Path(values["config"].config_filename).stem == "mine"
+    assert "cannot read" in refused("--config", str(tmp_path / "none.yaml"))
+
+
+def test_rows_set_keys_that_there_are_each_with_a_type_that_fits():
+    usual = dict(leaves(default()))
+    assert {row.to for row in areal_keys.ROWS} <= set(usual)
+    assert {kind for row in areal_keys.ROWS for kind in [type(row.default)]} <= {
+        int, float, str, bool, list, type(None)}  # fmt: skip
+
+
+def test_the_page_is_the_one_that_the_rows_make():
+    assert from_areal.PAGE.read_text() == from_areal.page(), "run python docs/from_areal.py"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """One server, for every run, which gives it its weights."""
+    workdir, options = tmp_path_factory.mktemp("server"), {"slots": 8, "max_model_len": 96}
+    with LocalServers(hf.resolve("rlx:arithmetic"), workdir=workdir, **options) as servers:
+        servers.wait()
+        yield servers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "eval"])
+def test_a_recipe_runs_for_two_steps(name, servers, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlx.run.inputs.TRAIN_PROBLEMS", 50)
+    monkeypatch.setenv("RLX_FLEET_TOKEN", servers.token)
+    config = embedded(name)
+    config.fleet.addresses = () if name == "sft" else tuple(servers.wait())
+    assert rlx.run(config, tmp_path / name).complete
+    lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]
