@@ -1,0 +1,112 @@
+"""|Δ logprob| between an engine and the trainer on real text: its size, tail and divergence.
+
+    python -m experiments.bench.mismatch --model=rlx:smollm2 --engine=vllm --dtype=bfloat16 \
+        --text=gsm8k/test.jsonl --out=mismatch.jsonl
+    python -m experiments.bench.mismatch …  --random     # the same shape with random weights
+
+A server continues contexts cut from the text, sampled at temperature 1; rlx's
+decoder scores the tokens in float32 and, for a bfloat16 engine, in bfloat16 too. One JSON line a
+pair: mean, p99 and max of |Δ|, nats; `k1`, the mean of Δ = behaviour − trainer on tokens that the
+engine sampled, and `k3`, of exp(−Δ) − 1 + Δ, which is never negative: both estimate KL(behaviour ‖
+trainer); the largest importance weight exp(−Δ) and the smallest.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from rlx.fleet.requests import Sampling
+from rlx.launch.servers import servers_of
+from rlx.mismatch import compare_table
+from rlx.model import directory, hf
+from rlx.model import params as parameters
+from rlx.run import inputs
+
+CONTEXTS = (32, 64, 96, 128, 160, 192, 224, 256, 500, 1000, 1500, 1936)  # tokens
+NEW = 64
+
+
+def contexts(text: Path, tokenizer) -> list[np.ndarray]:
+    """The beginnings of a text made of questions and answers, each from another row on."""
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    words = [f"{row['question']}\n{row['answer']}\n\n" for row in rows]
+    found = []
+    for i, length in enumerate(CONTEXTS):
+        start = 20 * i
+        ids = tokenizer("".join(words[start : start + 20]), add_special_tokens=False)["input_ids"]
+        assert len(ids) >= length
+        found.append(np.asarray(ids[:length], np.int32))
+    return found
+
+
+def random_weights(model_dir: Path, target: Path) -> Path:
+    """The same shape and tokenizer, initialised as before any training."""
+    config = hf.load_config(model_dir)
+    hf.save(target, config, parameters.init(config, jax.random.key(0)), None, source=model_dir)
+    return target
+
+
+def statistics(behaviour: np.ndarray, trainer: np.ndarray) -> dict:
+    """Both [N] float64, nats."""
+    delta = behaviour - trainer
+    size, weight = np.abs(delta), np.exp(-delta)
+    return {
+        "tokens": len(delta),
+        "mean": size.mean(),
+        "p99": np.quantile(size, 0.99),
+        "max": size.max(),
+        "k1": delta.mean(),
+        "k3": (weight - 1 + delta).mean(),
+        "weight_low": weight.min(),
+        "weight_high": weight.max(),
+        "entropy": -behaviour.mean(),
+    }
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--model", required=True)
+    p.add_argument("--engine", choices=("jax", "vllm"), required=True)
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    p.add_argument("--text", type=Path, required=True)
+    p.add_argument("--random", action="store_true")
+    p.add_argument("--out", type=Path, required=True)
+    a = p.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = directory.resolve(a.model)
+        if a.random:
+            model = random_weights(model, Path(scratch) / "random")
+        prompts = contexts(a.text, inputs.load_tokenizer(model))
+        sampling = Sampling(temperature=1.0, max_new_tokens=NEW, seed=0)
+        with servers_of(
+            [], model, workdir=scratch, engine=a.engine, dtype=a.dtype, slots=len(prompts),
+            max_model_len=max(CONTEXTS) + NEW,
+        ) as servers:  # fmt: skip
+            samples = compare_table.ask(servers.fleet(), prompts, sampling)
+        for dtype in dict.fromkeys(("float32", a.dtype)):
+            scores = []
+            for group in ([s for s in samples if len(s.prompt) <= 256],
+                          [s for s in samples if len(s.prompt) > 256]):  # fmt: skip
+                case = compare_table.case_of(model, group, sampling, a.dtype, dtype)
+                scores.append(list(zip(group, case.score(), strict=True)))
+            for name, pairs in (("to 320", scores[0]), ("564 to 2,000", scores[1]),
+                                ("all", scores[0] + scores[1])):  # fmt: skip
+                behaviour = np.concatenate([s.completion.logprobs for s, _ in pairs])
+                trainer = np.concatenate([t for _, t in pairs])
+                found = statistics(behaviour.astype(np.float64), trainer.astype(np.float64))
+                row = {
+                    "weights": "random" if a.random else "real", "engine": a.engine,
+                    "engine_dtype": a.dtype, "trainer_dtype": dtype, "positions": name,
+                }  # fmt: skip
+                row |= {key: float(f"{value:.4g}") for key, value in found.items()}
+                with a.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
