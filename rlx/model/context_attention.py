@@ -35,13 +35,7 @@ TILE = 512  # most tokens of a tile of queries, and of one of keys
 
 
 def context_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: Array,
-    layout: Layout,
-    window: int = 0,
-    softcap: float = 0.0,
+    q: Array, k: Array, v: Array, segment_ids: Array, layout: Layout, window: int, softcap: float
 ) -> Array:
     """Return what `attention` does, of rows whose tokens are as `layout.balanced` has them.
 
@@ -72,13 +66,7 @@ def context_attention(
 
 
 def on_one_device(
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: Array,
-    devices: int,
-    window: int = 0,
-    softcap: float = 0.0,
+    q: Array, k: Array, v: Array, segment_ids: Array, devices: int, window: int, softcap: float
 ) -> Array:
     """Return what this device's queries [B, T/N, heads, H] find, among N `devices` of the axis.
 

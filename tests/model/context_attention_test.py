@@ -38,10 +38,10 @@ def with_sharded_tokens(*arrays, ids, devices, **options):
 @pytest.mark.parametrize(
     ("devices", "heads", "key_heads", "tile", "ids", "options"),
     [
-        (2, 4, 2, 512, IDS, {}),
-        (4, 2, 2, 4, IDS, {"window": 7}),
+        (2, 4, 2, 512, IDS, {"window": 0, "softcap": 0.0}),
+        (4, 2, 2, 4, IDS, {"window": 7, "softcap": 0.0}),
         (3, 3, 1, 3, WHOLE, {"window": 4, "softcap": 1.0}),
-        (2, 3, 1, 3, WHOLE, {"window": 3}),
+        (2, 3, 1, 3, WHOLE, {"window": 3, "softcap": 0.0}),
     ],
 )
 def test_it_is_attention(monkeypatch, devices, heads, key_heads, tile, ids, options):
