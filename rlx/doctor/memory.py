@@ -206,6 +206,8 @@ def _activations(sizes: RunSizes, tokens: float, platform: str, tensor: int) -> 
         scores, normalisers = 0.0, normalisers * _GPU_SEGMENTS
     if sizes.train.remat == "none":
         cut = (5.5 * wide + 4.5 * q + 2 * kv) / tensor
+        # Norms of what blocks give keep it; layers of two kinds keep what either would.
+        cut += 2 * wide * (model.norms == "both") + q / tensor * (len(set(model.windows)) > 1)
         kept = layers * (2 * wide + cut + 3 * mlp) * width
         working = (4 * wide + 5 * mlp) * width
     else:

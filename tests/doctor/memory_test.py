@@ -18,7 +18,7 @@ from rlx.doctor.machine import Devices
 from rlx.engines.jax import decode
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora, params
-from rlx.model.model_config import ModelConfig
+from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.run.room_options import sizes_of
 from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
@@ -26,6 +26,11 @@ from rlx.train.train_options import TrainOptions
 MODEL = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=2048, num_layers=4, model_dim=128, mlp_dim=512, num_heads=4,
     num_kv_heads=2, head_dim=32, tie_embeddings=True, attention_bias=True,
+)  # fmt: skip
+GEMMA = dataclasses.replace(
+    MODEL, architecture="Gemma2ForCausalLM", attention_bias=False, windows=(256, 0) * 2,
+    attention_softcap=50.0, logit_softcap=30.0, activation="gelu_pytorch_tanh",
+    **TRAITS["Gemma2ForCausalLM"],
 )  # fmt: skip
 ROW = 512
 
@@ -39,9 +44,9 @@ def config_of(**values):
     return c
 
 
-def compiled_peak(config, tokens):
+def compiled_peak(config, tokens, model=MODEL):
     """Bytes that XLA plans for one train step of `tokens` tokens in rows of 512."""
-    steps = Steps(MODEL, TrainOptions.of(config))
+    steps = Steps(model, TrainOptions.of(config))
     shape = (tokens // ROW, ROW)
 
     def of(dtype, shape=shape):
@@ -52,7 +57,7 @@ def compiled_peak(config, tokens):
     batch |= {n: of(np.int32) for n in ("positions", "tokens", "segment_ids", "versions")}
     batch |= {name: of(np.float32, ()) for name in ("target_version", "kl_coefficient")}
     batch["loss_mask"] = of(bool)
-    state = jax.eval_shape(steps.init, params.shapes(MODEL, jnp.dtype(config.model.dtype)))
+    state = jax.eval_shape(steps.init, params.shapes(model, jnp.dtype(config.model.dtype)))
     step = jax.jit(steps.learner.step, donate_argnums=0)
     done = step.lower(state, None, batch, of(np.float32, ()), of(bool, ())).compile()
     m = done.memory_analysis()
@@ -61,24 +66,39 @@ def compiled_peak(config, tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "values"),
+    ("tokens", "values", "model"),
     [
-        (8192, {"model__remat": "none"}),
-        (8192, {"model__remat": "full"}),
-        (8192, {"model__remat": "attention"}),
-        (8192, {"model__remat": "dots"}),
-        (2048, {"model__remat": "full", "model__logprob_chunk": 2048}),
-        (4096, {"model__remat": "none", "model__compute_dtype": "bfloat16"}),
-        (512, {"model__dtype": "bfloat16", "model__remat": "full"}),
+        (8192, {"model__remat": "none"}, MODEL),
+        (8192, {"model__remat": "full"}, MODEL),
+        (8192, {"model__remat": "attention"}, MODEL),
+        (8192, {"model__remat": "dots"}, MODEL),
+        (2048, {"model__remat": "full", "model__logprob_chunk": 2048}, MODEL),
+        (4096, {"model__remat": "none", "model__compute_dtype": "bfloat16"}, MODEL),
+        (8192, {"model__remat": "full"}, GEMMA),
+        (8192, {"model__remat": "none"}, GEMMA),
+        (512, {"model__dtype": "bfloat16", "model__remat": "full"}, MODEL),
     ],
 )
-def test_the_estimate_is_what_the_compiler_plans(tokens, values):
+def test_the_estimate_is_what_the_compiler_plans(tokens, values, model):
     config = config_of(train__max_tokens_per_microbatch=tokens, **values)
     config.rollout.batch_prompts, config.sampling.n_samples = 1, tokens // ROW
     config.algorithm.reward_mean = "batch"  # which a single sample can have
-    planned = compiled_peak(config, tokens)
-    estimate = sum(memory.trainer(sizes_of(config, MODEL)).values())
+    planned = compiled_peak(config, tokens, model)
+    estimate = sum(memory.trainer(sizes_of(config, model)).values())
     assert 0.85 * planned < estimate < 1.35 * planned, f"{estimate / planned:.2f}"
+
+
+def test_scores_that_no_kernel_makes_are_counted_on_a_gpu():
+    config = config_of(model__compute_dtype="bfloat16", model__remat="full")
+    capped, wide = (
+        dataclasses.replace(MODEL, **change)
+        for change in ({"attention_softcap": 50.0}, {"num_heads": 2, "head_dim": 136})
+    )
+    plain, *others = (
+        memory.trainer(sizes_of(config, model), Devices("gpu"))["activations"]
+        for model in (MODEL, capped, wide)
+    )
+    assert min(others) > 1.2 * plain
 
 
 def test_the_state_is_counted_exactly():
