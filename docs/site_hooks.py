@@ -26,6 +26,7 @@ NAV: dict[str, list[str]] = {  # pages that are not there yet are left out
         "online.md",
         "debugging.md",
         "models.md",
+        "gguf.md",
         "torch.md",
     ],
     "Scale": ["scale.md", "cluster.md", "fleet.md", "security.md"],
@@ -93,7 +94,7 @@ def on_config(config):
     there = {p.name for p in (ROOT / "docs").glob("*.md")} | {"config.md"}
     there |= {page for name, page in OF_ROOT.items() if (ROOT / name).exists()}
     named = [page for pages in NAV.values() for page in pages]
-    other = sorted(there - {*named, "algorithms.template.md"})
+    other = sorted(page for page in there - {*named} if not page.endswith(".template.md"))
     config.nav = [
         {part: [{TITLES[p]: p} if p in TITLES else p for p in pages if p in there]}
         for part, pages in NAV.items()
