@@ -682,7 +682,7 @@ def random_mixture(path, seed):
 
 
 def test_a_mixture_of_experts_on_two_workers_before_and_after_an_update(tmp_path):
-    """Transformers' own logprobs; each worker packs its slice of every expert."""
+    """Transformers' logprobs, and the trainer's; each worker packs its slice of every expert."""
     models = [random_mixture(tmp_path / f"m{version}", version) for version in (0, 1)]
     prompt, found = prompt_of(23), []
     with servers_of(tmp_path / "m0", tmp_path, tensor_parallel=2) as servers:
@@ -701,6 +701,7 @@ def test_a_mixture_of_experts_on_two_workers_before_and_after_an_update(tmp_path
                 logprobs = model(tokens[None]).logits[0, :-1].log_softmax(dim=-1)
             wanted = logprobs.gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
             np.testing.assert_allclose(sample.logprobs, wanted, atol=1e-4)
+            assert_scored(hf.load(tmp_path / f"m{version}"), prompt, sample)
 
 
 SIZES = {
