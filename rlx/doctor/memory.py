@@ -159,7 +159,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
         out["gradients"] += 4 * numbers  # the accumulator
     if devices.platform == "cpu" and width < 4:
         out["gradients"] += 4 * numbers  # computed in float32
-    kept, layer = _activations(sizes, tokens, devices.platform, tensor)
+    kept, layer = _activations(sizes, tokens, devices.platform, axes)
     head = 0 if model.value_head else _logits(sizes, tokens) / tensor
     cut = math.prod(axes[name] for name in WEIGHTS) > 1
     gathered = _gathered(sizes, devices.platform) / tensor if cut else 0
@@ -184,14 +184,19 @@ def _gathered(sizes: RunSizes, platform: str) -> float:
     return ((2 if half else 4) + 4) * (layer + tables)
 
 
-def _activations(sizes: RunSizes, tokens: float, platform: str, tensor: int) -> tuple[float, float]:
+def _activations(
+    sizes: RunSizes, tokens: float, platform: str, axes: Mapping[str, int]
+) -> tuple[float, float]:
     """Return bytes (kept for the backward pass, of the layer that is computed).
 
     Coefficients are floats a token: fitted to XLA's memory analysis on a CPU, see the tests. What
     a block reads and gives is whole on each of `tensor` devices, what is inside it is cut.
     """
-    model = sizes.model
+    model, tensor = sizes.model, axes["tensor"]
     wide, mlp, layers = model.model_dim, model.mlp_dim / tensor, model.num_layers
+    rows = model.experts_per_token * axes["expert"]  # a token's, where others' are gathered
+    if rows:
+        mlp = rows * model.expert_dim / tensor
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     half = np.dtype(sizes.train.compute_dtype).itemsize == 2
     width = 2.0 if half else 4.0
@@ -220,6 +225,11 @@ def _activations(sizes: RunSizes, tokens: float, platform: str, tensor: int) -> 
         cut = 2 * wide + sum(named[name] for name in remat.KEPT[sizes.train.remat])
         kept = layers * cut / tensor * width
         working = (3.5 * wide + 6.5 * mlp) * width + 4 * scores / tensor
+    if rows:
+        kept += layers * (3 * rows * wide * width) * (sizes.train.remat == "none")
+        copies = 2.4 if sizes.train.remat == "none" else 4  # of what a CPU expands, see experts.py
+        expanded = copies * model.num_experts / axes["expert"] if platform == "cpu" else 0
+        working += rows * (5 + expanded) * (wide + model.expert_dim / tensor) * width
     return tokens * kept, tokens * working
 
 

@@ -32,6 +32,10 @@ GEMMA = dataclasses.replace(
     attention_softcap=50.0, logit_softcap=30.0, activation="gelu_pytorch_tanh",
     **TRAITS["Gemma2ForCausalLM"],
 )  # fmt: skip
+MIXTURE = dataclasses.replace(
+    MODEL, architecture="Qwen3MoeForCausalLM", attention_bias=False, qk_norm=True, num_experts=8,
+    experts_per_token=2, expert_dim=256,
+)  # fmt: skip
 ROW = 512
 
 
@@ -76,6 +80,7 @@ def compiled_peak(config, tokens, model=MODEL):
         (4096, {"model__remat": "none", "model__compute_dtype": "bfloat16"}, MODEL),
         (8192, {"model__remat": "full"}, GEMMA),
         (8192, {"model__remat": "none"}, GEMMA),
+        (2048, {"model__remat": "full"}, MIXTURE),
         (512, {"model__dtype": "bfloat16", "model__remat": "full"}, MODEL),
     ],
 )
