@@ -123,20 +123,15 @@ def judge_cores(usable: int, present: int, load: float) -> Finding:
 
 
 def judge_cpu(flags: Collection[str]) -> Finding:
-    """Return the row of the faster trainer and precision on this CPU; `flags` are of /proc/cpuinfo.
-
-    Measured on an Intel Xeon with AMX, and on an AMD EPYC, where XLA's products in float32 reach
-    178 to 243 GFLOP/s a core and torch's 94 to 106; on the Xeon 70 and 112, torch's bfloat16 800.
-    """
-    other = "trainer=jax is the faster one on AMD, trainer=torch on Intel"
+    """Return the row of the faster trainer and precision here; `flags` are of /proc/cpuinfo."""
+    what = "trainer=jax is the faster one on AMD, trainer=torch on Intel"
     if "amx_bf16" in flags:
         what = "amx_bf16: trainer=torch is faster with model.compute_dtype=bfloat16 (1.8 times at "
         what += "25M and 135M, no gain at 4M), and than trainer=jax in float32 (2.6 times at 135M)"
     elif "avx512_bf16" in flags:
-        what = f"avx512_bf16: what bfloat16 gains here nobody has measured; in float32 {other}"
+        what = f"avx512_bf16: what bfloat16 gains here nobody has measured; in float32 {what}"
     else:
-        what = "no instructions for bfloat16: model.compute_dtype=float32 is the faster one; "
-        what += f"in it {other}"
+        what = f"no bfloat16: model.compute_dtype=float32 is the faster one; in it {what}"
     return Finding("machine", "half precision", "ok", what)
 
 
