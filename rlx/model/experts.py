@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from rlx.model.mesh import EXPERT_WEIGHTS, ROWS
 from rlx.model.model_config import ModelConfig
-from rlx.model.ops import swiglu
+from rlx.model.ops import GATED
 from rlx.model.params import MLP, Params
 from rlx.model.sharding import Layout
 
@@ -90,10 +90,10 @@ def _local(
     x: Array, logits: Array, valid: Array, weights: Weights, *, config: ModelConfig, cut: Cut | None
 ) -> tuple[Array, Routing]:
     """Return `mixture` of one device's tokens; without a mesh `cut` is None."""
-    shape, k = x.shape, config.experts_per_token
+    shape, gated = x.shape, GATED[config.activation]
     x, valid = x.reshape(-1, shape[-1]), valid.reshape(-1, 1)
     chances = jax.nn.softmax(logits.reshape(len(x), -1).astype(jnp.float32), axis=-1)
-    chosen, experts = lax.top_k(chances, k)
+    chosen, experts = lax.top_k(chances, config.experts_per_token)
     if config.norm_topk_prob:
         chosen = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
     chosen, experts = chosen.astype(x.dtype), jnp.where(valid, experts, config.num_experts)
@@ -105,19 +105,19 @@ def _local(
         jnp.sum(lax.stop_gradient(entropy) * valid),
     )
     if cut is None:
-        return _run(x, chosen, experts, weights, 0, (-1, -1, -1)).reshape(shape), routing
+        return _run(x, chosen, experts, weights, 0, (-1, -1, -1), gated).reshape(shape), routing
     routing = lax.psum(routing, (*ROWS, "context"))
     x, chosen, experts = (lax.all_gather(part, AXIS, tiled=True) for part in (x, chosen, experts))
     first = lax.axis_index(AXIS) * len(weights[0])
-    y = lax.psum_scatter(_run(x, chosen, experts, weights, first, cut), AXIS, tiled=True)
+    y = lax.psum_scatter(_run(x, chosen, experts, weights, first, cut, gated), AXIS, tiled=True)
     return lax.psum(y, "tensor").reshape(shape), routing
 
 
-def _run(x: Array, chosen: Array, experts: Array, weights: Weights, first: Any, cut: Cut) -> Array:
+def _run(x, chosen, experts, weights: Weights, first: Any, cut: Cut, gated: Any) -> Array:
     """Return the weighted sum [N, D] of what the experts `first`, … make of tokens x [N, D].
 
     Args:
-      chosen: [N, k] weights; experts: [N, k] int32.
+      chosen: [N, k] weights; experts: [N, k] int32. gated: of GATED.
     """
     here, k = len(weights[0]), experts.shape[1]
     own = experts.reshape(-1) - first
@@ -130,7 +130,7 @@ def _run(x: Array, chosen: Array, experts: Array, weights: Weights, first: Any, 
         checkpoint_name(_grouped(rows, weight, sizes, axis), "mlp")
         for weight, axis in zip(weights[:2], cut[:2], strict=True)
     )
-    rows = _permuted(_grouped(swiglu(gate, up), weights[2], sizes, cut[2]), back, order)
+    rows = _permuted(_grouped(gated(gate, up), weights[2], sizes, cut[2]), back, order)
     rows = rows.reshape(-1, k, x.shape[-1])
     y = jnp.einsum("nkd,nk->nd", rows, chosen, preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
