@@ -162,24 +162,24 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     kept, layer = _activations(sizes, tokens, devices.platform, axes)
     head = 0 if model.value_head else _logits(sizes, tokens) / tensor
     cut = math.prod(axes[name] for name in WEIGHTS) > 1
-    gathered = _gathered(sizes, devices.platform) / tensor if cut else 0
-    out["gathered weights"] = gathered
-    out["activations"] = kept + layer
+    gathered = _gathered(sizes, devices.platform, axes["expert"]) / tensor if cut else 0
+    out |= {"gathered weights": gathered, "activations": kept + layer}
     out["logits"] = max(head - layer, 0)
     passing = kept + max(layer, head) + gathered + numbers * width
     out["optimizer update"] = max(_UPDATE * 4 * numbers - passing, 0)
     return {name: int(part) for name, part in out.items() if part >= 1}
 
 
-def _gathered(sizes: RunSizes, platform: str) -> float:
+def _gathered(sizes: RunSizes, platform: str, expert: int) -> float:
     """Return bytes of the weights that are made whole on a device: a layer, embedding and head.
 
-    Each as it is computed with, and its gradient in float32 before it is scattered.
+    Each as it is computed with, and its gradient in float32 before it is scattered. Of a layer's
+    experts a device has its own alone: one of `expert` parts.
     """
     model = sizes.model
     half = platform != "cpu" and np.dtype(sizes.train.compute_dtype).itemsize == 2
-    rows = parameters.table(model)
-    layer = sum(math.prod(row.shape[1:]) for row in rows if row.stacked)
+    rows = [row for row in parameters.table(model) if row.stacked]
+    layer = sum(math.prod(x.shape[1:]) // (expert if "experts" in x.axes else 1) for x in rows)
     tables = 2 * model.vocab_size * model.model_dim  # one that is both is gathered for each
     return ((2 if half else 4) + 4) * (layer + tables)
 

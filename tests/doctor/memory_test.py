@@ -150,6 +150,16 @@ def test_a_mesh_divides_the_state_and_a_reference_is_counted():
     assert "gathered weights" not in pieces
 
 
+def test_of_experts_a_device_gathers_its_own_alone():
+    fsdp, expert = (
+        memory.trainer(sizes_of(config_of(train__mesh=f"{axis}:4"), MIXTURE), Devices("cpu", 4))
+        for axis in ("fsdp", "expert")
+    )
+    experts = MIXTURE.num_experts * 3 * MIXTURE.model_dim * MIXTURE.expert_dim
+    saved = fsdp["gathered weights"] - expert["gathered weights"]
+    assert saved == experts * 3 / 4 * 8, "float32 weights and gradients"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
