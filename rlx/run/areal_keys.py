@@ -49,9 +49,8 @@ class ArealRow(NamedTuple):
     def __call__(self, f: "ArealFile") -> Any:
         """Return the value here, NOTHING or LOST."""
         v = f[self.key]
-        if self.when and (self.when.removeprefix("not ") in f.facts) == self.when.startswith(
-            "not "
-        ):
+        _, negated, fact = self.when.rpartition("not ")
+        if fact and (fact in f.facts) == bool(negated):
             return NOTHING
         if isinstance(self.value, dict):
             return self.value.get(v, self.value.get("*", v))
@@ -78,7 +77,7 @@ class ArealFile:
                  first: Mapping[str, Any] | None = None):  # fmt: skip
         self.given, self.names, self._defaults = given, names, DEFAULTS | dict(first or {})
         self.notes: dict[str, str] = {}
-        rl, allocated = self["train_dataset.type"] == "rl", self["allocation_mode"]
+        rl, allocated = self["train_dataset.type"] == "rl", self["allocation_mode"] or ""
         roles = (("rollout", "actor"), ("actor", "rollout"))
         together = any(self[f"{one}.scheduling_strategy.target"] == two for one, two in roles)
         sglang = "sglang" in f"{allocated}{self['rollout.backend']}"
@@ -153,8 +152,7 @@ def _preset(kind: str, f: ArealFile) -> str:
 
 def _decoupled(asked: bool, f: ArealFile) -> bool:
     if asked and "filter" not in f.facts:
-        words = "null: neither filter nor weight (w = 1), there as here; before, upper=5 was usual"
-        f.notes[_FILTER] = words
+        f.notes[_FILTER] = "null: no filter, no weight (w = 1), as there; before, upper=5 was usual"
         if f["actor.m2_threshold"]:
             f.notes[_FILTER] += ". M2PO has the weight here all the same, without a bound"
             return True
@@ -164,7 +162,7 @@ def _decoupled(asked: bool, f: ArealFile) -> bool:
 def _allocation(text: str, f: ArealFile) -> Any:
     if text in ("manual", "heuristic") or (not text and f["allocation_mode"]):
         return LOST if text else NOTHING
-    given = {role: f[f"{role}.backend"] for role in ("rollout", "actor")}
+    given = {role: f[f"{role}.backend"] or "" for role in ("rollout", "actor")}
     parts = {role: part for role, part in given.items() if ":" in part}
     if "together" in f.facts and len(parts) == 2:
         parts = {role: re.sub(r"^\w+", rf"\g<0>[{role}]", part) for role, part in parts.items()}
@@ -202,6 +200,7 @@ VALUES: dict[str, Callable[[Any, ArealFile], Any]] = {
     "eps_clip": lambda v, f: f["actor.eps_clip"] if v is None else v,
     "first_step": lambda v, f: 2 if {"recovers", "first"} <= f.facts else 0,
     "given": lambda v, f: v or NOTHING,
+    "nodes": lambda v, f: LOST if (f.given.get("cluster.n_nodes") or 1) > 1 else NOTHING,
     "online": lambda v, f: v if v == "online" else NOTHING,
     "preset": _preset,
     "prompt": lambda v, f: f.prompt,
@@ -215,8 +214,9 @@ VALUES: dict[str, Callable[[Any, ArealFile], Any]] = {
     "steps": _steps,
     "stops": lambda v, f: (v,) if isinstance(v, str) else tuple(v or ()),
     "targets": _targets,
+    "temperature": lambda v, f: NOTHING if v == f["gconfig.temperature"] else LOST,
     "tokens": lambda v, f: max(int(v or 0) % 10**12, f.prompt + f.answer),
-    "top_k": lambda v, f: v if v < 10**6 else 0,
+    "top_k": lambda v, f: v if 0 < v < 10**6 else 0,
     "train": lambda v, f: f.source("train_dataset"),
     "valid": lambda v, f: f.source("valid_dataset") if v else "",
     "warmup": _warmup,

@@ -28,6 +28,7 @@ from rlx.run.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, 
 
 _TRAINING = ("algorithm.", "optimizer.", "train.", "checkpoint.")
 _IDLE: tuple[Any, ...] = (None, False, "", [], {}, "disabled")  # values that ask for nothing
+_SECRET = re.compile(r"(?i)((?:key|token|password|secret)'? ?[:=] ?)('[^']*'|[^',}]+)")
 _SIZES = ("task_type", "port_count", "gpu", "cpu", "mem", "cmd")  # of a scheduling_spec
 
 
@@ -59,9 +60,10 @@ def load(
         *blocks, name = key.split(".")
         block = tree
         for part in blocks:
-            block[part] = block[part] if isinstance(block.get(part), dict) else {}
-            block = block[part]
-        block[name] = _parsed(text, override)
+            block[part] = dict(block[part]) if isinstance(block.get(part), dict) else {}
+            block = block[part]  # a copy: two blocks may be one, by an alias
+        value, was = _parsed(text, override), block.get(name)
+        block[name] = was | value if isinstance(value, dict) and isinstance(was, dict) else value
 
     def resolved(node: Any, at: tuple[str, ...], seen: tuple[Any, ...]) -> Any:
         if isinstance(node, dict | list):
@@ -132,7 +134,7 @@ def modern(leaves: Mapping[str, Any]) -> ArealFile:
     for old in ("actor.behav_imp_weight_", "actor.behave_imp_weight_"):
         cap, mode = given.pop(f"{old}cap", NOTHING), given.pop(f"{old}mode", "token_mask")
         if cap is not NOTHING and mode != "disabled":
-            level, action = mode.replace("truncate", "clamp").split("_")
+            level, _, action = mode.replace("truncate", "clamp").partition("_")
             now = {"level": level, "action": action, "upper": float("inf") if cap is None else cap}
             given |= {f"actor.rejection_sampling.{key}": value for key, value in now.items()}
     return ArealFile(given, names, TABLE["first_defaults"] if first else None)
@@ -140,7 +142,6 @@ def modern(leaves: Mapping[str, Any]) -> ArealFile:
 
 def _unset(key: str, value: Any, file: ArealFile) -> str | None:
     """Return what is lost with a key that sets nothing, "" for nothing; None: it is not AReaL's."""
-    usual: Any
     if value in (None, {}) and any(name.startswith(f"{key}.") for name in DEFAULTS):
         return ""  # a block
     for words, *patterns in TABLE["unset"]:
@@ -157,9 +158,8 @@ def _unset(key: str, value: Any, file: ArealFile) -> str | None:
 
 def _shown(key: str, value: Any) -> str:
     """Return `key = value` for a comment: one line, no secret."""
-    secret = re.search(r"(key|token|password|secret)$", key) and isinstance(value, str)
-    text = "…" if secret and value else repr(value)
-    return _line(f"{key} = {text if len(text) <= 60 else text[:59] + '…'}")
+    text, most = _SECRET.sub(r"\1…", f"{key} = {value!r}"), len(key) + 63
+    return _line(text if len(text) <= most else text[: most - 1] + "…")
 
 
 def _line(text: str) -> str:

@@ -232,6 +232,8 @@ def test_a_loss_of_areals_is_that_one_here(overrides, wanted, words, tmp_path):
         (["scheduler.type=slurm"], {"fleet.publish": "stream", "scheduler.gpus_per_node": 8}),
         (["gconfig.stop=END", "gconfig.top_k=50"],
          {"sampling.stop": ("END",), "sampling.top_k": 50}),
+        (["gconfig.top_k=-1"], {"sampling.top_k": 0}),
+        (["allocation_mode=null", "rollout.backend=null"], {"allocation_mode": ""}),
         (["eval_gconfig.max_new_tokens=99"], {"eval.max_new_tokens": 99}),
         (["workflow=agents.mine.Solver", "rollout.openai.turn_discount=0.9",
           "rollout.openai.mode=subproc"],
@@ -280,6 +282,14 @@ def test_values_are_interpolated(tmp_path):
     assert isinstance(areal_yaml.load(path, [], NOW, {"HERE": ""})["a.b"], float)
 
 
+def test_an_override_changes_its_own_block_and_no_more_of_it(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("actor: &all {norm: {mean: group, std: group}}\ncritic: *all\n")
+    found = areal_yaml.load(path, ["actor.norm={std: batch}", "actor.norm.eps=1"], NOW, {})
+    assert found == {"actor.norm.mean": "group", "actor.norm.std": "batch", "actor.norm.eps": 1,
+                     "critic.norm.mean": "group", "critic.norm.std": "group"}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
@@ -310,6 +320,7 @@ def test_nothing_of_a_file_is_dropped_in_silence(tmp_path):
         "tir.max_turns=3", "gconfig.greedy=true", "actor.optimizer.min_lr_ratio=0.1",
         "actor.archon.ac_mode=full", "rollout.queue_size=5", "sglang.attention_backend=fa3",
         "vllm.enforce_eager=true", "actor.offload=true", "saver.mode=async", "dynamic_bs=true",
+        "gconfig.max_tokens=2048", "actor.temperature=0.7", "cluster.n_nodes=2",
     )  # fmt: skip
     path = tmp_path / "mine.yaml"
     path.write_text(RL + "allocation_mode: sglang:d1+fsdp:d1\n")
@@ -325,7 +336,9 @@ def test_a_config_holds_no_secret_and_no_code_of_the_file(tmp_path):
     secret, code = "sk-0123456789", "x\n    raise SystemExit('run')  #"
     path = tmp_path / 'mi"""ne.yaml'
     more = {"stats_logger": {"wandb": {"wandb_api_key": secret}}, "rollout": {"agent": {
-        "mode": "online", "admin_api_key": secret}}, code: 1, "tokenizer_path": code,
+        "mode": "online", "admin_api_key": secret}}, "actor.scheduling_spec": [
+        {"env_vars": {"HF_TOKEN": secret}, "additional_bash_cmds": [f"export A_KEY={secret}"]}],
+        "launcher.trainer_env_vars": f"WANDB_API_KEY={secret},A=1", code: 1, "tokenizer_path": code,
         f"sglang.{code}": None}  # fmt: skip
     path.write_text(RL + "\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in more.items()))
     text, lost = areal_yaml.convert(str(path), ["seed=3", f"actor.path={json.dumps(code)}"])
