@@ -40,6 +40,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {
         **_GEMMA, "model_type": "gemma3_text", "max_position_embeddings": 131072,
         "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "vocab_size": 262208, "num_attention_heads": 8,
     },
     "Olmo2ForCausalLM": {
         "model_type": "olmo2", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
@@ -274,7 +275,9 @@ class ModelConfig:
         Raises:
           UserError: the file does not tell its vocabulary, context or sizes.
         """
-        text = {**hf, **hf.get("text_config", {})}
+        text, rows = hf.get("text_config", {}), ARCHITECTURES.values()
+        known = [row for row in rows if row["model_type"] == text.get("model_type")]
+        text = {**hf, **(known[0] if known else {}), **text}  # its file may leave out defaults
         for name, others in _OTHER_NAMES.items():
             found = [text[key] for key in (name, *others) if text.get(key) is not None]
             text[name] = found[0] if found else None
@@ -429,9 +432,7 @@ def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    return (value,) if isinstance(value, int) else tuple(value or ())
 
 
 def _local_rope(hf: Mapping[str, Any]) -> Rope:
@@ -476,10 +477,8 @@ def _rope_to_hf(rope: Rope) -> dict[str, Any]:
         f.name for f in fields(Rope) if f.default is None and getattr(rope, f.name) is not None
     }
     options = {name: getattr(rope, name) for name in (*needed, *sorted(optional))}
-    both = {
-        "rope_parameters": {"rope_type": rope.kind, "rope_theta": rope.theta, **options},
-        "rope_theta": rope.theta,
-    }
+    given = {"rope_type": rope.kind, "rope_theta": rope.theta, **options}
+    both: dict[str, Any] = {"rope_parameters": given, "rope_theta": rope.theta}
     if rope.kind != "default":
         both["rope_scaling"] = {"rope_type": rope.kind, **options}
     return both

@@ -297,3 +297,19 @@ def test_an_unused_sliding_window_is_no_obstacle():
 def test_qwen2_has_its_biases_whatever_the_file_says():
     """Its class in transformers does not read the key either."""
     assert ModelConfig.from_hf(hf_dict("Qwen2ForCausalLM", attention_bias=False)).attention_bias
+
+
+def test_a_file_around_a_text_model_may_leave_out_the_defaults_of_its_class():
+    """As google/gemma-3-4b-it's does, whose class rlx's decoder has not."""
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    hf = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", **sizes},
+    }  # fmt: skip
+    with pytest.raises(NotOurs):
+        ModelConfig.from_hf(hf)
+    config, theirs = ModelConfig.from_foreign(hf, "why", 0), transformers.Gemma3TextConfig(**sizes)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (
+        theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, theirs.vocab_size,
+    )  # fmt: skip
+    assert config.max_position == theirs.max_position_embeddings
