@@ -2,7 +2,7 @@
 #     docker build -t rlx .
 #     docker build -t rlx --build-arg ACCELERATOR=cuda .
 # then, for GPUs with --gpus=all --ipc=host:
-#     docker run --rm -v "$PWD/runs:/work/runs" rlx train --config=rlx:arithmetic
+#     mkdir -p runs && docker run --rm -v "$PWD/runs:/work/runs" rlx train --config=rlx:arithmetic
 ARG ACCELERATOR=cpu
 
 FROM python:3.12-slim-bookworm AS base
