@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
     ("arguments", "status", "words"),
     [
         (["tran"], 2, ["error: unknown command 'tran'; did you mean 'train'?\n"]),
-        (["--hlep"], 2, ["error: unknown command '--hlep'; choose one of cluster, "]),
+        (["--hlep"], 2, ["error: unknown command '--hlep'; choose one of areal, cluster, "]),
         (["train"], 2, ["error: no --config=FILE given; try --config=rlx:arithmetic\n"]),
         (["train", "--config=rlx:arithmetik", "--traceback"], 2,
          ["Traceback", "rlx:arithmetik; did you mean rlx:arithmetic?\n"]),

@@ -39,7 +39,7 @@ TEXTS = [
 MODELS = {
     "llama": {"tie_embeddings": True},
     "qwen2": {"attention_bias": True},
-    "qwen3": {"qk_norm": True, "head_dim": 32},
+    "qwen3": {"qk_norm": True, "head_dim": 128},  # of each that there is; transformers takes it so
 }
 
 
