@@ -27,11 +27,11 @@ from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+_ARCHITECTURES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")}
+_SCALING = {  # of rope.scaling.… → HF's name; others keep theirs, which ModelConfig refuses
+    "type": "rope_type", "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
 _SPECIAL, _ADDED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
 
 
@@ -150,11 +150,11 @@ def _model_config(keys: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelCo
     sizes = {name.removeprefix(f"{kind}."): value for name, value in keys.items()}
     ids = {n: keys.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "bos", "padding")}
     heads = sizes["attention.head_count"]
+    width = int(stored["blk.0.attn_q.weight"].shape[1]) // heads
     rope = {"rope_type": "default", "rope_theta": _decimal(sizes.get("rope.freq_base", 10_000.0))}
     if sizes.get("rope.scaling.type", "none") != "none":
-        rope |= {"rope_type": sizes["rope.scaling.type"], "factor": sizes["rope.scaling.factor"]}
-        if trained := sizes.get("rope.scaling.original_context_length"):
-            rope["original_max_position_embeddings"] = trained
+        given = {n.rpartition(".")[2]: x for n, x in sizes.items() if "rope.scaling." in n}
+        rope |= {_SCALING.get(n, n): x for n, x in given.items() if x and n != "finetuned"}
     return ModelConfig.from_hf(
         {
             "architectures": [_ARCHITECTURES[kind]],
@@ -164,7 +164,8 @@ def _model_config(keys: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelCo
             "intermediate_size": sizes["feed_forward_length"],
             "num_attention_heads": heads,
             "num_key_value_heads": sizes.get("attention.head_count_kv", heads),
-            "head_dim": int(stored["blk.0.attn_q.weight"].shape[1]) // heads,
+            "head_dim": width,
+            "partial_rotary_factor": sizes.get("rope.dimension_count", width) / width,
             "rms_norm_eps": _decimal(sizes["attention.layer_norm_rms_epsilon"]),
             "max_position_embeddings": sizes["context_length"],
             "tie_word_embeddings": "output.weight" not in stored,

@@ -60,7 +60,7 @@ def weights_of(config):
     }
 
 
-def write(path, kind, quantisation, pre="qwen2", change=None, spelt=""):
+def write(path, kind, quantisation, pre="qwen2", change=None, spelt="", rope=None):
     """Write a GGUF file as llama.cpp's converter does; return its weights under HF's names."""
     config = config_of(kind)
     weights = weights_of(config)
@@ -73,7 +73,9 @@ def write(path, kind, quantisation, pre="qwen2", change=None, spelt=""):
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    for name, value in ({"dimension_count": config.head_dim} | (rope or {})).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](f"{spelt or kind}.rope.{name}", value)
     writer.add_rope_freq_base(5000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(config.vocab_size)
@@ -127,6 +129,22 @@ def test_weights_are_those_of_transformers_to_the_last_bit(kind, quantisation, t
     assert (model.rms_eps, model.rope.theta, model.max_position) == (1e-5, 5000.0, 128)
     assert (model.eos_token_ids, model.bos_token_id, model.pad_token_id) == ((2, 0), 1, 0)
     assert model.tie_embeddings == (kind == "llama")
+
+
+YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32}
+
+
+def test_scaled_rope_is_read_whole_or_refused(tmp_path):
+    f16, path = gguf.GGMLQuantizationType.F16, tmp_path / "m.gguf"
+    write(path, "qwen2", f16, rope=YARN | {"scaling.yarn_beta_fast": 16.0})
+    gguf_files.convert(path, tmp_path / "hf")
+    rope = hf.check(tmp_path / "hf").rope
+    assert (rope.kind, rope.factor, rope.original_max_position_embeddings) == ("yarn", 4.0, 32)
+    assert (rope.beta_fast, rope.beta_slow) == (16.0, None)
+    write(path, "qwen2", f16, rope=YARN | {"scaling.yarn_ext_factor": 0.5})
+    assert "unsupported RoPE option 'yarn_ext_factor'" in mistake(path, tmp_path / "no")
+    write(path, "llama", f16, rope={"dimension_count": 8})
+    assert "partial_rotary_factor=0.5" in mistake(path, tmp_path / "no")
 
 
 def test_weights_in_bfloat16(tmp_path):
