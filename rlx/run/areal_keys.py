@@ -108,7 +108,7 @@ class ArealFile:
 
     def source(self, block: str) -> str:
         """Return a data set's name as data.train has it."""
-        path, split = self[f"{block}.path"], self[f"{block}.split"]
+        path, split = self[f"{block}.path"] or "", self[f"{block}.split"]
         path = "openai/gsm8k" if path == "gsm8k" else path
         if Path(path).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-]+", path):
             return path
@@ -122,8 +122,8 @@ class ArealFile:
 
 
 def _steps(epochs: int, f: ArealFile) -> Any:
-    most, batch = f["total_train_steps"], f["train_dataset.batch_size"]
-    if "data" not in f.facts:
+    most, batch = f["total_train_steps"], f["train_dataset.batch_size"] or 1
+    if "data" not in f.facts or not epochs:
         return most or NOTHING
     try:
         rows = f.rows()

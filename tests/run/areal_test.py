@@ -213,6 +213,8 @@ def test_a_loss_of_areals_is_that_one_here(overrides, wanted, words, tmp_path):
     [
         (["total_train_steps=7"], {"total_steps": 7}),
         (["total_train_epochs=2"], {"total_steps": 2 * 934}),
+        (["total_train_epochs=null", "total_train_steps=2000"], {"total_steps": 2000}),
+        (["train_dataset.batch_size=0"], {"rollout.batch_prompts": 0}),  # check refuses it
         (["actor.optimizer.warmup_steps_proportion=0.5", "total_train_steps=10"],
          {"optimizer.warmup_steps": 5 * 4}),
         (["rollout.backend=vllm:d2t2", "actor.backend=fsdp:d4"],
@@ -303,6 +305,7 @@ def test_an_override_changes_its_own_block_and_no_more_of_it(tmp_path):
         (RL, ["actor.eps_clp=0.3"], "'actor.eps_clp' in mine.yaml; did you mean 'actor.eps_clip'"),
         (RL, ["actor.eps_clip=high"], "actor.eps_clip = 'high': algorithm.clip_low takes float"),
         (RL, ["gconfig.n_samples=2.5"], "sampling.n_samples takes int"),
+        (RL, ["train_dataset.path=null"], "needs the number of rows in train_dataset.path"),
         (RL, ["train_dataset.type=rlhf"], "'rlhf' is none of rl, sft, rw, dpo"),
         (RL, ["allocation_mode=sglang:d4+fsdp:q2"], "allocation_mode='sglang:d4+fsdp:q2', column"),
         (RL, ["allocation_mode=vllm:d1p2+fsdp:d2"], "stages"),
