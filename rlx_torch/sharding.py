@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from rlx.base import UserError
 from rlx.model.lora_config import LoraConfig
-from rlx.model.mesh import ROWS, check_devices, mesh_axes, num_row_shards
+from rlx.model.mesh import check_devices, mesh_axes, num_row_shards
 from rlx.model.tensors import LazyTensors, open_tensors
 from rlx.train.packing import Arrays
 from rlx_torch import attention, packed_model
@@ -158,7 +158,7 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all rows' processes, in place."""
-        for axis in ROWS:
+        for axis in AXES[:2]:  # the axes that cut rows
             self._reduce(tensor, axis)
         return tensor
 

@@ -122,7 +122,7 @@ def parts_seconds(steps: Steps, state: Any, ids: np.ndarray, o: dict[str, Any]) 
     q, k, v = (decoder.linear(layer, name, x).reshape(heads) for name in ("q", "k", "v"))
     functions: dict[str, tuple[Any, tuple, int]] = {
         "projections": (projections, (layer, x), model.num_layers),
-        "mlp": (decoder.mlp, (layer, x), model.num_layers),
+        "mlp": (lambda own, x: decoder.mlp(own, model, x), (layer, x), model.num_layers),
         "attention": (lambda *qkv: attention(*qkv, ids, sizes), (q, k, v), model.num_layers),
     }
     found = {}
