@@ -172,7 +172,8 @@ def _allocation(text: str, f: ArealFile) -> Any:
     return text or NOTHING
 
 
-def _targets(names: list[str], f: ArealFile) -> Any:
+def _targets(given: list[str] | str, f: ArealFile) -> Any:
+    names = [given] if isinstance(given, str) else given
     found = [ours for name in names for ours in TABLE["targets"].get(name, (name,))]
     return tuple(dict.fromkeys(found)) or LORA_TARGETS
 
