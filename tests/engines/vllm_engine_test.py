@@ -681,18 +681,23 @@ def random_mixture(path, seed):
     return model
 
 
+def before_and_after(tmp_path, prompt, n, **options):
+    """n samples by a server that began with the model in m0, and n after an update to m1's."""
+    with servers_of(tmp_path / "m0", tmp_path, **options) as servers:
+        served = Served(*servers.wait(), servers.token)
+        try:
+            found = [served.ask(prompt, n=n, max_new_tokens=40)]
+            served.do(served.load(tmp_path / "m1" / "model.safetensors", 1))
+            return [*found, served.ask(prompt, n=n, max_new_tokens=40)]
+        finally:
+            served.close()
+
+
 def test_a_mixture_of_experts_on_two_workers_before_and_after_an_update(tmp_path):
     """Transformers' logprobs, and the trainer's; each worker packs its slice of every expert."""
     models = [random_mixture(tmp_path / f"m{version}", version) for version in (0, 1)]
-    prompt, found = prompt_of(23), []
-    with servers_of(tmp_path / "m0", tmp_path, tensor_parallel=2) as servers:
-        served = Served(*servers.wait(), servers.token)
-        try:
-            found.append(served.ask(prompt, n=4, max_new_tokens=40))
-            served.do(served.load(tmp_path / "m1" / "model.safetensors", 1))
-            found.append(served.ask(prompt, n=4, max_new_tokens=40))
-        finally:
-            served.close()
+    prompt = prompt_of(23)
+    found = before_and_after(tmp_path, prompt, 4, tensor_parallel=2)
     for version, (model, samples) in enumerate(zip(models, found, strict=True)):
         for sample in samples.values():
             assert set(sample.versions) == {version}
@@ -730,15 +735,8 @@ def test_other_families_before_and_after_an_update(name, tmp_path):
         )
         hf.save(tmp_path / f"m{version}", config, params)
         models.append((config, params))
-    prompt, found = prompt_of(23), []
-    with servers_of(tmp_path / "m0", tmp_path) as servers:
-        served = Served(*servers.wait(), servers.token)
-        try:
-            found.append(served.ask(prompt, n=2, max_new_tokens=40))
-            served.do(served.load(tmp_path / "m1" / "model.safetensors", 1))
-            found.append(served.ask(prompt, n=2, max_new_tokens=40))
-        finally:
-            served.close()
+    prompt = prompt_of(23)
+    found = before_and_after(tmp_path, prompt, 2)
     for version, (model, samples) in enumerate(zip(models, found, strict=True)):
         for sample in samples.values():
             assert set(sample.versions) == {version}
