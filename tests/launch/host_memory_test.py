@@ -9,14 +9,14 @@ from rlx.launch.host_memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-size = 200 << 20
+size, touched = 2200 << 20, 200 << 20  # as a model's step, beyond what an int counts
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     block = libc.malloc(size)
-    libc.memset(block, 1, size)
+    libc.memset(block, 1, touched)
     libc.free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
