@@ -159,9 +159,9 @@ def segments(
         q, k, v = (x.transpose(1, 2) for x in wide)  # [S, heads, L, H]
         window = sliding_window or q.shape[2]
         if q.shape[2] > window or softcap or s_aux is not None:
-            wider = (x.repeat_interleave(groups, 1) for x in (k, v))
             scale = scaling or 1 / math.sqrt(query.shape[-1])
-            found = _unfused(q, *wider, scale, window, softcap or 0.0, s_aux)
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            found = _unfused(q, k, v, scale, window, softcap or 0.0, s_aux)
         else:
             found = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1
@@ -219,11 +219,13 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     # Under autocast RoPE leaves queries and keys in float32; values are as products give them.
-    rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    ends, longest = (cu_seq_lens_q,) * 2, (max_length_q,) * 2
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     window = ((sliding_window or 0) - 1, 0)
-    out = varlen_attn(*rows, *ends, *longest, scale=scaling, window_size=window, enable_gqa=grouped)
+    out = varlen_attn(
+        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+        window_size=window, enable_gqa=grouped,
+    )  # fmt: skip
     assert isinstance(out, Tensor)
     return out[None], None
 

@@ -34,7 +34,7 @@ class _Place(NamedTuple):
     """
 
     leaf: str
-    index: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
     transposed: bool = False
     more: tuple["_Place", ...] = ()
 
@@ -89,10 +89,10 @@ class JaxCheckpoint(Mapping[str, Any]):
         """Add the tensors of one pytree of parameters, or of moments; return their names."""
         names = []
         for row in rows:
-            for index, name in zip(row.places, row.names, strict=True):
+            for at, name in zip(row.places, row.names, strict=True):
                 if name.startswith(PREFIX):  # as PEFT's files have it
                     name = name.removeprefix(PREFIX).replace(".weight", ".default.weight")
-                place = _Place(prefix + ".".join(row.path), index, row.transposed)
+                place = _Place(prefix + ".".join(row.path), at, row.transposed)
                 if row.begin:
                     first = self._places[template.format(name)]
                     place = first._replace(more=(*first.more, place))
@@ -104,16 +104,13 @@ class JaxCheckpoint(Mapping[str, Any]):
         """Return a tensor's shape, without reading it."""
         place = self._places[name]
         shape = tuple(self._part(place).shape)
-        return (
-            (shape[0] + sum(self._part(each).shape[0] for each in place.more), *shape[1:])
-            if place.more
-            else shape
-        )
+        rows = (self._part(each).shape[0] for each in place.more)
+        return (shape[0] + sum(rows), *shape[1:]) if place.more else shape
 
     def _part(self, place: _Place) -> Any:
         store = {"driver": "ocdbt", "base": self._base, "path": f"{place.leaf}/"}
         found = self._open({"driver": "zarr", "kvstore": store}, read=True).result()
-        found = found[place.index] if place.index else found
+        found = found[place.at] if place.at else found
         return found.T if place.transposed else found
 
     def __getitem__(self, name: str) -> np.ndarray:

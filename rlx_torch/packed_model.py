@@ -111,7 +111,7 @@ def known(path: str | Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(path)
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # one class for each of these
     except (KeyError, ValueError) as error:
         text = f"{path} is of no causal language model that transformers has"
         raise UserError(f"{text} ({str(error).splitlines()[0]}); use another model") from None
@@ -132,9 +132,12 @@ def adapt(model: Any, lora: LoraConfig) -> None:
     except ImportError as error:
         raise UserError(f"lora.rank needs PEFT ({error}); {install('torch')}") from None
     names = [f"{name}_proj" for name in lora.targets]
-    options = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": names}
+    config = peft.LoraConfig(
+        r=lora.rank, target_modules=names,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT multiplies by any number
+    )  # fmt: skip
     try:
-        model.add_adapter(peft.LoraConfig(**options, inference_mode=False))
+        model.add_adapter(config)
     except ValueError as error:
         raise UserError(
             f"{type(model).__name__} has none of {', '.join(names)} ({str(error)[:80]}); set "

@@ -230,7 +230,7 @@ class Ranks:
           lora: with adapters, whose numbers are anything: see `begin_adapters`.
         """
         with torch.device("meta"):
-            model = packed_model.empty(path, attention.kernel(self.device, compute_dtype))
+            model: Any = packed_model.empty(path, attention.kernel(self.device, compute_dtype))
             packed_model.ready(model, remat)
             model = Valued(model) if valued else model
             if lora:

@@ -69,7 +69,7 @@ class Planner(DefaultLoadPlanner):
         """Put a number into its place."""
         name = read_item.dest_index.fqn
         *path, last = self.mappings[name]
-        found = self.original_state_dict
+        found: Any = self.original_state_dict  # nested dicts, or lists
         for key in path:
             found = found[key]
         found[last] = torch.load(value, weights_only=True)
