@@ -152,8 +152,9 @@ def _model_config(keys: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelCo
     heads = sizes["attention.head_count"]
     width = int(stored["blk.0.attn_q.weight"].shape[1]) // heads
     rope = {"rope_type": "default", "rope_theta": _decimal(sizes.get("rope.freq_base", 10_000.0))}
-    if sizes.get("rope.scaling.type", "none") != "none":
-        given = {n.rpartition(".")[2]: x for n, x in sizes.items() if "rope.scaling." in n}
+    given = {n.rpartition(".")[2]: x for n, x in sizes.items() if "rope.scaling." in n}
+    given.setdefault("factor", sizes.get("rope.scale_linear", 0.0))  # as older files name it
+    if given.setdefault("type", "linear" if given["factor"] else "none") != "none":
         rope |= {_SCALING.get(n, n): x for n, x in given.items() if x and n != "finetuned"}
     return ModelConfig.from_hf(
         {
@@ -245,6 +246,11 @@ def _write_tokenizer(keys: Mapping[str, Any], config: ModelConfig, directory: Pa
     named = {f"{name}_token": words[i] for name, i in ids.items() if i is not None}
     # llama.cpp begins a text of Llama 3 with its bos unless the file says not to.
     if given.get("add_bos_token", cut.whole):
+        if "bos_token" not in named:
+            raise UserError(
+                "texts begin with tokenizer.ggml.bos_token_id, which is not there; take the "
+                "model's HF directory"
+            )
         bos = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]

@@ -60,7 +60,7 @@ def weights_of(config):
     }
 
 
-def write(path, kind, quantisation, pre="qwen2", change=None, spelt="", rope=None):
+def write(path, kind, quantisation, pre="qwen2", change=None, spelt="", rope=None, bos=True):
     """Write a GGUF file as llama.cpp's converter does; return its weights under HF's names."""
     config = config_of(kind)
     weights = weights_of(config)
@@ -84,7 +84,8 @@ def write(path, kind, quantisation, pre="qwen2", change=None, spelt="", rope=Non
     writer.add_token_list(WORDS)
     writer.add_token_types([3] * 3 + [1] * (len(WORDS) - 5) + [4, 5])
     writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
+    if bos:
+        writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(0)
     writer.add_pad_token_id(0)
@@ -145,6 +146,11 @@ def test_scaled_rope_is_read_whole_or_refused(tmp_path):
     assert "unsupported RoPE option 'yarn_ext_factor'" in mistake(path, tmp_path / "no")
     write(path, "llama", f16, rope={"dimension_count": 8})
     assert "partial_rotary_factor=0.5" in mistake(path, tmp_path / "no")
+    for name in ("scale_linear", "scaling.factor"):  # older files; llama.cpp's default of the type
+        write(path, "qwen2", f16, rope={name: 2.0})
+        gguf_files.convert(path, tmp_path / name)
+        rope = hf.check(tmp_path / name).rope
+        assert (rope.kind, rope.factor) == ("linear", 2.0), name
 
 
 def test_weights_in_bfloat16(tmp_path):
@@ -207,6 +213,8 @@ def test_what_rlx_has_not_is_one_line(tmp_path):
     assert "unknown GGUF architecture 'mamba'" in mistake(path, target)
     write(path, "llama", f16, pre="superbpe")
     assert "unsupported tokenizer 'superbpe'; rlx reads" in mistake(path, target)
+    write(path, "llama", f16, pre="llama-bpe", bos=False)
+    assert "bos_token_id, which is not there" in mistake(path, target)
     write(path, "qwen3", f16, spelt="qwen2")
     assert "tensor 'blk.0.attn_k.bias' is missing in Qwen2ForCausalLM" in mistake(path, target)
     write(path, "llama", f16, change=lambda name, w: w[:-1] if "down_proj" in name else w)
