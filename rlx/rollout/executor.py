@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from types import TracebackType
 from typing import Any, Protocol
 
 from rlx.algorithms import running_means
@@ -137,6 +138,7 @@ class Executor:
         self._later: list[tuple[float, Ticket]] = []  # a heap: those whose time has not come
         self._open = self._stopped = self._closing = False
         self._error: BaseException | None = None
+        self._raised_at: TracebackType | None = None  # where the error came up first
         self._window = attempts.Window(self._patience)
         self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
         self._best = -math.inf  # reward of any trajectory
@@ -495,24 +497,23 @@ class Executor:
 
     def _stop(self, error: BaseException | None) -> None:
         with self._changed:
-            self._error = self._error or error
+            if self._error is None and error is not None:
+                self._error, self._raised_at = error, error.__traceback__
             self._changed.notify_all()
         self._on_change()
 
     def _ready(self) -> bool:
         """Return whether a batch can be taken; raise what ended the run."""
-        solved = isinstance(self._error, Exhausted)
-        if self._error is not None and not solved:
-            raise self._error
-        if not self.loop.alive:
-            raise RuntimeError("the executor's thread is not running")
         ready = buffers.ready(self._buffer, self._staleness.consumed, self._limits)
         if any(ticket.version >= 0 for ticket in self._retry):
             ready = False  # they have a batch from here on, and are not in the buffer yet
         if self._force_staleness and not staleness.full(self._staleness, self._limits):
             ready = False
-        if self._error is not None and not ready:
-            raise self._error
+        if self._error is not None and not (ready and isinstance(self._error, Exhausted)):
+            # Raised at each call, it would collect the frames of all.
+            raise self._error.with_traceback(self._raised_at)
+        if not self.loop.alive:
+            raise RuntimeError("the executor's thread is not running")
         return ready
 
 

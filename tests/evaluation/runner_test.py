@@ -133,7 +133,8 @@ def test_a_users_mistake_is_not_retried(make, fake_workflow):
 
 
 def test_a_group_that_is_none_names_the_workflow_not_the_runner(make, fake_workflow):
-    evaluator = make(workflow=fake_workflow(misbehave=lambda *_: [1.0, float("nan")]))
+    workflow = fake_workflow(misbehave=lambda *_: [1.0, float("nan")])
+    evaluator = make(workflow=workflow, patience=Patience(pause=0.0))
     with pytest.raises(
         RolloutError, match=r"workflow FakeWorkflow \(.*\) gave, for row .*, trajectory 0.1 with"
     ):

@@ -211,8 +211,12 @@ def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workf
     assert executor.counters()["failed"] >= 3
     assert executor.counters()["dropped"] == 0
     assert executor.counters()["skipped"] == len(told) == 0, "not the prompts' fault"
-    with pytest.raises(RolloutError):
-        collect(executor)
+    frames = []
+    for _ in range(3):  # as an evaluation asks, for each row
+        with pytest.raises(RolloutError) as again:
+            collect(executor)
+        frames.append(len(traceback.extract_tb(again.value.__traceback__)))
+    assert len(set(frames)) == 1, "frames of one call are added to the next one's"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), None, "1.0", 1e39, 10**400])
