@@ -122,10 +122,17 @@ def dealt(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
         changed[VISIBLE] = ",".join(shares.trainer)
         if set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
             changed[_JAX_MEMORY] = f"{max(0.9 - config.fleet.gpu_memory, 0.05):g}"
+    with changed_environment(changed):
+        yield shares.servers if shares else ()
+
+
+@contextmanager
+def changed_environment(changed: Mapping[str, str]) -> Iterator[None]:
+    """Change variables of this process's environment while the block lasts."""
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
-        yield shares.servers if shares else ()
+        yield
     finally:
         for name, value in before.items():
             os.environ.pop(name)

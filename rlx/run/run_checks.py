@@ -20,7 +20,7 @@ from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
-from rlx.run.allocate import allocated, gpus, notes, share
+from rlx.run.allocate import allocated, changed_environment, gpus, notes, share
 
 SEAMS = (  # keys of the config that may name a user's own code
     "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
@@ -61,11 +61,12 @@ def findings(
             yield machine.judge_address(address, machine.reach(address), name)
     if isinstance(devices, str):  # without JAX nothing more can be found out
         return
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone: the devices stay free
-    yield from plugged_in(config)
-    from rlx.run import config_checks
+    # Shapes alone are computed: the devices stay free.
+    with changed_environment({"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}):
+        yield from plugged_in(config)
+        from rlx.run import config_checks
 
-    yield from config_checks.check(config, workdir, devices)
+        yield from config_checks.check(config, workdir, devices)
 
 
 def _dealt(

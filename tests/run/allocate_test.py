@@ -140,13 +140,15 @@ def test_what_cannot_be_dealt_is_one_line(text, changes, processes, words):
 
 def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     config = config_of("jax:d2+fsdp:d1")
     rows = {row.name: row for row in findings(config, tmp_path, every_extra=False)}
     assert rows["allocation"].found == (
         "jax:d2+jax:f1; fsdp runs as jax; server 0: GPU 0; server 1: GPU 1; trainer: GPU 2"
     )
     assert rows["mesh"].level == "ok"
+    assert "JAX_PLATFORMS" not in os.environ, "it is this check's own"
     config.cluster.processes = 2
-    (row,) = (row for row in findings(config, tmp_path, every_extra=False) if row.level != "ok"
-              and row.name == "allocation")  # fmt: skip
+    found = findings(config, tmp_path, every_extra=False)
+    row = next(row for row in found if row.level != "ok" and row.name == "allocation")
     assert "this one has 2" in row.found
