@@ -16,7 +16,7 @@ from rlx.cli import command, flags
 from rlx.debugger import debugger
 from rlx.doctor import failures, table
 from rlx.observe.jsonl import jsonable, write_atomically
-from rlx.run import areal_yaml
+from rlx.run import command_line
 
 FLAGS = {
     "workflow": "the agent: FILE.py:Class or module:Class; default: rollout.workflow of --config",
@@ -36,7 +36,7 @@ FLAGS = {
 
 def main() -> int:
     """Run the debugger as the flags say, write its report, and return the exit status."""
-    config, values = areal_yaml.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
+    config, values = command_line.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
     agent, kwargs = loading.chosen(values, config.rollout if config else values)
     if ":" not in agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")

@@ -17,7 +17,7 @@ from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.launch.workdir_lock import chosen_workdir
-from rlx.run import areal_yaml, scheduler
+from rlx.run import command_line, scheduler
 from rlx.run.allocate import allocated, notes
 from rlx.run.run_checks import findings
 from rlx.train.hosts import Cluster
@@ -27,7 +27,7 @@ INTERRUPTED = 130  # exit status
 
 def main() -> int:
     """Parse, check, and hand over to the loop; return the exit status."""
-    config, values = areal_yaml.parse(
+    config, values = command_line.parse(
         sys.argv,
         switches={"dry_run": "check everything the run needs, print what was found, and stop"},
         workdir="directory of the run; default: under runs/",

@@ -197,6 +197,8 @@ VALUES: dict[str, Callable[[Any, ArealFile], Any]] = {
     "batch": lambda v, f: v or f["train_dataset.batch_size"],
     "buckets": lambda v, f: NOTHING if f.prompt + f.answer <= 32768 else (
         *default().train.row_buckets, f.prompt + f.answer),
+    "consumed": lambda v, f: NOTHING if f.given.get("rollout.consumer_batch_size") in (
+        None, f["train_dataset.batch_size"]) else LOST,
     "decoupled": _decoupled,
     "eps_clip": lambda v, f: f["actor.eps_clip"] if v is None else v,
     "first_step": lambda v, f: 2 if {"recovers", "first"} <= f.facts else 0,

@@ -1,16 +1,15 @@
 """Read a YAML file of AReaL's, of any generation, as a config of rlx's in Python.
 
-`python -m rlx.areal FILE` prints it, and `--config=FILE.yaml` is the config that it makes. By
+`python -m rlx.areal FILE` prints it; `command_line` has it for `--config=FILE.yaml`. By
 PyYAML, which transformers needs: OmegaConf pins another antlr4 than math-verify does.
 """
 
 import datetime
 import difflib
 import fnmatch
+import math
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import yaml
 from rlx.algorithms.algorithm import FIELDS
 from rlx.algorithms.presets import PRESETS, idle
 from rlx.base import UserError
-from rlx.cli import command, flags
+from rlx.cli import flags
 from rlx.cli.text import plain
 from rlx.config import default
 from rlx.run.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, ArealLoader
@@ -170,6 +169,8 @@ def _typed(key: str, value: Any, to: str, usual: Any) -> Any:
     """Return a value of AReaL's `key` in the type that `to` has."""
     field = FIELDS.get(to.removeprefix("algorithm.")) if to.startswith("algorithm.") else None
     kind = type(field.default) if field else type(usual)
+    if isinstance(value, float) and not value > -math.inf:
+        raise UserError(f"{_shown(key, value)}: {to} takes a number")
     if type(value) in (int, float) and kind in (int, float) and kind(value) == value:
         return kind(value)
     if not isinstance(value, kind):
@@ -231,19 +232,3 @@ def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
     """Return what `python` does of a file, with overrides, here and now."""
     leaves = load(Path(path), overrides, datetime.datetime.now(), os.environ)
     return python(modern(leaves), _line(Path(path).name))
-
-
-def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:
-    """Return what `flags.parse` does, also of FILE.yaml, or "FILE.yaml:key=value …", of AReaL's."""
-    argv = list(argv)
-    with tempfile.TemporaryDirectory() as directory:
-        for n, argument in enumerate(argv):
-            found = re.fullmatch(r"(--config=)?([^=]+\.ya?ml)(?::(.*))?", argument)
-            if found and (found[1] or argv[n - 1] == "--config"):
-                text, lost = convert(found[2], (found[3] or "").split())
-                made = Path(directory) / f"{Path(found[2]).stem}.py"
-                made.write_text(text)
-                argv[n] = f"{found[1] or ''}{made}"
-                for line in lost:
-                    command.say(f"{found[2]}: {line}", sys.stderr)
-        return flags.parse(argv, **options)

@@ -4,6 +4,7 @@ import ast
 import datetime
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rlx.cli.flags import leaves
 from rlx.config import check, default
 from rlx.launch.local import LocalServers
 from rlx.model import hf
-from rlx.run import areal_keys, areal_yaml
+from rlx.run import areal_keys, areal_yaml, command_line
 from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
 
@@ -59,7 +60,7 @@ def parsed(name, *overrides):
     file = f"{FILES / name}.yaml"
     file += ":exp_ctrl.benchmark_steps=5" if name == "first_release" else ""
     flags = [f"--config.{override}" for override in overrides]
-    return areal_yaml.parse(["rlx.main", f"--config={file}", *flags], workdir="")[0]
+    return command_line.parse(["rlx.main", f"--config={file}", *flags], workdir="")[0]
 
 
 def embedded(name):
@@ -305,6 +306,7 @@ def test_an_override_changes_its_own_block_and_no_more_of_it(tmp_path):
         (RL, ["actor.eps_clp=0.3"], "'actor.eps_clp' in mine.yaml; did you mean 'actor.eps_clip'"),
         (RL, ["actor.eps_clip=high"], "actor.eps_clip = 'high': algorithm.clip_low takes float"),
         (RL, ["gconfig.n_samples=2.5"], "sampling.n_samples takes int"),
+        (RL, ["actor.optimizer.lr=.nan"], "optimizer.lr = nan: optimizer.learning_rate takes a n"),
         (RL, ["train_dataset.path=null"], "needs the number of rows in train_dataset.path"),
         (RL, ["train_dataset.type=rlhf"], "'rlhf' is none of rl, sft, rw, dpo"),
         (RL, ["allocation_mode=sglang:d4+fsdp:q2"], "allocation_mode='sglang:d4+fsdp:q2', column"),
@@ -324,6 +326,7 @@ def test_nothing_of_a_file_is_dropped_in_silence(tmp_path):
         "actor.archon.ac_mode=full", "rollout.queue_size=5", "sglang.attention_backend=fa3",
         "vllm.enforce_eager=true", "actor.offload=true", "saver.mode=async", "dynamic_bs=true",
         "gconfig.max_tokens=2048", "actor.temperature=0.7", "cluster.n_nodes=2",
+        "rollout.consumer_batch_size=16", "critic.init_from_scratch=true",
     )  # fmt: skip
     path = tmp_path / "mine.yaml"
     path.write_text(RL + "allocation_mode: sglang:d1+fsdp:d1\n")
@@ -368,10 +371,21 @@ def test_a_run_of_a_yaml_file_is_named_after_it(refused, tmp_path):
     path = tmp_path / "mine.yml"
     shutil.copy(FILES / "eval.yaml", path)
     given = f"--config={path}:gconfig.n_samples=3 seed=9"
-    config, values = areal_yaml.parse(["rlx.main", given, "--config.seed=8"], workdir="")
+    config, values = command_line.parse(["rlx.main", given, "--config.seed=8"], workdir="")
     assert (config.sampling.n_samples, config.seed) == (3, 8)
+    given = f"--config={path}:tokenizer_path='a b' actor.path='c d'"
+    config, _ = command_line.parse(["rlx.main", given], workdir="")
+    assert config.model.path == "c d"
+    with pytest.raises(UserError, match=r"No closing quotation.*quote as a shell would"):
+        command_line.parse(["rlx.main", f"{given}'"], workdir="")
     assert Path(values["config"].config_filename).stem == "mine"
     assert "cannot read" in refused("--config", str(tmp_path / "none.yaml"))
+
+
+def test_no_command_imports_the_importer_before_it_is_given_a_yaml():
+    commands = "import rlx.main, rlx.doctor.__main__, rlx.evaluate, rlx.debug_workflow, sys"
+    code = f"{commands}; assert 'rlx.run.areal_keys' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_rows_set_keys_that_there_are_each_with_a_type_that_fits():
