@@ -427,7 +427,9 @@ def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
     """
     if isinstance(names, str):
         raise UserError(f"lora.targets={names!r} is one text; give a tuple of names")
-    short = [name.removesuffix("_proj") for name in names]
+    joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # as Phi 3's files have them
+    given = [name.removesuffix("_proj") for name in names]
+    short = [each for name in given for each in joined.get(name, (name,))]
     for name in short:
         if name not in LORA_TARGETS:
             raise unknown("lora.targets entry", name, LORA_TARGETS)

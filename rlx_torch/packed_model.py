@@ -23,7 +23,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
 
 from rlx.base import UserError, install
-from rlx.model.lora_config import PREFIX, LoraConfig
+from rlx.model.lora_config import PREFIX, LoraConfig, modules
 from rlx.train.packing import segment_sizes
 from rlx_torch.attention import Blocks, kernel
 
@@ -131,7 +131,7 @@ def adapt(model: Any, lora: LoraConfig) -> None:
         import peft
     except ImportError as error:
         raise UserError(f"lora.rank needs PEFT ({error}); {install('torch')}") from None
-    names = [f"{name}_proj" for name in lora.targets]
+    names = modules(lora.targets, {n.rpartition(".")[2] for n, _ in model.named_modules()})
     config = peft.LoraConfig(
         r=lora.rank, target_modules=names,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT multiplies by any number

@@ -42,14 +42,15 @@ class ModelEngine:
         if slots < 1:
             raise UserError(f"slots={slots} is below 1; set it to 1 or more")
         self.model_path = resolve(model_path)
-        self._config = load_config(self.model_path)
-        context = self._config.max_position
+        config = load_config(self.model_path)
+        context = config.max_position
         self._max_model_len = max_model_len or min(context, DEFAULT_MODEL_LEN)
         if not 2 <= self._max_model_len <= context:
             raise UserError(
                 f"max_model_len={self._max_model_len} is not in [2, {context}], the model's "
                 "context; lower it or shorten prompts and completions"
             )
+        self._config = config.within(self._max_model_len)
         self._clock = clock
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._failure: BaseException | None = None

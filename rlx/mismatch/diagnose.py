@@ -154,6 +154,12 @@ def _rope(case: MismatchCase) -> Iterator[Guess]:
     model, own = case.scorer.model, case.scorer.model.rope
     ropes = {f"base {base:g}": dataclasses.replace(own, theta=base) for base in ROPE_BASES}
     ropes[f"no {own.kind} scaling"] = Rope(theta=own.theta)
+    if own.kind == "longrope":
+        ropes["longrope's other factors"] = dataclasses.replace(own, long=not own.long)
+    if local := model.local_rope:
+        words = f"the engine has one RoPE for all layers, the trainer {local.theta:g} where they"
+        scores = case.score(model=dataclasses.replace(model, local_rope=None))
+        yield Guess(f"{words} have a window", scores)
     for name, rope in ropes.items():
         if rope != own:
             scores = case.score(model=dataclasses.replace(model, rope=rope))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlx.model import lora as lora_lib
+from rlx.model import lora_config
 from rlx.model import params as parameters
 from rlx.model.params import Params, Row
 from rlx.model.tensors import BUCKET, Buckets
@@ -99,7 +100,8 @@ def _arrays(
         for (row, *more), first, names in pieces:
             leaves, added = [parameters.leaf(params, each) for each in (row, *more)], None
             if merge and row.path[-1] in merge.lora.targets:
-                pair = (merge.adapters["layers"][f"{row.path[-1]}_lora_{x}"] for x in "ab")
+                name = lora_config.adapter(row)
+                pair = (merge.adapters["layers"][f"{name}_lora_{x}"] for x in "ab")
                 added = (*pair, merge.lora.scale)
             how = {"depth": row.depth, "transposed": row.transposed}
             made = make(leaves, added, first, count=len(names) // _per_layer(row), **how)

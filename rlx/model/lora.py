@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx.model import params as parameters
 from rlx.model.lora_config import LoraConfig
@@ -55,18 +56,31 @@ def attach(base: Params, adapters: Params, lora: LoraConfig) -> Params:
     """
     pairs = {
         name: leaf * lora.scale if name.endswith("_lora_b") else leaf
-        for name, leaf in adapters["layers"].items()
+        for name, leaf in _single(base, adapters).items()
     }
     return {**base, "layers": {**base["layers"], **pairs}}
 
 
 def merge(base: Params, adapters: Params, lora: LoraConfig) -> Params:
     """Return plain parameters W + scale·A·B, added in float32 and cast back to W's dtype."""
-    layers = dict(base["layers"])
+    layers, pairs = dict(base["layers"]), _single(base, adapters)
     for name in lora.targets:
-        pair = adapters["layers"][f"{name}_lora_a"], adapters["layers"][f"{name}_lora_b"]
+        pair = pairs[f"{name}_lora_a"], pairs[f"{name}_lora_b"]
         layers[name] = merged(layers[name], *pair, lora.scale)
     return {**base, "layers": layers}
+
+
+def _single(base: Params, adapters: Params) -> Params:
+    """Return the adapters of each matrix: of joined ones A, which they share, and a part of B."""
+    pairs = dict(adapters["layers"])
+    for hf, names in parameters.FUSED.items():
+        joined = hf.split(".")[1].removesuffix("_proj")
+        if (down := pairs.pop(f"{joined}_lora_a", None)) is not None:
+            ends = np.cumsum([base["layers"][name].shape[-1] for name in names])
+            parts = jnp.split(pairs.pop(f"{joined}_lora_b"), ends[:-1], axis=-1)
+            for name, up in zip(names, parts, strict=True):
+                pairs |= {f"{name}_lora_a": down, f"{name}_lora_b": up}
+    return pairs
 
 
 @jax.jit

@@ -1,6 +1,7 @@
 """Which matrices of a model have adapters, and how large they are. Without JAX."""
 
 import math
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from rlx.base import UserError
@@ -43,7 +44,7 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
     """Return the rows of the adapters: A and B of each target, with PEFT's names and layouts.
 
     Raises:
-      UserError: a target is of a mixture's experts.
+      UserError: a target is of a mixture's experts, or a part of a joined matrix alone.
     """
     sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
     bases = {row.path: row for row in parameters.table(config)}
@@ -56,18 +57,41 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
         )
     for name in lora.targets:
         base = bases["layers", name]
-        if base.whole:
-            free = [each for each in LORA_TARGETS if not bases["layers", each].whole]
-            raise UserError(
-                f"lora.targets has {name}, which {config.architecture} keeps in one matrix with "
-                f"others ({base.hf.split('.')[-2]}); set it to some of {', '.join(free)}"
+        for other in LORA_TARGETS:  # a joined matrix has one adapter
+            row = bases.get(("layers", other))
+            if row and row.hf == base.hf and other not in lora.targets:
+                raise UserError(
+                    f"lora.targets has {name} without {other}, and {config.architecture} has both "
+                    f"in one matrix; name it whole: {module(base)}"
+                )
+        if base.begin:
+            continue
+        inner, outer = base.axes[1], "joined" if base.whole else base.axes[2]
+        stem, own = PREFIX + base.hf.removesuffix("weight"), sizes | {"joined": base.whole}
+        for half, axes, kind in (("a", (inner, "rank"), "matrix"), ("b", ("rank", outer), "zeros")):
+            path, hf = (
+                ("layers", f"{adapter(base)}_lora_{half}"),
+                f"{stem}lora_{half.upper()}.weight",
             )
-        _, inner, outer = base.axes
-        stem = PREFIX + base.hf.removesuffix("weight")
-        down = ("layers", f"{name}_lora_a"), ("layers", inner, "rank"), f"{stem}lora_A.weight"
-        up = ("layers", f"{name}_lora_b"), ("layers", "rank", outer), f"{stem}lora_B.weight"
-        rows += [Row(*down, True, "matrix"), Row(*up, True, "zeros")]
-    return tuple(row.sized(sizes) for row in rows)
+            rows.append(Row(path, ("layers", *axes), hf, True, kind).sized(own))
+    return tuple(rows)
+
+
+def module(base: Row) -> str:
+    """Return HF's name of a matrix in a layer, of a joined one that of the whole."""
+    return base.hf.split(".")[-2]
+
+
+def adapter(base: Row) -> str:
+    """Return the name of the adapter of a matrix, which is that of all that are joined with it."""
+    return module(base).removesuffix("_proj")
+
+
+def modules(targets: Iterable[str], there: Container[str]) -> list[str]:
+    """Return HF's names of the matrices to adapt in a model, `there` if it has one so called."""
+    whole = {part: hf.split(".")[1] for hf, parts in parameters.FUSED.items() for part in parts}
+    names = (whole[name] if whole.get(name) in there else f"{name}_proj" for name in targets)
+    return list(dict.fromkeys(names))
 
 
 def count(config: ModelConfig, lora: LoraConfig) -> int:

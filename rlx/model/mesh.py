@@ -31,6 +31,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "rank": None,
+    "joined": None,
 }
 
 

@@ -7,7 +7,7 @@ activation, dropout) are named here: such a model is transformers' alone.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rlx.base import UserError
@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Phi3ForCausalLM": {
         "model_type": "phi3", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "sliding_window": None,
+        "sliding_window": None, "original_max_position_embeddings": 4096,
     },
     "Qwen3MoeForCausalLM": {
         "model_type": "qwen3_moe", "max_position_embeddings": 32768, "num_experts": 128,
@@ -90,10 +90,12 @@ class Rope:
     The numbers that a kind needs (see _ROPE_REQUIRED) are at these defaults for other kinds.
 
     Attributes:
-      kind: default | linear | llama3 | yarn.
+      kind: default | linear | llama3 | yarn | longrope.
       theta: base of the geometric series of wavelengths.
       factor: how many times the context is stretched.
       original_max_position_embeddings: tokens the model was trained on before stretching.
+      short_factor, long_factor: of longrope, what divides each pair's frequency where sequences are
+        within these tokens, and where some may be longer (`long`; see `ModelConfig.within`).
     """
 
     kind: str = "default"
@@ -108,6 +110,9 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool = False
 
 
 _ROPE_REQUIRED = {
@@ -115,6 +120,7 @@ _ROPE_REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings"),
 }
 
 
@@ -196,11 +202,17 @@ class ModelConfig:
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads="
                 f"{self.num_kv_heads}; fix config.json"
             )
-        if self.num_experts < self.experts_per_token:
+        if not min(1, self.num_experts) <= self.experts_per_token <= self.num_experts:
             raise UserError(
-                f"num_experts_per_tok={self.experts_per_token} is above num_experts="
+                f"num_experts_per_tok={self.experts_per_token} is not between 1 and num_experts="
                 f"{self.num_experts}; fix config.json"
             )
+        for name in ("short_factor", "long_factor") if self.rope.kind == "longrope" else ():
+            if (found := len(getattr(self.rope, name))) != self.head_dim // 2:
+                raise UserError(
+                    f"{name} of longrope has {found} numbers, wanted {self.head_dim // 2}: half of "
+                    "a head's width; fix config.json"
+                )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json")
         if self.windows and len(self.windows) != self.num_layers:
@@ -213,6 +225,15 @@ class ModelConfig:
     def layer_windows(self) -> tuple[int, ...]:
         """`windows`, of every layer."""
         return self.windows or (0,) * self.num_layers
+
+    def within(self, context: int) -> "ModelConfig":
+        """Return the model for sequences of at most so many tokens.
+
+        Longrope's frequencies are those of the longest that may come, as vLLM has it, not of each
+        batch, as transformers has it: no token's probability may depend on how many follow it.
+        """
+        long = context > self.rope.original_max_position_embeddings
+        return replace(self, rope=replace(self.rope, long=self.rope.kind == "longrope" and long))
 
     @property
     def query_factor(self) -> float:
@@ -236,7 +257,7 @@ class ModelConfig:
         _refuse_options(hf, architecture)
         heads = _need(hf, "num_attention_heads")
         bias = bool(hf.get("attention_bias", False))
-        kinds = ("default",) if architecture == "Phi3ForCausalLM" else ROPE_KINDS
+        kinds = ("default", "longrope") if architecture == "Phi3ForCausalLM" else ROPE_KINDS
         return cls(
             architecture=architecture,
             vocab_size=_need(hf, "vocab_size"),
@@ -266,7 +287,7 @@ class ModelConfig:
             eos_token_ids=_ids(hf.get("eos_token_id")),
             bos_token_id=hf.get("bos_token_id"),
             pad_token_id=hf.get("pad_token_id"),
-        )
+        ).within(_need(hf, "max_position_embeddings"))
 
     @classmethod
     def from_foreign(cls, hf: Mapping[str, Any], why: str, numbers: int) -> "ModelConfig":
@@ -343,6 +364,7 @@ class ModelConfig:
             "attn_logit_softcapping": self.attention_softcap or None,
             "final_logit_softcapping": self.logit_softcap or None,
             "sliding_window": max(self.windows, default=0) or None,
+            "original_max_position_embeddings": self.rope.original_max_position_embeddings or 4096,
             "layer_types": [_KINDS[w > 0] for w in self.layer_windows],
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.experts_per_token,
@@ -425,7 +447,10 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
 
 def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the field `windows` of the keys that an architecture has."""
-    window, pattern = own.get("sliding_window") or 0, own.get("sliding_window_pattern", layers + 1)
+    window, pattern = (
+        own.get("sliding_window") or 0,
+        _need(own, "sliding_window_pattern", layers + 1),
+    )
     kinds = own.get("layer_types") or [_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
     windows = tuple(window * (kind == _KINDS[True]) for kind in kinds)
     return windows if any(windows) else ()
@@ -451,6 +476,7 @@ def _rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = ROPE_KINDS) ->
     if "full_attention" in given:  # the per-layer-type form of newer files
         given = dict(given["full_attention"])
     kind = given.pop("rope_type", None) or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind
     given.pop("type", None)
     theta = float(given.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
     if kind not in kinds:
@@ -459,7 +485,14 @@ def _rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = ROPE_KINDS) ->
         raise NotOurs("unsupported option partial_rotary_factor; use a model without it")
     if kind in ("llama3", "yarn"):
         given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    known = {field.name for field in fields(Rope)} - {"kind", "theta"}
+    if kind == "longrope":
+        original = _need(
+            hf, "original_max_position_embeddings"
+        )  # before what is among RoPE's, as in HF
+        given |= {"original_max_position_embeddings": original}
+        given.setdefault("factor", hf["max_position_embeddings"] / original)
+        given |= {k: tuple(v) for k, v in given.items() if isinstance(v, list)}
+    known = {field.name for field in fields(Rope)} - {"kind", "theta", "long"}
     for key in _ROPE_REQUIRED[kind]:
         if given.get(key) is None:
             raise UserError(f"RoPE scaling {kind!r} has no {key!r}; add it to config.json")
@@ -477,6 +510,7 @@ def _rope_to_hf(rope: Rope) -> dict[str, Any]:
         f.name for f in fields(Rope) if f.default is None and getattr(rope, f.name) is not None
     }
     options = {name: getattr(rope, name) for name in (*needed, *sorted(optional))}
+    options |= {name: [*value] for name, value in options.items() if isinstance(value, tuple)}
     given = {"rope_type": rope.kind, "rope_theta": rope.theta, **options}
     both: dict[str, Any] = {"rope_parameters": given, "rope_theta": rope.theta}
     if rope.kind != "default":

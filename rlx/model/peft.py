@@ -27,7 +27,6 @@ from rlx.model.tensors import Buckets, open_tensors, save_tensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_HF_NAMES = {name: f"{name}_proj" for name in LORA_TARGETS}  # the last part of HF's names
 # Initialisations that leave the base as it is; the others (PiSSA, OLoRA, …) subtract from it.
 _INITS = ("default", "gaussian", "eva", "orthogonal")
 # Options of PEFT that, once set, make another function of the same matrices.
@@ -103,11 +102,12 @@ def write(path: str | Path, settings: LoraConfig, tensors: Buckets, base: str = 
       UserError: it cannot be written; nothing is left behind.
     """
     with atomic_directory(Path(path)) as fresh:
-        (fresh / CONFIG).write_text(json.dumps(_to_json(settings, base), indent=2) + "\n")
+        adapted = list(dict.fromkeys(name.split(".")[-3] for name in tensors.tensors))
+        (fresh / CONFIG).write_text(json.dumps(_to_json(settings, adapted, base), indent=2) + "\n")
         save_tensors(tensors, fresh / WEIGHTS)
 
 
-def _to_json(settings: LoraConfig, base: str) -> dict[str, Any]:
+def _to_json(settings: LoraConfig, adapted: list[str], base: str) -> dict[str, Any]:
     alpha = settings.alpha
     return {
         "peft_type": "LORA",
@@ -116,7 +116,7 @@ def _to_json(settings: LoraConfig, base: str) -> dict[str, Any]:
         "r": settings.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": [_HF_NAMES[name] for name in settings.targets],
+        "target_modules": adapted,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -167,7 +167,7 @@ def load_config(path: str | Path) -> LoraConfig:
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(f"{file} has r={rank!r} and lora_alpha={alpha!r}; wanted two numbers")
     if targets == "all-linear":
-        targets = list(_HF_NAMES)
+        targets = list(LORA_TARGETS)
     if not isinstance(targets, list):
         raise UserError(
             f"{file} has target_modules={targets!r}; rlx reads a list of names such as 'q_proj'"

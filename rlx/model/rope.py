@@ -1,7 +1,7 @@
 """Rotary position embeddings: angles from positions. Pure.
 
-Source: Su et al., RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; `llama3` and `linear` as
-transformers computes them, in float32 like it.
+Source: Su et al., RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753;
+`llama3` and `linear` as transformers computes them, in float32 like it.
 """
 
 import math
@@ -17,7 +17,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     """Return the angular frequency of each rotated pair, and the factor on cosine and sine.
 
     Returns:
-      [head_dim / 2] float32, radians per token; a scale ≥ 1 (1 except for YaRN).
+      [head_dim / 2] float32, radians per token; a scale ≥ 1 (1 except for YaRN and LongRoPE).
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = (np.float32(1.0) / np.float32(rope.theta) ** exponent).astype(np.float32)
@@ -27,6 +27,9 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         return _llama3(rope, plain), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, plain, head_dim), _yarn_scale(rope)
+    if rope.kind == "longrope":
+        each = np.asarray(rope.long_factor if rope.long else rope.short_factor, np.float32)
+        return np.float32(1.0) / (each * np.float32(rope.theta) ** exponent), _long_scale(rope)
     return plain, 1.0
 
 
@@ -66,6 +69,13 @@ def _yarn_scale(rope: Rope) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)
+
+
+def _long_scale(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position_embeddings)
+    return math.sqrt(1 + stretch)
 
 
 def tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -248,12 +248,24 @@ def check_engine(config: ConfigDict, model: ModelConfig) -> None:
 
 
 def check_context(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise UserError where a trajectory may be longer than the model's context."""
+    """Raise UserError where a trajectory may be longer than the model's context.
+
+    Or than that of longrope's short factors, which transformers takes for shorter batches alone.
+    """
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if longest > model.max_position:
         raise UserError(
             f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
             f"context of {model.max_position} tokens; lower one of them"
+        )
+    hf, context = model.to_hf(), context_of(config)
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    most = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    long = "longrope" in (rope.get("rope_type"), rope.get("type")) and context > (most or 0)
+    if config.trainer == "torch" and long:
+        raise UserError(
+            f"longrope with up to {context} tokens: transformers has factors by the batch, servers "
+            f"by that number; stay within {most} tokens, or use trainer=jax, which has Phi 3"
         )
 
 
@@ -534,16 +546,21 @@ def evaluation_sampling(config: ConfigDict) -> Sampling:
     )
 
 
+def context_of(config: ConfigDict) -> int:
+    """Return how many tokens a run's servers take, of prompt and answer together."""
+    budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
+    return config.fleet.max_model_len or config.data.max_prompt_tokens + budget
+
+
 def server_options(config: ConfigDict) -> dict[str, Any]:
     """Return the options of `LocalServers` for a run; most are flags of rlx.serve."""
     fleet = config.fleet
-    budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
     return {
         "engine": fleet.engine,
         "tensor_parallel": fleet.tensor_parallel,
         "gpu_memory": fleet.gpu_memory,
         "slots": fleet.slots,
-        "max_model_len": fleet.max_model_len or config.data.max_prompt_tokens + budget,
+        "max_model_len": context_of(config),
         "decode_steps": fleet.decode_steps,
         "dtype": config.model.publish_dtype,
         "seed": config.seed,

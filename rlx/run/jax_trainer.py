@@ -11,7 +11,7 @@ from rlx.launch import xla_flags
 from rlx.model import compile_cache, hf, mesh
 from rlx.model import params as parameters
 from rlx.run import trainer_switch
-from rlx.run.inputs import Inputs
+from rlx.run.inputs import Inputs, context_of
 from rlx.train import torch_state
 from rlx.train.contract import Update
 from rlx.train.hosts import Hosts
@@ -72,7 +72,7 @@ def make(config: ConfigDict, path: str) -> Update:
     def first(places: parameters.Params) -> parameters.Params:
         return hf.load(path, options.dtype, places)[1]
 
-    return _JaxUpdate(hf.load_config(path), options, source=first)
+    return _JaxUpdate(hf.load_config(path).within(context_of(config)), options, source=first)
 
 
 class _JaxUpdate(JaxUpdate):

@@ -121,7 +121,8 @@ class JaxUpdate(BatchUpdate):
     def _laid_out(self) -> sharding.Layout:
         """Return the layout of the policy, the critic and the adapters on the mesh."""
         valued = dataclasses.replace(self._base, value_head=True)
-        adapters = lora_lib.table(self._base, self.lora) if self.lora else ()
+        single = dataclasses.replace(self._base, fused=False)  # see lora.attach
+        adapters = lora_lib.table(single, self.lora) if self.lora else ()
         rows = (*parameters.table(self._base), *parameters.table(valued), *adapters)
         return sharding.Layout.of(self._base, self._mesh, rows)
 

@@ -36,6 +36,11 @@ CONFIGS = {
     ),
     "olmo2": ModelConfig("Olmo2ForCausalLM", **SIZES, **TRAITS["Olmo2ForCausalLM"]),
     "phi3": ModelConfig("Phi3ForCausalLM", **SIZES, windows=(20, 20), fused=True),
+    "phi3-long": ModelConfig(
+        "Phi3ForCausalLM", **SIZES, fused=True, rope=Rope(
+            "longrope", factor=8.0, original_max_position_embeddings=16, long=True,
+            short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(1.0, 2.0, 4.0, 8.0)),
+    ),
     "qwen3_moe": ModelConfig(
         "Qwen3MoeForCausalLM", **SIZES, qk_norm=True, num_experts=6, experts_per_token=2,
         expert_dim=20, norm_topk_prob=True,

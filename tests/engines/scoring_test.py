@@ -17,6 +17,7 @@ from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
+from tests.fixtures.model import make_oracle
 
 MAX_LEN = 96
 CHUNK = 32  # of an engine with so short a context
@@ -56,6 +57,20 @@ def running(tiny_model_dir):
     running = Running(tiny_model_dir)
     yield running
     running.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3-long"])
+def test_scores_of_other_families_are_the_trainers_too(name, tmp_path_factory):
+    """Over windows in several chunks, and by longrope's factors of the engine's context."""
+    _, path = make_oracle(name, tmp_path_factory)
+    engine, (config, params) = Running(path), hf.load(path)
+    try:
+        for length in (10, 80):
+            tokens = sequence(3, length) % config.vocab_size
+            wanted = trainers((config.within(MAX_LEN), params), tokens)
+            np.testing.assert_allclose(engine.score(tokens).logprobs, wanted[1:], atol=1e-5)
+    finally:
+        engine.close()
 
 
 @pytest.fixture

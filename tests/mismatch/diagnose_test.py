@@ -21,6 +21,7 @@ from rlx.mismatch import measure
 from rlx.mismatch.diagnose import CAUSES, MismatchCase, advice, diagnose
 from rlx.mismatch.measure import EXACT, ROUNDED, EngineSample, TrainerScorer
 from rlx.model import hf
+from rlx.model.model_config import Rope
 
 TEMPERATURE, NEW_TOKENS = 0.7, 40
 PROMPTS = [np.array(p, np.int32) for p in ([3, 17, 44, 9], [5, 6, 7], [90, 80, 70, 60, 50], [11])]
@@ -130,6 +131,17 @@ def test_another_rope_base(first, trained, now, tmp_path):
     assert not report.ok
     assert [finding.cause for finding in explanations] == ["RoPE base"]
     assert "the engine has base 1e+06, the trainer 10000 (default)" in explanations[0].words
+
+
+def test_one_rope_base_where_the_model_has_two(first, trained, now):
+    """The engine has Gemma 3's second base nowhere; its windows are longer than what is scored."""
+    layers = first[0].num_layers
+    two = dataclasses.replace(
+        first[0], local_rope=Rope(theta=100.0), windows=(64,) * (layers - 1) + (0,)
+    )
+    _, explanations = found(case((two, first[1]), trained, answers(now)))
+    assert [finding.cause for finding in explanations] == ["RoPE base"]
+    assert "one RoPE for all layers, the trainer 100 where they have a wi" in explanations[0].words
 
 
 def test_a_rope_scaling_that_was_dropped(first, trained, now):

@@ -59,9 +59,9 @@ def test_peft_loads_what_we_export_and_gives_our_logits(name, tmp_path_factory, 
     config, params = hf.load(base)
     settings = ALL if config.qk_norm else SOME
     if config.fused:
-        with pytest.raises(UserError, match=r"lora.targets has v, .*qkv_proj.* some of o, down"):
+        with pytest.raises(UserError, match=r"targets has v without q, .* name it whole: qkv_proj"):
             lora.shapes(config, settings)
-        settings = LoraConfig(rank=3, alpha=5.0, targets=("o", "down"))
+        settings = LoraConfig(rank=3, alpha=5.0, targets=("qkv_proj", "o_proj", "gate_up_proj"))
     if config.num_experts:  # whose matrices have none
         with pytest.raises(UserError, match=r"has gate, up, down and .*'q', 'k', 'v', 'o'"):
             lora.table(config, settings)

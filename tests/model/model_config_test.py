@@ -35,13 +35,19 @@ ROPES = {
         Rope("yarn", 500.0, 4.0, 64, attention_factor=1.3, beta_fast=8.0, beta_slow=2.0,
              mscale=0.7, mscale_all_dim=0.5, truncate=False),
     ),
+    "longrope": (
+        {"factor": 8.0, "original_max_position_embeddings": 4096, "attention_factor": 1.3,
+         "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+        Rope("longrope", 500.0, 8.0, 4096, attention_factor=1.3,
+             short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(1.0, 2.0, 4.0, 8.0)),
+    ),
 }  # fmt: skip
 
 
-# Phi 3 has RoPE without scaling alone (and longrope, which the decoder has not).
+# Phi 3 has RoPE without scaling and longrope alone, which the others have not.
 KINDS = [
     (name, kind) for name in sorted(ARCHITECTURES) for kind in ROPES
-    if name != "Phi3ForCausalLM" or kind == "default"
+    if kind == "default" or (name == "Phi3ForCausalLM") == (kind == "longrope")
 ]  # fmt: skip
 
 
@@ -118,7 +124,9 @@ def test_the_model_type_serves_where_architectures_is_missing():
 )
 def test_rope_is_read_in_every_spelling(kind, spelling):
     options, wanted = ROPES[kind]
-    config = ModelConfig.from_hf(hf_dict(**spelled(spelling, kind, options)))
+    architecture = "Phi3ForCausalLM" if kind == "longrope" else "LlamaForCausalLM"
+    given = spelled(spelling, kind, options)
+    config = ModelConfig.from_hf(hf_dict(architecture, **given))
     assert config.rope == wanted
 
 
@@ -134,7 +142,7 @@ def test_a_round_trip_changes_nothing(architecture, kind):
     config = ModelConfig.from_hf(
         hf_dict(
             architecture,
-            head_dim=10,
+            head_dim=8 if kind == "longrope" else 10,
             tie_word_embeddings=True,
             eos_token_id=[5, 7],
             **spelled("rope_parameters", kind, ROPES[kind][0]),
@@ -160,7 +168,8 @@ def test_end_tokens_keep_their_number_and_order(eos):
 @pytest.mark.parametrize(("architecture", "kind"), KINDS)
 def test_transformers_reads_what_is_written_and_writes_what_is_read(architecture, kind, tmp_path):
     rope = spelled("rope_parameters", kind, ROPES[kind][0])
-    wanted = ModelConfig.from_hf(hf_dict(architecture, head_dim=10, eos_token_id=5, **rope))
+    width = 8 if kind == "longrope" else 10  # which Phi 3's class wants to be D / heads there
+    wanted = ModelConfig.from_hf(hf_dict(architecture, head_dim=width, eos_token_id=5, **rope))
     hf = wanted.to_hf()
     theirs = transformers.AutoConfig.for_model(**hf)
     for key in COMMON | {"head_dim": 10}:
@@ -182,7 +191,22 @@ def test_transformers_reads_what_is_written_and_writes_what_is_read(architecture
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding"]),
         (
             {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}},
-            ["'longrope'", "use one of default"],
+            ["'longrope' has no 'short_factor'; add it"],
+        ),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 3},
+            },
+            ["long_factor of longrope has 3 numbers, wanted 4"],
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "sliding_window_pattern": 0},
+            ["sliding_window_pattern=0; it must be a whole number above 0"],
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 0},
+            ["num_experts_per_tok=0 is not between 1 and num_experts=128"],
         ),
         (
             {
@@ -246,7 +270,7 @@ def described(architecture):
             ModelConfig.from_hf(words | spelled("rope_scaling", kind, ROPES[kind][0]))
             ropes.append(kind)
     rows = {row.path[-1]: row for row in parameters.table(ModelConfig.from_hf(words))}
-    targets = [name for name in LORA_TARGETS if name in rows and not rows[name].whole]
+    targets = [name for name in LORA_TARGETS if name in rows]
     return [
         f"`{architecture}`",
         TRAITS[architecture].get("norms", "before"),

@@ -9,8 +9,11 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.base import UserError
+from rlx.config import default
 from rlx.model import directory, hf, hf_files
 from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
+from rlx.run.inputs import check_context
 from rlx.train.batch_update import require_one_layout
 from rlx.train.update import JaxUpdate
 from rlx_torch import packed_model
@@ -157,6 +160,40 @@ def test_a_foreign_model_is_for_torch_and_vllm_alone(made):
         model.require_ours("trainer=jax")
     with pytest.raises(UserError, match="unsupported"), hf_files.open_tensors(path) as tensors:
         hf_files.check_tensors(tensors, model)
+
+
+def test_mlps_and_mixtures_by_turns_are_for_torch_and_vllm_alone(tmp_path):
+    for key, value in {"mlp_only_layers": [1], "decoder_sparse_step": 2}.items():
+        given = {**SMALL, **KINDS["qwen3_moe"], key: value}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **given))
+        model.save_pretrained(tmp_path / key)
+        found = hf_files.check(tmp_path / key)
+        with pytest.raises(UserError, match=rf"option {key}=.*trainer=torch with fleet.engine=vll"):
+            found.require_ours("trainer=jax")
+        packed_model.require_packed(packed_model.load(tmp_path / key, "cpu", "float32"))
+
+
+def test_longrope_beyond_its_original_context_is_not_for_torch():
+    """The factors that servers have there transformers takes for longer batches alone."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    hf = {
+        **SMALL,
+        "model_type": "phi3",
+        "rope_scaling": rope,
+        "original_max_position_embeddings": 64,
+    }
+    foreign = hf | {"model_type": "new", "architectures": ["NewForCausalLM"]}
+    config = default()
+    config.data.max_prompt_tokens, config.sampling.max_new_tokens = 32, 32
+    config.eval.max_new_tokens = 32
+    for model in (ModelConfig.from_hf(hf), ModelConfig.from_foreign(foreign, "why", 0)):
+        config.trainer, config.fleet.max_model_len = "torch", 64
+        check_context(config, model)
+        config.fleet.max_model_len = 65
+        with pytest.raises(UserError, match=r"longrope with up to 65 tokens.* within 64 tokens"):
+            check_context(config, model)
+        config.trainer = "jax"
+        check_context(config, model)
 
 
 def test_a_file_that_tells_no_context_is_one_line(tmp_path):

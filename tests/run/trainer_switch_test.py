@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlx.base import UserError
-from rlx.config import default
+from rlx.config import LORA_TARGETS, default
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
@@ -74,14 +74,19 @@ def test_a_state_goes_to_the_other_trainer_and_back_bit_for_bit(
     goes_and_comes_back(tiny_model_dir, preset, more, tmp_path)
 
 
-def test_matrices_that_the_file_joins_go_to_the_other_trainer_and_back(tmp_path):
+def saved_model(directory, architecture, **more):
     config = ModelConfig(
-        "Phi3ForCausalLM", vocab_size=128, num_layers=2, model_dim=32, mlp_dim=48, num_heads=4,
-        num_kv_heads=2, head_dim=8, fused=True, windows=(6, 6), max_position=256, pad_token_id=0,
-        bos_token_id=1, eos_token_ids=(2,),
+        architecture, vocab_size=128, num_layers=2, model_dim=32, mlp_dim=48, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_position=256, pad_token_id=0, bos_token_id=1,
+        eos_token_ids=(2,), **more,
     )  # fmt: skip
-    hf.save(tmp_path / "phi3", config, parameters.init(config, jax.random.key(0)))
-    goes_and_comes_back(tmp_path / "phi3", "grpo", {}, tmp_path)
+    hf.save(directory, config, parameters.init(config, jax.random.key(0)))
+    return directory
+
+
+def test_matrices_that_the_file_joins_go_to_the_other_trainer_and_back(tmp_path):
+    path = saved_model(tmp_path / "phi3", "Phi3ForCausalLM", fused=True, windows=(6, 6))
+    goes_and_comes_back(path, "grpo", {}, tmp_path)
 
 
 def goes_and_comes_back(directory, preset, more, tmp_path):
@@ -136,8 +141,19 @@ LORA = {"lora.rank": 2, "algorithm.kl_placement": "loss", "algorithm.kl_coeffici
         "reference.mode": "copy", "reference.every_steps": 2}  # fmt: skip
 
 
-def test_adapters_go_to_the_other_trainer_too(tiny_model_dir, tmp_path):
-    ours, theirs = trainers(tiny_model_dir, **LORA)
+@pytest.mark.parametrize(
+    ("family", "fields", "targets"),
+    [
+        ("", {}, LORA_TARGETS),
+        ("Phi3ForCausalLM", {"fused": True}, LORA_TARGETS),
+        ("Qwen3MoeForCausalLM", {"num_experts": 4, "experts_per_token": 2, "expert_dim": 16,
+                                 "qk_norm": True}, ("q", "k", "v", "o")),
+    ],
+)  # fmt: skip
+def test_adapters_go_to_the_other_trainer_too(family, fields, targets, tiny_model_dir, tmp_path):
+    """Also those of joined matrices, and of the attention of a mixture of experts."""
+    path = saved_model(tmp_path / "model", family, **fields) if family else tiny_model_dir
+    ours, theirs = trainers(path, **LORA, **{"lora.targets": targets})
     state, _ = ours.update(ours.init(), groups(seed=1))
     first = saved(ours, state, tmp_path, 1)
     other = theirs.restore(first)
@@ -153,10 +169,10 @@ def test_adapters_go_to_the_other_trainer_too(tiny_model_dir, tmp_path):
         found = ours.weights(state, adapters=adapters).arrays()
         for name, tensor in theirs.weights(other, adapters=adapters).arrays().items():
             np.testing.assert_allclose(found[name], tensor, atol=1e-5, err_msg=name)
-    whole, _ = trainers(tiny_model_dir)
-    for path in (first, tmp_path / "step_00000002"):
-        with pytest.raises(UserError, match=r"lora_|as nothing"):
-            whole.restore(path)
+    whole, _ = trainers(path)
+    for saves in (first, tmp_path / "step_00000002"):
+        with pytest.raises(UserError, match=r"lora_|as nothing|of the trainer that wrote it"):
+            whole.restore(saves)
 
 
 @pytest.mark.parametrize("more", [{}, LORA])

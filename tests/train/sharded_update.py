@@ -56,6 +56,8 @@ OTHER = replace(
     attention_softcap=2.0, logit_softcap=3.0, activation="gelu_pytorch_tanh", joint_qk_norm=True,
     **TRAITS["Gemma3ForCausalLM"],
 )  # fmt: skip
+# One adapter of several matrices, each of which `tensor` cuts.
+JOINED = replace(MODEL, architecture="Phi3ForCausalLM", **TRAITS["Phi3ForCausalLM"])
 MESHES = (  # a tensor of 4 does not divide the key heads
     "fsdp:8", "fsdp:4,tensor:2", "replica:2,fsdp:2,tensor:2", "fsdp:2,context:4",
     "context:2,tensor:4",
@@ -85,6 +87,7 @@ CASES = {
     "ppo": Case("ppo", "q"),
     "accumulated": Case("ppo", "q", minibatches=2, budget=64),
     "lora": Case("grpo", "q_lora_a", rank=3),
+    "joined": Case("grpo", "gate_up_lora_a", rank=3, model=JOINED, meshes=("fsdp:4,tensor:2",)),
     "dpo": Case("dpo", "q", samples=2),
     "windows": Case("grpo", "q", model=OTHER),
     "experts": Case("grpo", "expert_down", model=MIXTURE, balance=0.1, meshes=(

@@ -413,7 +413,10 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
     [
         ("accumulated", "data:4,tensor:2"),
         ("experts", "fsdp:2,expert:2,tensor:2"),
-        *(pytest.param((x,), marks=pytest.mark.slow) for x in ("ppo", "lora", "dpo", "experts")),
+        *(
+            pytest.param((x,), marks=pytest.mark.slow)
+            for x in ("ppo", "lora", "joined", "dpo", "experts")
+        ),
         pytest.param(("windows", "context:2,tensor:4"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
