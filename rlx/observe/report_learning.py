@@ -57,6 +57,12 @@ _OPTIMISATION = (
           (("pair_chosen", "chosen", "c3"), ("pair_rejected", "rejected", "c8")), low=None),
     Chart("Distance to the anchor", "KL to the reference or the teacher, nats a token",
           (("reference_kl", "KL", "c8"),)),
+    Chart("Balance of experts", "E · Σ share · probability of a batch; 1 is even",
+          (("expert_balance", "balance", "c4"),), low=1),
+    Chart("Busiest expert", "its share of one layer's choices",
+          (("expert_max_share", "share", "c2"),)),
+    Chart("Router entropy", "before the choice, nats a token and layer",
+          (("router_entropy", "entropy", "c6"),)),
     Chart("Learning rate", "after the schedule", (("learning_rate", "rate", "c7"),)),
 )  # fmt: skip
 _TILES = {  # titles of what evaluations measure
@@ -94,7 +100,19 @@ def learning(run: Run) -> list[dict[str, Any]]:
 
 def optimisation(run: Run) -> list[dict[str, Any]]:
     """Return the charts of the update: entropy, gradients, ratios, lengths."""
-    return _charts(run, _OPTIMISATION)
+    return _charts(run, (*_OPTIMISATION, *_experts(run)))
+
+
+def _experts(run: Run) -> Iterator[Chart]:
+    """Yield a chart of a mixture's experts: all, or the least and the most used ones at the end."""
+    loads = (record.get("expert_load") for record in reversed(run.metrics))
+    load: dict[str, Any] = next(filter(None, loads), {})
+    ranked = sorted(load, key=lambda name: finite(load[name]) or 0.0)
+    names = ranked if len(ranked) <= 8 else ranked[:4] + ranked[-4:]  # colors
+    if names:
+        about = f"share of the choices, mean over layers; {1 / len(load):.3g} is even"
+        lines = ((f"expert_load.{name}", name, f"c{i}") for i, name in enumerate(names, 1))
+        yield Chart("Load of experts", about, tuple(lines))
 
 
 def _by_prefix(run: Run) -> Iterator[Chart]:

@@ -14,6 +14,7 @@ import pytest
 from rlx.base import UserError
 from rlx.cli.text import visible
 from rlx.observe.metrics import MetricsWriter
+from rlx.observe.report_learning import optimisation
 from rlx.observe.report_samples import card, choose, shaded
 from rlx.observe.report_timeline import color_of, covered, overview
 from rlx.observe.run_report import page, write_report
@@ -70,6 +71,27 @@ def test_several_rewards_and_a_workflow_s_numbers_have_charts_and_one_reward_has
     assert "before its weight" in text
     assert "The workflow's own" in text
     assert "reward 1·arithmetic + 0.5·mine.py:brevity" in text
+
+
+def test_a_mixtures_router_has_charts_of_all_experts_or_of_the_least_and_most_used(run):
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def charts(experts):
+        used = {str(i): (i + 1) * 2 / experts / (experts + 1) for i in range(experts)}
+        more = {"expert_load": used, "expert_max_share": 0.4, "expert_balance": 1.2,
+                "router_entropy": 1.5} if experts else {}  # fmt: skip
+        path.write_text("".join(json.dumps({**r, **more}) + "\n" for r in records))
+        return {c["title"]: c for c in optimisation(load(run))}
+
+    assert not [title for title in charts(0) if "xpert" in title or "outer" in title]
+    few, many = charts(4), charts(128)
+    assert {"Balance of experts", "Busiest expert", "Router entropy"} <= set(few)
+    assert few["Balance of experts"]["low"] == 1
+    names = [[line["name"] for line in c["Load of experts"]["lines"]] for c in (few, many)]
+    assert names == [["0", "1", "2", "3"], ["0", "1", "2", "3", "124", "125", "126", "127"]]
+    assert few["Load of experts"]["lines"][3]["values"][-1] == pytest.approx(0.4)
+    assert "0.00781 is even" in many["Load of experts"]["about"]
 
 
 def test_a_finished_run_shows_all_it_has(run):
