@@ -6,6 +6,7 @@ everything here is short or awaited.
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -137,6 +138,10 @@ class Prompts:
         self._system_prompt = system_prompt
         self._question_key = question_key
         self._told: dict[str, Any] = {}
+        template = str(getattr(tokenizer, "chat_template", ""))
+        marks = [mark for mark in tokenizer.get_added_vocab() if mark in template]
+        marks = sorted(map(re.escape, marks), key=len, reverse=True)
+        self._marks = re.compile("|".join(marks) or "(?!)")  # each is one token
         self._limits = {
             "data.max_prompt_tokens": max_prompt_tokens,
             "the model's context, less a token to generate": max(0, max_model_len - 1),
@@ -163,7 +168,8 @@ class Prompts:
     def check(self, row: Mapping[str, Any], name: str) -> None:
         """Raise Overlong if the prompt of `row` is too long, UserError if it cannot be rendered.
 
-        Every token stands for a byte or more, so only long texts are tokenised.
+        Every token stands for a byte or more, and each mark of the template is one, so only long
+        texts are tokenised.
         """
         limit = min((limit for limit in self._limits.values() if limit), default=0)
         try:
@@ -172,7 +178,8 @@ class Prompts:
             raise UserError(
                 f"the chat template fails on {name} ({error!r:.200}); mend the row's messages"
             ) from error
-        if limit and len(text.encode()) + 8 > limit:  # 8: what a tokenizer may put in front
+        most = len(self._marks.sub(" ", text).encode()) + 8  # which a tokenizer may put in front
+        if limit and most > limit:
             self._encode(text, row, name)
 
     def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rlx.base import UserError, info_means
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardError, RewardPool
-from rlx.rollout.workflows import RLVR, Prompts, Task
+from rlx.rollout.workflows import RLVR, Overlong, Prompts, Task
 from rlx.run import inputs
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}
@@ -148,6 +149,19 @@ def test_multi_byte_text_is_not_mistaken_for_short(tokenizer):
     limited = Prompts(tokenizer, max_prompt_tokens=70)
     with pytest.raises(UserError, match="has 83 tokens"):
         fitting([{"question": "\U0001d7db" * 20, "answer": "1"}], limited)
+
+
+@pytest.mark.parametrize("limit", [20, 40])
+def test_a_row_is_refused_by_its_tokens_also_where_it_holds_the_template_s_marks(tokenizer, limit):
+    prompts, found = Prompts(tokenizer, max_prompt_tokens=limit), set()
+    for marks in (0, 1, 9):
+        for size in range(limit + 2):
+            row = {"question": "7" * size + "<|end|>" * marks, "answer": "1"}
+            count = len(Prompts(tokenizer).ids(row))
+            found.add(count > limit)
+            with pytest.raises(Overlong) if count > limit else nullcontext():
+                prompts.check(row, "row 3")
+    assert found == {True, False}
 
 
 def test_messages_that_the_template_refuses_name_the_row(tokenizer):
