@@ -313,9 +313,9 @@ def test_a_workdir_that_holds_another_run_is_refused(finished_run, refused):
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def by_hand():
-    """Two servers, and their addresses."""
+    """Two servers, and their addresses; a run finds them as the one before has left them."""
     servers = [
         subprocess.Popen(
             [sys.executable, "-m", "rlx.serve", "--model=rlx:arithmetic", "--slots=16",
