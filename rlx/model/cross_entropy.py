@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of tokens, without keeping all logits in memory.
 
 The logits of a chunk of tokens are computed and reduced; the backward pass computes them again.
-With float32 logits of a 152k vocabulary that saves 0.6 MB a token.
+With float32 logits of a 152k vocabulary that saves 0.6 MB a token. Tokens that nobody asks about,
+which are those of prompts, have none: a third of a small model's work is in its head.
 """
 
 from functools import partial
@@ -15,6 +16,9 @@ from rlx.model import sharding
 from rlx.model.ops import softcap_slope, softcapped, weight_gradient
 from rlx.model.sharding import Placement
 
+# Of tokens asked about: fewer make the head's products slow, more waste what the last lacks.
+SMALLEST_CHUNK = 128
+
 
 def target_logprobs(
     x: Array,
@@ -24,6 +28,7 @@ def target_logprobs(
     temperature: float = 1.0,
     softcap: float = 0.0,
     chunk: int = 1024,
+    asked: Array | None = None,
     place: Placement | None = None,
 ) -> tuple[Array, Array]:
     """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
@@ -34,21 +39,32 @@ def target_logprobs(
       softcap: c where logits are c · tanh(head·x / c) before the temperature; 0: not.
       chunk: how many of the N tokens have logits at one time; with N or more, the logits are kept
         for the backward pass, else they are computed again.
+      asked: [N] bool, the tokens whose numbers are wanted; None: all of them.
       place: of the head on a mesh; it is gathered once for all chunks, in each pass.
 
     Returns:
-      Two [N] float32, nats.
+      Two [N] float32, nats; 0 for a token that is not asked about.
     """
-    tokens, width = x.shape
-    if chunk >= tokens:
-        return _whole(x, head, targets, (temperature, softcap), place)
+    tokens, how = len(x), (temperature, softcap, chunk >= len(x), place)
+    chunk = min(chunk, tokens)
+    if asked is not None:
+        chunk = min(chunk, max(SMALLEST_CHUNK, -(-tokens // 8)))
     pieces = -(-tokens // chunk)
     size = -(-tokens // pieces)
-    padding = pieces * size - tokens
-    x = jnp.pad(x, ((0, padding), (0, 0))).reshape(pieces, size, width)
-    targets = jnp.pad(targets, (0, padding)).reshape(pieces, size)
-    both: Any = _chunked(x, head, targets, (temperature, softcap), place)
-    return both[0].reshape(-1)[:tokens], both[1].reshape(-1)[:tokens]
+
+    def cut(x: Array) -> Array:
+        padding = ((0, pieces * size - tokens), *[(0, 0)] * (x.ndim - 1))
+        return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
+
+    if asked is None:
+        logprob, entropy = _chunked(cut(x), head, cut(targets), None, how)
+        return logprob.reshape(-1)[:tokens], entropy.reshape(-1)[:tokens]
+    order = jnp.argsort(~asked)  # those asked about first, in as many chunks as they fill
+    used = -(-jnp.sum(asked) // size)
+    both: Any = _chunked(cut(x[order]), head, cut(targets[order]), used, how)
+    back = jnp.argsort(order)
+    logprob, entropy = (jnp.where(asked, part.reshape(-1)[back], 0.0) for part in both)
+    return logprob, entropy
 
 
 def _logits(x, head, scaling):
@@ -85,59 +101,55 @@ def _gradients(x, head, targets, logits, normaliser, entropy, grads, scaling):
     return grad_x, weight_gradient(grad, x, jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _whole(x, head, targets, scaling, place):
-    return _whole_forward(x, head, targets, scaling, place)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(x, head, targets, used, how):
+    """Return ([P, S] logprob, [P, S] entropy) of x [P, S, D] and targets [P, S].
+
+    used: of the P chunks, those that have tokens (the others' numbers are 0); None: all.
+    how: temperature, softcap, whether logits are kept for the backward pass, place.
+    """
+    return _chunked_forward(x, head, targets, used, how)[0]
 
 
-def _whole_forward(x, head, targets, scaling, place):
-    logits = _logits(x, sharding.used(head, x.dtype, place), scaling)
-    logprob, entropy, normaliser = _reduce(logits, targets)
-    return (logprob, entropy), (x, head, targets, logits, normaliser, entropy)
-
-
-def _whole_backward(scaling, place, kept, grads):
-    x, head, targets, logits, normaliser, entropy = kept
-    weights = sharding.used(head, x.dtype, place)
-    grad_x, grad_head = _gradients(
-        x, weights, targets, logits, normaliser, entropy, grads, scaling
-    )  # fmt: skip
-    return grad_x, grad_head.astype(head.dtype), None
-
-
-_whole.defvjp(_whole_forward, _whole_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _chunked(x, head, targets, scaling, place):
-    return _chunked_forward(x, head, targets, scaling, place)[0]
-
-
-def _chunked_forward(x, head, targets, scaling, place):
+def _chunked_forward(x, head, targets, used, how):
+    *scaling, keep, place = how
     weights = sharding.used(head, x.dtype, place)
 
-    def one(chunk):
-        return _reduce(_logits(chunk[0], weights, scaling), chunk[1])
+    def one(i, found):
+        logits = _logits(x[i], weights, scaling)
+        parts = *_reduce(logits, targets[i]), logits
+        return tuple(all_.at[i].set(part) for all_, part in zip(found, parts, strict=False))
 
-    logprob, entropy, normaliser = lax.map(one, (x, targets))
-    return (logprob, entropy), (x, head, targets, normaliser, entropy)
+    shapes = [targets.shape] * 3 + [(*targets.shape, len(weights))] * keep
+    start = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+    found = _each(one, len(x), used, start)
+    return found[:2], (x, head, targets, used, *found[1:])
 
 
-def _chunked_backward(scaling, place, kept, grads):
-    x, head, targets, normaliser, entropy = kept
+def _chunked_backward(how, kept, grads):
+    x, head, targets, used, entropy, normaliser, *logits = kept
+    *scaling, _, place = how
     weights = sharding.used(head, x.dtype, place)
 
-    def one(grad_head, chunk):
-        x, targets, normaliser, entropy, grads = chunk
-        logits = _logits(x, weights, scaling)
-        grad_x, more = _gradients(
-            x, weights, targets, logits, normaliser, entropy, grads, scaling
+    def one(i, found):
+        grad_x, grad_head = found
+        again = logits[0][i] if logits else _logits(x[i], weights, scaling)
+        own, more = _gradients(
+            x[i], weights, targets[i], again, normaliser[i], entropy[i],
+            (grads[0][i], grads[1][i]), scaling,
         )  # fmt: skip
-        return grad_head + more, grad_x
+        return grad_x.at[i].set(own), grad_head + more
 
-    start = jnp.zeros(head.shape, jnp.float32)
-    grad_head, grad_x = lax.scan(one, start, (x, targets, normaliser, entropy, grads))
-    return grad_x, grad_head.astype(head.dtype), None
+    start = jnp.zeros_like(x), jnp.zeros(head.shape, jnp.float32)
+    grad_x, grad_head = _each(one, len(x), used, start)
+    return grad_x, grad_head.astype(head.dtype), None, None
+
+
+def _each(one, pieces, used, start):
+    """Return what `one` makes of `start` by the chunks that are used, in a loop where several."""
+    if used is None and pieces == 1:
+        return one(0, start)
+    return lax.fori_loop(0, pieces if used is None else used, one, start)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

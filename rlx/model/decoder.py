@@ -248,6 +248,7 @@ def logprobs(
     x: jax.Array | None = None,
     temperature: float = 1.0,
     chunk: int = 1024,
+    asked: jax.Array | None = None,
     layout: Layout = ONE_DEVICE,
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -262,6 +263,8 @@ def logprobs(
       batch, how: as `states` takes them. x: what it gives, where that is known.
       temperature: > 0; the one the tokens were sampled with.
       chunk: tokens whose logits exist together.
+      asked: [B, T] bool, tokens whose numbers are wanted; None: all. On a mesh others have theirs
+        too: its devices' loops would wait for the one that was asked most.
 
     Returns:
       Two [B, T] float32: log-probabilities (nats, ≤ 0) and entropies (nats, in [0, log V]) of the
@@ -273,14 +276,16 @@ def logprobs(
     place = layout.place("embed" if config.tie_embeddings else "lm_head")
     weights = scattered_gradient(head(params, config), place)
 
-    def score(x, targets):
+    def score(x, targets, *asked):
         return target_logprobs(
             x, weights, targets, temperature=temperature, softcap=config.logit_softcap,
-            chunk=chunk, place=place,
+            chunk=chunk, asked=asked[0] if asked else None, place=place,
         )  # fmt: skip
 
+    some = () if asked is None or layout.mesh is not None else (jnp.roll(asked, -1, axis=1),)
+
     # A chunk is of one device's tokens: else each device would make the logits of all of them.
-    logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets))
+    logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets, *some))
     return shift(logprob, segments), shift(entropy, segments)
 
 

@@ -53,7 +53,8 @@ class Update(Protocol):
     def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
         """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them.
 
-        Log-probabilities of the tempered policy, nats.
+        Log-probabilities of the tempered policy, nats, of tokens that are trained on; others' may
+        be 0.
         """
 
     def weights(self, state: State, adapters: bool = False) -> Buckets:

@@ -13,8 +13,8 @@ from rlx.algorithms.array_ops import Array, ops_of
 from rlx.base import Group, UserError
 from rlx.train.packing import FlatBatch
 
-MODEL_INPUTS = ("tokens", "positions", "segment_ids", "segment_sizes")
-LOSS_INPUTS = (*MODEL_INPUTS, "loss_mask", "behaviour_logprobs", "versions")
+MODEL_INPUTS = ("tokens", "positions", "segment_ids", "segment_sizes", "loss_mask")
+LOSS_INPUTS = (*MODEL_INPUTS, "behaviour_logprobs", "versions")
 
 Batch = Mapping[str, Array]
 Stats = dict[str, Array]

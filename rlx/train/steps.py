@@ -288,7 +288,7 @@ class Steps:
         o = self.options
         return decoder.logprobs(
             whole, self.model, batch, x=x, temperature=o.temperature, chunk=o.chunk,
-            layout=self.layout,
+            asked=batch.get("sampled", batch["loss_mask"]), layout=self.layout,
         )  # fmt: skip
 
     def _states(self, params: Params, model: ModelConfig, batch: Batch) -> tuple[Array, Any]:

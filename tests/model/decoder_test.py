@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlx.model import decoder, hf
+from rlx.model import cross_entropy, decoder, hf
 from rlx.model import params as parameters
 
 
@@ -76,6 +77,27 @@ def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
 def test_gradients_of_each_family_are_those_of_autograd(family, rows):
     """With windows shorter than the packed segments, and chunks of capped logits."""
     check_gradients(*family, rows, 25, "attention")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.6, 1.0])
+def test_tokens_that_nobody_asks_about_change_nothing(few, rows, share, monkeypatch):
+    """Whatever number of chunks they fill: numbers and gradients of the others stay."""
+    monkeypatch.setattr(cross_entropy, "SMALLEST_CHUNK", 16)
+    config, params = hf.load(few[1])
+    draw = np.random.default_rng(3)
+    asked = draw.random(rows["tokens"].shape) < share
+    weights = draw.normal(size=(2, *asked.shape)).astype(np.float32) * asked
+
+    def loss(params, asked):
+        both = decoder.logprobs(params, config, rows, temperature=0.7, asked=asked)
+        return jnp.sum(jnp.stack(both) * weights), both
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, wanted), wanted_gradient = run(params, None)
+    (_, got), gradient = run(params, asked)
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x, np.where(asked, y, 0.0), atol=1e-5)
+    chex.assert_trees_all_close(gradient, wanted_gradient, rtol=1e-4, atol=1e-5)
 
 
 def check_gradients(model, path, rows, chunk, remat):
