@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.engines.jax import decode
+from rlx.engines.jax import decode, kv_cache
+from rlx.engines.jax.serving_params import serving_params
 from rlx.model import decoder, hf, params
 from rlx.model.model_config import TRAITS, ModelConfig, Rope
 
@@ -69,7 +70,7 @@ def random_params(config, seed=0):
 
 def serve(config, weights, dtype=jnp.float32):
     """The engine's layout of the trainer's parameters, by way of HF's."""
-    return decode.serving_params(hf.to_hf(weights, config), config, dtype)
+    return serving_params(hf.to_hf(weights, config), config, dtype)
 
 
 def forced(tokens, score=jax.nn.log_softmax):
@@ -91,10 +92,10 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
     prompt_lengths, total = np.array([1, 9, 13]), 12
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 96, (3, LENGTH)).astype(np.int32)
-    cache = decode.init_cache(config, 3, LENGTH, jnp.float32)
+    cache = kv_cache.init_cache(config, 3, LENGTH, jnp.float32)
     prompts = jax.jit(partial(decode.prefill, serving, config, chunk=CHUNK))(tokens, chunks=2)
     slots = jnp.arange(3)
-    cache = jax.jit(decode.insert)(cache, prompts, jnp.stack([slots, slots], axis=1), 3)
+    cache = jax.jit(kv_cache.insert)(cache, prompts, jnp.stack([slots, slots], axis=1), 3)
 
     @jax.jit
     def call(cache, last, lengths, future):
@@ -102,7 +103,7 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
             serving, config, cache, last, lengths, jnp.full(3, 100), jnp.full((3, 1), -1),
             forced(future), STEPS,
         )  # fmt: skip
-        return block.logprobs, decode.append(cache, recent, lengths)
+        return block.logprobs, kv_cache.append(cache, recent, lengths)
 
     lengths, got = prompt_lengths - 1, []
     for _ in range(total // STEPS):
@@ -125,7 +126,7 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
 def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():
     config = CONFIGS["qwen2"]
     serving = serve(config, random_params(config))
-    cache = decode.init_cache(config, 4, 8, jnp.float32)
+    cache = kv_cache.init_cache(config, 4, 8, jnp.float32)
     forced_tokens = jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     calls = []
 
@@ -151,7 +152,7 @@ def crowd(request):
     rng = np.random.default_rng(0)
     cache = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32),
-        decode.init_cache(config, 64, 192, jnp.float32),
+        kv_cache.init_cache(config, 64, 192, jnp.float32),
     )
     tokens = rng.integers(0, 256, 64).astype(np.int32)
     lengths = rng.integers(0, 60, 64).astype(np.int32)
@@ -161,7 +162,7 @@ def crowd(request):
     def call(cache, tokens, lengths, future, length=192):
         slots = tokens.shape[0]
         block, recent = decode.decode(
-            serving, config, decode.view(cache, slots, length), tokens, lengths,
+            serving, config, kv_cache.view(cache, slots, length), tokens, lengths,
             jnp.full(slots, 100), jnp.full((slots, 1), -1), forced(future, lambda x: x), STEPS,
         )  # fmt: skip
         return block.logprobs, recent

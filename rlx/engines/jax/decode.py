@@ -1,126 +1,26 @@
 """The decoder with a KV cache: prompts into the cache, then a token per slot and step. Pure.
 
-It does not share code with decoder.py because serving wants other layouts. Weights are per layer (a
-scan would copy every layer's slice at every step), fused (q, k, v; gate and up) and stored [out,
-in]: XLA's CPU matrix product then adds in one order whatever the number of rows, which keeps a
-completion independent of its batch. Keys are stored [head_dim, length] and values [length,
-head_dim]: both of attention's products read the cache in order.
+It does not share code with decoder.py because serving wants other layouts: those of weights are in
+serving_params.py, those of the cache in kv_cache.py.
 
 Shapes: S slots, P prompts, T prompt tokens, N cache length, K key/value heads, G query heads per
 key/value head, H head width, R steps of one decode call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from rlx.engines.jax.kv_cache import Cache, LayerCache, init_cache, init_recent
 from rlx.engines.jax.sampling import row_sum
-from rlx.model import params as parameters
+from rlx.engines.jax.serving_params import ServingParams
 from rlx.model.attention import seen
 from rlx.model.decoder import embed_scale, rope_tables
 from rlx.model.model_config import ModelConfig
 from rlx.model.ops import ACTIVATIONS, softcapped
-
-
-class ServingParams(NamedTuple):
-    """Weights as the engine reads them; every matrix is [out, in].
-
-    Attributes:
-      embed, head: [V, D] (the same array when tied; of a reward model's head [1, D]).
-      final_norm: [D].
-      layers: per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D], `down`, and where the
-        model has them `qkv_bias`, `o_bias`, `q_norm`, `k_norm` and the norms of `params.NORMS`. Of
-        a mixture `router` [E, D]; F then are the columns of all E experts.
-    """
-
-    embed: jax.Array
-    layers: tuple[dict[str, jax.Array], ...]
-    final_norm: jax.Array
-    head: jax.Array
-
-
-class LayerCache(NamedTuple):
-    """One layer's keys [S, K, H, N] and values [S, K, N, H]; of a decode call's own tokens, both
-    [S, K, R, H]."""
-
-    keys: jax.Array
-    values: jax.Array
-
-
-Cache = tuple[LayerCache, ...]
-
-
-def serving_params(
-    tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any
-) -> ServingParams:
-    """Return HF's tensors in serving layout: q, k, v joined as `qkv`, gate, up as `gate_up`.
-
-    Args:
-      tensors: HF's names and layouts ([out, in]), already checked against `config`
-        (rlx.model.hf_files.check_tensors); each is read once, so it may be lazy.
-      dtype: of the result, and of the engine's activations and cache.
-
-    Raises:
-      ValueError: a tensor has NaN or infinity.
-    """
-    rows = {row.path[-1]: row for row in parameters.table(config)}
-
-    def read(name, index=0):
-        full = rows[name].names[index]
-        tensor = np.asarray(tensors[full])[rows[name].part]
-        if not np.isfinite(tensor).all():
-            raise ValueError(f"tensor {full!r} has non-finite numbers; publish finite weights")
-        return tensor
-
-    def put(*parts, axis=0):
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
-        return jnp.asarray(np.ascontiguousarray(whole, dtype))
-
-    def layer(index):
-        joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-        if config.attention_bias:
-            joined["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
-        norms = (*parameters.NORMS[config.norms], "q_norm", "k_norm")
-        alone = (*norms, "o", "o_bias", "down", "router")
-        joined |= {name: (name,) for name in alone if name in rows}
-        experts = {}
-        if config.num_experts:
-            everyone = range(index * config.num_experts, (index + 1) * config.num_experts)
-            both = [read(name, i) for name in ("expert_gate", "expert_up") for i in everyone]
-            down = [read("expert_down", i) for i in everyone]
-            experts = {"gate_up": put(*both), "down": put(*down, axis=1)}
-            del joined["gate_up"]
-        return experts | {
-            key: put(*(read(n, index) for n in parts)) for key, parts in joined.items()
-        }
-
-    embed = put(read("embed"))
-    return ServingParams(
-        embed=embed,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=put(read("final_norm")),
-        head=next((put(read(n)) for n in ("value_head", "lm_head") if n in rows), embed),
-    )
-
-
-def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cache:
-    """Return an empty cache for `slots` sequences of at most `length` tokens."""
-    keys = (slots, config.num_kv_heads, config.head_dim, length)
-    values = (slots, config.num_kv_heads, length, config.head_dim)
-    return tuple(
-        LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
-        for _ in range(config.num_layers)
-    )
-
-
-def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cache:
-    """Return empty places for the tokens of one decode call."""
-    empty = jnp.zeros((slots, config.num_kv_heads, steps, config.head_dim), dtype)
-    return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
@@ -330,69 +230,6 @@ def _prompt_attention(
     mixed = jnp.einsum("pkqs,pksh->pkqh", weights, cache.values)
     mixed = mixed.reshape(prompts, kv_heads, -1, chunk, width).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(prompts, chunk, heads * width)
-
-
-def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
-    """Copy prompts into slots, positions from 0.
-
-    Args:
-      prompts: from `prefill`, T ≤ N.
-      pairs: [S, 2] int32 (row of `prompts`, slot); a group's samples share a row.
-      count: scalar int32, how many pairs hold.
-    """
-
-    def fill(index, cache):
-        def put(old, new):
-            block = jax.lax.dynamic_slice_in_dim(new, pairs[index, 0], 1)
-            return jax.lax.dynamic_update_slice(old, block, (pairs[index, 1], 0, 0, 0))
-
-        return jax.tree.map(put, cache, prompts)
-
-    return jax.lax.fori_loop(0, count, fill, cache)
-
-
-def copy(cache: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
-    """Copy whole slots in order: `pairs` [S, 2] int32 (source, target), the first `count` hold."""
-
-    def move(index, cache):
-        def put(array):
-            block = jax.lax.dynamic_slice_in_dim(array, pairs[index, 0], 1)
-            return jax.lax.dynamic_update_slice(array, block, (pairs[index, 1], 0, 0, 0))
-
-        return jax.tree.map(put, cache)
-
-    return jax.lax.fori_loop(0, count, move, cache)
-
-
-def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
-    """Write the R tokens of a decode call behind the `positions` [S] tokens that each slot has.
-
-    Args:
-      recent: keys and values [B, K, R, H] of the first B slots, from `decode`.
-    """
-
-    def write(slot, cache):
-        def put(old, new, axis):
-            block = jax.lax.dynamic_slice_in_dim(new, slot, 1)
-            start = [slot, 0, 0, 0]
-            start[axis] = positions[slot]
-            return jax.lax.dynamic_update_slice(old, block, start)
-
-        return tuple(
-            LayerCache(put(old.keys, new.keys.mT, 3), put(old.values, new.values, 2))
-            for old, new in zip(cache, recent, strict=True)
-        )
-
-    slots = recent[0].keys.shape[0]
-    return jax.lax.fori_loop(0, slots, write, cache)
-
-
-def view(cache: Cache, slots: int, length: int) -> Cache:
-    """Return the first `slots` slots and `length` positions of a cache."""
-    return tuple(
-        LayerCache(layer.keys[:slots, :, :, :length], layer.values[:slots, :, :length])
-        for layer in cache
-    )
 
 
 def step(

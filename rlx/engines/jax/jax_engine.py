@@ -27,10 +27,10 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.engines import kv_memory
-from rlx.engines.jax import decode
 from rlx.engines.jax.cache_plan import make_plan
 from rlx.engines.jax.programs import Programs
 from rlx.engines.jax.scoring import ScoreJob, Scoring
+from rlx.engines.jax.serving_params import ServingParams, serving_params
 from rlx.engines.jax.slots import MAX_STOPS, LiveRequest, Slots, SlotStart
 from rlx.engines.model_engine import ModelEngine
 from rlx.fleet.requests import Chunk, EngineStatus, Request, ScoreRequest, Scores
@@ -214,7 +214,7 @@ class JaxEngine(ModelEngine):
                 raise
             raise known from error
 
-    def _read(self, path: str) -> decode.ServingParams:
+    def _read(self, path: str) -> ServingParams:
         """Return the weights of a safetensors file or HF directory, checked, in our layout.
 
         Raises:
@@ -223,7 +223,7 @@ class JaxEngine(ModelEngine):
         try:
             with hf.open_tensors(path) as tensors:
                 hf_files.check_tensors(tensors, self._config)
-                params = decode.serving_params(tensors, self._config, self._dtype)
+                params = serving_params(tensors, self._config, self._dtype)
         except UserError as error:
             raise ValueError(str(error)) from error
         return jax.block_until_ready(params)
@@ -320,7 +320,7 @@ class JaxEngine(ModelEngine):
             if moves:
                 self._cache = self._programs.copy(self._cache, moves)
 
-    def _swap(self, params: decode.ServingParams, version: int, kv: str) -> int:
+    def _swap(self, params: ServingParams, version: int, kv: str) -> int:
         start = self._clock()
         self._params, self._version = params, version
         self._scoring.restart()

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx.engines.jax import decode, sampling
+from rlx.engines.jax import decode, kv_cache, sampling
 from rlx.engines.jax.cache_plan import CachePlan
+from rlx.engines.jax.serving_params import ServingParams
 from rlx.engines.jax.slots import (
     BUDGET,
     LENGTH,
@@ -65,10 +66,10 @@ class Programs:
         self._asked: dict[Shape, Future[None]] = {}  # smaller shapes, compiled or to be compiled
         self._background = ThreadPoolExecutor(1, "compile")
         self._lock = threading.Lock()
-        self._params: decode.ServingParams | None = None
+        self._params: ServingParams | None = None
         self.prompts = PROMPTS  # how many `prefill` takes at most
 
-    def start(self, params: decode.ServingParams) -> decode.Cache:
+    def start(self, params: ServingParams) -> kv_cache.Cache:
         """Compile what every run needs; return a cache."""
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         if self._config.value_head:  # it scores, and decodes nothing
@@ -80,7 +81,7 @@ class Programs:
         self._agreed[self.full] = TRIALS
         return self._check_prefill(params, self._new_cache())
 
-    def _check_prefill(self, params, cache: decode.Cache) -> decode.Cache:
+    def _check_prefill(self, params, cache: kv_cache.Cache) -> kv_cache.Cache:
         """Let prompts be computed together only if that gives the bits of each alone."""
         rng = np.random.default_rng(0)
         size = (PROMPTS, min(self.plan.chunk, self.plan.prompt))
@@ -108,16 +109,16 @@ class Programs:
         """Shape of every slot and position."""
         return Shape(self.plan.slots, self.plan.length)
 
-    def _new_cache(self) -> decode.Cache:
-        return decode.init_cache(self._config, self.plan.slots, self.plan.length, self._dtype)
+    def _new_cache(self) -> kv_cache.Cache:
+        return kv_cache.init_cache(self._config, self.plan.slots, self.plan.length, self._dtype)
 
     def prefill(
         self,
-        params: decode.ServingParams,
-        cache: decode.Cache,
+        params: ServingParams,
+        cache: kv_cache.Cache,
         prompts: list[list[int]],
         targets: list[tuple[int, int]],
-    ) -> decode.Cache:
+    ) -> kv_cache.Cache:
         """Fill slots with the keys and values of at most `self.prompts` prompts.
 
         Args:
@@ -133,11 +134,11 @@ class Programs:
         run = self._get(("prefill", rows))
         return run(params, cache, tokens, np.int32(chunks), pairs, np.int32(len(targets)))
 
-    def copy(self, cache: decode.Cache, moves: list[tuple[int, int]]) -> decode.Cache:
+    def copy(self, cache: kv_cache.Cache, moves: list[tuple[int, int]]) -> kv_cache.Cache:
         """Copy whole slots, (source, target) each, in order."""
         return self._get("copy")(cache, self._pairs(moves), np.int32(len(moves)))
 
-    def scrub(self, cache: decode.Cache) -> decode.Cache:
+    def scrub(self, cache: kv_cache.Cache) -> kv_cache.Cache:
         """Replace non-finite numbers in the cache: they would outlive their sequence."""
         return self._get("scrub")(cache)
 
@@ -147,13 +148,13 @@ class Programs:
 
     def score(
         self,
-        params: decode.ServingParams,
-        cache: decode.Cache | None,
+        params: ServingParams,
+        cache: kv_cache.Cache | None,
         tokens: np.ndarray,
         start: int,
         first: int,
         temperature: float,
-    ) -> tuple[np.ndarray, decode.Cache]:
+    ) -> tuple[np.ndarray, kv_cache.Cache]:
         """Score one chunk of a sequence: tokens start + 1 … start + chunk.
 
         Args:
@@ -170,7 +171,7 @@ class Programs:
         known = tokens[start : start + chunk + 1]
         part[: len(known)] = known
         if cache is None:
-            cache = decode.init_cache(self._config, 1, self.plan.prompt, self._dtype)
+            cache = kv_cache.init_cache(self._config, 1, self.plan.prompt, self._dtype)
         logprobs, cache = self._get("score")(
             params, cache, part[None, :-1], part[1:], np.int32(start),
             np.bool_(start + chunk >= first), np.float32(temperature),
@@ -194,8 +195,8 @@ class Programs:
         return min(fitting, key=lambda s: s.slots * (s.length + 256))
 
     def decode(
-        self, params: decode.ServingParams, cache: decode.Cache, shape: Shape, inputs: DecodeInputs
-    ) -> tuple[decode.Block, decode.Cache]:
+        self, params: ServingParams, cache: kv_cache.Cache, shape: Shape, inputs: DecodeInputs
+    ) -> tuple[decode.Block, kv_cache.Cache]:
         """Make one decode call; return its block, on the host, and the cache with its tokens.
 
         Args:
@@ -258,16 +259,16 @@ class Programs:
             return partial(_decode, config, steps, key), (), (params, cache, inputs)
         match key:
             case ("append", rows):
-                recent = partial(decode.init_recent, config, rows, steps, self._dtype)
-                return decode.append, (0,), (cache, jax.eval_shape(recent), _ints(rows))
+                recent = partial(kv_cache.init_recent, config, rows, steps, self._dtype)
+                return kv_cache.append, (0,), (cache, jax.eval_shape(recent), _ints(rows))
             case ("prefill", rows):
                 tokens = _ints(rows, plan.prompt)
                 prefill = partial(_prefill, config, plan)
                 return prefill, (1,), (params, cache, tokens, count, pairs, count)
             case "copy":
-                return decode.copy, (0,), (cache, pairs, count)
+                return kv_cache.copy, (0,), (cache, pairs, count)
             case "score":
-                row = partial(decode.init_cache, config, 1, plan.prompt, self._dtype)
+                row = partial(kv_cache.init_cache, config, 1, plan.prompt, self._dtype)
                 wanted = jax.ShapeDtypeStruct((), jnp.bool_)
                 temperature = jax.ShapeDtypeStruct((), jnp.float32)
                 args = (_ints(1, plan.chunk), _ints(plan.chunk), count, wanted, temperature)
@@ -280,7 +281,7 @@ class Programs:
 
 def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs: Any):
     numbers, chances = inputs.numbers, inputs.chances
-    cache = decode.view(cache, shape.slots, shape.length)
+    cache = kv_cache.view(cache, shape.slots, shape.length)
 
     def choose(logits, index):
         draws = jax.lax.dynamic_index_in_dim(inputs.uniforms, index, 1, keepdims=False)
@@ -297,7 +298,7 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
 
 def _prefill(config: ModelConfig, plan: CachePlan, params, cache, tokens, chunks, pairs, count):
     prompts = decode.prefill(params, config, tokens, chunks, plan.chunk)
-    return decode.insert(cache, prompts, pairs, count)
+    return kv_cache.insert(cache, prompts, pairs, count)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlx.engines.jax import decode
+from rlx.engines.jax import kv_cache
 from rlx.engines.jax.programs import Programs
+from rlx.engines.jax.serving_params import ServingParams
 from rlx.fleet.requests import ScoreRequest, Scores
 
 
@@ -46,10 +47,10 @@ class Scoring:
 
     def restart(self) -> None:
         """Begin the sequence under way again from its start."""
-        self._cache: decode.Cache | None = None
+        self._cache: kv_cache.Cache | None = None
         self._parts: list[np.ndarray] = []
 
-    def step(self, params: decode.ServingParams, version: int) -> tuple[ScoreJob, Scores] | None:
+    def step(self, params: ServingParams, version: int) -> tuple[ScoreJob, Scores] | None:
         """Score one chunk of the first sequence; return its job and scores after the last."""
         job, chunk = self._jobs[0], self._programs.plan.chunk
         if job.future.cancelled():

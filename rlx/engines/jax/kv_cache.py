@@ -1,0 +1,102 @@
+"""The KV cache of the decoder, and how prompts and new tokens get into it. Pure.
+
+Keys are stored [head_dim, length] and values [length, head_dim]: both of attention's products read
+the cache in order. Shapes as in decode.py.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlx.model.model_config import ModelConfig
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys [S, K, H, N] and values [S, K, N, H]; of a decode call's own tokens, both
+    [S, K, R, H]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+Cache = tuple[LayerCache, ...]
+
+
+def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cache:
+    """Return an empty cache for `slots` sequences of at most `length` tokens."""
+    keys = (slots, config.num_kv_heads, config.head_dim, length)
+    values = (slots, config.num_kv_heads, length, config.head_dim)
+    return tuple(
+        LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+        for _ in range(config.num_layers)
+    )
+
+
+def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cache:
+    """Return empty places for the tokens of one decode call."""
+    empty = jnp.zeros((slots, config.num_kv_heads, steps, config.head_dim), dtype)
+    return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
+
+
+def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
+    """Copy prompts into slots, positions from 0.
+
+    Args:
+      prompts: from `prefill`, T ≤ N.
+      pairs: [S, 2] int32 (row of `prompts`, slot); a group's samples share a row.
+      count: scalar int32, how many pairs hold.
+    """
+
+    def fill(index, cache):
+        def put(old, new):
+            block = jax.lax.dynamic_slice_in_dim(new, pairs[index, 0], 1)
+            return jax.lax.dynamic_update_slice(old, block, (pairs[index, 1], 0, 0, 0))
+
+        return jax.tree.map(put, cache, prompts)
+
+    return jax.lax.fori_loop(0, count, fill, cache)
+
+
+def copy(cache: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
+    """Copy whole slots in order: `pairs` [S, 2] int32 (source, target), the first `count` hold."""
+
+    def move(index, cache):
+        def put(array):
+            block = jax.lax.dynamic_slice_in_dim(array, pairs[index, 0], 1)
+            return jax.lax.dynamic_update_slice(array, block, (pairs[index, 1], 0, 0, 0))
+
+        return jax.tree.map(put, cache)
+
+    return jax.lax.fori_loop(0, count, move, cache)
+
+
+def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
+    """Write the R tokens of a decode call behind the `positions` [S] tokens that each slot has.
+
+    Args:
+      recent: keys and values [B, K, R, H] of the first B slots, from `decode`.
+    """
+
+    def write(slot, cache):
+        def put(old, new, axis):
+            block = jax.lax.dynamic_slice_in_dim(new, slot, 1)
+            start = [slot, 0, 0, 0]
+            start[axis] = positions[slot]
+            return jax.lax.dynamic_update_slice(old, block, start)
+
+        return tuple(
+            LayerCache(put(old.keys, new.keys.mT, 3), put(old.values, new.values, 2))
+            for old, new in zip(cache, recent, strict=True)
+        )
+
+    slots = recent[0].keys.shape[0]
+    return jax.lax.fori_loop(0, slots, write, cache)
+
+
+def view(cache: Cache, slots: int, length: int) -> Cache:
+    """Return the first `slots` slots and `length` positions of a cache."""
+    return tuple(
+        LayerCache(layer.keys[:slots, :, :, :length], layer.values[:slots, :, :length])
+        for layer in cache
+    )
