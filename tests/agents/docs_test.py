@@ -10,6 +10,7 @@ from pathlib import Path
 
 PAGE = Path("docs/agents.md").read_text()
 AGENT, PROGRAM, ASK = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+(BRIEF,) = re.findall(r"```python\n(.*?)```", Path("docs/running.md").read_text(), re.DOTALL)
 
 
 @contextmanager
@@ -42,14 +43,16 @@ def test_the_page_s_agent_is_evaluated_by_the_page_s_program(agents, tmp_path):
         text = text.replace("path/to/model", str(tmp_path / "model"))
         assert text.count(address) == text.count(str(tmp_path)) == 1
         program = tmp_path / "program.py"
-        program.write_text(text + "print(len(groups), len(groups[0].trajectories))\n")
+        shown = "print(len(groups), len(groups[0].trajectories))\n"
+        program.write_text(f"{text}{shown}{BRIEF}{shown}")
         done = subprocess.run(
             [sys.executable, program], capture_output=True, text=True, timeout=120
         )
     assert done.returncode == 0, done.stderr
-    stats, counts = done.stdout.splitlines()
+    stats, counts, brief, same = done.stdout.splitlines()
     assert "'num_trajectories': 8.0" in stats
-    assert counts == "1 4"
+    assert "'num_trajectories': 8.0" in brief
+    assert (counts, same) == ("1 4", "1 8")
 
 
 def test_every_field_that_the_page_names_is_taken():

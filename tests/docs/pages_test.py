@@ -3,7 +3,8 @@
 Commands are given to the parser of the program that they name, which knows its flags, and every key
 of the config with its type; a run's config is checked besides. Python is compiled, and what it
 imports of rlx is there. Pages that a reader follows from beginning to end are run by tests of their
-own, beside the rooms they are about.
+own, beside the rooms they are about (RUN); of the other pages READ says of every command what runs
+one like it, or why nothing here can.
 """
 
 import argparse
@@ -35,6 +36,44 @@ SHOWN = {"text", "", "diff", "yaml", "console"}  # nothing that runs
 # Whose keys are other systems': only what stands in a row's first cell is ours.
 FOREIGN = ("coming_from.md", "from_areal.md")
 KEYS = dict(flags.leaves(default()))
+RUN = {  # page → the tests that run its blocks, all of them
+    "docs/agents.md": ("agents/docs_test.py", "run/extend_test.py"),
+    "docs/debugging.md": ("debugger/docs_test.py",),
+    "docs/extend.md": ("run/extend_test.py",),
+    "docs/online.md": ("run/online_docs_test.py",),
+    "docs/tools.md": ("agents/tools_page_test.py", "run/extend_test.py"),
+}
+# What a command of another page has → the test or the script that runs it, or one like it; or why
+# none does. The first that fits counts.
+READ = {
+    "--config.scheduler.type=slurm --config.scheduler.nodes=3": "tests/run/scheduler_test.py",
+    "--config.scheduler.type=ray": "tests/run/on_ray_test.py",
+    "RAY_ADDRESS": "tests/run/on_ray_test.py",
+    "math_7b": "wants GPUs; tests/configs_test.py checks the config",
+    "gpt-oss-20b": "wants GPUs",
+    "Qwen3-30B-A3B": "wants GPUs",
+    "rlx:smollm2": "wants 145 MB of PyPI; tests/model/gguf_files_test.py has a small one",
+    "configs/gsm8k.py": "wants a model and rows of the hub; see tests/configs_test.py",
+    "--gguf=": "tests/model/gguf_files_test.py",
+    "--trainer=jax": "tests/run/trainer_switch_test.py",
+    "fleet.engine=vllm": "tests/engines/vllm_engine_test.py",
+    "configs/arithmetic": "tests/run/extend_test.py",
+    "--cluster --hosts": "tests/launch/remote_servers_test.py",
+    "rlx.cluster": "tests/launch/remote_servers_test.py",
+    "rlx.serve": "tests/run/elastic_test.py",
+    "--config=… ": "tests/run/elastic_test.py",
+    "rlx.doctor": "tests/run/config_checks_test.py",
+    "rlx.debug_workflow": "tests/debugger/docs_test.py",
+    "experiments.bench": "wants an idle machine",
+    "experiments.gpu": "tests/experiments_gpu_test.py",
+    "pre-commit": "installs hooks in a clone",
+    "git clone": "wants the repository's address",
+    "cd rlx": "goes into that clone",
+    "pip install": ".ci/run",
+    "apt-get install": "wants root",
+    "bazel": ".ci/run",
+    "pytest": ".ci/run",
+}
 
 
 def name(page):
@@ -161,6 +200,21 @@ def test_every_command_is_one_that_its_program_takes(page, read):
             assert place.is_dir() or place.with_suffix(".py").exists(), line
         elif words[:1] == ["python"] and "/" in (words[1:] or [""])[0]:
             assert (ROOT / words[1]).exists(), line
+
+
+def test_of_every_command_that_is_only_read_it_is_said_why():
+    given = {line for page in PAGES if name(page) not in RUN for line in commands(page)}
+    used = set()
+    for line in given:
+        fits = [part for part in READ if part in " ".join(line.split())]
+        assert fits, f"{line}: run it in a test, or say in READ why not"
+        used.add(fits[0])
+    assert used == set(READ), "READ names commands that no page has"
+    places = [*(f"tests/{test}" for tests in RUN.values() for test in tests), *READ.values()]
+    for place in re.findall(r"(?:tests|\.ci)/[\w./]+", " ".join(places)):
+        assert (ROOT / place).exists(), place
+    for page, tests in RUN.items():
+        assert any(page in (ROOT / "tests" / test).read_text() for test in tests), page
 
 
 def run_flags(module, given, read, line):

@@ -63,18 +63,52 @@ def test_a_section_s_commands_run_with_its_files(title, tmp_path):
             name = re.match(r"# ([\w./]+)\n", block)
             assert name, f"a block of {title} does not begin with the name of its file"
             (tmp_path / name[1]).write_text(block if language == "python" else block[name.end() :])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for number, (program, *arguments) in enumerate(commands(section)):
-        assert program == "python"
-        run, command = tmp_path / f"run{number}", [sys.executable, *arguments]
-        if arguments[:2] == ["-m", "rlx.main"]:
-            command = [*RLX_MAIN, *arguments[2:], *SHORT, f"--workdir={run}"]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        if arguments[:2] == ["-m", "rlx.main"]:
-            steps = list(read_jsonl(run / "metrics.jsonl"))
-            assert [step["step"] for step in steps] == [1, 2]
-            for name in RECORDED.get(title, []):
-                assert all(name in step for step in steps), (name, sorted(steps[0]))
+    for number, words in enumerate(commands(section)):
+        steps = run(words, tmp_path, f"run{number}")
+        for name in RECORDED.get(title, []) if steps else []:
+            assert all(name in step for step in steps), (name, sorted(steps[0]))
+
+
+def run(words, directory, workdir):
+    """The steps of a command that is run in a directory; a run is shortened to two."""
+    program, *arguments = words
+    assert program == "python"
+    trains, command = arguments[:2] == ["-m", "rlx.main"], [sys.executable, *arguments]
+    if trains:
+        text = " ".join(arguments)
+        main = [sys.executable, "-m", "rlx.main"] if "trainer=torch" in text else RLX_MAIN
+        short = [flag for flag in SHORT if "max_new" not in flag or "_sft" not in text]
+        command = [*main, f"--workdir={workdir}", *arguments[2:], *short]
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    if not trains:
+        return []
+    workdir = next((w.split("=")[1] for w in words if w.startswith("--workdir=")), workdir)
+    steps = list(read_jsonl(directory / workdir / "metrics.jsonl"))
+    assert [step["step"] for step in steps] == [1, 2]
+    return steps
+
+
+def embedded(page):
+    """A page's runs of the model that comes with rlx, but those that others run."""
+    begin = ["python", "-m", "rlx.main"]
+    for words in commands((ROOT / page).read_text()):
+        text = " ".join(words)
+        others = any(part in text for part in ("scheduler.type", "engine=vllm", "pip install"))
+        if words[:3] == begin and "configs/arithmetic" in text and len(words) > 3 and not others:
+            yield words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/running.md", "docs/torch.md"])
+def test_a_page_s_runs_of_the_embedded_model_run_in_its_order(page, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for block in blocks((ROOT / page).read_text(), "python"):
+        if name := re.match(r"# ([\w./]+)\n", block):
+            (tmp_path / name[1]).write_text(block)
+    found = [run(words, tmp_path, f"run{i}") for i, words in enumerate(embedded(page))]
+    assert len(found) == {"README.md": 1, "docs/running.md": 3, "docs/torch.md": 1}[page]
+    assert page != "README.md" or "reward/brevity" in found[0][0]
