@@ -50,6 +50,7 @@ def case_of(
     config, params = hf.load(model_dir, dtype)
     longest = max(len(s.prompt) + len(s.completion.tokens) for s in samples)
     temperature = sampling.temperature or 1.0  # greedy tokens have untempered logprobs
+    config = config.within(max(len(s.prompt) for s in samples) + sampling.max_new_tokens)
     scorer = TrainerScorer(config, temperature, measure.row_length(longest), dtype)
     tolerance = measure.tolerance(engine_dtype == dtype == "float32", *limits)
     return MismatchCase(

@@ -84,7 +84,7 @@ def prepare(config: ConfigDict) -> Inputs:
     weights = check_reward(config)
     model_dir = directory.resolve(config.model.path)
     read = directory.load_config if config.model.random_init else hf_files.check
-    model_config = read(model_dir)
+    model_config = read(model_dir).within(context_of(config))
     if config.trainer == "jax":
         model_config.require_ours("trainer=jax")
     check_engine(config, model_config)

@@ -25,7 +25,7 @@ from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
-from rlx.model.model_config import TRAITS, ModelConfig
+from rlx.model.model_config import TRAITS, ModelConfig, Rope
 from tests.fixtures.commands import ended
 
 pytestmark = pytest.mark.vllm
@@ -720,7 +720,11 @@ OTHERS = {
         logit_softcap=3.0, activation="gelu_pytorch_tanh", tie_embeddings=True,
         **TRAITS["Gemma2ForCausalLM"],
     ),
-    "phi3": ModelConfig("Phi3ForCausalLM", **SIZES, windows=(16, 16), fused=True),
+    "phi3": ModelConfig(
+        "Phi3ForCausalLM", **SIZES, windows=(16, 16), fused=True, rope=Rope(
+            "longrope", factor=16.0, original_max_position_embeddings=32, long=True,
+            short_factor=(1.0,) * 16, long_factor=tuple(1.0 + i / 4 for i in range(16))),
+    ),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.mismatch import compare_table, measure
 from rlx.mismatch.diagnose import MismatchCase
@@ -20,6 +21,7 @@ from rlx.mismatch.measure import (
     compare,
 )
 from rlx.model import decoder_scores, hf
+from tests.fixtures.model import make_oracle
 
 LOOSE = Tolerance(max=0.1, mean=0.1)
 
@@ -137,3 +139,14 @@ def test_a_table_without_transformers_says_why():
     assert "torch is not installed; pip install -e '.[witnesses]'" in told
     both = {"engine – rlx": same, "engine – transformers": same}
     assert "not installed" not in compare_table.table(case, both, "float32")
+
+
+def test_longrope_of_a_comparison_is_that_of_its_servers_context(tmp_path_factory):
+    """Which compare.py starts for the longest prompt and answer; the original context is 24."""
+    _, path = make_oracle("phi3-long", tmp_path_factory)
+    done = Completion(np.ones(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")
+    samples = [EngineSample(np.ones(20, np.int32), done)]
+    for new_tokens, long in ((4, False), (5, True)):
+        sampling = Sampling(max_new_tokens=new_tokens)
+        case = compare_table.case_of(path, samples, sampling, "float32", "float32")
+        assert case.scorer.model.rope.long == long
