@@ -145,9 +145,9 @@ def test_no_body_breaks_the_notes(value):
 
 def test_a_stream_that_is_left_where_it_stops_is_whole(monkeypatch):
     """Whether the agent's leaving is seen first by the server or by a write to the agent."""
-    aiohttp = pytest.importorskip("aiohttp")
+    aiohttp, web = map(pytest.importorskip, ("aiohttp", "aiohttp.web"))
     choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}
-    read, write = threading.Event(), aiohttp.web.StreamResponse.write
+    read, write = threading.Event(), web.StreamResponse.write
 
     async def closed_at_the_end(response, data):
         if b"[DONE]" in data:
@@ -167,7 +167,7 @@ def test_a_stream_that_is_left_where_it_stops_is_whole(monkeypatch):
         def log_message(self, *_):
             pass
 
-    monkeypatch.setattr(aiohttp.web.StreamResponse, "write", closed_at_the_end)
+    monkeypatch.setattr(web.StreamResponse, "write", closed_at_the_end)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
