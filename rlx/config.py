@@ -53,7 +53,7 @@ RANGES: dict[str, str] = {  # of numbers: the least one, or an interval
         *(f"{kind}.every_{unit}" for kind in ("checkpoint", "eval", "export")
           for unit in ("epochs", "steps", "seconds")),
         "reward.memory_gb", "reward.max_processes", "agents.memory_gb", "agents.max_processes",
-        "agents.reward_seconds", "scheduler.gpus_per_node", "scheduler.retries", "sandbox.workers",
+        "agents.reward_seconds", "export.keep", "scheduler.gpus_per_node", "sandbox.workers",
         "lora.rank",
     ), "0"),
     **dict.fromkeys((
@@ -62,6 +62,7 @@ RANGES: dict[str, str] = {  # of numbers: the least one, or an interval
         "fleet.hang_seconds", "fleet.outage_seconds", "fleet.kill_seconds",
         "agents.block_seconds", "lora.alpha",
     ), "(0, inf)"),
+    "scheduler.retries": "-1",
     "critic.learning_rate": "[0, inf)",
     "train.balance_coefficient": "[0, inf)",
     "reference.decay": "[0, 1)",
@@ -218,7 +219,8 @@ def default() -> ConfigDict:
     c.scheduler.type = "local"  # local (this machine) | slurm | ray
     c.scheduler.nodes = 1  # hosts, taken whole
     c.scheduler.gpus_per_node = 0  # of each; 0: none, all compute on CPUs
-    c.scheduler.retries = 3  # new starts of a run that has lost a host, or has made steps
+    c.scheduler.retries = -1  # new starts of a run that has lost a process or host, or has made
+    # steps; -1: 3 with slurm and ray, none with local
     c.scheduler.partition = ""  # Slurm's, as are account … exclude; "": as the cluster has it
     c.scheduler.account = ""  # Slurm's account
     c.scheduler.qos = ""  # Slurm's quality of service
@@ -302,6 +304,7 @@ def default() -> ConfigDict:
     c.export.every_epochs = 0  # 0: not by it
     c.export.every_steps = 0  # train batches; 0: not by it
     c.export.every_seconds = 0.0  # 0: not by it
+    c.export.keep = 0  # how many; older ones are deleted; 0: all stay
 
     c.observe = ConfigDict()  # what is shown and kept of a run
     c.observe.transcripts_per_step = 4  # samples in rollouts/, by step

@@ -43,7 +43,7 @@ def main() -> int:
     config = allocated(config)
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
     given = values.workdir, config_flags.get_config_filename(values["config"])
-    if not local:
+    if not local or config.scheduler.retries > 0:
         with chosen_workdir(*given) as workdir:
             return scheduler.launch(config, workdir, sys.argv[1:], values.dry_run)
     from rlx.run import loop, trainers

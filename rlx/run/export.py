@@ -3,6 +3,8 @@
 What converts checkpoints of trainer=jax imports it; the rest does without.
 """
 
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -133,6 +135,16 @@ def hand_over(
     finally:
         queue.put(None)  # the reader finds that some did not come
     return sent
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Delete exports but the newest `keep`; 0: none. As they are named: `Position.name`."""
+    steps = {
+        int(named[1]): path for path in directory.iterdir()
+        if (named := re.fullmatch(r"epoch\d+epochstep\d+globalstep(\d+)", path.name))
+    }  # fmt: skip
+    for step in sorted(steps)[:-keep] if keep else ():
+        shutil.rmtree(steps[step])
 
 
 def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:

@@ -59,7 +59,9 @@ def processes_of(
         "tls_cert": directory / CERTIFICATE,
         "tls_key": directory / KEY,
     }
-    own: dict[str, object] = {"scheduler.type": "local", "allocation_mode": ""}
+    own: dict[str, object] = {
+        "scheduler.type": "local", "scheduler.retries": 0, "allocation_mode": "",
+    }  # fmt: skip
     own |= allocation.settings(parsed) if parsed else {}
     if demand.servers:
         own |= {

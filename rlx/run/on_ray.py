@@ -26,6 +26,7 @@ from rlx.observe.jsonl import write_atomically
 from rlx.run.inputs import INITIAL
 from rlx.run.on_hosts import ADDRESSES, processes_of
 from rlx.run.resume import last_step
+from rlx.run.scheduler import retries
 
 _LOOK_SECONDS = 0.3
 _LAST_SECONDS = 60.0  # for Ray to say what became of each process, once one of the trainer's ended
@@ -67,7 +68,7 @@ class _RayRun:
 
     def main(self, plan: Sequence[Process]) -> int:
         """Attempt the run, by a plan at first, until it ends well or its retries are used up."""
-        for attempt in range(1 + self._config.scheduler.retries):
+        for attempt in range(1 + retries(self._config)):
             before = last_step(self._workdir).get("step", 0)
             try:
                 if attempt:

@@ -10,11 +10,20 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm_run"}
+SCHEDULERS = {
+    "ray": "rlx.run.on_ray",
+    "slurm": "rlx.run.slurm_run",
+    "local": "rlx.run.on_this_host",
+}
+
+
+def retries(config: ConfigDict) -> int:
+    """Return how often a run on other hosts is begun again at most."""
+    return 3 if config.scheduler.retries < 0 else config.scheduler.retries
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
-    """Start a run on other hosts and follow it to its end; return rlx.main's exit status.
+    """Start a run in other processes and follow it to its end; return rlx.main's exit status.
 
     Args:
       config: after `allocated` and `check`.

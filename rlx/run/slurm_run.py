@@ -35,6 +35,7 @@ from rlx.observe.jsonl import read_json, write_atomically
 from rlx.run import resume
 from rlx.run.inputs import INITIAL, as_json
 from rlx.run.on_hosts import processes_of
+from rlx.run.scheduler import retries
 
 INTERRUPTED = 130  # exit status
 _POLL_SECONDS = 1.0
@@ -50,7 +51,8 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     if running:
         say(f"job {running} has been started in {workdir} before; following it")
     excluded = [config.scheduler.exclude] if config.scheduler.exclude else []
-    for start in range(config.scheduler.retries + 1):
+    most = retries(config)
+    for start in range(most + 1):
         before = _steps(workdir)
         if running:
             number, attempt = running, Path(read_json(root / "job.json")["attempt"])
@@ -81,11 +83,11 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         again = ENDINGS[job.state].again and job.status != slurm.UNSHARED
         if job.state == "FAILED" and not failed and _steps(workdir) <= before:
             again = False  # it would fail in the same way again
-        if not again or start == config.scheduler.retries:
+        if not again or start == most:
             raise UserError(f"{why}; the same command goes on after the last checkpoint")
         excluded += failed
         without = f" without {', '.join(failed)}" if failed else ""
-        say(f"{why}; starting it again{without} ({start + 1} of {config.scheduler.retries})")
+        say(f"{why}; starting it again{without} ({start + 1} of {most})")
     raise AssertionError("a start either returns or raises")
 
 
@@ -244,6 +246,7 @@ class _Followed:
                         if str(job) != str(last):
                             say(f"job {self._number} {job}")
                         elif job.reason in slurm.NEVER and not job.restarts:
+                            slurm.cancel(self._number)
                             raise UserError(
                                 f"job {self._number} cannot start ({job.reason}): "
                                 f"{slurm.NEVER[job.reason]}"
@@ -253,7 +256,7 @@ class _Followed:
                         if job.ended:
                             return last
                     time.sleep(_POLL_SECONDS)
-        except BaseException:
+        except KeyboardInterrupt:  # an error of ours, as of a disk that is away, ends no job
             slurm.cancel(self._number)
             raise
 

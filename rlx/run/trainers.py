@@ -34,7 +34,7 @@ from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join, tell_end
 
-_PARENT = "RLX_PARENT"  # the process that has started this one to join it; of the environment
+PARENT = "RLXPARENT"  # the process that has started this one to join it; of the environment
 _LAST_SECONDS = 10.0  # that processes have to end by themselves
 TRAINERS = {"jax": "rlx.run.jax_trainer", "torch": "rlx.run.torch_trainer"}
 
@@ -118,7 +118,7 @@ def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
     end with this one, whatever ends it, which alone says why a run has failed.
     """
     c = config.cluster
-    if parent := os.environ.pop(_PARENT, ""):
+    if parent := os.environ.pop(PARENT, ""):
         end_with_parent(int(parent))
     told = c.coordinator or c.process >= 0 or Cluster.found(os.environ)
     if c.processes < 2 or told or config.trainer != "torch":
@@ -129,7 +129,7 @@ def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
     config = config.copy_and_resolve_references()
     config.cluster.coordinator, config.cluster.process = address, 0
     flags = [*sys.orig_argv, f"--config.cluster.coordinator={address}"]
-    environment, done = {**os.environ, _PARENT: str(os.getpid())}, Event()
+    environment, done = {**os.environ, PARENT: str(os.getpid())}, Event()
     others, heard = [], []
     for n in range(1, c.processes):
         command = [*flags, f"--config.cluster.process={n}"]

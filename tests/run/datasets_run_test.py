@@ -143,12 +143,11 @@ def test_a_run_evaluates_and_exports_by_epoch_also_after_a_resume(config, tmp_pa
     c = config("sft", steps=4)
     c.eval.every_steps, c.eval.every_epochs, c.export.every_epochs = 0, 1, 1
     run(c, tmp_path)
-    c.total_steps = 5
+    c.total_steps, c.export.keep = 5, 2
     run(c, tmp_path)
     evaluated = [record["step"] for record in records(tmp_path / "eval.jsonl")]
     assert evaluated == [0, 2, 3, 4, 5]  # 4 was the last
     assert sorted(os.listdir(tmp_path / "exports")) == [
-        "epoch1epochstep0globalstep2",
         "epoch2epochstep0globalstep3",
         "epoch3epochstep0globalstep5",
     ]

@@ -7,12 +7,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import psutil
 import pytest
 
 from rlx.base import UserError
 from rlx.config import check, default
-from rlx.run import scheduler
+from rlx.launch import slurm
+from rlx.run import scheduler, slurm_run
+from tests.run.kill_test import COMMAND
+from tests.run.main_test import processes_of, records, wait_for
 
 ROOT = Path(__file__).parents[2]
 DRY = re.search(r"<!-- run by a test -->\n```sh\npython (.*?)```",
@@ -68,6 +73,52 @@ def test_no_second_job_is_submitted_while_slurm_does_not_answer_about_the_first(
     with pytest.raises(UserError, match="Slurm does not answer about job 7"):
         scheduler.launch(config_of(), tmp_path, ["--config=x.py"], False)
     assert not (tmp_path / "sbatch.called").exists()
+
+
+def test_an_error_while_a_job_is_followed_does_not_cancel_it_and_ctrl_c_does(tmp_path, monkeypatch):
+    (tmp_path / "scancel").write_text("#!/bin/sh\ntouch $0.called\n")
+    (tmp_path / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for wrong, cancels in ((OSError("the disk is away"), False), (KeyboardInterrupt(), True)):
+        monkeypatch.setattr(slurm, "job", MagicMock(side_effect=wrong))
+        with pytest.raises(type(wrong)):
+            slurm_run._Followed("7", tmp_path).follow()
+        assert (tmp_path / "scancel.called").exists() == cancels
+
+
+def test_a_local_run_goes_on_by_itself_when_its_trainer_is_killed(tmp_path):
+    run, flags = tmp_path / "run", ("--config.scheduler.retries=1", "--config.total_steps=4")
+    process = subprocess.Popen(
+        [*COMMAND, f"--workdir={run}", *flags, "--config.checkpoint.first_step=1",
+         "--config.checkpoint.every_steps=1"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "RLX_TEST_RUN": str(run), "PYTHONPATH": f".:{ROOT}/tests/rewards"},
+    )  # fmt: skip
+    try:
+        wait_for(
+            lambda: len(records(run / "metrics.jsonl")) >= 2 or process.poll() is not None, 240
+        )
+        (trainer,) = psutil.Process(process.pid).children()
+        trainer.kill()
+        out, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, out
+    assert "the run ended by SIGKILL" in out
+    assert "it goes on after the last checkpoint (1 of 1)" in out
+    assert sorted({record["step"] for record in records(run / "metrics.jsonl")}) == [1, 2, 3, 4]
+    assert not processes_of(run)
+
+
+def test_a_local_run_that_cannot_begin_is_not_begun_again(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, f"--workdir={tmp_path / 'run'}", "--config.scheduler.retries=3",
+         "--config.model.path=no/model"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
 
 
 def test_slurm_without_sbatch_is_said_with_the_remedy(tmp_path, monkeypatch):
