@@ -22,10 +22,12 @@ class Balancer:
 
     Attributes:
       members: servers to pick from; the client adds and removes them.
+      admitted: (address, instance) of those that calls may go to; None: all.
     """
 
     def __init__(self, outage: float, say: Callable[[str], None]):
         self.members: list[Member] = []
+        self.admitted: frozenset[tuple[str, str]] | None = None
         self._outage, self._say = outage, say
         self._sessions: OrderedDict[str, Member] = OrderedDict()
         self._news = asyncio.Event()
@@ -56,7 +58,7 @@ class Balancer:
         Raises:
           Unavailable: as `alive`.
         """
-        live = await self.alive()
+        live = await self.alive(admitted=True)
         chosen = self._sessions.get(session) if session is not None else last
         if chosen not in live:
             self._turn += 1
@@ -70,11 +72,14 @@ class Balancer:
                 self._sessions.popitem(last=False)
         return chosen
 
-    async def alive(self, check: Callable[[], None] = lambda: None) -> list[Member]:
+    async def alive(
+        self, check: Callable[[], None] = lambda: None, admitted: bool = False
+    ) -> list[Member]:
         """Return the live servers; waits up to `outage` seconds until there is one.
 
         Args:
           check: called before each wait; raises when waiting is in vain.
+          admitted: return those alone that calls may go to.
 
         Raises:
           Unavailable: none came to life in time, or none ever can.
@@ -83,7 +88,7 @@ class Balancer:
         self.raise_foreign()
         try:
             async with asyncio.timeout(self._outage):
-                while not (live := [member for member in self.members if member.live]):
+                while not (live := [m for m in self.members if self._serves(m, admitted)]):
                     if self._closed:
                         raise RuntimeError("the fleet is closed")
                     self.raise_fatal()
@@ -102,7 +107,9 @@ class Balancer:
         """Return `address (reason)` of every server that is not live, joined by '; '."""
         if not self.members:
             return "there is no address of one"
-        return "; ".join(f"{m.address} ({m.reason})" for m in self.members if not m.live)
+        found = [(m, "not checked" if m.live else m.reason) for m in self.members
+                 if not self._serves(m, True)]  # fmt: skip
+        return "; ".join(f"{m.address} ({why})" for m, why in found)
 
     def raise_fatal(self) -> None:
         """Raise Unavailable if some member can never be live that should, with its reason."""
@@ -115,6 +122,11 @@ class Balancer:
         for member in self.members:
             if member.foreign:
                 raise member.foreign
+
+    def _serves(self, member: Member, admitted: bool) -> bool:
+        if not (member.live and admitted) or self.admitted is None:
+            return member.live
+        return (member.address, member.status.instance) in self.admitted
 
     def changed(self) -> None:
         """Wake every waiting call, to look at the members again."""

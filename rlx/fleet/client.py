@@ -10,7 +10,7 @@ Everything here runs on one event loop.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,6 +127,11 @@ class Fleet:
     def lives(self) -> dict[str, str]:
         """Address → what tells apart the processes that served there, of each live server."""
         return {member.address: member.status.instance for member in self._members if member.live}
+
+    async def admit(self, lives: Iterable[tuple[str, str]]) -> None:
+        """Let `generate` and `score` ask those servers alone; items of `lives`, of now or later."""
+        self._balancer.admitted = frozenset(lives)
+        self._balancer.changed()
 
     async def connect(self) -> None:
         """Return when every server is live, or some are and the time is up.

@@ -2,6 +2,9 @@
 
 probe (executor's thread): a few prompts on every live server, with training's sampling
 check (trainer's thread):  the trainer's scores of these tokens ─▶ a record, or what is wrong
+
+A server that joins, or was started again, gets no other requests before it has passed; one that
+does not is refused, as long as another server passes.
 """
 
 import asyncio
@@ -31,19 +34,24 @@ PRIORITY = 1 << 20  # above whatever training asks for: a probe does not wait fo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """The servers' answers: address → one completion a prompt."""
+    """The servers' answers: address → one completion a prompt; `lives`: as of Fleet."""
 
     version: int
+    lives: Mapping[str, str]
     answers: Mapping[str, Sequence[Completion]]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`record` is a line of gate.jsonl; `error`, where there is one, has to end the run."""
+    """`record` is a line of gate.jsonl; `error`, where there is one, has to end the run.
+
+    `refused` says which newcomers do not take part; the run goes on without them.
+    """
 
     record: dict[str, Any]
     error: UserError | None
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -65,12 +73,14 @@ class Gate:
     seed: int
     earlier: Mapping[str, Path]
     dtype: str
-    _checked: frozenset[tuple[str, str]] = frozenset()  # items of Fleet.lives
+    passed: frozenset[tuple[str, str]] = frozenset()  # items of Fleet.lives
+    _refused: frozenset[tuple[str, str]] = frozenset()
     _asked: Future[Probe] | None = None
 
     def newcomers(self, fleet: Fleet) -> frozenset[str]:
         """Return the addresses of live servers that no check has heard since they were started."""
-        return frozenset(address for address, _ in fleet.lives.items() - self._checked)
+        new = fleet.lives.items() - self.passed - self._refused
+        return frozenset(address for address, _ in new)
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
         """Begin to ask every live server, once `publish` has brought them `version`.
@@ -109,13 +119,15 @@ class Gate:
         if publish:
             await asyncio.wrap_future(publish)
         begun, lives = time.monotonic(), fleet.lives
+        if not self.passed:  # these go on meanwhile, and the run ends where one fails
+            await fleet.admit(lives.items())
         sampling = dataclasses.replace(self.sampling, seed=(self.seed + version) % (1 << 31))
         answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
-        self._checked |= {(address, lives.get(address, "")) for address in answers}
-        return Probe(version, answers, time.monotonic() - begun)
+        asked = {address: lives.get(address, "") for address in answers}
+        return Probe(version, asked, answers, time.monotonic() - begun)
 
     def _check(self, probe: Probe, score: Callable, weights: Callable) -> Verdict:
-        begun, servers, errors = time.monotonic(), {}, []
+        begun, servers, wrong = time.monotonic(), {}, {}
         cases = [self._case(found, probe.version) for found in probe.answers.values()]
         scores, params = iter(score([_group(*pair) for pair in enumerate(cases)])), None
         for address, case in zip(probe.answers, cases, strict=True):
@@ -128,10 +140,15 @@ class Gate:
                 causes = diagnose(dataclasses.replace(case, params=params), found)
             servers[address] = _server_record(found, causes)
             if not found.ok:
-                errors.append(_error(address, probe.version, found, causes))
+                wrong[address] = _error(address, probe.version, found, causes)
+        lives = frozenset(probe.lives.items())
+        bad = frozenset(life for life in lives if life[0] in wrong)
+        known = self.passed or lives  # at the first check nobody is a newcomer
+        errors = [wrong[address] for address, _ in sorted(bad & known if lives - bad else bad)]
+        self.passed, self._refused = self.passed | (lives - bad), self._refused | bad
         record = {
             "step": probe.version,
-            "ok": not errors,
+            "ok": not wrong,
             "mean_delta": max(each["mean_delta"] for each in servers.values()),
             "max_delta": max(each["max_delta"] for each in servers.values()),
             "tokens": sum(each["tokens"] for each in servers.values()),
@@ -140,7 +157,8 @@ class Gate:
             "score_seconds": time.monotonic() - begun,
             "servers": servers,
         }
-        return Verdict(record, errors[0] if errors else None)
+        refused = tuple(f"{name} gets no requests: {why}" for name, why in wrong.items())
+        return Verdict(record, errors[0] if errors else None, refused)
 
     def _case(self, completions: Sequence[Completion], version: int) -> MismatchCase:
         def load(path: Path) -> Any:

@@ -45,6 +45,7 @@ from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import allocated, dealt
+from rlx.run.export import prune
 from rlx.run.frequency import due, every_of, to_host
 from rlx.run.inputs import as_json, has_servers, is_online, prepare
 from rlx.run.parts import Parts, build, disk_warning
@@ -187,11 +188,10 @@ class _Loop:
             if self._due("export"):  # a kill has cut it off after its checkpoint
                 self._export()
             while self.step < self.config.total_steps and not self.parts.stop.is_set():
-                self._pass_gate()
+                self._check_newcomers()
                 groups = self._collect()
                 if groups is None:
                     break
-                self._check_newcomers()
                 self._train(groups)
                 if self.saving and all(file.done() for file in self.saving):
                     self._end_save_if_it_fits()
@@ -221,10 +221,12 @@ class _Loop:
                             return groups
                         futures.wait([now.metrics], BUSY_SECONDS)
                 self._record()
-            with self._phase("wait"):
-                while not self.parts.stop.is_set():
-                    if groups := self._take(COLLECT_SECONDS):
-                        return groups
+            while not self.parts.stop.is_set():
+                self._check_newcomers()  # it may be they that the batch waits for
+                with self._phase("wait"):
+                    while not (self.parts.stop.is_set() or self._newcomers()):
+                        if groups := self._take(COLLECT_SECONDS):
+                            return groups
         except Exhausted as error:
             self.progress.message(f"the run ends well at step {self.step}: {error}")
             self.solved = True
@@ -286,13 +288,16 @@ class _Loop:
             assert isinstance(self.fleet, Fleet)
             self.gate.ask(self.executor, self.fleet, self.step, self.publishing)
 
+    def _newcomers(self) -> bool:
+        """Return whether servers wait for a check, which joined or were started again."""
+        fleet = self.fleet
+        return bool(self.gate and isinstance(fleet, Fleet) and self.gate.newcomers(fleet))
+
     def _check_newcomers(self) -> None:
-        """Check servers that joined since the last check, before their tokens are trained on."""
-        if self.gate and isinstance(self.fleet, Fleet) and self.gate.newcomers(self.fleet):
+        """End a check under way, or check servers that joined, before any request of ours."""
+        if self.gate and not self.gate.asked and self._newcomers():
             self._ask_servers()
-            self.whole = False  # a checkpoint would have neither this batch nor its prompts
-            self._pass_gate()
-            self.whole = True
+        self._pass_gate()
 
     def _pass_gate(self) -> None:
         """End a check under way; raise UserError when servers and trainer disagree."""
@@ -309,7 +314,9 @@ class _Loop:
             self.writer.write("gate.jsonl", verdict.record)
             if verdict.error:
                 raise verdict.error
-            self.progress.message(sentence(verdict.record))
+            self.executor.run(self.fleet.admit(self.gate.passed))
+            for text in verdict.refused or (sentence(verdict.record),):
+                self.progress.message(text)
 
     def _send(self, weights: Any) -> Future:
         return self.executor.submit(self._deliver(self.step, weights))
@@ -421,6 +428,7 @@ class _Loop:
         try:
             if exporting:
                 exporting.result()
+                prune(self.parts.workdir / "exports", self.config.export.keep)
         except DiskFull as error:
             self._say_full(error)
 
@@ -516,7 +524,10 @@ class _Loop:
                 f"saved; waiting for the evaluation of step {under_way[0]}, {LAST_SECONDS:g} s at "
                 "most; once more to stop at once"
             )
-        self._record_evaluations(None if complete else LAST_SECONDS)
+        while complete and self.held_out.under_way:
+            self._check_newcomers()  # one started again may be the only one that could answer
+            self._record_evaluations(COLLECT_SECONDS)
+        self._record_evaluations(0.0 if complete else LAST_SECONDS)
         for late in self.held_out.under_way:
             self.progress.message(
                 f"no evaluation of step {late}: it took longer; going on makes one of {self.step}"

@@ -47,6 +47,27 @@ def test_many_prompts_over_two_servers(tools, arithmetic, tmp_path):
     tools.run(main())
 
 
+def test_a_server_that_is_not_admitted_gets_probes_and_weights_alone(tools, tmp_path):
+    async def main():
+        async with tools.fleet(2, tmp_path) as (fleet, engines, _):
+            first, late = fleet.lives.items()
+            await fleet.admit([first])
+            await asyncio.gather(*(fleet.generate(PROMPT, sampling(s), 2) for s in range(8)))
+            assert [len(engine.requests) for engine in engines] == [8, 0]
+            report = await fleet.publish(1, tools.weights(1.0))
+            assert set(report.acks) == {first[0], late[0]}
+            assert set(await fleet.probe([PROMPT], sampling())) == {first[0], late[0]}
+            await fleet.admit([(late[0], "another process of before")])
+            waiting = asyncio.create_task(fleet.generate(PROMPT, sampling(), 1))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            await fleet.admit([late])
+            await waiting
+            assert [len(engine.requests) for engine in engines] == [9, 2]
+
+    tools.run(main())
+
+
 def test_load_is_relative_to_slots(tools, tmp_path, arithmetic):
     async def main():
         engines = [arithmetic.ArithmeticEngine(slots=s, step_seconds=0.02) for s in (10, 30)]

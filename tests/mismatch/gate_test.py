@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,43 @@ def test_a_server_that_forgets_an_update_stops_the_run_and_costs_no_step(serve, 
     steps = records(tmp_path / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000002"]
+
+
+def test_a_server_that_joins_and_computes_something_else_is_refused_and_the_run_goes_on(
+    serve, other_rope, tmp_path
+):
+    good, bad, servers = serve(MODEL), serve(other_rope), tmp_path / "addresses"
+    servers.write_text(f"{good}\n")
+    process = subprocess.Popen(
+        [*RUN, f"--workdir={tmp_path / 'run'}", f"--config.fleet.addresses=('@{servers}',)",
+         "--config.gate.every_steps=0", "--config.total_steps=100000"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+    def steps():
+        return len(records(tmp_path / "run" / "metrics.jsonl"))
+
+    def until(condition):
+        deadline = time.monotonic() + 180
+        while not condition() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    try:
+        until(steps)
+        servers.write_text(f"{good}\n{bad}\n")
+        until(lambda: len(records(tmp_path / "run" / "gate.jsonl")) > 1)
+        before = steps()
+        until(lambda: steps() >= before + 3)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=180)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, out
+    assert f"{bad} gets no requests: gate: engine {bad} and trainer disagree on version" in out
+    first, second = records(tmp_path / "run" / "gate.jsonl")
+    assert [set(each["servers"]) for each in (first, second)] == [{good}, {good, bad}]
+    assert [each["ok"] for each in (first, second)] == [True, False]
 
 
 COMPARE = [sys.executable, "-m", "rlx.compare", "--model=rlx:arithmetic", "--count=4",

@@ -17,19 +17,22 @@ DISAGREE = UserError("gate: engine and trainer disagree")
 
 
 class NewcomersGate:
-    """A gate that passed what it has heard, and refuses who joins after the first batch."""
+    """A gate that passed what it has heard; what it says of one that joins is `said`."""
 
-    asked = False
+    asked, passed = False, frozenset({("early:1", "a")})
+
+    def __init__(self, said):
+        self.said, self.new = said, {"late:1"}
 
     def newcomers(self, fleet):
-        return {"late:1"}
+        return self.new
 
     def ask(self, executor, fleet, version, publish):
-        self.asked = version == 0 and executor.collect.called
+        self.asked = True
 
     def verdict(self, *_):
-        self.asked = False
-        return Verdict({}, DISAGREE)
+        self.asked, self.new = False, set()
+        return self.said
 
 
 @pytest.fixture
@@ -45,20 +48,28 @@ def loop():
         )  # fmt: skip
         parts.inputs.algorithm = SimpleNamespace(data="rollouts")
         parts.fleet = Fleet.__new__(Fleet)
-        parts.held_out.due.return_value = False
+        parts.held_out.due.return_value, parts.held_out.under_way = False, []
         return _Loop(parts, state=object(), step=0)
 
     return make
 
 
-def test_a_batch_that_a_newcomer_spoils_is_in_no_checkpoint(loop, monkeypatch):
-    """It was taken and is not trained on: who goes on there would miss it for ever."""
-    made, saves = loop(NewcomersGate()), []
-    made.saved = -1
+def test_a_newcomer_that_is_refused_is_told_of_and_the_run_goes_on(loop):
+    """It was asked nothing, so that the batches there are have no token of it."""
+    made = loop(NewcomersGate(Verdict({"ok": False}, None, ("late:1 gets no requests",))))
+    made.fleet.admit = admitted = MagicMock()
+    made.executor.collect.side_effect = lambda timeout: admitted.called and made.parts.stop.set()
+    assert made._collect() is None
+    made.progress.message.assert_called_once_with("late:1 gets no requests")
+    admitted.assert_called_once_with(NewcomersGate.passed)
+
+
+def test_servers_that_all_disagree_end_the_run_before_a_batch_is_taken(loop, monkeypatch):
+    made, saves = loop(NewcomersGate(Verdict({}, DISAGREE))), []
     monkeypatch.setattr(made, "_save", lambda: saves.append(made.step))
     with pytest.raises(UserError, match="disagree"):
         made.main()
-    assert (made.parts.update.update.called, saves) == (False, [])
+    assert (made.executor.collect.called, saves) == (False, [])
 
 
 def test_a_full_disk_does_not_hide_what_ended_the_run(loop, monkeypatch):
