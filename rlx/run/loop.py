@@ -314,6 +314,7 @@ class _Loop:
             self.writer.write("gate.jsonl", verdict.record)
             if verdict.error:
                 raise verdict.error
+            assert isinstance(self.fleet, Fleet)
             self.executor.run(self.fleet.admit(self.gate.passed))
             for text in verdict.refused or (sentence(verdict.record),):
                 self.progress.message(text)

@@ -43,7 +43,8 @@ def _attempt(command: Sequence[str]) -> tuple[int, bool]:
 
     It is in a session of its own, so that Ctrl-C reaches it by way of this process alone.
     """
-    environment, asked = {**os.environ, PARENT: str(os.getpid())}, []
+    asked: list[bool] = []
+    environment = {**os.environ, PARENT: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def ask() -> None:

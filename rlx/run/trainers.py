@@ -34,7 +34,7 @@ from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join, tell_end
 
-PARENT = "RLXPARENT"  # the process that has started this one to join it; of the environment
+PARENT = "RLX_PARENT"  # the process that has started this one to join it; of the environment
 _LAST_SECONDS = 10.0  # that processes have to end by themselves
 TRAINERS = {"jax": "rlx.run.jax_trainer", "torch": "rlx.run.torch_trainer"}
 

@@ -114,7 +114,7 @@ def test_a_local_run_goes_on_by_itself_when_its_trainer_is_killed(tmp_path):
 def test_a_local_run_that_cannot_begin_is_not_begun_again(tmp_path):
     done = subprocess.run(
         [*COMMAND, f"--workdir={tmp_path / 'run'}", "--config.scheduler.retries=3",
-         "--config.model.path=no/model"],
+         "--config.model.path=./nowhere"],
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 2
