@@ -290,8 +290,7 @@ class _Loop:
 
     def _newcomers(self) -> bool:
         """Return whether servers wait for a check, which joined or were started again."""
-        fleet = self.fleet
-        return bool(self.gate and isinstance(fleet, Fleet) and self.gate.newcomers(fleet))
+        return isinstance(f := self.fleet, Fleet) and bool(self.gate and self.gate.newcomers(f))
 
     def _check_newcomers(self) -> None:
         """End a check under way, or check servers that joined, before any request of ours."""

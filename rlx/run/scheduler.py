@@ -10,11 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-SCHEDULERS = {
-    "ray": "rlx.run.on_ray",
-    "slurm": "rlx.run.slurm_run",
-    "local": "rlx.run.on_this_host",
-}
+SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm_run", "local": "rlx.run.restarts"}
 
 
 def retries(config: ConfigDict) -> int:

@@ -28,10 +28,8 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     for attempt in range(1 + retries):
         before = last_step(workdir).get("step", 0)
         status, stopped = _attempt(command)
-        if status in (DONE, INTERRUPTED) or stopped:
-            break
-        step = last_step(workdir).get("step", 0)
-        if attempt == retries or (status >= 0 and step <= before):
+        step, ended = last_step(workdir).get("step", 0), stopped or attempt == retries
+        if ended or status in (DONE, INTERRUPTED) or (status >= 0 and step <= before):
             break
         say(f"the run ended {exit_reason.words(status, 0)} after step {step}; it goes on after the "
             f"last checkpoint ({attempt + 1} of {retries})")  # fmt: skip
