@@ -7,6 +7,8 @@ import pytest
 
 from configs import arithmetic
 from rlx.base import UserError
+from rlx.doctor import machine, packages
+from rlx.doctor.machine import Devices
 from rlx.engines import options
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.run import allocate, loop, score_models
@@ -141,6 +143,8 @@ def test_what_cannot_be_dealt_is_one_line(text, changes, processes, words):
 def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(machine, "devices", Devices)  # JAX in another process, which takes seconds
+    monkeypatch.setattr(packages, "check", lambda **_: iter(()))
     config = config_of("jax:d2+fsdp:d1")
     rows = {row.name: row for row in findings(config, tmp_path, every_extra=False)}
     assert rows["allocation"].found == (
