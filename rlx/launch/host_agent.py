@@ -95,7 +95,10 @@ def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
 
 
 def begun(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; empty where it has ended."""
+    """Return when a process began, in the kernel's ticks; empty where it has ended.
+
+    A process id may be used again; with this it is unique.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

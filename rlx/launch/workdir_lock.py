@@ -22,6 +22,7 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.launch.exit_reason import oom_kills
+from rlx.launch.host_agent import begun as begun_at
 from rlx.model.atomic_directory import try_lock
 from rlx.observe.jsonl import read_json
 
@@ -110,7 +111,7 @@ def occupied(
     try:
         before = _last(path, handle, option)
         record = json.dumps(
-            {"pid": pid, "begun": _begun(pid), "machine": _machine(), "oom_kills": oom_kills()}
+            {"pid": pid, "begun": begun_at(pid), "machine": _machine(), "oom_kills": oom_kills()}
         ).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, record, 0)
@@ -157,7 +158,7 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
     except (ValueError, KeyError, TypeError):
         return None
     if _boot(machine) == _boot(_machine()):
-        if _begun(pid) == begun != "":  # where the file system has no locks
+        if begun_at(pid) == begun != "":  # where the file system has no locks
             raise _taken(path, f"process {pid}", option)
         return Killed(pid, oom_kills() > kills)
     silent = _silence(path, handle)
@@ -224,15 +225,3 @@ def _machine() -> str:
 def _boot(machine: str) -> str:
     """Return the boot id alone: hosts and containers may share a name, or change it."""
     return machine.rpartition(" ")[2] or machine
-
-
-def _begun(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; empty where it has ended.
-
-    A process id may be used again; with this it is unique.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

@@ -14,15 +14,7 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _LIMITS = ProgramLimits(wall_seconds=3.0, cpu_seconds=3.0)
 
 
-async def code(
-    prompt: str,
-    completion: str,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
-    *,
-    answer: Any,
-    **row: Any,
-) -> float:
+async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     """Return 1 when the completion's last fenced block of Python passes the tests, else 0.
 
     A program that ends before the tests have passes none. It may still look for what they print

@@ -19,15 +19,7 @@ from rlx.rewards import answers, code_tests, equality
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 
 
-def gsm8k(
-    prompt: str,
-    completion: str,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
-    *,
-    answer: Any,
-    **row: Any,
-) -> float:
+def gsm8k(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     r"""Return 1 when the completion's final number equals the answer's, else 0.
 
     Both are read alike: `#### 72`, else the last `\boxed{72}`, else the last number; with
@@ -42,15 +34,9 @@ def gsm8k(
 
 
 def math(
-    prompt: str,
-    completion: str,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
-    *,
-    answer: Any = None,
-    solution: Any = None,
+    prompt: str, completion: str, *ids: Sequence[int], answer: Any = None, solution: Any = None,
     **row: Any,
-) -> float:
+) -> float:  # fmt: skip
     r"""Return 1 when the completion's final answer equals the row's, else 0.
 
     The final answer is the last closed `\boxed{…}`, else what follows `####` or "answer is", else
@@ -68,15 +54,7 @@ def math(
     return float(any(equality.equal(wanted, got) for got in answers.final_answers(completion)))
 
 
-def arithmetic(
-    prompt: str,
-    completion: str,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
-    *,
-    answer: Any,
-    **row: Any,
-) -> float:
+def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     r"""Return 1 when the completion's last `\boxed{…}` equals the answer as by `math`, else 0."""
     box = answers.last_box(completion)
     return float(box is not None and equality.equal(answers.reference(answer) or "", box))

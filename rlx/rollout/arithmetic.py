@@ -16,8 +16,8 @@ import itertools
 import random
 import re
 import string
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from rlx.base import unknown
 
@@ -50,21 +50,38 @@ def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
 
 def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
     """Yield distinct problems of a seed and split without end, as `problems` lists them."""
+
+    def draw(rng: random.Random, _: int) -> dict[str, str] | None:
+        question, answer = _draw(rng)
+        ours = split_of(question) == split
+        return {"question": question, "answer": str(answer)} if ours else None
+
+    return distinct("arithmetic", seed, split, draw)
+
+
+def distinct(
+    name: str, seed: int, split: str, draw: Callable[[random.Random, int], dict[str, Any] | None]
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of different questions without end; UserError where there is no such split.
+
+    Args:
+      name: of the task; with another one the same seed gives other random numbers.
+      draw: makes a row, given how many there are before it; None where it is of the other split.
+    """
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
-    rng = random.Random(f"arithmetic {seed} {split}")
-    seen = set()
+    rng, seen = random.Random(f"{name} {seed} {split}"), set[str]()
     while True:
-        question, answer = _draw(rng)
-        if question not in seen and split_of(question) == split:
-            seen.add(question)
-            yield {"question": question, "answer": str(answer)}
+        row = draw(rng, len(seen))
+        if row and row["question"] not in seen:
+            seen.add(row["question"])
+            yield row
 
 
-def split_of(question: str) -> str:
+def split_of(question: str, held_out_share: int = _HELD_OUT_SHARE) -> str:
     """Return the split a problem belongs to, a function of its text alone."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return "train" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE else "held_out"
+    return "train" if int.from_bytes(digest, "big") % held_out_share else "held_out"
 
 
 class Step(NamedTuple):

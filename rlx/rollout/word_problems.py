@@ -9,15 +9,13 @@ Held-out problems are told in sentences of their own (`PHRASES`), and their numb
 order, are those of no problem for training: that is a hash of the numbers alone.
 """
 
-import hashlib
 import itertools
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rlx.base import unknown
+from rlx.rollout import arithmetic
 
-SPLITS = ("train", "held_out")
 NAMES = ("Ana", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack")
 THINGS = (
     "apples", "books", "marbles", "stickers", "coins", "pencils", "cards", "shells", "stamps",
@@ -185,21 +183,17 @@ def problems(seed: int, split: str, n: int) -> list[dict[str, Any]]:
 
 def stream(seed: int, split: str) -> Iterator[dict[str, Any]]:
     """Yield distinct problems of a seed and split without end, as `problems` lists them."""
-    if split not in SPLITS:
-        raise unknown("split", split, SPLITS)
-    rng = random.Random(f"word problems {seed} {split}")
-    seen: set[str] = set()
-    for level in itertools.cycle(LEVELS):
-        while not (row := _draw(rng, split, level)) or row["question"] in seen:
-            pass
-        seen.add(row["question"])
-        yield row
+    levels = list(LEVELS)
+
+    def draw(rng: random.Random, before: int) -> dict[str, Any] | None:
+        return _draw(rng, split, levels[before % len(levels)])
+
+    return arithmetic.distinct("word problems", seed, split, draw)
 
 
 def split_of(numbers: list[int]) -> str:
     """Return the split that a story's numbers belong to, whatever their order."""
-    digest = hashlib.blake2b(repr(sorted(numbers)).encode(), digest_size=8).digest()
-    return "train" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE else "held_out"
+    return arithmetic.split_of(repr(sorted(numbers)), _HELD_OUT_SHARE)
 
 
 class Change(NamedTuple):

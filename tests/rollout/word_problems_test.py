@@ -8,7 +8,8 @@ import pytest
 from rlx.base import UserError
 from rlx.rewards import rewards
 from rlx.rollout import word_problems
-from rlx.rollout.word_problems import LARGEST_VALUE, LEVELS, PHRASES, SPLITS
+from rlx.rollout.arithmetic import SPLITS
+from rlx.rollout.word_problems import LARGEST_VALUE, LEVELS, PHRASES
 
 N = 2000
 
