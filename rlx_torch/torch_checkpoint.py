@@ -119,39 +119,16 @@ def write(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def fill(path: Path, tree: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Put the tensors and numbers of the checkpoint at `path` into nested dicts of them.
-
-    Raises:
-      UserError: the source has others, or of other shapes.
-    """
-    places: dict[str, tuple[dict[str, Any], str]] = {}
-
-    def walk(part: dict[str, Any], prefix: str = "") -> None:
-        for key, inner in part.items():
-            if isinstance(inner, dict):
-                walk(inner, f"{prefix}{key}.")
-            else:
-                places[f"{prefix}{key}"] = part, key
-
-    walk(tree)
-    for name in sorted(places.keys() ^ source.keys()):
-        there = "has" if name in source else "lacks"
-        raise UserError(
-            f"checkpoint {path} {there} {name}, as this run does not; use the model, algorithm and "
-            "optimizer that it was made with, or another workdir"
-        )
-    for name, (part, key) in places.items():
-        old, value = part[key], source[name]
-        if not isinstance(old, torch.Tensor):
-            part[key] = type(old)(value)
-            continue
-        if np.shape(value) != tuple(old.shape):
-            raise UserError(
-                f"checkpoint {path} has {name} as {list(np.shape(value))}, this run wants "
-                f"{list(old.shape)}; use the model that it was made with, or another workdir"
-            )
-        new = torch.from_numpy(np.asarray(value, np.float32)).to(old.device)
-        if isinstance(old, DTensor):
-            new = distribute_tensor(new, old.device_mesh, old.placements)
-        old.copy_(new)
+def fill(tree: dict[str, Any], source: Mapping[str, Any], prefix: str = "") -> None:
+    """Put tensors and numbers into nested dicts of some of the same names and shapes."""
+    for key, old in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(old, dict):
+            fill(old, source, f"{name}.")
+        elif isinstance(old, torch.Tensor):
+            new = torch.from_numpy(np.asarray(source[name], np.float32)).to(old.device)
+            if isinstance(old, DTensor):
+                new = distribute_tensor(new, old.device_mesh, old.placements)
+            old.copy_(new)
+        else:
+            tree[key] = type(old)(source[name])

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -180,11 +180,14 @@ class TorchUpdate(BatchUpdate):
         tree = state.tree()
         if (path / "state").is_dir():
             require_one_layout(self.model, self._options.lora)
-            fill(path, tree, JaxCheckpoint(path, self.model, self._options.lora))
+            source = JaxCheckpoint(path, self.model, self._options.lora)
+            stored = {name: _shown(source.shape(name)) for name in source}
+            require_same(path, stored, _described(tree))
+            fill(tree, source)
         else:
             reader = Reader(path)
-            stored = reader.read_metadata().state_dict_metadata
-            require_same(path, _described(stored), _described(tree))
+            stored = _described(reader.read_metadata().state_dict_metadata)
+            require_same(path, stored, _described(tree))
             self._together(partial(dcp.load, storage_reader=reader, planner=Planner()), tree, path)
         state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
         for name in ("policy", "critic"):
@@ -395,7 +398,11 @@ def _described(part: Any, name: str = "") -> dict[str, str]:
         inner = (_described(x, f"{name}.{key}".lstrip(".")) for key, x in part.items())
         return {key: text for found in inner for key, text in found.items()}
     shape = getattr(part, "shape", getattr(part, "size", None))
-    return {name: "a number" if shape is None or callable(shape) else str(list(shape))}
+    return {name: _shown(() if shape is None or callable(shape) else shape)}
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return str(list(shape)) if shape else "a number"
 
 
 def _host(tensor: Tensor) -> np.ndarray:
