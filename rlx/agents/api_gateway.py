@@ -16,6 +16,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -498,5 +499,7 @@ def _api_error(error: ApiError | Denied) -> ApiError:
 
 
 def _refusal(error: ApiError) -> web.Response:
-    again = {"Retry-After": str(online_routes.RETRY_SECONDS)} if error.status == 429 else None
+    least, most = online_routes.RETRY_SECONDS
+    wait = str(min(max(math.ceil(error.wait), least), most))
+    again = {"Retry-After": wait} if error.status == 429 else None
     return web.json_response(error.body(), status=error.status, headers=again)

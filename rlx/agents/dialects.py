@@ -24,11 +24,17 @@ _ERRORS = {
 
 
 class ApiError(Exception):
-    """A request that is answered with a status and an error object."""
+    """A request that is answered with a status and an error object.
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str = ""):
+    `wait`: seconds after which to come again, of status 429.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str = "",
+        wait: float = 0.0,
+    ):  # fmt: skip
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.wait = status, param, code, wait
 
     def body(self) -> Event:
         """Return the JSON of the answer, which OpenAI's and Anthropic's clients read alike."""

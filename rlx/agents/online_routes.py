@@ -18,7 +18,7 @@ from rlx.agents.session_state import Denied, SessionState
 from rlx.agents.sessions import Session
 from rlx.agents.trajectories import EXPORTS
 
-RETRY_SECONDS = 1  # after which a session may be asked for again
+RETRY_SECONDS = (1, 600)  # the least and the most that a Retry-After says
 _MOST_WAIT = 3600.0  # seconds for which an export may wait
 _LOOK_SECONDS = 0.1  # between two looks while one waits
 _STAGES = ("open", "ended", "taken")
@@ -49,7 +49,7 @@ def header_key(request: web.Request) -> str:
 def refusal(refused: Denied) -> ApiError:
     """Return the HTTP answer to what a session refused."""
     code = "session_ended" if refused.reason == "ended" else f"session_{refused.reason}"
-    return ApiError(_STATUS[refused.reason], str(refused), code=code)
+    return ApiError(_STATUS[refused.reason], str(refused), code=code, wait=refused.wait)
 
 
 def session_of(online: OnlineSessions, key: str) -> Session | None:

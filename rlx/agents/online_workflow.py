@@ -10,8 +10,11 @@ restart of the run a session goes on in the slot that it had.
 """
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,6 +95,9 @@ class OnlineWorkflow:
         self._gateway: Any = None  # with sessions, once it listens
         self._starting = asyncio.Lock()
         self._slots: dict[int, _Slot] = {}
+        self._admitted: deque[float] = deque(
+            maxlen=_RECENT
+        )  # when slots began, of the loop's clock
         self._begun: set[int] = set()  # group ids; sessions of before a restart go on in the first
 
     async def run(self, fleet: Generator, task: Task) -> Group:
@@ -100,6 +106,7 @@ class OnlineWorkflow:
             return await self._judge.run(fleet, task)
         online = await self._at(fleet)
         full = asyncio.get_running_loop().create_future()
+        self._admitted.append(asyncio.get_running_loop().time())
         slot = self._slots[task.group_id] = _Slot(task.group_id, task.version, full)
         if task.group_id not in self._begun:
             self._begun.add(task.group_id)
@@ -172,7 +179,9 @@ class OnlineWorkflow:
             if len(slot.sessions) < self._n and (not slot.sessions or slot.task == task):
                 slot.task = task
                 return slot.group_id
-        raise Denied("full", "as many sessions are under way as training allows; try again")
+        wait = expected_wait(self._admitted, asyncio.get_running_loop().time())
+        what = "as many sessions are under way as training allows; try again"
+        raise Denied("full", what, wait)
 
     def _settle(self, now: float) -> None:
         """Give the slots whose sessions have all ended to their groups; let go of unfit ones."""
@@ -216,6 +225,24 @@ class OnlineWorkflow:
 
 
 _NO_REWARD = "no reward was told"
+_AT_ONCE_SECONDS = 0.1  # slots that begin closer together were let in by one step
+_RECENT = 64  # slots, whose rate is that of the next
+
+
+def expected_wait(admitted: Sequence[float], now: float) -> float:
+    """Return in how many seconds the next slot is to be expected; 0 where nothing is known.
+
+    Training's steps let slots in, several at once: the mean time between two of those moments,
+    less what has passed since the last. Once that is over, the wait so far is expected again.
+
+    Args:
+      admitted: when slots began, seconds, ascending. now: of the same clock.
+    """
+    moments = [b for a, b in pairwise((-math.inf, *admitted)) if b - a > _AT_ONCE_SECONDS]
+    if len(moments) < 2:
+        return 0.0
+    mean, since = (moments[-1] - moments[0]) / (len(moments) - 1), now - admitted[-1]
+    return mean - since if since < mean else since
 
 
 def _versions(online: OnlineSessions, name: str) -> tuple[int, int]:

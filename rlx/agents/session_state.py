@@ -18,11 +18,12 @@ class Denied(Exception):
     Attributes:
       reason: ended | taken | open | early | completion | unknown, of the states here; bound |
         revoked | short, of keys; full | nameless, of places.
+      wait: seconds after which it may be otherwise; 0: nobody knows.
     """
 
-    def __init__(self, reason: str, message: str):
+    def __init__(self, reason: str, message: str, wait: float = 0.0):
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.wait = reason, wait
 
 
 class SessionEvent(NamedTuple):

@@ -55,7 +55,8 @@ class Users:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             status, again = error.code, error.headers["Retry-After"]
-        assert (status, again) in ((410, None), (429, "1"))
+        assert status in (410, 429)
+        assert (again or "").isdecimal() == (status == 429)
         self.refused += status == 429
         return status
 
