@@ -160,12 +160,12 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     if devices.platform == "cpu" and width < 4:
         out["gradients"] += 4 * numbers  # computed in float32
     kept, layer = _activations(sizes, tokens, devices.platform, axes)
-    head = 0 if model.value_head else _logits(sizes, tokens) / tensor
+    logits, head = _logits(sizes, tokens) / tensor
     cut = math.prod(axes[name] for name in WEIGHTS) > 1
     gathered = _gathered(sizes, devices.platform, axes["expert"]) / tensor if cut else 0
     out |= {"gathered weights": gathered, "activations": kept + layer}
-    out["logits"] = max(head - layer, 0)
-    passing = kept + max(layer, head) + gathered + numbers * width
+    out["logits"] = logits + max(head - layer, 0)
+    passing = kept + logits + max(layer, head) + gathered + numbers * width
     out["optimizer update"] = max(_UPDATE * 4 * numbers - passing, 0)
     return {name: int(part) for name, part in out.items() if part >= 1}
 
@@ -233,11 +233,14 @@ def _activations(
     return tokens * kept, tokens * working
 
 
-def _logits(sizes: RunSizes, tokens: float) -> float:
-    """Return bytes of a chunk's logits, weights and gradient; of all tokens in a single chunk."""
+def _logits(sizes: RunSizes, tokens: float) -> np.ndarray:
+    """Return bytes (kept for the backward pass, of the chunk that is computed), see cross_entropy.
+
+    A single chunk's are kept; of several a chunk's logits, weights and gradient are there.
+    """
     chunk = sizes.train.chunk
-    copies = 2 if chunk >= tokens else 3
-    return copies * 4 * min(chunk, tokens) * sizes.model.vocab_size
+    whole = 0 if sizes.model.value_head else 4 * min(chunk, tokens) * sizes.model.vocab_size
+    return np.array([whole, whole] if chunk >= tokens else [0, 3 * whole])
 
 
 def server(sizes: RunSizes) -> Bytes:
