@@ -1,16 +1,16 @@
 """The train step beside the same step in PyTorch; on a GPU, its model FLOP utilisation.
 
     python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15] \\
-        [--trainers=jax,trainer_torch,trainer_torch:bfloat16]
+        [--trainers=jax,trainer_torch,trainer_torch:bfloat16] [--rival=torch|trl]
     python -m experiments.bench.train_step --platform=cuda      # 1.5B shape, bf16, utilisation
 
 Forward, backward and AdamW of one GRPO update, fp32. rlx's side is the trainer's own update with
-packing, in microbatches of 1,536 tokens a core, which stay in the cache; torch's is a
+packing, in microbatches of 1,536 tokens a core, which stay in the cache; the rival `torch` is a
 transformers model with the same loss on one padded batch of the same sequences, prepared
-beforehand (microbatches do not change its time). `even` sequences need no padding: there only
-the kernels differ. Both sides are processes pinned to the same cores that step in turns; each
-pair of neighbouring steps gives a ratio, and the median and quartiles of those are printed, for
-wall and CPU time.
+beforehand (microbatches do not change its time), `trl` that with TRL's own step. `even` sequences
+need no padding: there only the kernels differ. Both sides are processes pinned to the same cores
+that step in turns; each pair of neighbouring steps gives a ratio, and the median and quartiles of
+those are printed, for wall and CPU time.
 """
 
 import argparse
@@ -71,15 +71,16 @@ class Worker:
 
 
 def compare(
-    model: str, lengths: str, threads: int, cores: list[int], steps: int, side: str, dtype: str
-) -> dict:
-    """One row of the table: the trainer of that side and plain transformers in turns."""
+    model: str, lengths: str, threads: int, cores: list[int], steps: int, rival: str, side: str,
+    dtype: str,
+) -> dict:  # fmt: skip
+    """One row of the table: the trainer of that side and the rival in turns."""
     options = {
         "model": model, "lengths": lengths, "threads": threads, "platform": "cpu",
         "sequences": SEQUENCES[model], "budget": 1536 * threads, "chunk": 8192, "remat": "none",
         "row_buckets": (96, 128, 192, 256, 384, 512),
     }  # fmt: skip
-    dtypes = {side: dtype, "torch": "float32"}
+    dtypes = {side: dtype, rival: "float32"}
     with contextlib.ExitStack() as stack:
         sides = {}
         for name, kind in dtypes.items():
@@ -91,7 +92,7 @@ def compare(
                 taken[name].append(worker.step())
     tokens = int(make_lengths(lengths, options["sequences"]).sum())
     ratios = {
-        clock: [t[clock] / j[clock] for j, t in zip(taken[side], taken["torch"], strict=True)]
+        clock: [t[clock] / j[clock] for j, t in zip(taken[side], taken[rival], strict=True)]
         for clock in ("wall", "cpu")
     }
     wall = {name: [s["wall"] for s in rows] for name, rows in taken.items()}
@@ -103,9 +104,9 @@ def compare(
         "threads": threads,
         "tokens": tokens,
         "rlx_rows": sides[side].facts["rows"],
-        "torch_rows": sides["torch"].facts["rows"],
+        f"{rival}_rows": sides[rival].facts["rows"],
         "rlx_tokens_per_second": round(tokens / statistics.median(wall[side])),
-        "torch_tokens_per_second": round(tokens / statistics.median(wall["torch"])),
+        f"{rival}_tokens_per_second": round(tokens / statistics.median(wall[rival])),
         "wall_ratio": median_spread(ratios["wall"]),
         "cpu_ratio": median_spread(ratios["cpu"]),
     }
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--models", default="", help="of tiny,25m,135m,0.5b,1.5b")
     parser.add_argument("--lengths", default="", help="of even,uneven,gsm8k")
     parser.add_argument("--trainers", default="jax,trainer_torch,trainer_torch:bfloat16")
+    parser.add_argument("--rival", default="torch", choices=("torch", "trl"))
     parser.add_argument("--cores", type=cores_of, default=[0, 1])
     parser.add_argument("--threads", type=cores_of, default=[1, 2])
     parser.add_argument("--steps", type=int, default=15)
@@ -168,7 +170,7 @@ def main() -> None:
             for threads in a.threads:
                 for side in a.trainers.split(","):
                     side, _, dtype = side.partition(":")
-                    given = a.cores[:threads], a.steps, side, dtype or "float32"
+                    given = a.cores[:threads], a.steps, a.rival, side, dtype or "float32"
                     print(json.dumps(compare(model, lengths, threads, *given)), flush=True)
 
 

@@ -179,6 +179,73 @@ def torch_side(options: dict) -> tuple[Step, dict]:
     return step, {"device": "cpu", "rows": rows}
 
 
+def trl_side(options: dict) -> tuple[Step, dict]:
+    """TRL's GRPOTrainer: its forward pass, loss and backward pass of one batch, fused AdamW.
+
+    It generates nothing: what it would make of completions is made before the clock starts, prompts
+    padded on the left and completions on the right, as it does.
+    """
+    import tempfile
+
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from experiments.bench import workload
+    from experiments.bench.plain_torch import init, make_optimizer
+
+    torch.set_num_threads(options["threads"])
+    config, shape = make_config(options), MODELS[options["model"]]
+    lengths = make_lengths(options["lengths"], options["sequences"])
+    with tempfile.TemporaryDirectory() as directory:
+        workload.make(Path(directory))
+        trainer = GRPOTrainer(
+            model=init(shape),
+            processing_class=AutoTokenizer.from_pretrained(f"{directory}/model"),
+            reward_funcs=workload.reward,
+            train_dataset=Dataset.from_list([{"prompt": "one"}] * 8),
+            args=GRPOConfig(
+                output_dir=directory, per_device_train_batch_size=len(lengths), num_generations=8,
+                loss_type="grpo", beta=0.0, use_cpu=True, bf16=False, report_to=[],
+                gradient_checkpointing=False,
+            ),
+        )  # fmt: skip
+    batch = trl_batch(make_groups(lengths, shape.vocab_size))
+    trainer._prepare_inputs = lambda given: given  # else it generates
+    trainer.current_gradient_accumulation_steps = 1
+    optimizer = make_optimizer(trainer.model, config.optimizer)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        trainer.training_step(trainer.model, batch, None)
+        norm = torch.nn.utils.clip_grad_norm_(
+            trainer.model.parameters(), config.optimizer.clip_norm
+        )
+        optimizer.step()
+        return float(norm)
+
+    rows = "{}x({}+{})".format(*batch["prompt_ids"].shape, batch["completion_ids"].shape[1])
+    return step, {"device": "cpu", "rows": rows}
+
+
+def trl_batch(groups: list[Group]) -> dict:
+    """What TRL's loss reads: prompts and completions of one batch apart, as tensors."""
+    import torch
+
+    whole = padded(groups)
+    trajectories = [t for group in groups for t in group.trajectories]
+    batch = {"advantages": torch.tensor(whole["advantages"].max(1) + whole["advantages"].min(1))}
+    for name, side in (("prompt", "left"), ("completion", "right")):
+        mask = name == "completion"
+        rows = [torch.from_numpy(t.tokens[t.loss_mask == mask]).long() for t in trajectories]
+        pad = torch.nn.utils.rnn.pad_sequence
+        batch[f"{name}_ids"] = pad(rows, batch_first=True, padding_side=side)
+        ones = [torch.ones_like(row) for row in rows]
+        batch[f"{name}_mask"] = pad(ones, batch_first=True, padding_side=side)
+    return batch
+
+
 def padded(groups: list[Group]) -> dict[str, np.ndarray]:
     """One sequence a row, padded on the right; the group's normalised reward as advantage."""
     trajectories = [t for group in groups for t in group.trajectories]
@@ -215,7 +282,8 @@ def train_flops(model: ModelConfig, lengths: np.ndarray) -> float:
     return 6 * weights * sizes.sum() + attention
 
 
-SIDES = {"jax": jax_side, "trainer_torch": trainer_torch_side, "torch": torch_side}
+SIDES = {"jax": jax_side, "trainer_torch": trainer_torch_side, "torch": torch_side,
+         "trl": trl_side}  # fmt: skip
 
 
 def main() -> None:
