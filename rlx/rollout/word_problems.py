@@ -2,8 +2,9 @@
 
 A story begins with some things that somebody has, things happen to them, and a question ends it:
 "Ana has 9 books. Then Ana sells 5 of them. How many books does Ana have now?". Its solution is an
-equation for each step: "9 - 5 = 4. The answer is 4." From level 3 on there are products, quotients,
-comparisons and sums of two people; from level 4 on one number does not matter.
+equation for each step: "9 - 5 = 4. The answer is 4." Tens come before ones, as a small model cannot
+carry at sight: "43 + 18 = 53 + 8 = 61." From level 3 on there are products, quotients, comparisons
+and sums of two people; from level 4 on one number does not matter.
 
 Held-out problems are told in sentences of their own (`PHRASES`), and their numbers, in whatever
 order, are those of no problem for training: that is a hash of the numbers alone.
@@ -206,8 +207,15 @@ class Change(NamedTuple):
 
     @property
     def equation(self) -> str:
-        """Return the step as a solution writes it: `9 + 18 = 27.`."""
-        return f"{self.value} {_SIGNS[self.kind]} {self.n} = {self.result}."
+        """Return the step as a solution writes it: `9 + 18 = 19 + 8 = 27.`."""
+        sign, value, n = _SIGNS[self.kind], self.value, self.n
+        between = ""
+        if sign in "+-" and n > 10 and n % 10:
+            tens = n - n % 10
+            between = f"{value + tens if sign == '+' else value - tens} {sign} {n % 10} = "
+        elif sign == "*" and value > 10 and value % 10:
+            between = f"{(value - value % 10) * n} + {value % 10 * n} = "
+        return f"{value} {sign} {n} = {between}{self.result}."
 
 
 def _draw(rng: random.Random, split: str, level: int) -> dict[str, Any] | None:

@@ -93,11 +93,13 @@ def test_solutions_hold_step_by_step_and_are_rewarded(rows):
         assert len(equations) == LEVELS[row["level"]].steps
         value = None
         for equation in equations:
-            left, sign, right, result = re.fullmatch(
-                r"(\d+) (.) (\d+) = (\d+)\.", equation
-            ).groups()
-            assert value in (None, left), "each goes on with the result of the one before"
-            assert eval(f"{left} {sign} {right}") == int(result)
+            *terms, result = equation.removesuffix(".").split(" = ")
+            assert len(terms) in (1, 2), "at once, or by tens and ones"
+            assert all(re.fullmatch(r"\d+ [-+*/] \d+", term) for term in terms)
+            assert {eval(term) for term in terms} == {int(result)}
+            if "*" not in terms[0]:
+                assert not re.search(r"\d[1-9]$", terms[-1]), "one digit at last, or no ones"
+            assert value in (None, terms[0].split()[0]), "goes on with the result before"
             assert 2 <= int(result) <= LARGEST_VALUE
             value = result
         assert last == f"The answer is {row['answer']}."
