@@ -25,10 +25,11 @@ def get_config():
     c.model.compute_dtype = "bfloat16"
     c.model.publish_dtype = "bfloat16"
     c.data.kind = "word_problems"
+    c.data.system_prompt = "Solve."  # 22 tokens fewer than the template's own
     c.data.max_prompt_tokens = 128
     c.reward.name = "gsm8k"  # the final number
     c.sampling.n_samples = 8
-    c.sampling.max_new_tokens = 64  # the longest solution has 55
+    c.sampling.max_new_tokens = 96  # the longest solution has 83
     c.rollout.batch_prompts = 8
     c.rollout.max_staleness = 2
     c.rollout.max_concurrent_rollouts = 24

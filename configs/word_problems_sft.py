@@ -16,7 +16,7 @@ from configs import word_problems
 def get_config():
     """The run described above."""
     c = word_problems.get_config()
-    c.total_steps = 240
+    c.total_steps = 400
     c.model.path = "rlx:smollm2"
     c.algorithm.preset = "sft"
     c.rollout.batch_prompts = 16
