@@ -1,7 +1,7 @@
 """The train step beside the same step in PyTorch; on a GPU, its model FLOP utilisation.
 
     python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15] \\
-        [--trainers=jax,trainer_torch,trainer_torch:bfloat16] [--rival=torch|trl]
+        [--trainers=jax,trainer_torch,trainer_torch:bfloat16[:compile]] [--rival=torch|trl]
     python -m experiments.bench.train_step --platform=cuda      # 1.5B shape, bf16, utilisation
 
 Forward, backward and AdamW of one GRPO update, fp32. rlx's side is the trainer's own update with
@@ -72,13 +72,13 @@ class Worker:
 
 def compare(
     model: str, lengths: str, threads: int, cores: list[int], steps: int, rival: str, side: str,
-    dtype: str,
+    dtype: str, compiled: bool,
 ) -> dict:  # fmt: skip
     """One row of the table: the trainer of that side and the rival in turns."""
     options = {
         "model": model, "lengths": lengths, "threads": threads, "platform": "cpu",
         "sequences": SEQUENCES[model], "budget": 1536 * threads, "chunk": 8192, "remat": "none",
-        "row_buckets": (96, 128, 192, 256, 384, 512),
+        "row_buckets": (96, 128, 192, 256, 384, 512), "compile": compiled,
     }  # fmt: skip
     dtypes = {side: dtype, rival: "float32"}
     with contextlib.ExitStack() as stack:
@@ -99,6 +99,7 @@ def compare(
     return {
         "trainer": side,
         "compute_dtype": dtype,
+        "compiled": compiled,
         "model": model,
         "lengths": lengths,
         "threads": threads,
@@ -169,8 +170,9 @@ def main() -> None:
         for lengths in (a.lengths or "even,uneven").split(","):
             for threads in a.threads:
                 for side in a.trainers.split(","):
-                    side, _, dtype = side.partition(":")
-                    given = a.cores[:threads], a.steps, a.rival, side, dtype or "float32"
+                    side, dtype, compiled = f"{side}::".split(":")[:3]
+                    kind = dtype or "float32", bool(compiled)
+                    given = a.cores[:threads], a.steps, a.rival, side, *kind
                     print(json.dumps(compare(model, lengths, threads, *given)), flush=True)
 
 

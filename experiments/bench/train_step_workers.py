@@ -89,6 +89,7 @@ def make_config(options: dict):
     config.train.row_buckets = tuple(options["row_buckets"])
     config.model.compute_dtype = options["compute_dtype"]
     config.model.remat = options["remat"]
+    config.train.compile = options.get("compile", False)
     config.model.logprob_chunk = options["chunk"]
     config.optimizer.learning_rate = 1e-4
     return config
