@@ -6,6 +6,7 @@ SHARED/secrets their token and certificate, SHARED/logs what they write.
 
 import json
 import shlex
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from typing import Any
 from rlx.base import UserError
 from rlx.cli.signals import interrupts
 from rlx.fleet import wire
+from rlx.fleet.addresses import split_address
 from rlx.fleet.joining import Joining, bracketed
 from rlx.launch import run_secrets
 from rlx.launch.exit_reason import last_words
@@ -24,8 +26,8 @@ from rlx.observe.jsonl import read_json, write_atomically
 
 Processes = dict[str, list[dict[str, Any]]]  # host → name, log and argv, env; then pid, begun
 
-STATE = "cluster.json"
-READY_SECONDS, LOOK_SECONDS, STOP_SECONDS = 600.0, 2.0, 40.0
+STATE, _HEAD = "cluster.json", "Ray's head at "
+READY_SECONDS, LOOK_SECONDS, STOP_SECONDS, REACH_SECONDS = 600.0, 2.0, 40.0, 5.0
 
 
 def servers(
@@ -44,10 +46,10 @@ def servers(
     """  # fmt: skip
     made, secret = Processes(), shared / "secrets"
     addresses = {host: machines.address(host) for host in machines.hosts}
-    run_secrets.make_secrets(secret, tuple(addresses.values()))
+    token = _new_secrets(shared, tuple(addresses.values()))
     common = (*serve, f"--join={shared / 'servers'}", f"--tls-key={secret / run_secrets.KEY}",
               f"--tls-cert={secret / run_secrets.CERTIFICATE}")  # fmt: skip
-    env = {"PYTHONPATH": HOME, wire.TOKEN_VARIABLE: (secret / run_secrets.TOKEN).read_text()}
+    env = {"PYTHONPATH": HOME, wire.TOKEN_VARIABLE: token}
     for host, address in addresses.items():
         gpus = len(found[host]["gpus"])
         made[host] = [
@@ -60,38 +62,47 @@ def servers(
 
 
 def ray_nodes(machines: Machines, shared: Path, port: int) -> Processes:
-    """Return a node of Ray for each host; the first has the head, at `port`."""
+    """Return a node of Ray for each host, with a new token; the first has the head, at `port`."""
     made, head = Processes(), bracketed(machines.address(machines.hosts[0]), port)
+    token = _new_secrets(shared, tuple(map(machines.address, machines.hosts)))
+    env = {"PYTHONPATH": HOME, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     for host in machines.hosts:
         role = [f"--address={head}"] if made else ["--head", f"--port={port}"]
         argv = [machines.python, "-m", "ray.scripts.scripts", "start", "--block", *role,
                 f"--node-ip-address={machines.address(host)}", "--disable-usage-stats"]  # fmt: skip
-        made[host] = [{"name": f"Ray {role[0]}", "log": str(shared / "logs" / f"{host}-ray.log"),
-                       "argv": argv, "env": {"PYTHONPATH": HOME}}]  # fmt: skip
+        name = "Ray's node" if made else f"{_HEAD}{head}"
+        made[host] = [{"name": name, "log": str(shared / "logs" / f"{host}-ray.log"),
+                       "argv": argv, "env": env}]  # fmt: skip
     return made
+
+
+def _new_secrets(shared: Path, addresses: Sequence[str]) -> str:
+    """Make the secrets of `shared` and return the token; UserError where some are in use."""
+    if (shared / STATE).exists():
+        raise UserError(f"{shared} has servers already; python -m rlx.cluster down ends them")
+    run_secrets.make_secrets(shared / "secrets", addresses)
+    return (shared / "secrets" / run_secrets.TOKEN).read_text()
 
 
 def up(machines: Machines, shared: Path, wanted: Processes) -> None:
     """Start processes, and return when all run and servers have joined.
 
     Raises:
-      UserError: something was started here and not ended, or a process ends at its start, with
-        its last words; then nothing is left running. As at Ctrl-C.
+      UserError: a process ends at its start, with its last words; then nothing is left running. As
+        at Ctrl-C.
     """
     if machines.ssh == "srun":
         raise UserError(
             "--hosts is missing, and what srun starts ends with its step; name hosts that ssh "
             "knows, or start runs by --config.scheduler.type=slurm"
         )
-    if (shared / STATE).exists():
-        raise UserError(f"{shared} has servers already; python -m rlx.cluster down ends them")
-    _forget(shared)
+    own = _forget(shared)
     stop = Event()
     with interrupts(stop.set):  # until it is written down what was started
-        _up(machines, shared, wanted, stop)
+        _up(machines, shared, wanted, stop, own)
 
 
-def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event) -> None:
+def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, own: int) -> None:
     answers = machines.ask("start", {host: {"commands": c} for host, c in wanted.items()})
     failed = {host: a for host, a in answers.items() if isinstance(a, UserError)}
     _write(machines, shared, {
@@ -102,7 +113,7 @@ def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event) -> Non
     try:
         for host, error in failed.items():
             raise UserError(f"{host}: {error}")
-        joining = sum(one["name"].startswith("server") for c in wanted.values() for one in c)
+        joining = sum(one["name"].startswith("server") for c in wanted.values() for one in c) + own
         end, joined = time.monotonic() + READY_SECONDS, -1
         while joined < joining:
             if stop.wait(LOOK_SECONDS):
@@ -135,14 +146,18 @@ def status(shared: Path) -> tuple[str, bool]:
         for host, one, runs in _alive(*read(shared))
     ]
     shown = aligned([("host", "what", "process", "state"), *found])
+    token = f'"$(cat {shlex.quote(str(shared / "secrets" / run_secrets.TOKEN))})"'
+    for head in [what.removeprefix(_HEAD) for _, what, *_ in found if what.startswith(_HEAD)]:
+        shown += ["a run there:", f"RAY_ADDRESS={head} RAY_AUTH_MODE=token RAY_AUTH_TOKEN={token} "
+                  "python -m rlx.main --config=FILE --config.scheduler.type=ray"]  # fmt: skip
     if joined := _joined(shared):
         secret = shared / "secrets"
         flags = {"discover": "dir", "join": shared / "servers", "num_servers": 0,
                  "publish": "stream", "tls.ca": secret / run_secrets.CERTIFICATE}  # fmt: skip
         given = [shlex.quote(f"--config.fleet.{key}={value}") for key, value in flags.items()]
-        token = f'{wire.TOKEN_VARIABLE}="$(cat {shlex.quote(str(secret / run_secrets.TOKEN))})"'
+        command = f"python -m rlx.main --config=FILE {' '.join(given)}"
         shown += [f"joined: {', '.join(joined)}; a run with them:",
-                  f"{token} python -m rlx.main --config=FILE {' '.join(given)}"]  # fmt: skip
+                  f"{wire.TOKEN_VARIABLE}={token} {command}"]  # fmt: skip
     return "\n".join(shown), all(row[-1].startswith("✓") for row in found)
 
 
@@ -180,9 +195,17 @@ def _joined(shared: Path) -> tuple[str, ...]:
     return Joining("dir", str(shared / "servers")).look() if there else ()
 
 
-def _forget(shared: Path) -> None:
-    for name in _joined(shared):  # of servers that were killed
-        (shared / "servers" / name).unlink(missing_ok=True)
+def _forget(shared: Path) -> int:
+    """Remove the addresses at which nobody listens; return how many servers joined by hand."""
+    left = 0
+    for name in _joined(shared):
+        host, port = split_address(name)
+        try:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+            left += 1
+        except OSError:
+            (shared / "servers" / name).unlink(missing_ok=True)
+    return left
 
 
 def _write(machines: Machines, shared: Path, started: Processes) -> None:

@@ -1,7 +1,9 @@
 """Machines with ssh and nothing else: three real sshd on loopback, with keys of their own."""
 
 import getpass
+import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -11,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlx import cluster
@@ -41,18 +44,19 @@ def ssh(tmp_path_factory):
         made.mkdir(mode=0o755)
     daemons, config, known = [], "", ""
     try:
-        for host in (*HOSTS, "d"):
+        for number, host in enumerate((*HOSTS, "d"), 2):
+            address = f"127.0.0.{number}"  # each its own, as Ray's nodes need
             with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
+                free.bind((address, 0))
                 port = free.getsockname()[1]
-            config += f"Host {host}\n HostName 127.0.0.1\n Port {port}\n"
-            known += f"[127.0.0.1]:{port} {(place / 'host.pub').read_text()}"
+            config += f"Host {host}\n HostName {address}\n Port {port}\n"
+            known += f"[{address}]:{port} {(place / 'host.pub').read_text()}"
             if host == "d":
                 continue
             log = (place / f"{host}.log").open("wb")
             daemons.append(subprocess.Popen(
                 [SSHD, "-D", "-e", "-f", "/dev/null", "-h", str(place / "host"), "-p", str(port),
-                 "-o", "ListenAddress=127.0.0.1", "-o", "PasswordAuthentication=no",
+                 "-o", f"ListenAddress={address}", "-o", "PasswordAuthentication=no",
                  "-o", f"AuthorizedKeysFile={place / 'authorized'}", "-o", "UsePAM=no",
                  "-o", "StrictModes=no", "-o", "PidFile=none", "-o", "PermitRootLogin=yes"],
                 stdout=log, stderr=log,
@@ -61,7 +65,7 @@ def ssh(tmp_path_factory):
             deadline = time.monotonic() + 60
             while True:
                 with suppress(OSError):
-                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    socket.create_connection((address, port), 1).close()
                     break
                 said = (place / f"{host}.log").read_text()
                 assert daemons[-1].poll() is None, said
@@ -132,6 +136,43 @@ def test_up_status_and_down_on_three_hosts(ssh, tmp_path, capsys, monkeypatch, e
     assert not list((tmp_path / "shared" / "servers").iterdir())
     with pytest.raises(UserError, match="nothing was started"):
         command(ssh, tmp_path, capsys, "status")
+
+
+@needs_sshd
+def test_servers_that_joined_by_hand_stay(ssh, tmp_path, capsys, ending):
+    servers = tmp_path / "shared" / "servers"
+    servers.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as by_hand:
+        mine = f"127.0.0.1:{by_hand.getsockname()[1]}"
+        for name in (mine, "127.0.0.1:1"):
+            (servers / name).write_text(name)
+        status, out = command(ssh, tmp_path, capsys, "up", "--hosts=a")
+        assert (status, len(os.listdir(servers))) == (0, 2), out
+        assert command(ssh, tmp_path, capsys, "down")[0] == 0
+        assert os.listdir(servers) == [mine]
+
+
+@needs_sshd
+@pytest.mark.ray
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs the extra ray")
+def test_ray_is_started_shown_joined_and_ended(ssh, tmp_path, capsys, ending):
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    status, out = command(ssh, tmp_path, capsys, "up", "--hosts=a,b", "--ray", f"--port={port}")
+    assert (status, out.count("✓ runs")) == (0, 2), out
+    line = out.splitlines()[-1]
+    assert line.startswith(f"RAY_ADDRESS=127.0.0.2:{port} RAY_AUTH_MODE=token RAY_AUTH_TOKEN=")
+    count = "import ray, time\nray.init(log_to_driver=False)\n"
+    count += "while sum(n['Alive'] for n in ray.nodes()) < 2: time.sleep(0.5)\nprint('both')"
+    joined = line.partition("python -m")[0] + shlex.join([sys.executable, "-c", count])
+    done = subprocess.run(["bash", "-c", joined], capture_output=True, text=True, timeout=240)
+    assert done.stdout == "both\n", done.stderr
+    _, found = remote_servers.read(tmp_path / "shared")
+    started = [psutil.Process(one["pid"]) for some in found.values() for one in some]
+    everyone = [p for each in started for p in (each, *each.children(recursive=True))]
+    assert sum(p.name() == "raylet" for p in everyone) == 2
+    assert command(ssh, tmp_path, capsys, "down")[0] == 0
+    assert psutil.wait_procs(everyone, timeout=60)[1] == []
 
 
 @needs_sshd
@@ -245,4 +286,4 @@ def test_a_process_id_that_is_anothers_by_now_is_not_ended():
 def test_ray_has_its_head_on_the_first_host(ssh, tmp_path):
     made = remote_servers.ray_nodes(Machines(HOSTS, ssh, "python3"), tmp_path, 6379)
     assert [host for host, (one,) in made.items() if "--head" in one["argv"]] == ["a"]
-    assert all("--address=127.0.0.1:6379" in made[host][0]["argv"] for host in ("b", "c"))
+    assert all("--address=127.0.0.2:6379" in made[host][0]["argv"] for host in ("b", "c"))
