@@ -129,7 +129,8 @@ def judge_cpu(flags: Collection[str]) -> Finding:
         what = "amx_bf16: trainer=torch is faster with model.compute_dtype=bfloat16 (1.8 times at "
         what += "25M and 135M, no gain at 4M), and than trainer=jax in float32 (2.6 times at 135M)"
     elif "avx512_bf16" in flags:
-        what = f"avx512_bf16: what bfloat16 gains here nobody has measured; in float32 {what}"
+        what = "avx512_bf16: trainer=torch is faster with model.compute_dtype=bfloat16 (2.7 times "
+        what += "at 135M, 3.2 at 25M); in float32 trainer=jax is, on AMD"
     else:
         what = f"no bfloat16: model.compute_dtype=float32 is the faster one; in it {what}"
     return Finding("machine", "half precision", "ok", what)
