@@ -129,9 +129,11 @@ def default() -> ConfigDict:
         workers.memory_gb = 0.0  # address space of each process; 0: no limit
         workers.max_processes = 0  # a worker and all that it starts; 0: no limit
         workers.environment = ()  # variables it sees besides PATH, HOME, LANG, PYTHON*, OMP_*, …
+        workers.resources = ""  # of a Ray cluster that each takes there, as "CPU:1"; "": run here
 
     c.online = ConfigDict()  # rollout.workflow=online: where applications have sessions
-    c.online.host = "127.0.0.1"  # that it listens at; any but loopback needs TLS
+    c.online.host = "127.0.0.1"  # that it listens at, as for agents on other nodes; any but
+    # loopback needs TLS. With scheduler.type=slurm or ray: trainer 0's host, and TLS of the run
     c.online.port = 8000  # that its gateway listens on; 0: any
     c.online.admin_key = ""  # a file with the key that makes sessions; "": $RLX_ADMIN_KEY
     c.online.idle_seconds = 3600.0  # without a request, after which a session ends

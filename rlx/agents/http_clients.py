@@ -1,6 +1,8 @@
 """Makes the `http_client` that agents are given: one connection pool for all runs of a process."""
 
 import importlib
+import os
+import ssl
 from typing import Any
 
 
@@ -20,7 +22,9 @@ class HttpClients:
         names = [c.__module__ for c in base.__mro__ if c.__name__ == "AsyncClient"]
         self._library = importlib.import_module(names[0].partition(".")[0])
         limits = self._library.Limits(max_connections=None, max_keepalive_connections=256)
-        self._pool = self._library.AsyncHTTPTransport(limits=limits, trust_env=False)
+        # Away from the trainer, $SSL_CERT_FILE has its gateway's, besides those of the system.
+        verify = ssl.create_default_context() if os.environ.get("SSL_CERT_FILE") else True
+        self._pool = self._library.AsyncHTTPTransport(limits=limits, trust_env=False, verify=verify)
         pool = self._pool
 
         class Lent(self._library.AsyncBaseTransport):  # type: ignore[name-defined]

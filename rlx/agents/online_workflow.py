@@ -158,7 +158,8 @@ class OnlineWorkflow:
                     bool(state.why) or (_versions(online, state.id)[0] < self.place.needed())
                 )
                 self._give_up(online)
-                self.place.say(f"sessions at {gateway.base_url()}")
+                by = f"; certificate: {self._tls.cert}" if self._tls else ""
+                self.place.say(f"sessions at {gateway.base_url()}{by}")
             return self._gateway.online
 
     def _give_up(self, online: OnlineSessions) -> None:

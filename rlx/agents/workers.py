@@ -17,7 +17,8 @@ from typing import Any
 from rlx.base import UserError
 from rlx.rewards.worker_process import (
     NO_LIMITS,
-    SupervisedProcess,
+    StartWorker,
+    WorkerHandle,
     WorkerLimits,
     exit_text,
     start_worker,
@@ -45,7 +46,7 @@ class Workers:
       kwargs: of its constructor, JSON.
       count: of processes, ≥ 1; more than one for agents that compute or block.
       block_seconds: how long an agent may keep its process's event loop from turning.
-      limits: of each process.
+      limits: of each process. start: starts one, here or elsewhere.
       per_run: each run has a process that no other run was or will be in; at most `count` at once.
     """
 
@@ -59,11 +60,12 @@ class Workers:
         cancel_seconds: float = CANCEL_SECONDS,
         limits: WorkerLimits = NO_LIMITS,
         per_run: bool = False,
+        start: StartWorker = start_worker,
     ):
         report = min(_REPORT_SECONDS, block_seconds / 2)
         self._first = {"class": name, "kwargs": dict(kwargs), "path": sys.path, "report": report}
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
-        self._limits = limits
+        self._limits, self._start = limits, start
         self._processes: list[_Process | None] = [None] * max(1, count)
         self._places = asyncio.Semaphore(max(1, count)) if per_run else None
         self._alone: set[_Process] = set()
@@ -129,7 +131,9 @@ class Workers:
     def _new(self) -> "_Process":
         if self._closed:
             raise AgentError("the agents' processes are closed")
-        return _Process(self._first, self._block_seconds, self._cancel_seconds, self._limits)
+        return _Process(
+            self._first, self._block_seconds, self._cancel_seconds, self._limits, self._start
+        )
 
     async def _process(self, index: int) -> "_Process":
         process = self._processes[index]
@@ -144,15 +148,15 @@ class _Process:
 
     def __init__(
         self, first: Mapping[str, Any], block_seconds: float, cancel_seconds: float,
-        limits: WorkerLimits,
+        limits: WorkerLimits, start: StartWorker,
     ):  # fmt: skip
         self.runs: dict[str, asyncio.Future] = {}
         self.over = False
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
         self._blocked = ""  # the line that its loop was last blocked at
         self._killed: Exception | None = None  # raised by its other runs
-        self._limits = limits
-        self._kept: SupervisedProcess | None = None
+        self._limits, self._start = limits, start
+        self._kept: WorkerHandle | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._live(first))
@@ -189,7 +193,7 @@ class _Process:
         """Start the process, read its messages, and clean up however it ends."""
         code = None
         try:
-            self._kept, own = start_worker("rlx.agents.worker", self._limits)
+            self._kept, own = self._start("rlx.agents.worker", self._limits)
             reader, self._writer = await asyncio.open_connection(sock=own, limit=_LINE)
             self._send(json.dumps(first))
             with contextlib.suppress(ConnectionError):

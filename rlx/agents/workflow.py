@@ -24,7 +24,8 @@ from rlx.agents.sessions import Session
 from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install, place
 from rlx.fleet.requests import Sampling
-from rlx.rewards.worker_process import NO_LIMITS, WorkerLimits
+from rlx.fleet.tls import Tls, server_tls
+from rlx.rewards.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 from rlx.rollout.episode import together
 from rlx.rollout.workflows import Generator, Task, conversation
 
@@ -49,6 +50,8 @@ class AgentOptions:
       limits: of each process.
       process_per_run: give each run its own process, so that none sees another's key; `workers` at
         once.
+      start: starts a process, here or elsewhere.
+      host, tls: of the gateway that they ask.
     """
 
     system_prompt: str = ""
@@ -60,15 +63,25 @@ class AgentOptions:
     reward_seconds: float = 0.0
     limits: WorkerLimits = NO_LIMITS
     process_per_run: bool = False
+    start: StartWorker = start_worker
+    host: str = "127.0.0.1"
+    tls: Tls | None = None
 
     @classmethod
     def of(cls, config: Any) -> "AgentOptions":
-        """Return those of a run's config."""
-        agents = config.agents
+        """Return those of a run's config; UserError where other nodes could not ask its gateway."""
+        agents, online = config.agents, config.online
+        tls = server_tls(online.tls_cert, online.tls_key, "") if agents.resources else None
+        if agents.resources and not tls:
+            raise UserError(
+                f"agents.resources={agents.resources} puts agents on other nodes, which ask the "
+                "gateway by TLS; set online.host, tls_cert and tls_key, or scheduler.type=ray"
+            )
         return cls(
             config.data.system_prompt, config.data.question_key, config.reward.workers,
             agents.turn_discount, agents.export, agents.block_seconds, agents.reward_seconds,
             WorkerLimits.of(agents, config.sandbox), agents.process_per_run,
+            host=online.host if tls else DEFAULTS.host, tls=tls,
         )  # fmt: skip
 
 
@@ -122,7 +135,7 @@ class AgentWorkflow:
         loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
         self._new_workers = partial(
             Workers, name, kwargs or {}, options.workers, block_seconds=options.block_seconds,
-            limits=options.limits, per_run=options.process_per_run,
+            limits=options.limits, per_run=options.process_per_run, start=options.start,
         )  # fmt: skip
         self._front: _Front | None = None
         self._starting = asyncio.Lock()
@@ -160,7 +173,10 @@ class AgentWorkflow:
         async with self._starting:
             if self._front is None or self._front.fleet is not fleet:
                 await self.aclose()
-                gateway = self._gateway_class(cast("Fleet", fleet), self._tokenizer)
+                gateway = self._gateway_class(
+                    cast("Fleet", fleet), self._tokenizer, host=self._options.host,
+                    tls=self._options.tls,
+                )  # fmt: skip
                 self._front = _Front(fleet, gateway, self._new_workers())
                 await gateway.start()
                 await self._front.workers.start()

@@ -14,6 +14,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -244,9 +245,19 @@ def _free_port(host: str, port: int) -> int:
 
 @contextlib.contextmanager
 def joined() -> Iterator[RayCluster]:
-    """Join the cluster at $RAY_ADDRESS, or start one on this machine, while the block lasts.
+    """Join as `join` does, while the block lasts; actors end with it."""
+    ray = join()
+    try:
+        yield RayCluster(ray)
+    finally:
+        ray.shutdown()
 
-    Actors end with it. Raises UserError where Ray is not installed, or nobody answers there.
+
+def join() -> Any:
+    """Return Ray, joined at $RAY_ADDRESS or started on this machine, if that is not done already.
+
+    Raises:
+      UserError: Ray is not installed, or nobody answers there.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get(ADDRESS, "")
@@ -258,6 +269,8 @@ def joined() -> Iterator[RayCluster]:
         raise UserError(
             "scheduler.type=ray needs Ray, which is not installed; pip install -e '.[ray]'"
         ) from None
+    if ray.is_initialized():
+        return ray
     _require(address)
     home = str(Path(next(iter(rlx.__path__))).parent)
     paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
@@ -265,6 +278,7 @@ def joined() -> Iterator[RayCluster]:
     if not address:  # on loopback; Ray takes 127.0.0.1 for the address that others see
         options = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.2",
                    "object_store_memory": _STORE_BYTES}  # fmt: skip
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             log_to_driver=False, logging_level=logging.ERROR,
@@ -273,10 +287,9 @@ def joined() -> Iterator[RayCluster]:
     except (OSError, RuntimeError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"cannot join Ray at {address or 'this machine'}: {said[0]}") from error
-    try:
-        yield RayCluster(ray)
-    finally:
-        ray.shutdown()
+    if threading.current_thread() is threading.main_thread():  # Ray has taken it
+        signal.signal(signal.SIGTERM, handler)
+    return ray
 
 
 def _require(address: str) -> None:

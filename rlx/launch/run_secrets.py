@@ -2,6 +2,7 @@
 
     token       what a server asks for, as a bearer token
     cert.pem    of all servers, signed by itself, by which the trainer knows them; and its key.pem
+    bundle.pem  with the certificates that this machine trusts, for clients that call others, too
 
 Files are 0600 in a directory that is 0700: who reads another user's files on the shared disk, its
 administrator, can call the servers. They are made anew at each start.
@@ -10,6 +11,7 @@ administrator, can call the servers. They are made anew at each start.
 import ipaddress
 import os
 import secrets
+import ssl
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,11 +20,11 @@ from pathlib import Path
 from rlx.base import UserError
 from rlx.cli import command
 
-TOKEN, CERTIFICATE, KEY = "token", "cert.pem", "key.pem"
+TOKEN, CERTIFICATE, KEY, BUNDLE = "token", "cert.pem", "key.pem", "bundle.pem"
 
 
 def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
-    """Write the three files for servers on `hosts`, names or addresses.
+    """Write the files for servers on `hosts`, names or addresses.
 
     Raises:
       UserError: there is no `openssl`, or it fails.
@@ -53,6 +55,9 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
             f"openssl made no certificate for {names}: {said[-1]}; name the hosts by what others "
             "reach them by"
         ) from None
+    known = ssl.get_default_verify_paths().cafile
+    trusted = Path(known).read_bytes() if known else b""
+    (directory / BUNDLE).write_bytes(trusted + b"\n" + (directory / CERTIFICATE).read_bytes())
 
 
 def _is_ip(host: str) -> bool:

@@ -1,13 +1,14 @@
-"""A command with a log, which another process asks for from afar: how it is, and to end."""
+"""Processes that another one has from afar: a command with a log, a worker. For actors of Ray."""
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlx.rewards import process_supervisor
-from rlx.rewards.worker_process import SupervisedProcess
+from rlx.rewards.worker_process import SupervisedProcess, WorkerLimits, start_worker
 
 
 class KeptCommand:
@@ -48,3 +49,27 @@ class KeptCommand:
     def end(self) -> None:
         """Kill the command and all that it started."""
         self._process.end()
+
+
+class KeptWorker:
+    """Runs one worker; hands on what it says, and what its pool says."""
+
+    def __init__(self, module: str, limits: WorkerLimits, cwd: str):
+        os.chdir(cwd)  # names of files are relative to it
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._process, self._socket = start_worker(module, limits)
+
+    def write(self, data: bytes) -> None:
+        """Send the worker bytes; none: there will be no more."""
+        if data:
+            self._socket.sendall(data)
+        else:
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def read(self, size: int) -> bytes:
+        """Return the worker's next bytes; none: it has ended."""
+        return self._socket.recv(size)
+
+    def end(self, patience: float) -> int:
+        """End the worker; as `SupervisedProcess.end`."""
+        return self._process.end(patience)

@@ -32,7 +32,8 @@ import numpy as np
 from rlx.base import UserError
 from rlx.rewards.worker_process import (
     NO_LIMITS,
-    SupervisedProcess,
+    StartWorker,
+    WorkerHandle,
     WorkerLimits,
     exit_text,
     start_worker,
@@ -107,6 +108,7 @@ class RewardPool:
         workers: int = 1,
         timeout: float = 5.0,
         limits: WorkerLimits = NO_LIMITS,
+        start: StartWorker = start_worker,
     ):
         """Make a pool; its workers start with `start` or with the first rewards.
 
@@ -115,11 +117,11 @@ class RewardPool:
             that are added, in this order; of none the reward is 0.
           workers: processes, ≥ 1.
           timeout: seconds for one completion, > 0.
-          limits: of each worker.
+          limits: of each worker. start: starts one, here or elsewhere.
         """
         self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
         self._timeout = timeout
-        self._workers = [_Worker(list(self._weights), limits) for _ in range(workers)]
+        self._workers = [_Worker(list(self._weights), limits, start) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -174,9 +176,9 @@ class RewardPool:
 class _Worker:
     """One process at a time, replaced when killed; for one thread at a time, except `close`."""
 
-    def __init__(self, names: Sequence[str], limits: WorkerLimits):
-        self._names, self._limits = names, limits
-        self._process: SupervisedProcess | None = None
+    def __init__(self, names: Sequence[str], limits: WorkerLimits, start: StartWorker):
+        self._names, self._limits, self._start = names, limits, start
+        self._process: WorkerHandle | None = None
         self._lock, self._closed = threading.Lock(), False
 
     def start(self) -> None:
@@ -185,7 +187,7 @@ class _Worker:
             if self._closed or (self._process and self._process.running):
                 return
             self._drop()
-            self._process, self._socket = start_worker("rlx.rewards.reward_worker", self._limits)
+            self._process, self._socket = self._start("rlx.rewards.reward_worker", self._limits)
             self._unread, self._pid = b"", 0
             self._functions: Mapping[str, Sequence[str]] = {}  # name → kind and place
             self._socket.sendall(pickle.dumps((sys.path, self._names)))

@@ -16,10 +16,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlx.fleet.parent_death import keep_private
 from rlx.rewards import process_supervisor as supervisor
@@ -29,7 +29,7 @@ _NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR",
     "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY",
     "no_proxy", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "HF_HOME", "HF_HUB_OFFLINE",
-    "TOKENIZERS_PARALLELISM",
+    "TOKENIZERS_PARALLELISM", "REQUESTS_CA_BUNDLE",
 })  # fmt: skip
 _PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "XDG_")
 _HOME = str(Path(__file__).parents[2])  # rlx may be imported from a clone's directory
@@ -62,6 +62,21 @@ class WorkerLimits:
 
 
 NO_LIMITS = WorkerLimits()
+
+
+class WorkerHandle(Protocol):
+    """What a pool does with a worker's process, wherever it is; as `SupervisedProcess` says."""
+
+    @property
+    def running(self) -> bool: ...
+
+    def stop(self) -> None: ...
+
+    def end(self, patience: float = 0.0) -> int: ...
+
+
+# Starts a module as a worker; returns it and this process's end of a socket to it.
+StartWorker = Callable[[str, WorkerLimits], tuple[WorkerHandle, socket.socket]]
 
 
 class SupervisedProcess:

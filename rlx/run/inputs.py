@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rlx.base import Group, UserError
 from rlx.cli import user_code
 from rlx.cli.user_code import words
 from rlx.fleet.requests import Sampling
-from rlx.launch import teacher
+from rlx.launch import ray_workers, teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory, hf_files, lora_config, mesh
 from rlx.model.model_config import ModelConfig
@@ -97,10 +97,7 @@ def prepare(config: ConfigDict) -> Inputs:
     check_kind(config, model_config, algorithm)
     teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf_files.check)
     given = rows(config, algorithm)
-    reward = config.reward
-    pool = RewardPool(
-        weights, reward.workers, reward.timeout_seconds, WorkerLimits.of(reward, config.sandbox)
-    )
+    pool = pool_of(config, weights, config.reward.workers)
     prompts = Prompts(
         load_tokenizer(model_dir, config.data.system_prompt, config.data.chat_template),
         system_prompt=config.data.system_prompt,
@@ -112,7 +109,7 @@ def prepare(config: ConfigDict) -> Inputs:
     sampling, n = training_sampling(config), config.sampling.n_samples
     sandbox = SandboxOptions(**config.sandbox)
     named = NamedWorkflow(config.rollout.workflow, kwargs, prompts, sampling, n, sandbox)
-    answering = named.build(pool, AgentOptions.of(config))
+    answering = named.build(pool, agents_of(config))
     workflow = _workflow(config, options, model_config, prompts, answering)
     answers = workflow if isinstance(workflow, AnswerWorkflow) else None
     check = workflow.check if isinstance(workflow, AnswerWorkflow | ToolUse) else prompts.check
@@ -222,13 +219,24 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
     return partial(make, prompts=read, end=end_token(own, model.eos_token_ids))
 
 
+def pool_of(config: ConfigDict, rewards: Mapping[str, float] | str, workers: int) -> RewardPool:
+    """Return what grades by `rewards`, here or on a Ray cluster."""
+    limits = WorkerLimits.of(config.reward, config.sandbox)
+    start = ray_workers.starter("reward", config)
+    return RewardPool(rewards, workers, config.reward.timeout_seconds, limits, start)
+
+
+def agents_of(config: ConfigDict) -> AgentOptions:
+    """Return how agents run, here or on a Ray cluster."""
+    return replace(AgentOptions.of(config), start=ray_workers.starter("agents", config))
+
+
 def _try_rewards(config: ConfigDict, prompts: Prompts, row: Mapping[str, Any]) -> None:
     """Raise UserError where a reward of the user's own fails on a short completion of `row`."""
     own = {name: 1.0 for name in check_reward(config) if user_code.is_own(name)}
-    seconds, limits = config.reward.timeout_seconds, WorkerLimits.of(config.reward, config.sandbox)
     ids = encode(prompts.tokenizer, _ANSWER)
     call = RewardCall(prompts.text(row), _ANSWER, prompts.ids(row), ids, row)
-    with closing(RewardPool(own, 1, seconds, limits)) as pool:
+    with closing(pool_of(config, own, 1)) as pool:
         try:
             pool.compute([call] * min(2, config.sampling.n_samples))
         except RewardError as error:
@@ -351,8 +359,7 @@ def _online(config: ConfigDict, prompts: Prompts, judge: Workflow) -> Workflow:
             f"${ADMIN_VARIABLE}"
         )
     sampling, n, tokenizer = training_sampling(config), config.sampling.n_samples, prompts.tokenizer
-    agents, listen = AgentOptions.of(config), config.online
-    return OnlineWorkflow(options, agents, listen, tokenizer, sampling, n, judge)
+    return OnlineWorkflow(options, agents_of(config), config.online, tokenizer, sampling, n, judge)
 
 
 def rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:

@@ -6,6 +6,7 @@ them, what its place decides, or `rlx.serve`. They share a directory that all ho
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -74,7 +75,7 @@ def processes_of(
                 own["fleet.publish"] = "stream"  # no other host sees the memory of this one
             else:
                 server["weight_root"] = Path(config.fleet.publish_dir).absolute()
-    return processes(
+    plan = processes(
         demand,
         hosts,
         trainer=(
@@ -88,3 +89,8 @@ def processes_of(
         port=port,
         seed=config.seed,
     )  # fmt: skip
+    if config.online.host != default().online.host or config.online.tls_cert:
+        return plan
+    listen = {"host": plan[0].host, "tls_cert": directory / CERTIFICATE, "tls_key": directory / KEY}
+    own_flags = [f"--config.online.{key}={value}" for key, value in listen.items()]
+    return tuple(replace(p, argv=(*p.argv, *own_flags)) if p.role == "trainer" else p for p in plan)

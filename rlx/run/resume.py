@@ -25,16 +25,9 @@ from rlx.train import checkpoint
 
 # Keys that may change while the run stays the same.
 _FREE = (
-    "total_steps",
-    "checkpoint.",
-    "cluster.",
-    "eval.",
-    "export.",
-    "gate.",
-    "observe.",
-    "scheduler.",
-    "fleet.publish_dir",
-)
+    "total_steps", "checkpoint.", "cluster.", "eval.", "export.", "gate.", "observe.", "online.",
+    "scheduler.", "fleet.publish_dir",
+)  # fmt: skip
 
 
 def claim(config: ConfigDict, workdir: Path) -> list[str]:

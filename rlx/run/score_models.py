@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
-from rlx.agents.workflow import AgentOptions
 from rlx.base import UserError
 from rlx.cli import flags
 from rlx.evaluation import sample_files, statistics
@@ -36,13 +35,12 @@ from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.model.directory import load_config
 from rlx.observe.jsonl import set_aside, write_atomically
 from rlx.rewards.reward_pool import RewardPool
-from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
 from rlx.rollout.workflows import Prompts, Workflow
 from rlx.run import allocate
 from rlx.run.export import directory_of
-from rlx.run.inputs import has_servers, load_tokenizer, patience, server_options
+from rlx.run.inputs import agents_of, has_servers, load_tokenizer, patience, pool_of, server_options
 from rlx.run.room_options import joining_of
 from rlx.sandbox.sandbox import SandboxOptions
 
@@ -188,24 +186,17 @@ def _set_of(
     asked: Asked,
 ) -> _Set:
     """Return a set with its workflow; raise UserError for a question that is too long."""
-    reward, options = config.reward, config.data
+    options = config.data
     tokenizer = load_tokenizer(directory, options.system_prompt, options.chat_template)
     prompts = Prompts(
-        tokenizer,
-        system_prompt=config.data.system_prompt,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        tokenizer, system_prompt=options.system_prompt, max_prompt_tokens=options.max_prompt_tokens,
         max_model_len=load_config(directory).max_position,
-    )
+    )  # fmt: skip
     if options.overlong == "error":  # else such rows fail, and count as wrong
         for index, row in enumerate(rows):
             prompts.check(row, f"row {index + 1} of {found.name}")
-    pool = RewardPool(
-        found.reward,
-        reward.workers,
-        reward.timeout_seconds,
-        WorkerLimits.of(reward, config.sandbox),
-    )
-    agents = replace(AgentOptions.of(config), question_key="question")
+    pool = pool_of(config, found.reward, config.reward.workers)
+    agents = replace(agents_of(config), question_key="question")
     sandbox = SandboxOptions(**config.sandbox)
     named = NamedWorkflow(asked.workflow, asked.workflow_kwargs, prompts, Sampling(), 1, sandbox)
     workflow = named.build(pool, agents)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -9,15 +10,20 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import RLX_MAIN, ended
 from tests.run.main_test import processes_of, records, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +38,34 @@ FLAGS = [
     "--config.checkpoint.every_steps=1", "--config.fleet.num_servers=2",
 ]  # fmt: skip
 NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")  # Ray counts 127.0.0.1 as none
+GRADERS = ("127.0.0.6", "127.0.0.7")  # no process of a run fits there, but workers
+GRADER = r"""
+import sys
+from rlx.base import UserError
+from rlx.config import default
+from rlx.launch.ray_workers import starter
+from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
+from rlx.rewards.worker_process import WorkerLimits
+
+config = default()
+config.reward.resources, config.reward.environment = "grader:1", ("RLX_TEST_WORKER",)
+config.reward.workers = 9
+try:
+    starter("reward", config)
+except UserError as error:
+    print(error, flush=True)
+config.reward.workers = 1
+limits, start = WorkerLimits.of(config.reward, config.sandbox), starter("reward", config)
+pool = RewardPool("arithmetic", timeout=60, limits=limits, start=start)
+texts = "\\boxed{2}", "\\boxed{3}"
+calls = [RewardCall("1+1=", text, [1], [1], {"answer": "2"}) for text in texts]
+for _ in sys.stdin:
+    try:
+        print(pool.compute(calls).rewards, pool.drain_spans()[0].pid, flush=True)
+    except RewardError as error:
+        print("error", error, flush=True)
+pool.close()
+"""
 SECONDS = 300.0  # of a run on a machine that does something else, too
 
 
@@ -62,17 +96,27 @@ class Cluster:
                 "--include-dashboard=false", f"--temp-dir={self.directory}")  # fmt: skip
         nodes = ((f"--address={self.address}", f"--node-ip-address={host}", "--num-cpus=2")
                  for host in NODES[1:])  # fmt: skip
-        for flags in (head, *nodes):
-            assert self.start(*flags) == 0, Path(self.directory, "log").read_text()
+        graders = ((f"--address={self.address}", f"--node-ip-address={host}", "--num-cpus=0",
+                    '--resources={"grader": 1}') for host in GRADERS)  # fmt: skip
+        for flags in (head, *nodes, *graders):
+            assert self.start(*flags), Path(self.directory, "log").read_text()
         self.environment["RAY_ADDRESS"] = self.address
 
     def start(self, *flags):
-        with open(f"{self.directory}/log", "ab") as log:
-            return subprocess.call(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", *flags,
-                 "--disable-usage-stats", "--object-store-memory=80000000"],
-                env=self.environment, stdout=log, stderr=log, timeout=SECONDS,
-            )  # fmt: skip
+        """Whether a node began; Ray gives it 30 s, which a busy machine may not have at once."""
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *flags,
+                   "--disable-usage-stats", "--object-store-memory=80000000"]  # fmt: skip
+        for _ in range(3):
+            before = self.processes()
+            with open(f"{self.directory}/log", "ab") as log:
+                if not subprocess.call(
+                    command, env=self.environment, stdout=log, stderr=log, timeout=SECONDS
+                ):
+                    return True
+            for process in set(self.processes()) - set(before):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        return False
 
     def processes(self):
         """Those that have the cluster's variable: Ray's, and what they started."""
@@ -85,12 +129,32 @@ class Cluster:
                 continue
         return found
 
-    def kill(self, host):
-        """Kill a node's raylet, and then all that it had started."""
-        raylet = next(
+    def raylet(self, host):
+        return next(
             p for p in self.processes()
             if p.name() == "raylet" and f"--node_ip_address={host}" in p.cmdline()
         )  # fmt: skip
+
+    def where(self, pid):
+        """The node that a process runs on."""
+        words = [
+            w for p in psutil.Process(pid).parents() if p.name() == "raylet" for w in p.cmdline()
+        ]
+        (host,) = [w.partition("=")[2] for w in words if w.startswith("--node_ip_address=")]
+        return host
+
+    def workers(self, module):
+        """The processes on Ray's nodes that run a module."""
+        return [
+            child.pid
+            for raylet in self.processes() if raylet.name() == "raylet"
+            for child in raylet.children(recursive=True)
+            if child.cmdline()[1:4] == ["-P", "-m", module]
+        ]  # fmt: skip
+
+    def kill(self, host):
+        """Kill a node's raylet, and then all that it had started."""
+        raylet = self.raylet(host)
         started = raylet.children(recursive=True)
         for process in (raylet, *started):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -109,7 +173,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """One of three nodes, of which each test kills one."""
+    """One of three nodes and two for workers, of which tests kill some."""
     directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets are in it
     made = Cluster(directory)
     try:
@@ -162,9 +226,11 @@ def test_too_little_is_said_with_the_arithmetic(cluster, start, tmp_path):
 def test_the_docs_run_goes_on_on_what_is_left_when_a_trainers_node_dies(cluster, start, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     process = start(
-        "--config.total_steps=4", command=COMMAND, environment=cluster.environment
+        "--config.total_steps=4", "--config.reward.workers=2",
+        "--config.reward.resources=grader:1", command=COMMAND, environment=cluster.environment,
     )  # fmt: skip
     wait_for(lambda: len(steps(run)) >= 2 or process.poll() is not None, SECONDS)
+    assert {*map(cluster.where, cluster.workers("rlx.rewards.reward_worker"))} == {*GRADERS}
     cluster.kill(NODES[2])
     assert process.wait(SECONDS) == 0, log.read_text()
     said = log.read_text()
@@ -177,13 +243,95 @@ def test_the_docs_run_goes_on_on_what_is_left_when_a_trainers_node_dies(cluster,
 
 
 @ray
+def test_applications_have_sessions_on_the_trainers_node(cluster, start, tmp_path):
+    run, log, over = tmp_path / "run", tmp_path / "log", threading.Event()
+    process = start(
+        "--config.sampling.n_samples=1", "--config.online.port=0", "--config.total_steps=1000",
+        command=("--config=configs/arithmetic_online.py",),
+        environment={**cluster.environment, "RLX_ADMIN_KEY": "admin-key-of-the-tests"},
+    )  # fmt: skip
+    said = re.compile(r"sessions at (https://127\.0\.0\.3:\d+/v1); certificate: (\S+)")
+    wait_for(lambda: said.search(log.read_text()) or process.poll() is not None, SECONDS)
+    url, certificate = said.search(log.read_text()).groups()
+    trusted = ssl.create_default_context(cafile=certificate)
+
+    def call(path, key, body):
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=SECONDS, context=trusted) as answer:
+            return json.loads(answer.read())
+
+    def play():
+        while not over.is_set():
+            with contextlib.suppress(urllib.error.HTTPError, OSError):
+                key = call("/sessions", "admin-key-of-the-tests", {})["api_key"]
+                text = [{"role": "user", "content": "1 + 2 ="}]
+                call("/chat/completions", key, {"model": "m", "messages": text})
+                call("/rewards", key, {"reward": 1.0})
+                call("/session/end", key, {})
+            time.sleep(0.1)
+
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        call("/sessions", "a-key-that-is-not-the-admins", {})
+    users = [threading.Thread(target=play, daemon=True) for _ in range(6)]
+    for user in users:
+        user.start()
+    wait_for(lambda: len(steps(run)) >= 2 or process.poll() is not None, SECONDS)
+    assert process.poll() is None, log.read_text()
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(SECONDS) == 130, log.read_text()
+    over.set()
+    assert "Traceback" not in log.read_text()
+    assert not processes_of(run)
+
+
+@ray
+def test_reward_workers_are_where_the_resources_are_and_go_on_elsewhere(cluster):
+    with subprocess.Popen(
+        [sys.executable, "-c", GRADER], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**cluster.environment, "RLX_TEST_WORKER": "a secret of the reward's"},
+    ) as pool:  # fmt: skip
+
+        def graded(wanted=r"\[1.0, 0.0\] (\d+)\n"):
+            """What a line of the pool says in the end, until it is as wanted."""
+            deadline, said = time.monotonic() + SECONDS, ""
+            while not (found := re.fullmatch(wanted, said)):
+                assert time.monotonic() < deadline, said
+                pool.stdin.write("once more\n")
+                pool.stdin.flush()
+                said = pool.stdout.readline()
+            return int((found.groups() or "0")[0])
+
+        wanted = (
+            "9 workers with reward.resources=grader:1 want 9 grader, and the Ray cluster has 2; "
+        )
+        assert pool.stdout.readline() == f"{wanted}lower reward.workers\n"
+        first = graded()
+        assert cluster.where(first) in GRADERS
+        variables = psutil.Process(first).environ()
+        assert variables["RLX_TEST_WORKER"] == "a secret of the reward's"
+        assert "RAY_AUTH_TOKEN" not in variables
+        os.kill(first, signal.SIGKILL)
+        graded("error the worker process of reward 'arithmetic' died .exit code -9. .*\n")
+        killed = cluster.where(graded())
+        cluster.kill(killed)
+        third = graded()
+        assert cluster.where(third) in {*GRADERS} - {killed}
+        pool.stdin.close()
+        assert pool.wait(SECONDS) == 0
+    assert ended(third, SECONDS)
+
+
+@ray
 def test_agents_go_on_when_the_servers_node_dies_and_ctrl_c_ends_all(cluster, start, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     process = start(
-        "--config.total_steps=1000", command=("--config=configs/arithmetic_agent.py",),
-        environment=cluster.environment,
+        "--config.total_steps=1000", "--config.agents.resources=grader:1",
+        command=("--config=configs/arithmetic_agent.py",), environment=cluster.environment,
     )  # fmt: skip
     wait_for(lambda: steps(run) or process.poll() is not None, SECONDS)
+    (agent,) = cluster.workers("rlx.agents.worker")
+    assert cluster.where(agent) in GRADERS
     cluster.kill(NODES[3])
     again = f"on {NODES[3]} is lost: its actor has died, or its node; starting another"
     wait_for(lambda: again in log.read_text() or process.poll() is not None, SECONDS)

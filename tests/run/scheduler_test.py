@@ -47,6 +47,7 @@ def test_the_dry_run_of_the_docs_writes_the_script_and_the_config_and_stops(tmp_
     for line in ("#SBATCH --nodes=3", "#SBATCH --exclusive", '"${nodes[2]}":'):
         assert line in script
     assert script.count('--config.cluster.coordinator="${nodes[0]}":') == 2
+    assert script.count('--config.online.host="${nodes[0]}" --config.online.tls_cert=') == 2
     assert "<<" not in re.sub(r"<<< |< <\(", "", script)
     assert [p.name for p in (tmp_path / "slurm").iterdir()] == ["dry-run"]
 

@@ -1,0 +1,114 @@
+"""Workers of rewards and agents on nodes of a Ray cluster, as `start_worker` has them here.
+
+    pool ── socket pair ── two threads ── calls of an actor ══ socket pair ── supervisor, worker
+
+A pool cannot tell: it has a socket and a process that can be ended. What is said goes by Ray's own
+calls, so that no port is open to others. A worker ends with its actor, which ends with this process
+or with its node; the pool then starts another, wherever there is room.
+"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError
+from rlx.launch import ray_cluster, run_secrets
+from rlx.rewards.kept_command import KeptWorker
+from rlx.rewards.worker_process import StartWorker, WorkerHandle, WorkerLimits, start_worker
+
+_CHUNK = 1 << 20  # bytes of a call
+_ANSWER_SECONDS = 10.0  # for a node to say how a worker ended; then it is lost
+
+
+def starter(key: str, config: Any) -> StartWorker:
+    """Return what starts workers: on this machine, or where a Ray cluster has `resources` for each.
+
+    Args:
+      key: of what they are for, and of its section in the run's config: reward | agents.
+
+    Raises:
+      UserError: they are no resources, Ray cannot be joined, or the cluster has too few of them.
+    """
+    section, count, certificate = config[key], config.reward.workers, config.online.tls_cert
+    if not section.resources:
+        return start_worker
+    named = f"{key}.resources={section.resources}"
+    try:
+        pairs = (part.split(":") for part in section.resources.split(","))
+        each = {kind.strip(): float(amount) for kind, amount in pairs}
+    except ValueError:
+        raise UserError(f"{named}: give what Ray counts, as CPU:1 or CPU:2,big:1") from None
+    ray = ray_cluster.join()
+    for kind, amount in each.items():
+        if (there := ray.cluster_resources().get(kind, 0)) < amount * count:
+            raise UserError(
+                f"{count} workers with {named} want {count * amount:g} {kind}, and the Ray cluster "
+                f"has {there:g}; lower reward.workers"
+            )
+    env = {name: os.environ[name] for name in section.environment if name in os.environ}
+    if certificate and (bundle := Path(certificate).with_name(run_secrets.BUNDLE)).exists():
+        env |= dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(bundle.absolute()))
+    options = {
+        "num_cpus": each.pop("CPU", 0), "num_gpus": each.pop("GPU", 0), "resources": each,
+        "max_concurrency": 4, "runtime_env": {"env_vars": env}, "max_restarts": 0,
+    }  # fmt: skip
+    return partial(_start, ray, options)
+
+
+def _start(
+    ray: Any, options: Mapping[str, Any], module: str, limits: WorkerLimits
+) -> tuple[WorkerHandle, socket.socket]:
+    ours, theirs = socket.socketpair()
+    actor = ray.remote(KeptWorker).options(**options).remote(module, limits, os.getcwd())
+    return _RemoteWorker(ray, actor, theirs), ours
+
+
+class _RemoteWorker:
+    """A worker on some node; see `WorkerHandle`."""
+
+    def __init__(self, ray: Any, actor: Any, end: socket.socket):
+        self._ray, self._actor, self._end = ray, actor, end
+        self._code: int | None = None
+        self.running = True
+        self._heard = threading.Thread(target=self._hear, daemon=True)
+        self._heard.start()
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    def stop(self) -> None:
+        """Have the worker and all that it started killed, and return at once."""
+        self._ray.kill(self._actor)
+
+    def end(self, patience: float = 0.0) -> int:
+        """End it, if it has not within `patience` seconds; return its exit code, −9 if lost."""
+        if self._code is None:
+            self._code = -signal.SIGKILL
+            if patience:
+                with suppress(self._ray.exceptions.RayError):
+                    asked = self._actor.end.remote(patience)
+                    self._code = self._ray.get(asked, timeout=patience + _ANSWER_SECONDS)
+            self.stop()
+        return self._code
+
+    def _tell(self) -> None:
+        """Hand on what the pool says, one call after the other: actors do not keep their order."""
+        data = b"begin"
+        with suppress(OSError, self._ray.exceptions.RayError):
+            while data:
+                data = self._end.recv(_CHUNK)
+                self._ray.get(self._actor.write.remote(data))
+        self._heard.join()
+        self._end.close()
+
+    def _hear(self) -> None:
+        with suppress(OSError, self._ray.exceptions.RayError):
+            while data := self._ray.get(self._actor.read.remote(_CHUNK)):
+                self._end.sendall(data)
+        self.running = False
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
