@@ -57,7 +57,7 @@ class WorkerLimits:
     def of(cls, section: Any, sandbox: Any) -> "WorkerLimits":
         """Return the limits in the `reward` or `agents` section of a config, and in `sandbox`."""
         names = tuple(section.environment)
-        asked = SandboxOptions(sandbox.kind, sandbox.require, sandbox.workers)
+        asked = SandboxOptions(**sandbox)
         return cls(section.memory_gb, section.max_processes, names, asked)
 
 
