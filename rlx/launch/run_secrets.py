@@ -31,7 +31,7 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)
-    for name in (TOKEN, CERTIFICATE, KEY):
+    for name in (TOKEN, CERTIFICATE, KEY, BUNDLE):
         (directory / name).unlink(missing_ok=True)
     handle = os.open(directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(handle, "w") as file:
@@ -57,6 +57,7 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
         ) from None
     known = ssl.get_default_verify_paths().cafile
     trusted = Path(known).read_bytes() if known else b""
+    (directory / BUNDLE).touch(0o600)
     (directory / BUNDLE).write_bytes(trusted + b"\n" + (directory / CERTIFICATE).read_bytes())
 
 

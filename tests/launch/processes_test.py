@@ -88,7 +88,7 @@ def test_the_secrets_of_a_run_are_for_its_user_alone_and_name_its_hosts(tmp_path
     make_secrets(tmp_path / "s", ("n0", "10.0.0.2"))
     assert (tmp_path / "s" / "token").read_text() != first
     assert {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "s").iterdir()} == {
-        "token": 0o600, "cert.pem": 0o600, "key.pem": 0o600,
+        "token": 0o600, "cert.pem": 0o600, "key.pem": 0o600, "bundle.pem": 0o600,
     }  # fmt: skip
     shown = subprocess.run(
         ["openssl", "x509", "-in", tmp_path / "s" / "cert.pem", "-noout", "-ext", "subjectAltName"],
