@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -184,8 +186,9 @@ class _Host:
         if self._reading:
             self._reading.cancel()
         if process:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            if process.returncode is None:  # process.kill() may reap it before asyncio, which warns
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
             await process.wait()
 
 
