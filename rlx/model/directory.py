@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
-from rlx.model.model_config import ModelConfig, NotOurs
+from rlx.model.model_config import ModelConfig, NotOurs, end_tokens
 
 
 def resolve(path: str, what: str = "model.path") -> Path:
@@ -72,9 +72,8 @@ def load_config(path: str | Path) -> ModelConfig:
                 numbers = sum(math.prod(tensors.shape(name)) for name in tensors)
         config = ModelConfig.from_foreign(record, str(error), numbers)
     generation = path / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    ids = [eos] if isinstance(eos, int) else (eos or [])
-    merged = tuple(dict.fromkeys((*config.eos_token_ids, *ids)))
+    ends = end_tokens(read_json(generation)) if generation.exists() else ()
+    merged = tuple(dict.fromkeys((*config.eos_token_ids, *ends)))
     return dataclasses.replace(config, eos_token_ids=merged)
 
 

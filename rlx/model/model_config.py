@@ -6,7 +6,8 @@ activation, dropout) are named here: such a model is transformers' alone.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -215,11 +216,6 @@ class ModelConfig:
                 )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json")
-        if self.windows and len(self.windows) != self.num_layers:
-            raise UserError(
-                f"layer_types has {len(self.windows)} layers, num_hidden_layers={self.num_layers}; "
-                "fix config.json"
-            )
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -254,6 +250,7 @@ class ModelConfig:
             given["num_experts"] = given["num_local_experts"]
         hf = {**ARCHITECTURES[architecture], **given}
         own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # other keys say nothing to it
+        _check(hf)
         _refuse_options(hf, architecture)
         heads = _need(hf, "num_attention_heads")
         bias = bool(hf.get("attention_bias", False))
@@ -284,7 +281,7 @@ class ModelConfig:
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
             max_position=_need(hf, "max_position_embeddings"),
             initializer_range=float(hf.get("initializer_range", 0.02)),
-            eos_token_ids=_ids(hf.get("eos_token_id")),
+            eos_token_ids=end_tokens(hf),
             bos_token_id=hf.get("bos_token_id"),
             pad_token_id=hf.get("pad_token_id"),
         ).within(_need(hf, "max_position_embeddings"))
@@ -296,12 +293,16 @@ class ModelConfig:
         Raises:
           UserError: the file does not tell its vocabulary, context or sizes.
         """
-        text, rows = hf.get("text_config", {}), ARCHITECTURES.values()
+        _check(hf, "architectures", "text_config")
+        text, rows = hf.get("text_config") or {}, ARCHITECTURES.values()
         known = [row for row in rows if row["model_type"] == text.get("model_type")]
         text = {**hf, **(known[0] if known else {}), **text}  # its file may leave out defaults
         for name, others in _OTHER_NAMES.items():
             found = [text[key] for key in (name, *others) if text.get(key) is not None]
             text[name] = found[0] if found else None
+        for name in ("intermediate_size", "head_dim"):  # a list where layers differ: Gemma 3n
+            text[name] = None if isinstance(text.get(name), list) else text.get(name)
+        _check(text, *_OTHER_NAMES, "vocab_size", "head_dim", "bos_token_id", "pad_token_id")
         heads, wide = _need(text, "num_attention_heads"), _need(text, "hidden_size")
         return cls(
             architecture=str((hf.get("architectures") or [hf.get("model_type")])[0]),
@@ -314,7 +315,7 @@ class ModelConfig:
             head_dim=text.get("head_dim") or wide // heads,
             tie_embeddings=bool(text.get("tie_word_embeddings", False)),
             max_position=_need(text, "max_position_embeddings"),
-            eos_token_ids=_ids(text.get("eos_token_id")),
+            eos_token_ids=end_tokens(text),
             bos_token_id=text.get("bos_token_id"),
             pad_token_id=text.get("pad_token_id"),
             foreign=json.dumps(hf, sort_keys=True),
@@ -394,18 +395,81 @@ _OTHER_NAMES = {
 }
 
 
+def _whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < _MOST
+
+
+def _number(value: Any, least: float = math.ulp(0.0)) -> bool:
+    return type(value) in (int, float) and least <= value < _LARGEST
+
+
+_MOST = 2**24  # of layers, a vocabulary, a context; beyond, it is a file gone wrong, and all memory
+_LARGEST = 1e38  # of float32
+
+
+# What values must be → whether one is, and the keys of config.json, and of RoPE's options, that
+# have such values; of a key that is missing or null nothing is asked here.
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    f"a whole number above 0 and below {_MOST:,}": (
+        lambda v: _whole(v, 1),
+        "vocab_size num_hidden_layers hidden_size intermediate_size num_attention_heads head_dim "
+        "num_key_value_heads max_position_embeddings sliding_window_pattern moe_intermediate_size "
+        "original_max_position_embeddings",
+    ),
+    f"a whole number, 0 or more and below {_MOST:,}": (
+        lambda v: _whole(v, 0), "sliding_window num_experts num_experts_per_tok",
+    ),
+    "a number above 0": (
+        _number,
+        "rms_norm_eps rope_theta rope_local_base_freq query_pre_attn_scalar factor beta_fast "
+        "beta_slow low_freq_factor high_freq_factor attention_factor",
+    ),
+    "a number, 0 or more": (
+        lambda v: _number(v, 0),
+        "initializer_range attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim",
+    ),
+    "true or false": (
+        lambda v: v in (False, True), "tie_word_embeddings attention_bias norm_topk_prob truncate",
+    ),
+    "an object": (
+        lambda v: isinstance(v, Mapping),
+        "rope_scaling rope_parameters full_attention sliding_attention text_config id2label",
+    ),
+    "a list of numbers above 0": (
+        lambda v: isinstance(v, list | tuple) and all(map(_number, v)), "short_factor long_factor",
+    ),
+    "a list of words": (
+        lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v),
+        "architectures layer_types",
+    ),
+    "a word": (lambda v: isinstance(v, str), "model_type"),
+    "a token's number": (lambda v: _whole(v, -1), "bos_token_id pad_token_id"),
+    "a token's number, or a list of them": (
+        lambda v: all(_whole(x, -1) for x in (v if isinstance(v, list) else [v])), "eos_token_id",
+    ),
+}  # fmt: skip
+
+
+def _check(hf: Mapping[str, Any], *keys: str) -> None:
+    """Raise UserError for a value of a wrong form: of these keys, or of all."""
+    for words, (fits, names) in _FORMS.items():
+        for key in names.split():
+            value = hf.get(key) if key in keys or not keys else None
+            if not (value is None or fits(value)):
+                raise UserError(f"config.json has {key}={value!r}; it must be {words}")
+
+
 def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size, ≥ 1; `default` if the file lacks it, None: then it is an error."""
+    """Return a size; `default` if the file lacks it, None: then it is an error."""
     value = hf.get(key, default)
-    if value is None:
+    if not value:
         raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
-    if not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json has {key}={value!r}; it must be a whole number above 0")
     return value
 
 
 def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the key of ARCHITECTURES, and whether the model has a value head."""
+    _check(hf, "architectures", "model_type", "id2label")
     by_type = {row["model_type"]: name for name, row in ARCHITECTURES.items()}
     names = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
     scored = {other: name for name, other in _SCORED_NAMES.items()}
@@ -447,34 +511,36 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
 
 def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the field `windows` of the keys that an architecture has."""
-    window, pattern = (
-        own.get("sliding_window") or 0,
-        _need(own, "sliding_window_pattern", layers + 1),
-    )
+    window, pattern = own.get("sliding_window") or 0, own.get("sliding_window_pattern", layers + 1)
     kinds = own.get("layer_types") or [_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
+    if len(kinds) != layers:
+        raise UserError(
+            f"layer_types has {len(kinds)} layers, num_hidden_layers={layers}; fix config.json"
+        )
     windows = tuple(window * (kind == _KINDS[True]) for kind in kinds)
     return windows if any(windows) else ()
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+def end_tokens(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that end a completion, of config.json or generation_config.json."""
+    _check(hf, "eos_token_id")
+    value = hf.get("eos_token_id")
     return (value,) if isinstance(value, int) else tuple(value or ())
 
 
 def _local_rope(hf: Mapping[str, Any]) -> Rope:
     """Return the RoPE of layers with a window, whose base is a key of its own (Gemma 3)."""
-    local = (hf.get("rope_parameters") or {}).get(_KINDS[True], {})
+    local = (hf.get("rope_parameters") or {}).get(_KINDS[True])
     other = {"rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
     return _rope_from_hf({**hf, **other, "rope_parameters": local})
 
 
 def _rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = ROPE_KINDS) -> Rope:
-    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    given = hf.get(key) or {}
-    if not isinstance(given, Mapping):
-        raise UserError(f"config.json has {key}={given!r}; it must be an object with a rope_type")
-    given = dict(given)
-    if "full_attention" in given:  # the per-layer-type form of newer files
-        given = dict(given["full_attention"])
+    _check(hf, "rope_scaling", "rope_parameters")
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    _check(given)
+    given = dict(given.get(_KINDS[False]) or given)  # newer files have one for each kind of layer
+    _check(given)
     kind = given.pop("rope_type", None) or given.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     given.pop("type", None)

@@ -221,6 +221,10 @@ def test_transformers_reads_what_is_written_and_writes_what_is_read(architecture
             {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["sliding_attention"] * 2},
             ["2 layers", "num_hidden_layers=3"],
         ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"] * 2},
+            ["2 layers", "num_hidden_layers=3"],
+        ),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
         ({"mlp_bias": True}, ["mlp_bias=True"]),
         ({"attention_dropout": 0.1}, ["attention_dropout=0.1"]),
@@ -256,6 +260,27 @@ def test_what_cannot_be_done_is_one_line_that_names_the_key(changes, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert re.search(re.escape(word), str(error.value)), error.value
+
+
+ODD = [0, -1, 1.5, 10**12, 10**400, 1e300, float("nan"), True, "8"]
+ODD += [[], [1], ["x"], [None], {}, {"a": 1}]
+ODD += [{"rope_type": kind, "factor": 0, "original_max_position_embeddings": "8"} for kind in ROPES]
+ODD += [{"rope_type": kind, "short_factor": 1, "long_factor": ["x"] * 4} for kind in ROPES]
+ODD += [{"rope_type": ["yarn"]}, {"rope_theta": "x"}, {"full_attention": 1}]
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_damaged_file_is_read_or_is_a_users_error(architecture):
+    whole = hf_dict(architecture, **ModelConfig.from_hf(hf_dict(architecture)).to_hf())
+    keys = {*whole, "rope_scaling", "layer_types", "text_config", "num_local_experts", "id2label"}
+    for key in sorted(keys | {key for row in ARCHITECTURES.values() for key in row}):
+        for read in (ModelConfig.from_hf, lambda hf: ModelConfig.from_foreign(hf, "why", 0)):
+            for odd in ODD:
+                with contextlib.suppress(UserError):
+                    try:
+                        hash(read({**whole, key: odd}))
+                    except (TypeError, ValueError, LookupError, AttributeError) as error:
+                        pytest.fail(f"{key}={odd!r}: {error!r}")
 
 
 def described(architecture):
