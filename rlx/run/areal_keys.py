@@ -23,7 +23,16 @@ _FILTER = "actor.rejection_sampling"
 
 
 class ArealLoader(yaml.SafeLoader):
-    """YAML as AReaL has it: 1e-5 is a number."""
+    """YAML as AReaL has it: 1e-5 is a number, and a key stands once in a block."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Return a block before what it merges is in it; YAMLError for a key that it has twice."""
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys[1:]:
+            if key.value in [other.value for other in keys[: keys.index(key)]]:
+                raise yaml.MarkedYAMLError(None, None, f"{key.value!r} twice", key.start_mark)
+        return node
 
 
 _FLOAT = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")

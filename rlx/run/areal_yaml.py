@@ -34,7 +34,7 @@ _SIZES = ("task_type", "port_count", "gpu", "cpu", "mem", "cmd")  # of a schedul
 def _parsed(text: str, what: str) -> Any:
     try:
         return yaml.load(text, ArealLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # all PyYAML's
         raise UserError(f"{what} is no YAML ({' '.join(str(error).split())})") from None
 
 
@@ -94,7 +94,10 @@ def load(
             raise UserError(f"{path}: {'.'.join(at)} has ${{{text}}}, which {why}")
         return resolved(node, place, (*seen, place))
 
-    return dict(_leaves(resolved(tree, (), ())))
+    try:
+        return dict(_leaves(resolved(tree, (), ())))
+    except RecursionError:
+        raise UserError(f"{path} has an alias for what it stands in; write that out") from None
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -117,8 +120,12 @@ def modern(leaves: Mapping[str, Any]) -> ArealFile:
         old = next((o for o in table if name == o or (o[-1] in "._" and name.startswith(o))), "")
         key = table[old] + name.removeprefix(old) if old else name
         if key.endswith("scheduling_spec") and isinstance(value, list):  # but for what it costs
+            if not all(isinstance(spec, dict) for spec in value):
+                raise UserError(f"{_shown(name, value)}: want a list of blocks")
             specs = [{k: v for k, v in spec.items() if k not in _SIZES and v} for spec in value]
             value = [spec for spec in specs if spec]
+        if not _alike(value, DEFAULTS.get(key)):
+            raise UserError(f"{_shown(name, value)}: want one like AReaL's own, {DEFAULTS[key]!r}")
         given[key], names[key] = value, name
     if first:
         group, norm = given.pop("actor.group_adv_norm", 0), given.pop("actor.adv_norm", True)
@@ -133,10 +140,22 @@ def modern(leaves: Mapping[str, Any]) -> ArealFile:
     for old in ("actor.behav_imp_weight_", "actor.behave_imp_weight_"):
         cap, mode = given.pop(f"{old}cap", NOTHING), given.pop(f"{old}mode", "token_mask")
         if cap is not NOTHING and mode != "disabled":
-            level, _, action = mode.replace("truncate", "clamp").partition("_")
+            level, _, action = str(mode).replace("truncate", "clamp").partition("_")
             now = {"level": level, "action": action, "upper": float("inf") if cap is None else cap}
             given |= {f"actor.rejection_sampling.{key}": value for key, value in now.items()}
     return ArealFile(given, names, TABLE["first_defaults"] if first else None)
+
+
+def _alike(value: Any, usual: Any) -> bool:
+    """Return whether a value is of the type of AReaL's default, where there are both."""
+    if value in (None, {}) or usual is None:
+        return True
+    if isinstance(usual, list):
+        return isinstance(value, list | str)
+    number = isinstance(value, int | float) and type(usual) in (int, float)
+    if isinstance(value, bool):
+        return usual == "disabled" or isinstance(usual, bool)  # YAML's on and off
+    return number or isinstance(value, type(usual))
 
 
 def _unset(key: str, value: Any, file: ArealFile) -> str | None:
@@ -169,7 +188,7 @@ def _typed(key: str, value: Any, to: str, usual: Any) -> Any:
     """Return a value of AReaL's `key` in the type that `to` has."""
     field = FIELDS.get(to.removeprefix("algorithm.")) if to.startswith("algorithm.") else None
     kind = type(field.default) if field else type(usual)
-    if isinstance(value, float) and not value > -math.inf:
+    if isinstance(value, float) and not (value > -math.inf and (kind is float or value < math.inf)):
         raise UserError(f"{_shown(key, value)}: {to} takes a number")
     if type(value) in (int, float) and kind in (int, float) and kind(value) == value:
         return kind(value)
@@ -195,7 +214,11 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
         if "data" not in file.facts and row.to.startswith(_TRAINING):
             continue  # an evaluation
         key, given = file.names.get(row.key, row.key), file[row.key]
-        value = row(file)
+        try:
+            value = row(file)
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            usual_type = type(usual[row.to]).__name__
+            raise UserError(f"{_shown(key, given)}: {row.to} takes {usual_type}") from None
         if value is LOST:
             lost.append(f"{_shown(key, given)}: {row.says or 'not here'}")
         elif value is not NOTHING:

@@ -304,7 +304,20 @@ def test_an_override_changes_its_own_block_and_no_more_of_it(tmp_path):
         ("defaults: [base]\na: 1", [], "`defaults`"),
         (RL, ["eps_clip"], "'eps_clip' overrides nothing"),
         (RL, ["actor.eps_clp=0.3"], "'actor.eps_clp' in mine.yaml; did you mean 'actor.eps_clip'"),
-        (RL, ["actor.eps_clip=high"], "actor.eps_clip = 'high': algorithm.clip_low takes float"),
+        (RL, ["actor.eps_clip=high"], "actor.eps_clip = 'high': want one like AReaL's own, 0.2"),
+        (RL, ["seed=true"], "seed = True: want one like AReaL's own, 1"),
+        (RL, ["allocation_mode=3"], "allocation_mode = 3: want one like AReaL's own, ''"),
+        (RL, ["recover.mode=[a]"], "recover.mode = ['a']: want one like AReaL's own, 'disabled'"),
+        (RL, ["gconfig.stop=3"], "gconfig.stop = 3: sampling.stop takes tuple"),
+        (RL, ["gconfig.max_new_tokens=.inf"], "new_tokens = inf"),
+        (RL, ["actor.mb_spec.max_tokens_per_mb=x"], "train.max_tokens_per_microbatch takes int"),
+        (RL, ["actor.scheduling_spec=[3]"], "actor.scheduling_spec = [3]: want a list of blocks"),
+        (RL + "actor: {path: n}", [], "no YAML ('actor' twice in"),
+        ("a: &a {b: *a}", [], "mine.yaml has an alias for what it stands in"),
+        ("a: " + "[" * 2000, [], "is no YAML"),
+        ("a: !!int b", [], "is no YAML"),
+        ("a: 2026-02-31", [], "is no YAML"),
+        ("a: !!timestamp b", [], "is no YAML"),
         (RL, ["gconfig.n_samples=2.5"], "sampling.n_samples takes int"),
         (RL, ["actor.optimizer.lr=.nan"], "optimizer.lr = nan: optimizer.learning_rate takes a n"),
         (RL, ["train_dataset.path=null"], "needs the number of rows in train_dataset.path"),
@@ -318,6 +331,11 @@ def test_what_cannot_be_read_is_one_line(text, overrides, words, tmp_path):
         made(tmp_path, text, *overrides)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_block_may_set_again_what_it_merges(tmp_path):
+    text = RL + "a: &a {group_size: 4}\ngconfig: {<<: *a, n_samples: 3}\nb: {<<: *a, group_size: 2}"
+    assert made(tmp_path, text)[0].sampling.n_samples == 3
 
 
 def test_nothing_of_a_file_is_dropped_in_silence(tmp_path):
