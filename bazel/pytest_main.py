@@ -1,10 +1,14 @@
-"""Runs the file of tests that Bazel names, in one process, as `pytest FILE` does in a clone."""
+"""Runs the fast tests of the file that Bazel names, in one process, under pytest."""
 
 import sys
 
 import pytest
 
+# Those that an environment of `.[dev]` runs, also where there are more extras.
+OTHERS = ("slow", "ray", "slurm", "vllm", "witnesses", "docs")
+
 if __name__ == "__main__":
-    status = pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]])
-    # A file may have none but slow tests, which run where they are asked for.
+    fast = " and ".join(f"not {marker}" for marker in OTHERS)
+    status = pytest.main(["-p", "no:cacheprovider", "-m", fast, *sys.argv[1:]])
+    # A file may have none but others, which run where they are asked for.
     sys.exit(0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else status)
