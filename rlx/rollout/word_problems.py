@@ -12,6 +12,7 @@ order, are those of no problem for training: that is a hash of the numbers alone
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,106 +29,126 @@ _SIGNS = {"packs": "*", "add": "+", "take": "-", "times": "*", "share": "/",
           "more": "+", "fewer": "-", "together": "+"}  # fmt: skip
 LAST = ("share", "more", "fewer", "together")  # they ask a question of their own
 
+_FRIENDS = (
+    "[How many {things} does {friend} have?|How many {things} belong to {friend}?|"
+    "Find the {things} of {friend}.|What does {friend} own?|What amount is that?]"
+)
+_BOTH = (
+    "[How many {things} do {name} and {friend} have together?|What is the sum of both?|"
+    "How many do the two of them have in all?|Find out what they own as a pair.]"
+)
+# Kind → sentences. Of [this|that] one is said: there are more than a model learns by heart.
 PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
     "train": {
-        "start": ("{name} has {n} {things}.", "At first {name} has {n} {things}.",
-                  "There are {n} {things} in {name}'s bag.", "{name} owns {n} {things}.",
-                  "{name} starts with {n} {things}.", "{n} {things} lie on {name}'s desk.",
-                  "In the morning {name} counts {n} {things}.",
-                  "{name}'s collection consists of {n} {things}.",
-                  "{n} {things} are what {name} owns.", "{name} brought along {n} {things}.",
-                  "So far {name} possesses {n} {things}."),
-        "packs": ("{name} has {n} boxes with {k} {things} in each box.",
-                  "{name} buys {n} bags of {k} {things} each.",
-                  "There are {n} shelves in {name}'s room, and each shelf holds {k} {things}.",
-                  "{name} owns {n} jars, every one of them with {k} {things} inside.",
-                  "{k} {things} come in a packet, and {name} opens {n} packets.",
-                  "On each of {n} mornings {name} collects {k} {things}.",
-                  "Each tray carries {k} {things}, and {name} has {n} trays.",
-                  "{name} arranges {n} rows of {k} {things}.",
-                  "For {n} weeks {name} saves {k} {things} a week."),
-        "add": ("{name} gets {n} more {things}.", "Then {name} buys {n} {things}.",
-                "{friend} gives {name} {n} {things}.", "Later {name} finds {n} other {things}.",
-                "{n} new {things} arrive for {name} in the mail.",
-                "{name} wins {n} {things} in a game.",
-                "{friend} hands over {n} {things} to {name}.",
-                "Another {n} {things} come on top.", "{name} picks up {n} further {things}.",
-                "From a neighbour {name} gets {n} {things} as a gift.",
-                "{name}'s uncle puts {n} {things} into the bag.",
-                "The number of {things} goes up by {n}."),
-        "take": ("{name} loses {n} {things}.", "{name} gives {n} {things} to {friend}.",
-                 "Then {name} sells {n} of them.", "After that {n} of the {things} break.",
-                 "{name} uses up {n} {things}.", "A thief steals {n} {things}.",
-                 "{n} {things} fall out of {name}'s bag.",
-                 "{friend} takes away {n} of the {things}.",
-                 "{n} of them get lost.", "{name} throws away {n} old {things}.",
-                 "{friend} asks for {n} {things} and gets them.", "{name} returns {n} of them.",
-                 "Rain ruins {n} of {name}'s {things}.", "{name} pays {n} {things} for a ticket.",
-                 "{name} lends {n} {things} to {friend}.", "{name} forgets {n} {things} at school.",
-                 "The number of {things} goes down by {n}."),
-        "times": ("A week later {name} has {n} times as many {things}.",
-                  "Then the number of {things} becomes {n} times as large.",
-                  "{name} trades them for {n} times as many {things}.",
-                  "By some luck the amount is multiplied by {n}.",
-                  "Over the summer it grows {n} times bigger.",
-                  "For each of these {name} gets {n} in return, and gives it away.",
-                  "By and by the pile of {things} is {n} times what it was."),
-        "share": ("{name} shares all of them equally among {n} friends. "
-                  "How many {things} does each friend get?",
-                  "{name} puts all the {things} into {n} equal piles. "
-                  "How many {things} are in each pile?",
-                  "{n} cousins divide everything fairly. What does each of them receive?",
-                  "{name} splits the {things} evenly between {n} boxes. "
-                  "Find how many go into one box.",
-                  "All {things} are dealt out to {n} players, the same to each. "
-                  "How many does one player hold?",
-                  "They are spread over {n} plates with no difference between the plates. "
-                  "What is the number on a single plate?"),
-        "more": ("{friend} has {n} more {things} than {name}. "
-                 "How many {things} does {friend} have?",
-                 "{friend} owns {n} {things} beyond what {name} has. "
-                 "What number of {things} is that?",
-                 "{name} has {n} {things} less than {friend}. "
-                 "How many {things} belong to {friend}?",
-                 "To have as many as {friend}, {name} would need {n} extra. "
-                 "Find the {things} of {friend}."),
-        "fewer": ("{friend} has {n} {things} fewer than {name}. "
-                  "How many {things} does {friend} have?",
-                  "{friend} owns {n} {things} less. What does {friend} own?",
-                  "{name} has {n} {things} more than {friend}. "
-                  "How many {things} belong to {friend}?",
-                  "{friend} would need another {n} to have as many as {name}. "
-                  "Find the {things} of {friend}."),
-        "together": ("{friend} has {n} {things}. "
-                     "How many {things} do {name} and {friend} have together?",
-                     "{friend} owns {n} {things} too. What is the sum of both?",
-                     "{friend} comes with {n} {things}, and they are put in one box. "
-                     "How many {things} does the box hold?",
-                     "With {friend}'s {n} {things} counted in, find the total.",
-                     "{n} {things} are in {friend}'s bag. "
-                     "How many do the two of them have in all?"),
-        "ask": ("How many {things} does {name} have now?",
-                "How many {things} does {name} have in the end?",
-                "How many {things} are there now?", "How many {things} remain?",
-                "Find the number of {things}.", "What is {name}'s number of {things} then?",
-                "With how many {things} does {name} end up?", "How many are left for {name}?",
-                "How many {things} does {name} own after all this?",
-                "What does {name} count in the end?", "Say how many {things} {name} has by then.",
-                "Work out how many {things} are {name}'s.", "Give the final number of {things}.",
-                "Tell us what is in {name}'s hands at last.", "State the size of the collection.",
-                "Compute how many {things} that makes.", "Add up what {name} still has.",
-                "Write down how many {things} there are in all.", "So how many {things} is that?",
-                "{friend} wants to know how many {things} {name} has. What is the answer?"),
-        "aside": ("{name} is {n} years old.", "The way to school takes {n} minutes.",
-                  "{friend} lives in house number {n}.", "The bus has {n} seats.",
-                  "It is {n} minutes past four.", "{friend}'s book has {n} pages.",
-                  "The street is {n} metres long.", "{name} once ran {n} kilometres.",
-                  "A cat sleeps for {n} minutes.", "{name}'s shoes are of size {n}.",
-                  "{friend} waits {n} seconds for the lift.", "A lamp costs {n} euros.",
-                  "Line {n} of the tram stops here.", "{name} sits in row {n} of the theatre.",
-                  "It has rained for {n} days.", "The church tower has {n} steps.",
-                  "{name} opens the newspaper at page {n}.", "{n} birds sit on a roof.",
-                  "{friend}'s grandmother turns {n} today.", "The soup cooks for {n} minutes."),
+        "start": (
+            "{name} [has|owns|keeps|holds] {n} {things}[| at home| in a box| in a drawer].",
+            "[At first|In the morning|On Monday|One day] {name} [has|counts|owns] {n} {things}.",
+            "There are {n} {things} [in {name}'s bag|on {name}'s desk|under {name}'s bed].",
+            "{name} [starts with|arrives with|was given|brought along] {n} {things}.",
+            "{n} {things} [lie on {name}'s desk|are what {name} owns|are in {name}'s pocket].",
+            "{name}'s [collection|supply|stock] [consists of|is|holds] {n} {things}.",
+            "So far {name} possesses {n} {things}."),
+        "packs": (
+            "{name} [has|buys|owns|finds] {n} [boxes|bags|cartons] with {k} {things} in each.",
+            "{name} [brings|gets|opens] {n} [bags|jars|tins] of {k} {things} each.",
+            "There are {n} [shelves|drawers|tables] in {name}'s [room|house|shop], "
+            "and each [shelf|one] [holds|carries] {k} {things}.",
+            "{name} owns {n} [jars|chests], every one of them with {k} {things} inside.",
+            "{k} {things} [come in a packet|make a set], and {name} [opens|buys] {n} of these.",
+            "On each of {n} [mornings|walks] {name} [collects|finds|puts aside] {k} {things}.",
+            "Each [tray|stack|page] [carries|has] {k} {things}, and {name} has {n} [such|of them].",
+            "{name} [arranges|lays out] {n} rows of {k} {things}.",
+            "{name} goes out {n} times and [comes back with|finds] {k} {things} each time.",
+            "For {n} weeks {name} [saves|makes] {k} {things} a week."),
+        "add": (
+            "[|Then |Later |After that ]{name} [gets|buys|wins|makes] {n} [|more |new ]{things}.",
+            "[|Then |At noon ]{name} [finds|picks up|earns] {n} [other|further] {things}"
+            "[| at school| in the park| on the way home].",
+            "[|Then |Soon ]{friend} [gives|sends|brings] {name} {n} {things}[| for a birthday].",
+            "{n} [new|more|other] {things} [arrive for {name} in the mail|come in|turn up].",
+            "{friend} hands over {n} {things} to {name}.", "Another {n} {things} come on top.",
+            "From [a neighbour|a teacher|grandfather] {name} gets {n} {things}[| as a gift].",
+            "{name}'s [uncle|mother|teacher] [puts|places] {n} {things} into the bag.",
+            "The number of {things} [goes up|rises] by {n}."),
+        "take": (
+            "[|Then |Later |After that ]{name} [loses|sells|breaks|drops] {n} [of them|{things}].",
+            "[|Then |At noon ]{name} [uses up|throws away|returns] {n} [|old |of the ]{things}.",
+            "[|Then |Soon ]{name} [gives|lends|sends|sells] {n} {things} to {friend}.",
+            "[|Then |Later ]{friend} [takes away|wins|carries off] {n} of [the|{name}'s] {things}.",
+            "{n} of [them|the {things}] [break|get lost|disappear|are stolen|are spoilt].",
+            "A [thief|stranger|dog] [steals|carries away] {n} {things}.",
+            "{n} {things} fall out of {name}'s bag.",
+            "The number of {things} [goes down|falls] by {n}.",
+            "{friend} asks for {n} {things} and gets them.",
+            "[Rain|Fire|A storm] [ruins|destroys] {n} of {name}'s {things}.",
+            "{name} [pays|spends] {n} {things} for [a ticket|a ride|lunch].",
+            "{name} forgets {n} {things} [at school|in a shop|in the garden]."),
+        "times": (
+            "[A week later|After a while|Next year] {name} has {n} times as many {things}.",
+            "Then the number of {things} [becomes|is made] {n} times as large.",
+            "{name} [trades|swaps] [them|everything] for {n} times as many[| {things}].",
+            "[By some trick|In a game] the [amount|number|pile] is multiplied by {n}.",
+            "Over the summer [it|the pile|this] [becomes|gets] {n} times [bigger|larger].",
+            "For each of these {name} gets {n} in return, and gives it away.",
+            "By and by the pile of {things} is {n} times what it was."),
+        "share": (
+            "{name} [shares|divides] [all of them|them all] [equally|fairly] among {n} "
+            "[friends|cousins]. [How many {things} does each get?|What does each receive?]",
+            "{name} [puts|sorts|packs] all the {things} into {n} equal [piles|bags|stacks]. "
+            "[How many {things} are in each?|What is in one of them?|Say how many one holds.]",
+            "{n} [cousins|neighbours] [divide|share] everything [fairly|equally]. "
+            "[What does each of them receive?|How many {things} does one get?]",
+            "{name} splits the {things} [evenly|equally] between {n} [boxes|tins]. "
+            "Find how many [go into one of them|each of them has].",
+            "All {things} are dealt out to {n} players, the same to each. "
+            "[How many does one player hold?|What does a player get?]",
+            "They are spread over {n} plates with no difference between the plates. "
+            "[What is the number on a single plate?|How many lie on one plate?]"),
+        "more": (
+            "{friend} [has|holds|counts] {n} more {things} than {name}. " + _FRIENDS,
+            "{friend} [owns|has] {n} {things} beyond what {name} has. " + _FRIENDS,
+            "{name} has {n} {things} less than {friend}. " + _FRIENDS,
+            "To have as many as {friend}, {name} would need {n} [extra|more]. " + _FRIENDS,
+            "{friend} is ahead of {name} by {n} {things}. " + _FRIENDS),
+        "fewer": (
+            "{friend} has {n} {things} fewer than {name}. " + _FRIENDS,
+            "{friend} [has|holds|counts] {n} {things} less. " + _FRIENDS,
+            "{name} has {n} {things} more than {friend}. " + _FRIENDS,
+            "{friend} would need another {n} to have as many as {name}. " + _FRIENDS,
+            "{friend} is behind {name} by {n} {things}. " + _FRIENDS),
+        "together": (
+            "{friend} [has|owns|holds|counts] {n} {things}[| too| as well]. " + _BOTH,
+            "{friend} comes with {n} {things}, and they are put in one box. "
+            "[How many {things} does the box hold?|What is in the box then?]",
+            "With {friend}'s {n} {things} counted in, "
+            "[find the total.|how many are there?|what do they make?]",
+            "{n} {things} are in {friend}'s [bag|room|pocket]. " + _BOTH,
+            "{friend} [joins in|helps] with {n} {things}. " + _BOTH),
+        "ask": (
+            "[How|Now how] many {things} does {name} have[| now| in the end| then]?",
+            "How many {things} [are there now|remain|are {name}'s in the end]?",
+            "[Find|Give|Report] the [|final |last ]number of {things}.",
+            "What is {name}'s number of {things} then?", "[So how|How] many {things} is that?",
+            "With how many {things} does {name} end up?", "How many are left for {name}?",
+            "How many {things} does {name} own after all this?",
+            "What does {name} [count|hold|own] in the end?", "Add up what {name} still has.",
+            "[Say|Find|Tell us] how many {things} {name} has [by then|now|at last].",
+            "Work out how many {things} are {name}'s.", "State the size of the collection.",
+            "Compute how many {things} that makes.", "Tell us what is in {name}'s hands at last.",
+            "Write down how many {things} there are[| in all| now].",
+            "{friend} wants to know how many {things} {name} has. What is the answer?"),
+        "aside": (
+            "{name} is {n} years old.", "{friend}'s [book|diary|atlas] has {n} pages.",
+            "[The way to school|A walk to the lake|The film] takes {n} minutes.",
+            "{friend} lives in house number {n}.", "[The bus|A hall|The train] has {n} seats.",
+            "It is {n} minutes past four.", "[The street|A bridge] is {n} metres long.",
+            "{name} [once ran|drives] {n} kilometres.", "A cat sleeps for {n} minutes.",
+            "{name}'s [shoes|boots|gloves] are of size {n}.", "Line {n} of the tram stops here.",
+            "{friend} waits {n} seconds for the lift.", "[A lamp|A coat|The bed] costs {n} euros.",
+            "{name} sits in row {n} of the [theatre|cinema].", "It has rained for {n} days.",
+            "The [church tower|castle] has {n} [steps|windows].", "{n} birds sit on a roof.",
+            "{name} opens the newspaper at page {n}.", "The soup cooks for {n} minutes.",
+            "{friend}'s [grandmother|neighbour] turns {n} today.", "A hen is {n} months old."),
     },
     "held_out": {
         "start": ("{n} {things} belong to {name}.", "{name} begins the day with {n} {things}.",
@@ -241,7 +262,9 @@ def _draw(rng: random.Random, split: str, level: int) -> dict[str, Any] | None:
     words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
 
     def told(kind: str, n: int = 0, k: int = 0) -> str:
-        return rng.choice(PHRASES[split][kind]).format(n=n, k=k, **words)
+        phrase = rng.choice(PHRASES[split][kind])
+        chosen = re.sub(r"\[(.*?)\]", lambda choice: rng.choice(choice[1].split("|")), phrase)
+        return chosen.format(n=n, k=k, **words)
 
     begins_packed = steps[0].kind == "packs"
     begin = told("packs", first, steps[0].n) if begins_packed else told("start", first)
