@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 from ml_collections import ConfigDict
 
@@ -96,7 +96,7 @@ class _RayRun:
 
     def interrupt(self) -> None:
         """Ask the trainer to finish its step, or where there is none yet, end at once."""
-        self._stop.set()
+        Thread(target=self._stop.set).start()  # what is interrupted may hold the event's lock
         if not self._running:
             raise KeyboardInterrupt
 

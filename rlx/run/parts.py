@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -129,7 +129,8 @@ def build(
         progress.message("finishing this step, then saving; once more to stop at once")
 
     if current_thread() is main_thread():  # signals reach no other
-        stack.enter_context(interrupts(end_well))
+        # In a thread: what a signal interrupts may hold the lock of the terminal or the event.
+        stack.enter_context(interrupts(Thread(target=end_well, daemon=True).start))
     cores = sorted(os.sched_getaffinity(0))
     token = wire.take_token(os.environ)
     if token:  # whoever runs again in this process has it again

@@ -1,5 +1,6 @@
 """The main job as a user runs it: real processes, the packaged model, files on disk."""
 
+import contextlib
 import json
 import os
 import resource
@@ -249,6 +250,25 @@ def test_ctrl_c_waits_for_an_evaluation_under_way(tmp_path):
     scores = records(tmp_path / "eval.jsonl")
     assert scores[0]["step"] == 0, out
     assert scores[0]["num_questions"] == 400
+
+
+def test_ctrl_c_while_a_line_is_printed(tmp_path):
+    process = start(
+        tmp_path, "--config.total_steps=1000", "--config.eval.every_steps=0",
+        environment={"PYTHONUNBUFFERED": ""},  # stdout with a lock
+    )  # fmt: skip
+    pipe = os.open(f"/proc/self/fd/{process.stdout.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(pipe, b"\n"):
+            pass
+    os.close(pipe)
+    wait_for((tmp_path / "gate.jsonl").exists)
+    time.sleep(2)  # the gate's line waits for somebody to read
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    status, out = finish(process)
+    assert status == 130, out
+    assert "finishing this step, then saving" in out
 
 
 @pytest.mark.parametrize(
