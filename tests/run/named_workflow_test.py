@@ -106,7 +106,7 @@ def test_an_agent_class_has_the_run_s_options(config):
     config.agents.turn_discount, config.agents.export, config.reward.workers = 0.5, "concat", 3
     found = inputs.prepare(config).workflow
     assert isinstance(found, AgentWorkflow)
-    assert found.name.startswith(f"Repeat ({AGENTS}, line ")
+    assert found.name.startswith(f"Repeat ({AGENTS.resolve()}, line ")
     options = found._options
     assert (options.turn_discount, options.export, options.workers) == (0.5, "concat", 3)
     config.agents.export = "tre"
