@@ -108,7 +108,7 @@ def divergence_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
 def divergence(target: T, behaviour: T, algorithm: Algorithm, lib: Any) -> T:
     """Return how far the target is from the behaviour policy, of a token drawn or not drawn.
 
-        tv  |π − μ|
+        tv  abs(π − μ)
         kl  μ·log(μ / π) + (1 − μ)·log((1 − μ) / (1 − π))
 
     Log-probabilities are held at −1e-6 or less, so that 1 − π is not 0.
