@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SLOW_SECONDS = 0.1  # a callback that takes longer blocks the loop
 _GRACE = 2.0  # seconds a cancelled run has to end
+_BLOCKED = 2.0  # seconds beyond its runs' timeout after which a blocked loop is interrupted
 _SETTLE = 1.0  # seconds for what ends after the runs
 _NEWS_SECONDS = 5.0  # a loop that is blocked for longer is reported at once
 _OWN_THREADS = {"MainThread", "rlx-loop-watch", "rlx-recorder", "asyncio"}
@@ -224,7 +225,7 @@ class ConcurrentRuns(logging.Handler):
         if self._told and not told:
             where = loop_watch.blamed(stack)[0]
             self._tell(f"the event loop is blocked, for {seconds:.0f} s by now: {where}")
-        if self._timeout and seconds > self._timeout + _GRACE * (self._interrupts + 1):
+        if self._timeout and seconds > self._timeout + _BLOCKED * (self._interrupts + 1):
             self._interrupts += 1
             self.observed.gave_up = f"the event loop was blocked for {seconds:.0f} s: ended"
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
