@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,6 +125,17 @@ def test_a_run_is_put_back_and_started_again_and_ctrl_c_saves_and_leaves_no_proc
     assert list((run / "checkpoints").iterdir())
     assert slurm.ask("squeue", "--noheader") == ""
     assert slurm.steps() == []
+
+
+def test_agents_run_there_beside_the_trainer(slurm, start, said, tmp_path):
+    agents = Path(__file__).parents[1] / "agents/agent_classes.py"
+    process = start(
+        tmp_path / "run", "--config.total_steps=2", "--config.scheduler.nodes=2",
+        f"--config.rollout.workflow={agents}:Repeat",
+        '--config.rollout.workflow_kwargs={"turns": 2}',
+    )  # fmt: skip
+    assert process.wait(SECONDS) == 0, said()
+    assert [record["dropped"] for record in records(tmp_path / "run")] == [0, 0]
 
 
 def test_what_cannot_run_there_is_one_line_and_leaves_nothing(slurm, start, said, tmp_path):
