@@ -6,7 +6,7 @@ Hardware:  two CPU cores and 16 GB, as configs/word_problems.py.
 Expect:    the model, which by itself writes prose and is never right, writes equations for each
            step; 149 of 200 held-out answers were right after 22 minutes of both cores of an AMD
            EPYC (avx512_bf16), and most mistakes are of plan, not arithmetic
-           (experiments/2026-11-word-problems; one seed).
+           (experiments/2026-11-word-problems; one seed, 136 with a few more sentences).
 """
 
 from configs import word_problems

@@ -35,8 +35,7 @@ _FRIENDS = (
 )
 _BOTH = (
     "[How many {things} do {name} and {friend} have together?|What is the sum of both?|"
-    "How many do the two of them have in all?|Find out what they own as a pair.|"
-    "If they pool what they own, how many {things} is that?]"
+    "How many do the two of them have in all?|Find out what they own as a pair.]"
 )
 # Kind → sentences. Of [this|that] one is said: there are more than a model learns by heart.
 PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -140,23 +139,16 @@ PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
             "{friend} wants to know how many {things} {name} has. What is the answer?"),
         "aside": (
             "{name} is {n} years old.", "{friend}'s [book|diary|atlas] has {n} pages.",
-            "[The way to school|A walk to the lake|The film|Lunch] takes {n} minutes.",
+            "[The way to school|A walk to the lake|The film] takes {n} minutes.",
             "{friend} lives in house number {n}.", "[The bus|A hall|The train] has {n} seats.",
-            "It is {n} minutes past four.", "{name} opens the newspaper at page {n}.",
-            "[The|A] [street|bridge|wall|garden|boat] is {n} metres [long|wide|away].",
-            "{name} [once ran|drives|swam|still has to go] {n} kilometres.",
-            "[A cat|The baby|{friend}] [sleeps|plays] for {n} minutes.",
+            "It is {n} minutes past four.", "[The street|A bridge] is {n} metres long.",
+            "{name} [once ran|drives] {n} kilometres.", "A cat sleeps for {n} minutes.",
             "{name}'s [shoes|boots|gloves] are of size {n}.", "Line {n} of the tram stops here.",
-            "{friend} waits {n} [seconds|minutes] for the [lift|bus|bell].",
-            "[A|The|Such a] [lamp|coat|bed|piano|clock] costs {n} euros.",
-            "{name} sits in [row|seat] {n} of the [theatre|cinema|train].",
-            "It has [rained|snowed] for {n} [days|hours].", "{n} birds sit on a roof.",
-            "The [church tower|castle|school] has {n} [steps|windows|doors].",
-            "The [soup|cake|rice] cooks for {n} minutes.", "A [hen|horse] is {n} months old.",
-            "{friend}'s [grandmother|neighbour] turns {n} today.",
-            "The [tree|mill|clock] was [planted|built|bought] {n} years ago.",
-            "On the radio somebody [counts to|reads out] {n}.",
-            "{name} can hold the breath for {n} seconds.", "{friend} knows {n} songs by heart."),
+            "{friend} waits {n} seconds for the lift.", "[A lamp|A coat|The bed] costs {n} euros.",
+            "{name} sits in row {n} of the [theatre|cinema].", "It has rained for {n} days.",
+            "The [church tower|castle] has {n} [steps|windows].", "{n} birds sit on a roof.",
+            "{name} opens the newspaper at page {n}.", "The soup cooks for {n} minutes.",
+            "{friend}'s [grandmother|neighbour] turns {n} today.", "A hen is {n} months old."),
     },
     "held_out": {
         "start": ("{n} {things} belong to {name}.", "{name} begins the day with {n} {things}.",
