@@ -15,6 +15,10 @@ from rlx.rewards import answers, equality, rewards, symbolic
 # and the timer ends the grade 50 ms later.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
+# Seconds of this thread's processor time, where no end means minutes or for ever. One answer is
+# given CPU_SECONDS; a collection of what a worker's other tests left takes seconds more.
+ENDS = 10
+
 
 @pytest.fixture(scope="module", autouse=True)
 def warmed():
@@ -261,9 +265,9 @@ _ANY = st.one_of(st.text(), _LATEX, _NESTED, st.integers().map(str), st.floats()
 def test_texts_of_100_kilobytes_are_read_in_linear_time(pieces):
     text = "x" + "".join(piece * count for piece, count in pieces)
     text = (text * (100_000 // len(text) + 1))[:100_000]
-    started = time.process_time()
+    started = time.thread_time()
     assert math(text, answer="85") in (0.0, 1.0)
-    assert time.process_time() - started < symbolic.CPU_SECONDS + 2
+    assert time.thread_time() - started < ENDS
 
 
 def _nested_sets(shared, last):
@@ -309,10 +313,9 @@ GOLD = {
 
 @pytest.mark.parametrize("name", WORST)
 def test_the_worst_inputs_end_in_time(name):
-    started = time.process_time()
+    started = time.thread_time()
     assert math(rf"\boxed{{{WORST[name]}}}", answer=GOLD.get(name, "85")) == 0.0
-    # The end comes between two steps of Python, and other threads of the process count here too.
-    assert time.process_time() - started < 4 * symbolic.CPU_SECONDS
+    assert time.thread_time() - started < ENDS
 
 
 @pytest.mark.parametrize(
@@ -321,9 +324,9 @@ def test_the_worst_inputs_end_in_time(name):
      r"\text{", r"\left(", "{", "}", "(", "½", "####", "#### 1\n", r"\frac1", ", and ", "\\"],
 )  # fmt: skip
 def test_100_kilobytes_of_one_thing(piece):
-    started = time.process_time()
+    started = time.thread_time()
     assert math(piece * (100_000 // len(piece)), answer="85") == 0.0
-    assert time.process_time() - started < symbolic.CPU_SECONDS + 1
+    assert time.thread_time() - started < ENDS
 
 
 def _slow(seconds):
@@ -358,7 +361,7 @@ def test_the_limit_holds_in_every_thread(main):
         thread.start()
         thread.join()
     assert found == [False, True]
-    assert spent[0] < 1.0
+    assert spent[0] < 4.0
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -368,7 +371,7 @@ def test_an_end_that_is_swallowed_comes_again(main):
     def grade():
         started = time.thread_time()
         found.append(symbolic.limited(_stubborn, seconds=0.1))
-        found.append(time.thread_time() - started < 1.0)
+        found.append(time.thread_time() - started < 4.0)
 
     if main:
         grade()
@@ -392,7 +395,7 @@ def test_sympy_is_stopped_off_the_main_thread_too():
     thread.start()
     thread.join()
     # Alone it takes minutes. On a crowded machine a step of Python between two ends takes long.
-    assert spent[0] < 8 * symbolic.CPU_SECONDS
+    assert spent[0] < ENDS
 
 
 def test_a_grade_in_a_thread_leaves_nothing_behind():
