@@ -82,7 +82,7 @@ class Balancer:
           admitted: return those alone that calls may go to.
 
         Raises:
-          Unavailable: none came to life in time, or none ever can.
+          Unavailable: none came to life in time, none ever can, or `close` was called.
           UserError: another client publishes to our servers.
         """
         self.raise_foreign()
@@ -90,7 +90,7 @@ class Balancer:
             async with asyncio.timeout(self._outage):
                 while not (live := [m for m in self.members if self._serves(m, admitted)]):
                     if self._closed:
-                        raise RuntimeError("the fleet is closed")
+                        raise Unavailable("the run that owns the rollout servers has ended")
                     self.raise_fatal()
                     check()
                     self._say_outage()
@@ -134,7 +134,7 @@ class Balancer:
         news.set()
 
     def close(self) -> None:
-        """End every wait with RuntimeError."""
+        """End every wait with Unavailable."""
         self._closed = True
         self.changed()
 

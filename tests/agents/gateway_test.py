@@ -437,6 +437,10 @@ def test_what_the_fleet_refuses_or_cannot_do_has_its_status(agents):
             with pytest.raises(openai.InternalServerError) as down:
                 await ask(client)
             assert down.value.status_code == 503
+            await g.fleet.close()  # as at the end of a run, when applications still ask
+            with pytest.raises(openai.InternalServerError, match="has ended") as down:
+                await ask(client)
+            assert down.value.status_code == 503
 
     agents.run(main())
 
