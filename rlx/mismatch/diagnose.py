@@ -15,8 +15,8 @@ import numpy as np
 
 from rlx.mismatch import measure
 from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer, compare
-from rlx.model.model_config import Rope
 from rlx.model.params import Params
+from rlx.model.rope_config import Rope
 
 CLEARLY = 4.0  # how many times closer a guess must come that does not fit exactly
 NOISE = 3.0  # the largest ratio between a deviation and the rounding noise that explains it

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
-from rlx.model.model_config import ModelConfig, NotOurs, end_tokens
+from rlx.model.config_forms import NotOurs
+from rlx.model.model_config import ModelConfig, end_tokens
 
 
 def resolve(path: str, what: str = "model.path") -> Path:

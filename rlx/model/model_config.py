@@ -6,17 +6,14 @@ activation, dropout) are named here: such a model is transformers' alone.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.base import UserError
-
-
-class NotOurs(UserError):
-    """A model that transformers may have and rlx's decoder has not."""
-
+from rlx.model import rope_config
+from rlx.model.config_forms import NotOurs, check, need
+from rlx.model.rope_config import LAYER_KINDS, Rope
 
 _GEMMA = {
     "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "layer_types": None,
@@ -73,8 +70,6 @@ TRAITS: dict[str, dict[str, Any]] = {
 _SCORED = ("ForCausalLM", "ForSequenceClassification")
 _SCORED_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_KINDS = ("full_attention", "sliding_attention")  # of layers: without and with a window
 # Keys whose null switches something off, where other keys' null is HF's default.
 _NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -82,47 +77,6 @@ _NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcap
 def kernel_fits(head_dim: int, softcap: float) -> bool:
     """Return whether cuDNN's attention, where there is any, computes heads like these."""
     return not (head_dim % 8 or head_dim > 128 or softcap)
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding; names are HF's, None where HF's own default applies.
-
-    The numbers that a kind needs (see _ROPE_REQUIRED) are at these defaults for other kinds.
-
-    Attributes:
-      kind: default | linear | llama3 | yarn | longrope.
-      theta: base of the geometric series of wavelengths.
-      factor: how many times the context is stretched.
-      original_max_position_embeddings: tokens the model was trained on before stretching.
-      short_factor, long_factor: of longrope, what divides each pair's frequency where sequences are
-        within these tokens, and where some may be longer (`long`; see `ModelConfig.within`).
-    """
-
-    kind: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    long: bool = False
-
-
-_ROPE_REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +118,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope = Rope()
+    rope: Rope = Rope()  # noqa: RUF009
     local_rope: Rope | None = None
     windows: tuple[int, ...] = ()
     activation: str = "silu"
@@ -250,23 +204,23 @@ class ModelConfig:
             given["num_experts"] = given["num_local_experts"]
         hf = {**ARCHITECTURES[architecture], **given}
         own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # other keys say nothing to it
-        _check(hf)
+        check(hf)
         _refuse_options(hf, architecture)
-        heads = _need(hf, "num_attention_heads")
+        heads = need(hf, "num_attention_heads")
         bias = bool(hf.get("attention_bias", False))
-        kinds = ("default", "longrope") if architecture == "Phi3ForCausalLM" else ROPE_KINDS
+        kinds = ("default", "longrope") if architecture == "Phi3ForCausalLM" else rope_config.KINDS
         return cls(
             architecture=architecture,
-            vocab_size=_need(hf, "vocab_size"),
-            num_layers=_need(hf, "num_hidden_layers"),
-            model_dim=_need(hf, "hidden_size"),
-            mlp_dim=_need(hf, "intermediate_size"),
+            vocab_size=need(hf, "vocab_size"),
+            num_layers=need(hf, "num_hidden_layers"),
+            model_dim=need(hf, "hidden_size"),
+            mlp_dim=need(hf, "intermediate_size"),
             num_heads=heads,
-            num_kv_heads=_need(hf, "num_key_value_heads", heads),
-            head_dim=_need(hf, "head_dim", _need(hf, "hidden_size") // heads),
-            rope=_rope_from_hf(hf, kinds),
-            local_rope=_local_rope(hf) if "rope_local_base_freq" in own else None,
-            windows=_windows(own, _need(hf, "num_hidden_layers")),
+            num_kv_heads=need(hf, "num_key_value_heads", heads),
+            head_dim=need(hf, "head_dim", need(hf, "hidden_size") // heads),
+            rope=rope_config.from_hf(hf, kinds),
+            local_rope=rope_config.local_from_hf(hf) if "rope_local_base_freq" in own else None,
+            windows=_windows(own, need(hf, "num_hidden_layers")),
             activation=own.get("hidden_activation", hf.get("hidden_act", "silu")),
             query_scalar=own.get("query_pre_attn_scalar", 0),
             attention_softcap=own.get("attn_logit_softcapping") or 0.0,
@@ -279,12 +233,12 @@ class ModelConfig:
             **{"attention_bias": bias, "output_bias": bias} | TRAITS[architecture],
             value_head=value_head,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            max_position=_need(hf, "max_position_embeddings"),
+            max_position=need(hf, "max_position_embeddings"),
             initializer_range=float(hf.get("initializer_range", 0.02)),
             eos_token_ids=end_tokens(hf),
             bos_token_id=hf.get("bos_token_id"),
             pad_token_id=hf.get("pad_token_id"),
-        ).within(_need(hf, "max_position_embeddings"))
+        ).within(need(hf, "max_position_embeddings"))
 
     @classmethod
     def from_foreign(cls, hf: Mapping[str, Any], why: str, numbers: int) -> "ModelConfig":
@@ -293,7 +247,7 @@ class ModelConfig:
         Raises:
           UserError: the file does not tell its vocabulary, context or sizes.
         """
-        _check(hf, "architectures", "text_config")
+        check(hf, "architectures", "text_config")
         text, rows = hf.get("text_config") or {}, ARCHITECTURES.values()
         known = [row for row in rows if row["model_type"] == text.get("model_type")]
         text = {**hf, **(known[0] if known else {}), **text}  # its file may leave out defaults
@@ -302,19 +256,19 @@ class ModelConfig:
             text[name] = found[0] if found else None
         for name in ("intermediate_size", "head_dim"):  # a list where layers differ: Gemma 3n
             text[name] = None if isinstance(text.get(name), list) else text.get(name)
-        _check(text, *_OTHER_NAMES, "vocab_size", "head_dim", "bos_token_id", "pad_token_id")
-        heads, wide = _need(text, "num_attention_heads"), _need(text, "hidden_size")
+        check(text, *_OTHER_NAMES, "vocab_size", "head_dim", "bos_token_id", "pad_token_id")
+        heads, wide = need(text, "num_attention_heads"), need(text, "hidden_size")
         return cls(
             architecture=str((hf.get("architectures") or [hf.get("model_type")])[0]),
-            vocab_size=_need(text, "vocab_size"),
-            num_layers=_need(text, "num_hidden_layers"),
+            vocab_size=need(text, "vocab_size"),
+            num_layers=need(text, "num_hidden_layers"),
             model_dim=wide,
             mlp_dim=text["intermediate_size"] or 4 * wide,
             num_heads=heads,
             num_kv_heads=text["num_key_value_heads"] or heads,
             head_dim=text.get("head_dim") or wide // heads,
             tie_embeddings=bool(text.get("tie_word_embeddings", False)),
-            max_position=_need(text, "max_position_embeddings"),
+            max_position=need(text, "max_position_embeddings"),
             eos_token_ids=end_tokens(text),
             bos_token_id=text.get("bos_token_id"),
             pad_token_id=text.get("pad_token_id"),
@@ -357,7 +311,7 @@ class ModelConfig:
             "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
             "bos_token_id": self.bos_token_id,
             "pad_token_id": self.pad_token_id,
-            **_rope_to_hf(self.rope),
+            **rope_config.to_hf(self.rope),
         }
         own = {
             "hidden_activation": self.activation,
@@ -366,7 +320,7 @@ class ModelConfig:
             "final_logit_softcapping": self.logit_softcap or None,
             "sliding_window": max(self.windows, default=0) or None,
             "original_max_position_embeddings": self.rope.original_max_position_embeddings or 4096,
-            "layer_types": [_KINDS[w > 0] for w in self.layer_windows],
+            "layer_types": [LAYER_KINDS[w > 0] for w in self.layer_windows],
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.experts_per_token,
             "moe_intermediate_size": self.expert_dim,
@@ -374,8 +328,9 @@ class ModelConfig:
         }
         hf |= {key: own[key] for key in ARCHITECTURES[self.architecture] if key in own}
         if self.local_rope:
-            full, local = hf["rope_parameters"], _rope_to_hf(self.local_rope)["rope_parameters"]
-            hf["rope_parameters"] = {_KINDS[False]: full, _KINDS[True]: local}
+            both = (self.rope, self.local_rope)
+            given = (rope_config.to_hf(rope)["rope_parameters"] for rope in both)
+            hf["rope_parameters"] = dict(zip(LAYER_KINDS, given, strict=True))
             hf["rope_local_base_freq"] = self.local_rope.theta
         if "attention_bias" not in TRAITS[self.architecture]:
             hf["attention_bias"] = self.attention_bias
@@ -395,81 +350,9 @@ _OTHER_NAMES = {
 }
 
 
-def _whole(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value < _MOST
-
-
-def _number(value: Any, least: float = math.ulp(0.0)) -> bool:
-    return type(value) in (int, float) and least <= value < _LARGEST
-
-
-_MOST = 2**24  # of layers, a vocabulary, a context; beyond, it is a file gone wrong, and all memory
-_LARGEST = 1e38  # of float32
-
-
-# What values must be → whether one is, and the keys of config.json, and of RoPE's options, that
-# have such values; of a key that is missing or null nothing is asked here.
-_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    f"a whole number above 0 and below {_MOST:,}": (
-        lambda v: _whole(v, 1),
-        "vocab_size num_hidden_layers hidden_size intermediate_size num_attention_heads head_dim "
-        "num_key_value_heads max_position_embeddings sliding_window_pattern moe_intermediate_size "
-        "original_max_position_embeddings",
-    ),
-    f"a whole number, 0 or more and below {_MOST:,}": (
-        lambda v: _whole(v, 0), "sliding_window num_experts num_experts_per_tok",
-    ),
-    "a number above 0": (
-        _number,
-        "rms_norm_eps rope_theta rope_local_base_freq query_pre_attn_scalar factor beta_fast "
-        "beta_slow low_freq_factor high_freq_factor attention_factor",
-    ),
-    "a number, 0 or more": (
-        lambda v: _number(v, 0),
-        "initializer_range attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim",
-    ),
-    "true or false": (
-        lambda v: v in (False, True), "tie_word_embeddings attention_bias norm_topk_prob truncate",
-    ),
-    "an object": (
-        lambda v: isinstance(v, Mapping),
-        "rope_scaling rope_parameters full_attention sliding_attention text_config id2label",
-    ),
-    "a list of numbers above 0": (
-        lambda v: isinstance(v, list | tuple) and all(map(_number, v)), "short_factor long_factor",
-    ),
-    "a list of words": (
-        lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v),
-        "architectures layer_types",
-    ),
-    "a word": (lambda v: isinstance(v, str), "model_type"),
-    "a token's number": (lambda v: _whole(v, -1), "bos_token_id pad_token_id"),
-    "a token's number, or a list of them": (
-        lambda v: all(_whole(x, -1) for x in (v if isinstance(v, list) else [v])), "eos_token_id",
-    ),
-}  # fmt: skip
-
-
-def _check(hf: Mapping[str, Any], *keys: str) -> None:
-    """Raise UserError for a value of a wrong form: of these keys, or of all."""
-    for words, (fits, names) in _FORMS.items():
-        for key in names.split():
-            value = hf.get(key) if key in keys or not keys else None
-            if not (value is None or fits(value)):
-                raise UserError(f"config.json has {key}={value!r}; it must be {words}")
-
-
-def _need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size; `default` if the file lacks it, None: then it is an error."""
-    value = hf.get(key, default)
-    if not value:
-        raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
-    return value
-
-
 def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the key of ARCHITECTURES, and whether the model has a value head."""
-    _check(hf, "architectures", "model_type", "id2label")
+    check(hf, "architectures", "model_type", "id2label")
     by_type = {row["model_type"]: name for name, row in ARCHITECTURES.items()}
     names = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
     scored = {other: name for name, other in _SCORED_NAMES.items()}
@@ -489,12 +372,13 @@ def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
 def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
     """Raise UserError for an option of HF's file that would change the forward pass."""
     own = ARCHITECTURES[architecture]
+    kinds = LAYER_KINDS if "layer_types" in own else LAYER_KINDS[:1]
     activation = "hidden_activation" if "hidden_activation" in own else "hidden_act"
     refused = {
         activation: hf.get(activation, "silu") not in ACTIVATIONS,
         "use_sliding_window": bool(hf.get("use_sliding_window")),
         "use_bidirectional_attention": bool(hf.get("use_bidirectional_attention")),
-        "layer_types": set(hf.get("layer_types") or ()) - set(_KINDS[: 1 + ("layer_types" in own)]),
+        "layer_types": set(hf.get("layer_types") or ()) - set(kinds),
         "mlp_bias": bool(hf.get("mlp_bias")),
         **{k: bool(hf.get(k)) for k in ("attention_dropout", "resid_pdrop", "embd_pdrop")},
         "quantization_config": "quantization_config" in hf,
@@ -512,73 +396,17 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
 def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the field `windows` of the keys that an architecture has."""
     window, pattern = own.get("sliding_window") or 0, own.get("sliding_window_pattern", layers + 1)
-    kinds = own.get("layer_types") or [_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
+    kinds = own.get("layer_types") or [LAYER_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
     if len(kinds) != layers:
         raise UserError(
             f"layer_types has {len(kinds)} layers, num_hidden_layers={layers}; fix config.json"
         )
-    windows = tuple(window * (kind == _KINDS[True]) for kind in kinds)
+    windows = tuple(window * (kind == LAYER_KINDS[1]) for kind in kinds)
     return windows if any(windows) else ()
 
 
 def end_tokens(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a completion, of config.json or generation_config.json."""
-    _check(hf, "eos_token_id")
+    check(hf, "eos_token_id")
     value = hf.get("eos_token_id")
     return (value,) if isinstance(value, int) else tuple(value or ())
-
-
-def _local_rope(hf: Mapping[str, Any]) -> Rope:
-    """Return the RoPE of layers with a window, whose base is a key of its own (Gemma 3)."""
-    local = (hf.get("rope_parameters") or {}).get(_KINDS[True])
-    other = {"rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
-    return _rope_from_hf({**hf, **other, "rope_parameters": local})
-
-
-def _rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = ROPE_KINDS) -> Rope:
-    _check(hf, "rope_scaling", "rope_parameters")
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    _check(given)
-    given = dict(given.get(_KINDS[False]) or given)  # newer files have one for each kind of layer
-    _check(given)
-    kind = given.pop("rope_type", None) or given.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind
-    given.pop("type", None)
-    theta = float(given.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
-    if kind not in kinds:
-        raise NotOurs(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(kinds)}")
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise NotOurs("unsupported option partial_rotary_factor; use a model without it")
-    if kind in ("llama3", "yarn"):
-        given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    if kind == "longrope":
-        original = _need(
-            hf, "original_max_position_embeddings"
-        )  # before what is among RoPE's, as in HF
-        given |= {"original_max_position_embeddings": original}
-        given.setdefault("factor", hf["max_position_embeddings"] / original)
-        given |= {k: tuple(v) for k, v in given.items() if isinstance(v, list)}
-    known = {field.name for field in fields(Rope)} - {"kind", "theta", "long"}
-    for key in _ROPE_REQUIRED[kind]:
-        if given.get(key) is None:
-            raise UserError(f"RoPE scaling {kind!r} has no {key!r}; add it to config.json")
-    if kind == "default":
-        given = {}
-    if extra := sorted(set(given) - known):
-        raise NotOurs(f"unsupported RoPE option {extra[0]!r} of {kind!r}; remove it")
-    return Rope(kind=kind, theta=theta, **given)
-
-
-def _rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """Return both spellings: `rope_parameters` for transformers 5, and the older keys."""
-    needed = _ROPE_REQUIRED[rope.kind]
-    optional = {
-        f.name for f in fields(Rope) if f.default is None and getattr(rope, f.name) is not None
-    }
-    options = {name: getattr(rope, name) for name in (*needed, *sorted(optional))}
-    options |= {name: [*value] for name, value in options.items() if isinstance(value, tuple)}
-    given = {"rope_type": rope.kind, "rope_theta": rope.theta, **options}
-    both: dict[str, Any] = {"rope_parameters": given, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        both["rope_scaling"] = {"rope_type": rope.kind, **options}
-    return both

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx.model.model_config import Rope
+from rlx.model.rope_config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:

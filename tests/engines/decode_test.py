@@ -11,7 +11,8 @@ import pytest
 from rlx.engines.jax import decode, kv_cache
 from rlx.engines.jax.serving_params import serving_params
 from rlx.model import decoder, hf, params
-from rlx.model.model_config import TRAITS, ModelConfig, Rope
+from rlx.model.model_config import TRAITS, ModelConfig
+from rlx.model.rope_config import Rope
 
 SIZES = {
     "vocab_size": 96, "num_layers": 2, "model_dim": 32, "mlp_dim": 48, "num_heads": 4,

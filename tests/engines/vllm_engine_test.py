@@ -25,7 +25,8 @@ from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
-from rlx.model.model_config import TRAITS, ModelConfig, Rope
+from rlx.model.model_config import TRAITS, ModelConfig
+from rlx.model.rope_config import Rope
 from tests.fixtures.commands import ended
 
 pytestmark = pytest.mark.vllm

@@ -16,7 +16,8 @@ from rlx.base import Group, Trajectory
 from rlx.model import mesh as mesh_lib
 from rlx.model import params as parameters
 from rlx.model import sharding
-from rlx.model.model_config import TRAITS, ModelConfig, Rope
+from rlx.model.model_config import TRAITS, ModelConfig
+from rlx.model.rope_config import Rope
 from rlx.train import update
 from rlx.train.train_options import TrainOptions
 

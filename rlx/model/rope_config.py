@@ -1,0 +1,112 @@
+"""Options of rotary position embedding, read from and written to HF's `config.json`. No JAX."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rlx.base import UserError
+from rlx.model.config_forms import NotOurs, check, need
+
+KINDS = ("default", "linear", "llama3", "yarn")
+LAYER_KINDS = ("full_attention", "sliding_attention")  # of layers: without and with a window
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding; names are HF's, None where HF's own default applies.
+
+    The numbers that a kind needs (see _REQUIRED) are at these defaults for other kinds.
+
+    Attributes:
+      kind: default | linear | llama3 | yarn | longrope.
+      theta: base of the geometric series of wavelengths.
+      factor: how many times the context is stretched.
+      original_max_position_embeddings: tokens the model was trained on before stretching.
+      short_factor, long_factor: of longrope, what divides each pair's frequency where sequences are
+        within these tokens, and where some may be longer (`long`; see `ModelConfig.within`).
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool = False
+
+
+_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings"),
+}
+
+
+def local_from_hf(hf: Mapping[str, Any]) -> Rope:
+    """Return the RoPE of layers with a window, whose base is a key of its own (Gemma 3)."""
+    local = (hf.get("rope_parameters") or {}).get(LAYER_KINDS[1])
+    other = {"rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
+    return from_hf({**hf, **other, "rope_parameters": local})
+
+
+def from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = KINDS) -> Rope:
+    """Return the RoPE of a `config.json`, of either spelling.
+
+    Raises:
+      UserError: for a kind or an option the decoder does not have, or one that a kind needs.
+    """
+    check(hf, "rope_scaling", "rope_parameters")
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    check(given)
+    given = dict(given.get(LAYER_KINDS[0]) or given)  # newer files have one for each kind of layer
+    check(given)
+    kind = given.pop("rope_type", None) or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind
+    given.pop("type", None)
+    theta = float(given.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
+    if kind not in kinds:
+        raise NotOurs(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(kinds)}")
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise NotOurs("unsupported option partial_rotary_factor; use a model without it")
+    if kind in ("llama3", "yarn"):
+        given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    if kind == "longrope":
+        # The model's own key comes before the one among RoPE's, as in HF.
+        original = need(hf, "original_max_position_embeddings")
+        given |= {"original_max_position_embeddings": original}
+        given.setdefault("factor", hf["max_position_embeddings"] / original)
+        given |= {k: tuple(v) for k, v in given.items() if isinstance(v, list)}
+    known = {field.name for field in fields(Rope)} - {"kind", "theta", "long"}
+    for key in _REQUIRED[kind]:
+        if given.get(key) is None:
+            raise UserError(f"RoPE scaling {kind!r} has no {key!r}; add it to config.json")
+    if kind == "default":
+        given = {}
+    if extra := sorted(set(given) - known):
+        raise NotOurs(f"unsupported RoPE option {extra[0]!r} of {kind!r}; remove it")
+    return Rope(kind=kind, theta=theta, **given)
+
+
+def to_hf(rope: Rope) -> dict[str, Any]:
+    """Return both spellings: `rope_parameters` for transformers 5, and the older keys."""
+    needed = _REQUIRED[rope.kind]
+    optional = {
+        f.name for f in fields(Rope) if f.default is None and getattr(rope, f.name) is not None
+    }
+    options = {name: getattr(rope, name) for name in (*needed, *sorted(optional))}
+    options |= {name: [*value] for name, value in options.items() if isinstance(value, tuple)}
+    given = {"rope_type": rope.kind, "rope_theta": rope.theta, **options}
+    both: dict[str, Any] = {"rope_parameters": given, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        both["rope_scaling"] = {"rope_type": rope.kind, **options}
+    return both
