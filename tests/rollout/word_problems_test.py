@@ -90,7 +90,9 @@ def test_the_answer_is_what_the_story_says(rows, split):
 
 def test_solutions_hold_step_by_step_and_are_rewarded(rows):
     for row in rows:
-        *equations, last = re.split(r"(?<=\.) ", row["solution"])
+        *said, last = re.split(r"(?<=\.) ", row["solution"])
+        equations = [sentence for sentence in said if " = " in sentence]
+        assert len(said) - len(equations) == LEVELS[row["level"]].asides
         assert len(equations) == LEVELS[row["level"]].steps
         value = None
         for equation in equations:
@@ -103,6 +105,8 @@ def test_solutions_hold_step_by_step_and_are_rewarded(rows):
             assert value in (None, terms[0].split()[0]), "goes on with the result before"
             assert 2 <= int(result) <= LARGEST_VALUE
             value = result
+        named = [int(words.split()[0]) for words in said if words.endswith(" does not matter.")]
+        assert not Counter(named) - Counter(map(int, re.findall(r"\d+", row["question"])))
         assert last == f"The answer is {row['answer']}."
         assert value == row["answer"]
         assert rewards.gsm8k("", row["solution"], [], [], answer=row["answer"]) == 1.0
