@@ -38,10 +38,10 @@ def main() -> int:
     p.add_argument("--mean-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
     a = p.parse_args()
     from rlx.mismatch import compare_table
-    from rlx.run import inputs
+    from rlx.run.tokenizer_files import load_tokenizer, read_prompts
 
     model = resolve(a.model, "--model")
-    prompts = inputs.read_prompts(a.prompts, inputs.load_tokenizer(model), a.count)
+    prompts = read_prompts(a.prompts, load_tokenizer(model), a.count)
     sampling = Sampling(a.temperature, a.top_p, a.top_k, a.max_new_tokens, seed=0)
     with tempfile.TemporaryDirectory() as workdir, servers_of(
         [a.address] if a.address else [], model, token=wire.take_token(os.environ),

@@ -44,10 +44,10 @@ def main() -> None:
     tls = server_tls(a.tls_cert, a.tls_key, "")
     given = (serving.read_keys(a.keys), tls, a.tool_format, OnlineOptions.named(a), a.sessions)
     front = serving.Front(a.host, a.port, *given)
-    from rlx.run import inputs
+    from rlx.run.tokenizer_files import load_tokenizer
 
     model = resolve(a.model, "--model")
-    tokenizer = inputs.load_tokenizer(model, chat_template=a.chat_template)
+    tokenizer = load_tokenizer(model, chat_template=a.chat_template)
     with tempfile.TemporaryDirectory() as workdir, servers_of(
         list(filter(None, a.servers.split(","))), model, token=wire.take_token(os.environ),
         tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,

@@ -165,7 +165,7 @@ def test_another_trainer_has_a_config_that_the_model_that_comes_with_rlx_can_run
         made = f"--config=configs/arithmetic.py --workdir={workdir}"
         assert made in ast.get_docstring(ast.parse(path.read_text())), "how to make the teacher"
         config.teacher.path = config.model.path
-    monkeypatch.setattr("rlx.run.inputs.TRAIN_PROBLEMS", 200)
+    monkeypatch.setattr("rlx.run.dataset_rows.TRAIN_PROBLEMS", 200)
     inputs = prepare(config)
     assert inputs.model_dir == hf.resolve("rlx:arithmetic")
     assert bool(inputs.held_out) == (inputs.algorithm.data != "rollouts")

@@ -18,7 +18,7 @@ import numpy as np
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import hf
 from rlx.rollout import arithmetic
-from rlx.run.inputs import load_tokenizer
+from rlx.run.tokenizer_files import load_tokenizer
 
 AT_ONCE = 64
 

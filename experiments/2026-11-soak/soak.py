@@ -82,7 +82,7 @@ def train(out: Path, steps: int) -> int:
 
     from rlx.agents.workflow import AgentWorkflow
     from rlx.run import loop
-    from rlx.run.inputs import training_sampling
+    from rlx.run.room_options import training_sampling
 
     prepare = loop.prepare
 

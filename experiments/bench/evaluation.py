@@ -30,8 +30,8 @@ from rlx.model.directory import load_config
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic
 from rlx.rollout.workflows import encode, render
-from rlx.run.inputs import load_tokenizer
 from rlx.run.score_models import score_models
+from rlx.run.tokenizer_files import load_tokenizer
 
 TARGET = 0.95
 

@@ -24,7 +24,7 @@ from rlx.launch.servers import servers_of
 from rlx.mismatch import compare_table
 from rlx.model import directory, hf
 from rlx.model import params as parameters
-from rlx.run import inputs
+from rlx.run.tokenizer_files import load_tokenizer
 
 CONTEXTS = (32, 64, 96, 128, 160, 192, 224, 256, 500, 1000, 1500, 1936)  # tokens
 NEW = 64
@@ -80,7 +80,7 @@ def main() -> None:
         model = directory.resolve(a.model)
         if a.random:
             model = random_weights(model, Path(scratch) / "random")
-        prompts = contexts(a.text, inputs.load_tokenizer(model))
+        prompts = contexts(a.text, load_tokenizer(model))
         sampling = Sampling(temperature=1.0, max_new_tokens=NEW, seed=0)
         with servers_of(
             [], model, workdir=scratch, engine=a.engine, dtype=a.dtype, slots=len(prompts),

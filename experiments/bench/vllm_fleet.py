@@ -34,7 +34,7 @@ from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.rollout import arithmetic
 from rlx.rollout.workflows import RLVR, Prompts, Task
-from rlx.run.inputs import load_tokenizer
+from rlx.run.tokenizer_files import load_tokenizer
 
 TARGET = 0.95
 SEED_STEP = 1 << 10

@@ -34,8 +34,8 @@ from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import encode, render
-from rlx.run import inputs as run_inputs
-from rlx.run.inputs import Inputs
+from rlx.run import dataset_rows, model_checks, room_options, tokenizer_files
+from rlx.run.inputs import Inputs, prepare
 from rlx.run.room_options import sizes_of
 from rlx.train import packing
 
@@ -52,7 +52,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
     if model:
         found += [attempt("config", "mesh", partial(_mesh, config, model, devices), str)[0]]
         yield found[-1]
-    whole, inputs = attempt("data", "rows", partial(run_inputs.prepare, config), _rows)
+    whole, inputs = attempt("data", "rows", partial(prepare, config), _rows)
     if not inputs:
         yield from problems([named])
         yield from _blame(config, model, algorithm, whole, [row, named, *found])
@@ -71,7 +71,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
 def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> str:
     """Return in words how the run uses its devices; UserError where it cannot."""
     text, count = config.train.mesh, devices.count
-    run_inputs.check_mesh(config, model)
+    model_checks.check_mesh(config, model)
     places = math.prod(mesh_axes(text, count).values())
     hosts = max(places // count, 1)  # this is one of them
     check_devices(text, hosts * count)
@@ -144,7 +144,7 @@ def _shape(model: ModelConfig) -> str:
 def _tokenizer(config: ConfigDict, place: Path, model: ModelConfig | None) -> Iterator[Finding]:
     """Yield the rows of tokenizer and chat template."""
     prompt = config.data.system_prompt
-    read = partial(run_inputs.load_tokenizer, place, prompt, config.data.chat_template)
+    read = partial(tokenizer_files.load_tokenizer, place, prompt, config.data.chat_template)
     row, tokenizer = attempt("model", "tokenizer", read, lambda found: f"{len(found)} tokens")
     if not tokenizer:
         yield row
@@ -173,16 +173,16 @@ def _blame(
     So one mistake does not hide another. `whole` is what all of them together said.
     """
     looks: dict[str, Callable[[], Any]] = {
-        "reward": partial(run_inputs.check_reward, config),
+        "reward": partial(room_options.check_reward, config),
     }
     if model:
-        looks["engine"] = partial(run_inputs.check_engine, config, model)
-        looks["context"] = partial(run_inputs.check_context, config, model)
+        looks["engine"] = partial(model_checks.check_engine, config, model)
+        looks["context"] = partial(model_checks.check_context, config, model)
     if model and algorithm:
-        looks["algorithm"] = partial(run_inputs.check_kind, config, model, algorithm)
+        looks["algorithm"] = partial(model_checks.check_kind, config, model, algorithm)
     rows = [attempt("config", name, look, str)[0] for name, look in looks.items()]
     if algorithm:
-        read = partial(run_inputs.rows, config, algorithm)
+        read = partial(dataset_rows.rows, config, algorithm)
         words = "read; prompts need the model's tokenizer"
         rows.append(attempt("data", "rows", read, lambda _: words)[0])
     bad = list({row.found: row for row in problems(rows)[::-1]}.values())[::-1]  # once each

@@ -11,7 +11,8 @@ from rlx.launch import xla_flags
 from rlx.model import compile_cache, hf, mesh
 from rlx.model import params as parameters
 from rlx.run import trainer_switch
-from rlx.run.inputs import Inputs, context_of
+from rlx.run.inputs import Inputs
+from rlx.run.room_options import context_of
 from rlx.train import torch_state
 from rlx.train.contract import Update
 from rlx.train.hosts import Hosts

@@ -47,9 +47,9 @@ from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import allocated, dealt
 from rlx.run.export import prune
 from rlx.run.frequency import due, every_of, to_host
-from rlx.run.inputs import as_json, has_servers, is_online, prepare
+from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build, disk_warning
-from rlx.run.room_options import sizes_of
+from rlx.run.room_options import as_json, has_servers, is_online, sizes_of
 from rlx.train import checkpoint, conductor
 from rlx.train.contract import State
 

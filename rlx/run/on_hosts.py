@@ -16,7 +16,8 @@ from rlx.launch import allocation
 from rlx.launch.processes import Demand, Process, processes
 from rlx.launch.run_secrets import CERTIFICATE, KEY
 from rlx.model.directory import resolve
-from rlx.run.inputs import INITIAL, server_options
+from rlx.run.inputs import INITIAL
+from rlx.run.room_options import server_options
 
 ADDRESSES = "servers"  # of the running servers, host:port a line
 _OF_STARTED = ("publish_dir", "answer_timeout", "max_restarts", "seed")  # no flags of rlx.serve

@@ -3,6 +3,7 @@
 servers start ─▶ trainer is built ─▶ records open ─▶ fleet connects ─▶ executor admits
 """
 
+import dataclasses
 import os
 import shutil
 import time
@@ -14,12 +15,13 @@ from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
 from rlx.cli.signals import interrupts
 from rlx.doctor import memory
-from rlx.evaluation.held_out import HeldOut
+from rlx.evaluation.held_out import HeldOut, HeldOutOptions
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.no_fleet import NoFleet
@@ -29,6 +31,7 @@ from rlx.launch.local import CpuPlan, cpu_plan
 from rlx.launch.servers import servers_of
 from rlx.launch.teacher import ScorerOptions
 from rlx.launch.workdir_lock import Killed
+from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
 from rlx.observe.hooks import Hooks
 from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl
@@ -43,8 +46,17 @@ from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import resume, trainers
 from rlx.run.export import Export
 from rlx.run.frequency import Position, from_host
-from rlx.run.inputs import Inputs, as_json, has_servers, patience, server_options
-from rlx.run.room_options import gate_of, held_out_options, joining_of, sizes_of
+from rlx.run.inputs import Inputs
+from rlx.run.room_options import (
+    as_json,
+    evaluation_sampling,
+    has_servers,
+    joining_of,
+    patience,
+    server_options,
+    sizes_of,
+    training_sampling,
+)
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Hosts
@@ -200,7 +212,7 @@ def build(
     hooks.begin(as_json(config), workdir, step)
     note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
     evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
-    questions = held_out_options(config, inputs)
+    questions = _held_out_options(config, inputs)
     positions = restored.host.get("positions", {}) if restored else {}
     now, last = from_host(positions, Position(step=step, seconds=earlier))
     held_out = HeldOut(
@@ -245,7 +257,7 @@ def build(
     executor.set_version(step)
     gate = None
     if served and config.gate.enabled:
-        gate = gate_of(config, inputs, model_dir, workdir / "hf")
+        gate = _gate(config, inputs, model_dir, workdir / "hf")
     devices = trainers.library(config).devices
     advice = partial(memory.advice, sizes_of(config, inputs.model_config), devices)
     parts = Parts(
@@ -286,6 +298,53 @@ def _warn_low_memory(
         say(text)
     if text := disk_warning(config, workdir, inputs):  # last: a full disk raises
         say(text)
+
+
+def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
+    """Return the run's gate; its prompts are training rows, evenly spread.
+
+    Args:
+      first, saved: HF directories of the run's first weights and of its last checkpoint, which need
+        not exist: what a server may still have.
+    """
+    rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
+    prompts = [np.array(inputs.prompts.ids(row), np.int32) for row in chosen]
+    training, model = training_sampling(config), config.model
+    budget = min(config.gate.max_new_tokens, training.max_new_tokens)
+    exact = model.compute_dtype == model.publish_dtype == "float32"
+    return Gate(
+        prompts,
+        dataclasses.replace(
+            training,
+            max_new_tokens=budget,
+            min_new_tokens=min(training.min_new_tokens, budget),
+            stop=(),
+        ),
+        measure.TrainerScorer(
+            inputs.model_config,
+            temperature=training.temperature,
+            row_length=measure.row_length(max(map(len, prompts)) + budget),
+            compute_dtype=model.compute_dtype,
+            chunk=model.logprob_chunk,
+        ),
+        measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta),
+        seed=config.seed,
+        earlier={"the run's first weights": first, "the last checkpoint": saved},
+        dtype=model.dtype,
+    )
+
+
+def _held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:
+    """Return what a run evaluates."""
+    return HeldOutOptions(
+        inputs.eval_rows,
+        inputs.held_out,
+        sampling=evaluation_sampling(config) if has_servers(config) else None,
+        total_steps=config.total_steps,
+        patience=patience(config),
+        timeout=config.rollout.request_timeout_seconds,
+    )
 
 
 def _records(

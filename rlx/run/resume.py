@@ -20,7 +20,8 @@ from rlx.observe.environment import SAME
 from rlx.observe.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
 from rlx.observe.metrics import RECORDS, forget
 from rlx.observe.writers import BOARD_ID
-from rlx.run.inputs import INITIAL, as_json
+from rlx.run.inputs import INITIAL
+from rlx.run.room_options import as_json
 from rlx.train import checkpoint
 
 # Keys that may change while the run stays the same.

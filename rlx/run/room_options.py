@@ -4,64 +4,129 @@ Rooms take values and dataclasses of their own; only this room, the commands and
 names of the config's keys.
 """
 
-import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
+from rlx.agents import named_workflow
+from rlx.agents.workflow import AgentOptions
+from rlx.base import UserError
 from rlx.doctor.memory import RunSizes
-from rlx.evaluation.held_out import HeldOutOptions
 from rlx.fleet.joining import Joining
+from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
+from rlx.launch import ray_workers
 from rlx.launch.workdir_lock import make_directory
-from rlx.mismatch import measure
-from rlx.mismatch.gate import Gate
 from rlx.model.model_config import ModelConfig
-from rlx.run.inputs import (
-    Inputs,
-    evaluation_sampling,
-    has_servers,
-    patience,
-    server_options,
-    training_sampling,
-)
+from rlx.rewards import rewards
+from rlx.rewards.reward_pool import RewardPool
+from rlx.rewards.worker_process import WorkerLimits
+from rlx.rollout.attempts import Patience
 from rlx.train.train_options import TrainOptions
 
 
-def gate_of(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
-    """Return the run's gate; its prompts are training rows, evenly spread.
+def is_online(config: ConfigDict) -> bool:
+    """Return whether applications outside ask, in place of rows."""
+    return config.rollout.workflow == named_workflow.ONLINE
 
-    Args:
-      first, saved: HF directories of the run's first weights and of its last checkpoint, which need
-        not exist: what a server may still have.
+
+def has_servers(config: ConfigDict) -> bool:
+    """Return whether the run has a fleet; training on a dataset needs none."""
+    fleet = config.fleet
+    return bool(fleet.addresses) or fleet.num_servers > 0 or fleet.discover != "static"
+
+
+def check_reward(config: ConfigDict) -> dict[str, float]:
+    """Return name → weight of the run's rewards; none where its workflow has no use for them.
+
+    Raises:
+      UserError: `reward.terms` is malformed, or for nobody; there is no such function or workflow.
     """
-    rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
-    chosen = [rows[i * len(rows) // count] for i in range(count)]
-    prompts = [np.array(inputs.prompts.ids(row), np.int32) for row in chosen]
-    training, model = training_sampling(config), config.model
-    budget = min(config.gate.max_new_tokens, training.max_new_tokens)
-    exact = model.compute_dtype == model.publish_dtype == "float32"
-    return Gate(
-        prompts,
-        dataclasses.replace(
-            training,
-            max_new_tokens=budget,
-            min_new_tokens=min(training.min_new_tokens, budget),
-            stop=(),
-        ),
-        measure.TrainerScorer(
-            inputs.model_config,
-            temperature=training.temperature,
-            row_length=measure.row_length(max(map(len, prompts)) + budget),
-            compute_dtype=model.compute_dtype,
-            chunk=model.logprob_chunk,
-        ),
-        measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta),
-        seed=config.seed,
-        earlier={"the run's first weights": first, "the last checkpoint": saved},
-        dtype=model.dtype,
+    weights = rewards.weights_of(config.reward.name, config.reward.terms)
+    weights.pop(rewards.MODEL, None)
+    if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
+        if config.reward.terms and weights:
+            raise UserError(
+                f"reward.terms has {', '.join(weights)}, and rollout.workflow="
+                f"{config.rollout.workflow} gives rewards by itself; leave them out, but for model"
+            )
+        return {}
+    for name in weights:
+        rewards.resolve(name)
+    return weights
+
+
+def pool_of(config: ConfigDict, rewards: Mapping[str, float] | str, workers: int) -> RewardPool:
+    """Return what grades by `rewards`, here or on a Ray cluster."""
+    limits = WorkerLimits.of(config.reward, config.sandbox)
+    start = ray_workers.starter("reward", config)
+    return RewardPool(rewards, workers, config.reward.timeout_seconds, limits, start)
+
+
+def agents_of(config: ConfigDict) -> AgentOptions:
+    """Return how agents run, here or on a Ray cluster."""
+    return replace(AgentOptions.of(config), start=ray_workers.starter("agents", config))
+
+
+def training_sampling(config: ConfigDict) -> Sampling:
+    """Return how rollouts are sampled; each prompt gets its own seed later."""
+    s = config.sampling
+    return Sampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        max_new_tokens=s.max_new_tokens,
+        min_new_tokens=s.min_new_tokens,
+        stop=tuple(s.stop),
     )
+
+
+def patience(config: ConfigDict) -> Patience:
+    """Return how many failed attempts training and evaluations bear."""
+    r = config.rollout
+    return Patience(r.max_attempts, r.max_failure_rate, r.failure_window)
+
+
+def evaluation_sampling(config: ConfigDict) -> Sampling:
+    """Return greedy sampling with training's stops and, unless set otherwise, its budget."""
+    budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    return Sampling(
+        temperature=0.0, max_new_tokens=budget, stop=tuple(config.sampling.stop), seed=config.seed
+    )
+
+
+def context_of(config: ConfigDict) -> int:
+    """Return how many tokens a run's servers take, of prompt and answer together."""
+    budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
+    return config.fleet.max_model_len or config.data.max_prompt_tokens + budget
+
+
+def server_options(config: ConfigDict) -> dict[str, Any]:
+    """Return the options of `LocalServers` for a run; most are flags of rlx.serve."""
+    fleet = config.fleet
+    return {
+        "engine": fleet.engine,
+        "tensor_parallel": fleet.tensor_parallel,
+        "gpu_memory": fleet.gpu_memory,
+        "slots": fleet.slots,
+        "max_model_len": context_of(config),
+        "decode_steps": fleet.decode_steps,
+        "dtype": config.model.publish_dtype,
+        "seed": config.seed,
+        "kv_on_update": fleet.kv_on_update,
+        "publish_dir": fleet.publish_dir,
+        "answer_timeout": fleet.kill_seconds,
+        "max_restarts": fleet.max_restarts,
+    }
+
+
+def as_json(config: ConfigDict) -> dict:
+    """Return the config as plain JSON values, as config.json and checkpoints hold it."""
+    return json.loads(config.to_json_best_effort())
 
 
 def joining_of(config: ConfigDict) -> Joining | None:
@@ -72,18 +137,6 @@ def joining_of(config: ConfigDict) -> Joining | None:
     if fleet.discover == "dir":
         make_directory(Path(fleet.join), "--config.fleet.join")
     return Joining(fleet.discover, fleet.join, client_tls(**fleet.tls))
-
-
-def held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:
-    """Return what a run evaluates."""
-    return HeldOutOptions(
-        inputs.eval_rows,
-        inputs.held_out,
-        sampling=evaluation_sampling(config) if has_servers(config) else None,
-        total_steps=config.total_steps,
-        patience=patience(config),
-        timeout=config.rollout.request_timeout_seconds,
-    )
 
 
 def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:

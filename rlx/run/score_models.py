@@ -40,8 +40,15 @@ from rlx.rollout.executor import group_seed
 from rlx.rollout.workflows import Prompts, Workflow
 from rlx.run import allocate
 from rlx.run.export import directory_of
-from rlx.run.inputs import agents_of, has_servers, load_tokenizer, patience, pool_of, server_options
-from rlx.run.room_options import joining_of
+from rlx.run.room_options import (
+    agents_of,
+    has_servers,
+    joining_of,
+    patience,
+    pool_of,
+    server_options,
+)
+from rlx.run.tokenizer_files import load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
 
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)

@@ -33,8 +33,9 @@ from rlx.launch.slurm import ENDINGS, Job
 from rlx.launch.workdir_lock import make_directory
 from rlx.observe.jsonl import read_json, write_atomically
 from rlx.run import resume
-from rlx.run.inputs import INITIAL, as_json
+from rlx.run.inputs import INITIAL
 from rlx.run.on_hosts import processes_of
+from rlx.run.room_options import as_json
 from rlx.run.scheduler import retries
 
 INTERRUPTED = 130  # exit status

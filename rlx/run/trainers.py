@@ -29,7 +29,8 @@ from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
 from rlx.fleet.parent_death import end_with_parent
 from rlx.launch import exit_reason
-from rlx.run.inputs import INITIAL, Inputs, as_json
+from rlx.run.inputs import INITIAL, Inputs
+from rlx.run.room_options import as_json
 from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join, tell_end

@@ -13,7 +13,7 @@ from rlx.agents.api_gateway import Gateway
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
-from rlx.run.inputs import load_tokenizer
+from rlx.run.tokenizer_files import load_tokenizer
 
 HERE = Path(__file__).parent
 

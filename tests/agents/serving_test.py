@@ -17,7 +17,7 @@ from rlx.agents.api_gateway import Gateway
 from rlx.agents.sessions import Interaction, Sessions
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.sample import Completion
-from rlx.run.inputs import load_tokenizer
+from rlx.run.tokenizer_files import load_tokenizer
 from tests.fixtures.commands import without_torch
 
 MODEL = "rlx/assets/arithmetic"

@@ -19,7 +19,7 @@ from rlx.fleet.client import Fleet, Timeouts
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
-from rlx.run.inputs import server_options
+from rlx.run.room_options import server_options
 from tests.fixtures.commands import RLX_MAIN
 
 STUDENT = hf.resolve("rlx:arithmetic")

@@ -9,7 +9,7 @@ import pytest
 
 from rlx.model import decoder, hf
 from rlx.model.directory import resolve
-from rlx.run.inputs import load_tokenizer
+from rlx.run.tokenizer_files import load_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "experiments" / "2026-11-tools"
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}

@@ -15,7 +15,7 @@ from rlx.rollout.datasets import Demonstrations, Preferences, end_token
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import RLVR, Prompts, Task
-from rlx.run import inputs
+from rlx.run import dataset_rows
 
 ROW = {"question": "20 + 52?", "completion": "so 72", "good": "72", "bad": "I guess 70", "id": 9}
 
@@ -92,7 +92,7 @@ def test_asked_for_completions_it_generates_as_rlvr_does(prompts, end, fake_flee
 
 
 def fitting(rows, workflow, name="data.train", overlong="error"):
-    return inputs.fitting(rows, name, workflow.check, overlong)
+    return dataset_rows.fitting(rows, name, workflow.check, overlong)
 
 
 def test_too_long_answers_name_the_row_and_both_numbers(prompts, end):

@@ -10,7 +10,7 @@ from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.multi_turn import MultiTurn
 from rlx.rollout.workflows import Prompts, Task
-from rlx.run.inputs import load_tokenizer
+from rlx.run.tokenizer_files import load_tokenizer
 from tests.rollout.scripted import Scripted
 
 ROW = {"question": "20 + 52?", "answer": "72"}

@@ -12,7 +12,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardError, RewardPool
 from rlx.rollout.workflows import RLVR, Overlong, Prompts, Task
-from rlx.run import inputs
+from rlx.run import dataset_rows
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}
 
@@ -119,7 +119,7 @@ def test_a_reward_that_raises_names_the_row(tokenizer, pool):
 
 
 def fitting(rows, prompts, name="data.train", overlong="error"):
-    return inputs.fitting(rows, name, prompts.check, overlong)
+    return dataset_rows.fitting(rows, name, prompts.check, overlong)
 
 
 def test_prompts_over_a_limit_name_the_row_and_both_numbers(tokenizer):

@@ -12,7 +12,7 @@ from rlx.doctor.machine import Devices
 from rlx.engines import options
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.run import allocate, loop, score_models
-from rlx.run.inputs import server_options
+from rlx.run.room_options import server_options
 from rlx.run.run_checks import findings
 
 DEALS = "jax:d2+jax:f4t2"

@@ -83,7 +83,7 @@ def test_a_recipe_is_the_same_config_as_text_and_as_it_is(name, capsys):
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "eval"])
 def test_a_recipe_passes_all_that_is_tried_before_a_run(name, monkeypatch):
-    monkeypatch.setattr("rlx.run.inputs.TRAIN_PROBLEMS", 50)
+    monkeypatch.setattr("rlx.run.dataset_rows.TRAIN_PROBLEMS", 50)
     config = embedded(name)
     check(config)
     found = prepare(config)
@@ -429,7 +429,7 @@ def servers(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "eval"])
 def test_a_recipe_runs_for_two_steps(name, servers, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlx.run.inputs.TRAIN_PROBLEMS", 50)
+    monkeypatch.setattr("rlx.run.dataset_rows.TRAIN_PROBLEMS", 50)
     monkeypatch.setenv("RLX_FLEET_TOKEN", servers.token)
     config = embedded(name)
     config.fleet.addresses = () if name == "sft" else tuple(servers.wait())

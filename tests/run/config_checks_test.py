@@ -19,8 +19,8 @@ from rlx.launch.available_memory import MemoryLimit
 from rlx.model import hf
 from rlx.rollout.workflows import Prompts
 from rlx.run import config_checks, loop
-from rlx.run.inputs import _template, load_tokenizer
 from rlx.run.room_options import sizes_of
+from rlx.run.tokenizer_files import _template, load_tokenizer
 
 GB = 10**9
 

@@ -8,7 +8,7 @@ from rlx import config as config_lib
 from rlx.base import UserError
 from rlx.observe.metrics import MetricsWriter
 from rlx.run import resume, run_records
-from rlx.run.inputs import as_json
+from rlx.run.room_options import as_json
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.rewards import worker_process
 from rlx.rollout.workflows import Prompts
-from rlx.run import inputs
+from rlx.run import inputs, tokenizer_files
 from tests.fixtures.commands import RLX_MAIN
 
 ROW = {"question": "q7", "answer": "x"}
@@ -85,7 +85,7 @@ def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_mode
         rewarded_by(tokenizer, "rlx:arithmetic", ("model", 1.0))
     with pytest.raises(UserError, match=r"wanted a reward model of 9064; train one by preset rew"):
         rewarded_by(tokenizer, reward_model, ("model", 1.0), **{"sampling.max_new_tokens": 9000})
-    own = inputs.load_tokenizer(reward_model)
+    own = tokenizer_files.load_tokenizer(reward_model)
     assert rewarded_by(own, reward_model, ("model", 0.5)).keywords == {"weight": 0.5}
     other = rewarded_by(tokenizer, reward_model, ("model", 0.5)).keywords
     assert other["prompts"].text(ROW) == Prompts(own).text(ROW)

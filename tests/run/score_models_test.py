@@ -21,7 +21,7 @@ from rlx.model import directory, hf
 from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.run.export import named_models
-from rlx.run.inputs import server_options
+from rlx.run.room_options import server_options
 from rlx.run.score_models import score_models
 from tests.fixtures.commands import RLX_MAIN, without_torch
 

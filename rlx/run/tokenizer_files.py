@@ -1,0 +1,106 @@
+"""Read a model's tokenizer, and render prompts by a chat template that has been tried."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.base import UserError
+from rlx.cli.user_code import words
+from rlx.rollout import arithmetic, data
+from rlx.rollout.workflows import encode, render
+
+QUESTION = "What is 12 + 30?"  # a chat template is tried with it
+
+
+def _template(given: str, tokenizer: Any) -> str:
+    """Return the chat template of data.chat_template: a file's, or for `none` the texts alone.
+
+    Some tokenizers put a first token before every text; so does the latter.
+    """
+    if given == "none":
+        begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
+        return "{{ bos_token }}" * begins + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read ({words(error)}); give a Jinja file, or none for raw prompts"
+        raise UserError(f"data.chat_template={given} {what}") from None
+
+
+def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str = "") -> Any:
+    """Return the directory's tokenizer, with a chat template that renders a question.
+
+    Args:
+      system_prompt: goes before each question.
+      chat_template: a file with one, or none for raw prompts; "": the directory's own.
+
+    Raises:
+      UserError: there is no tokenizer, or it or its template cannot be used.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+
+    if not any((model_dir / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        raise UserError(f"no tokenizer.json in {model_dir}; copy the model's tokenizer files there")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    except Exception as error:  # of any kind, from whatever the files hold
+        raise UserError(
+            f"the tokenizer in {model_dir} cannot be read ({words(error)}); get its files again"
+        ) from error
+    if chat_template:
+        tokenizer.chat_template = _template(chat_template, tokenizer)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer in {model_dir} has no chat template; use an instruct model, or set "
+            "data.chat_template: none for raw prompts, or a file with one"
+        )
+    place = f"data.chat_template={chat_template}" if chat_template else f"of {model_dir}"
+    _check_template(tokenizer, f"the chat template ({place})", system_prompt)
+    return tokenizer
+
+
+def _check_template(tokenizer: Any, what: str, system_prompt: str) -> None:
+    """Raise UserError where the chat template fails, or loses the question; it is named `what`."""
+    again = "use an instruct model's, or mend it"
+    try:
+        text = render(tokenizer, QUESTION, system_prompt)
+    except Exception as error:  # of Jinja, or what the template raises on purpose
+        why = again
+        if system_prompt and _renders(tokenizer):
+            why = "it takes no system message, so leave data.system_prompt empty"
+        raise UserError(f"{what} fails ({words(error)}); {why}") from error
+    if QUESTION not in text:
+        raise UserError(f"{what} leaves the question out of the prompt; {again}")
+
+
+def _renders(tokenizer: Any) -> bool:
+    try:
+        return bool(render(tokenizer, QUESTION))
+    except Exception:
+        return False
+
+
+def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
+    """Return up to `count` prompts, [T] int32 each, rendered by the chat template.
+
+    Args:
+      path: a file of rows with `question`, or of text with a prompt a line; "": arithmetic.
+    """
+    if not path:
+        rows = arithmetic.problems(0, "held_out", count)
+    elif path.endswith(data.FORMATS):
+        rows = data.load(path, answer_key="")[:count]
+    else:
+        try:
+            lines = Path(path).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read prompts from {path}: {error}") from error
+        rows = [{"question": line} for line in lines if line.strip()][:count]
+    if not rows:
+        raise UserError(f"{path} has no prompts; wanted rows with `question`, or lines of text")
+    texts = [render(tokenizer, row["question"]) for row in rows]
+    return [np.array(encode(tokenizer, text), np.int32) for text in texts]
