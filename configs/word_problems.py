@@ -10,8 +10,8 @@ Hardware:  two CPU cores and 16 GB. The trainer is torch's in bfloat16, the fast
            --config.trainer=jax --config.model.compute_dtype=float32.
 Expect:    a batch was 25 seconds of two cores of an AMD EPYC with those flags and vLLM's server.
            24 batches, at a rate of 2e-5 and with algorithm.drop_equal_rewards, took answers at
-           temperature 1 from 0.56 to 0.59 held out; greedy ones have not been seen to rise. Rate,
-           batch and length are guesses (experiments/2026-11-word-problems).
+           temperature 1 from 0.56 to 0.59 on earlier held-out sentences; greedy ones have not been
+           seen to rise. Rate, batch and length are guesses (experiments/2026-11-word-problems).
 """
 
 from rlx.config import default
