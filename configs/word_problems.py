@@ -30,7 +30,7 @@ def get_config():
     c.data.max_prompt_tokens = 128
     c.reward.name = "gsm8k"  # the final number
     c.sampling.n_samples = 8
-    c.sampling.max_new_tokens = 96  # the longest solution has 83
+    c.sampling.max_new_tokens = 96  # the longest solution has 91
     c.rollout.batch_prompts = 8
     c.rollout.max_staleness = 2
     c.rollout.max_concurrent_rollouts = 24
