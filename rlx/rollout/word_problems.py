@@ -6,14 +6,17 @@ equation for each step: "9 - 5 = 4. The answer is 4." Tens come before ones, as 
 carry at sight: "43 + 18 = 53 + 8 = 61." From level 3 on there are products, quotients, comparisons
 and sums of two people; from level 4 on one number is beside the point: "12 does not matter."
 
-Held-out problems are told in sentences of their own (`PHRASES`), and their numbers, in whatever
-order, are those of no problem for training: that is a hash of the numbers alone.
+Held-out problems are told in sentences of their own, with verbs and words that no problem for
+training has, and their numbers, in whatever order, are those of none: a hash decides about each
+sentence, wording and set of numbers. The sentences are in `word_problems.txt`.
 """
 
+import functools
 import itertools
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.rollout import arithmetic
@@ -25,224 +28,13 @@ THINGS = (
 )  # fmt: skip
 LARGEST_VALUE = 100  # of every intermediate value; the smallest is 2
 _HELD_OUT_SHARE = 5  # one set of numbers in this many
+_WORDS_SHARE = 8  # one sentence, and one wording, in this many: a quarter of what can be said
+_LONGEST_COMMON_WORD = 4  # "has", "gets": in training always, as nobody speaks without them
 _SIGNS = {"packs": "*", "add": "+", "take": "-", "times": "*", "share": "/",
           "more": "+", "fewer": "-", "together": "+"}  # fmt: skip
-LAST = ("share", "more", "fewer", "together")  # they ask a question of their own
-
-_FRIENDS = (
-    "[How many {things} does {friend} have?|How many {things} belong to {friend}?|"
-    "Find the {things} of {friend}.|What does {friend} own?|What amount is that?]"
-)
-_BOTH = (
-    "[How many {things} do {name} and {friend} have together?|What is the sum of both?|"
-    "How many do the two of them have in all?|Find out what they own as a pair.]"
-)
-# Kind → sentences. Of [this|that] one is said: there are more than a model learns by heart.
-PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
-    "train": {
-        "start": (
-            "{name} [has|owns|keeps|holds] {n} {things}[| at home| in a box| in a drawer].",
-            "[At first|In the morning|On Monday|One day] {name} [has|counts|owns] {n} {things}.",
-            "There are {n} {things} [in {name}'s bag|on {name}'s desk|under {name}'s bed].",
-            "{name} [starts with|arrives with|was given|brought along] {n} {things}.",
-            "{n} {things} [lie on {name}'s desk|are what {name} owns|are in {name}'s pocket].",
-            "{name}'s [collection|supply|stock] [consists of|is|holds] {n} {things}.",
-            "{n} {things} belong to {name}.", "{name} begins the day with {n} {things}.",
-            "{name} has [collected|gathered] {n} {things} so far.",
-            "{name} came to school with {n} {things}.",
-            "Inside {name}'s suitcase there were {n} {things}.",
-            "All that {name} had saved up by Friday was {n} {things}."),
-        "packs": (
-            "{name} [brings|gets|opens] {n} [bags|jars|tins] of {k} {things} each.",
-            "There are {n} [shelves|drawers|tables] in {name}'s [room|house|shop], and each "
-            "[shelf|one] [holds|carries] {k} {things}.",
-            "{name} owns {n} [jars|chests], every one of them with {k} {things} inside.",
-            "On each of {n} [mornings|walks] {name} [collects|finds|puts aside] {k} {things}.",
-            "Each [tray|stack|page] [carries|has] {k} {things}, and {name} has {n} [such|of "
-            "them].",
-            "{name} [arranges|lays out] {n} rows of {k} {things}.",
-            "{name} goes out {n} times and [comes back with|finds] {k} {things} each time.",
-            "For {n} weeks {name} [saves|makes] {k} {things} a week.",
-            "{k} {things} fit into one [basket|crate], and {name} fills {n} [baskets|of those].",
-            "For each of the {n} days of a [trip|holiday] {name} packs {k} {things}.",
-            "{name} loads {n} wagons, and every wagon takes {k} {things}.",
-            "{name} earns {k} {things} per lesson and went to {n} lessons.",
-            "In {n} corners of the garden {name} buried {k} {things} apiece."),
-        "add": (
-            "[|Then |Later |After that ]{name} [gets|buys|wins|makes] {n} [|more |new ]{things}.",
-            "[|Then |At noon ]{name} [finds|picks up|earns] {n} [other|further] {things}[| at "
-            "school| in the park| on the way home].",
-            "[|Then |Soon ]{friend} [gives|sends|brings] {name} {n} {things}[| for a birthday].",
-            "{n} [new|more|other] {things} [arrive for {name} in the mail|come in|turn up].",
-            "{friend} hands over {n} {things} to {name}.", "Another {n} {things} come on top.",
-            "From [a neighbour|a teacher|grandfather] {name} gets {n} {things}[| as a gift].",
-            "{name}'s [uncle|mother|teacher] [puts|places] {n} {things} into the bag.",
-            "The number of {things} [goes up|rises] by {n}.",
-            "As a [present|reward] {name} receives {n} {things} from {friend}.",
-            "{name}'s [aunt|sister] adds {n} {things}.",
-            "Digging in the sand, {name} uncovers {n} {things}.",
-            "{name} wins a bet and is rewarded with {n} {things}.",
-            "The shopkeeper lets {name} have {n} {things} for free.",
-            "{friend} no longer wants {n} {things}, so {name} keeps those."),
-        "take": (
-            "[|Then |Later |After that ]{name} [loses|sells|breaks|drops] {n} [of them|{things}].",
-            "[|Then |At noon ]{name} [uses up|throws away|returns] {n} [|old |of the ]{things}.",
-            "[|Then |Soon ]{name} [gives|lends|sends|sells] {n} {things} to {friend}.",
-            "[|Then |Later ]{friend} [takes away|wins|carries off] {n} of [the|{name}'s] "
-            "{things}.",
-            "{n} of [them|the {things}] [break|get lost|disappear|are stolen|are spoilt].",
-            "A [thief|stranger|dog] [steals|carries away] {n} {things}.",
-            "{n} {things} fall out of {name}'s bag.",
-            "The number of {things} [goes down|falls] by {n}.",
-            "{friend} asks for {n} {things} and gets them.",
-            "[Rain|Fire|A storm] [ruins|destroys] {n} of {name}'s {things}.",
-            "{name} forgets {n} {things} [at school|in a shop|in the garden].",
-            "{friend} borrows {n} {things} from {name}.",
-            "{name} leaves {n} {things} behind on the [bus|beach].",
-            "On the walk home {n} {things} slip through a hole in {name}'s pocket.",
-            "{friend} begs for {n} {things}, and {name} cannot say no.",
-            "{name} swaps {n} {things} for a kite.", "A magpie flies off with {n} {things}.",
-            "{name} sets {n} of the {things} out on the street for whoever wants them."),
-        "times": (
-            "[A week later|After a while|Next year] {name} has {n} times as many {things}.",
-            "Then the number of {things} [becomes|is made] {n} times as large.",
-            "[By some trick|In a game] the [amount|number|pile] is multiplied by {n}.",
-            "For each of these {name} gets {n} in return, and gives it away.",
-            "By and by the pile of {things} is {n} times what it was.",
-            "With luck {name} turns this into {n} times the amount.",
-            "By spring the collection has grown to {n} times its size.",
-            "After a good harvest {name} counts {n} times the old number.",
-            "A fairy makes {n} {things} out of every single one.",
-            "Within a year {name} manages to have {n} times what there was."),
-        "share": (
-            "{name} [shares|divides] [all of them|them all] [equally|fairly] among {n} "
-            "[friends|cousins]. [How many {things} does each get?|What does each receive?]",
-            "{name} [puts|sorts|packs] all the {things} into {n} equal [piles|bags|stacks]. [How "
-            "many {things} are in each?|What is in one of them?|Say how many one holds.]",
-            "{n} [cousins|neighbours] [divide|share] everything [fairly|equally]. [What does "
-            "each of them receive?|How many {things} does one get?]",
-            "They are spread over {n} plates with no difference between the plates. [What is the "
-            "number on a single plate?|How many lie on one plate?]",
-            "If {n} children split what {name} has evenly, what is the number of {things} for "
-            "one child?",
-            "Now everything goes into {n} bowls with the same number in every bowl. Find the "
-            "number of {things} in one bowl.",
-            "{name} hands everything out to {n} classmates so that nobody gets more than "
-            "another. How many {things} go to each classmate?",
-            "A machine fills {n} envelopes with all of these, the same in each. How many "
-            "{things} will be found in a single envelope?",
-            "{n} grandchildren inherit the {things} in equal parts. How large is one part?"),
-        "more": (
-            "{friend} [has|holds|counts] {n} more {things} than {name}. " + _FRIENDS,
-            "{friend} [owns|has] {n} {things} beyond what {name} has. " + _FRIENDS,
-            "{name} has {n} {things} less than {friend}. " + _FRIENDS,
-            "To have as many as {friend}, {name} would need {n} [extra|more]. " + _FRIENDS,
-            "{friend} is ahead of {name} by {n} {things}. " + _FRIENDS,
-            "{friend} beats {name} by {n} {things}. How many {things} has {friend} got?"),
-        "fewer": (
-            "{friend} has {n} {things} fewer than {name}. " + _FRIENDS,
-            "{friend} [has|holds|counts] {n} {things} less. " + _FRIENDS,
-            "{name} has {n} {things} more than {friend}. " + _FRIENDS,
-            "{friend} would need another {n} to have as many as {name}. " + _FRIENDS,
-            "Compared with {name}, {friend} is short of {n} {things}. " + _FRIENDS,
-            "{friend} lags {n} {things} behind {name}. How many {things} has {friend} got?"),
-        "together": (
-            "{friend} [has|owns|holds|counts] {n} {things}[| too| as well]. " + _BOTH,
-            "With {friend}'s {n} {things} counted in, [find the total.|how many are there?|what "
-            "do they make?]",
-            "{n} {things} are in {friend}'s [bag|room|pocket]. " + _BOTH,
-            "{friend} [joins in|helps] with {n} {things}. " + _BOTH,
-            "{friend} empties a pocket with {n} {things} onto the same heap. How many {things} "
-            "are in the heap?",
-            "{friend}, a neighbour, owns {n} {things}. How large is the treasure of both?",
-            "As partners they count {friend}'s {n} {things} as well. How many are theirs?"),
-        "ask": (
-            "[How|Now how] many {things} does {name} have[| now| in the end| then]?",
-            "How many {things} [are there now|remain|are {name}'s in the end]?",
-            "[Find|Give|Report] the [|final |last ]number of {things}.",
-            "What is {name}'s number of {things} then?",
-            "With how many {things} does {name} end up?", "How many are left for {name}?",
-            "How many {things} does {name} own after all this?",
-            "What does {name} [count|hold|own] in the end?", "Add up what {name} still has.",
-            "[Say|Find|Tell us] how many {things} {name} has [by then|now|at last].",
-            "Work out how many {things} are {name}'s.", "Compute how many {things} that makes.",
-            "Tell us what is in {name}'s hands at last.",
-            "Write down how many {things} there are[| in all| now].",
-            "{friend} wants to know how many {things} {name} has. What is the answer?",
-            "What is the number of {things} that {name} is left with?",
-            "How many {things} can {name} show us now?",
-            "Please tell how many {things} {name} goes to bed with.",
-            "Calculate the {things} in {name}'s possession.",
-            "When all is said and done, how many {things} belong to {name}?"),
-        "aside": (
-            "{name} is {n} years old.", "{friend}'s [book|diary|atlas] has {n} pages.",
-            "[The way to school|A walk to the lake|The film] takes {n} minutes.",
-            "{friend} lives in house number {n}.", "[The bus|A hall|The train] has {n} seats.",
-            "It is {n} minutes past four.", "{name} [once ran|drives] {n} kilometres.",
-            "A cat sleeps for {n} minutes.", "{name}'s [shoes|boots|gloves] are of size {n}.",
-            "[A lamp|A coat|The bed] costs {n} euros.", "It has rained for {n} days.",
-            "The [church tower|castle] has {n} [steps|windows].", "{n} birds sit on a roof.",
-            "{name} opens the newspaper at page {n}.", "The soup cooks for {n} minutes.",
-            "Outside it is {n} degrees [warm|cold].", "The family's dog weighs {n} pounds.",
-            "{name} wears a shirt with the number {n} on it.",
-            "The wind blows at {n} kilometres an hour.", "They meet in room {n}.",
-            "{friend}'s telephone is {n} months old.", "{name} lives {n} miles from the sea.",
-            "The radio plays a song from {n} years ago.", "A sandwich costs {n} cents.",
-            "{name} reads chapter {n} of a novel.", "The ladder has {n} rungs."),
-    },
-    "held_out": {
-        "start": (
-            "So far {name} possesses {n} {things}.",
-            "Yesterday {name} bought exactly {n} {things}.",
-            "{name} looks after a hoard of {n} {things}."),
-        "packs": (
-            "{name} [has|buys|owns|finds] {n} [boxes|bags|cartons] with {k} {things} in each.",
-            "{k} {things} [come in a packet|make a set], and {name} [opens|buys] {n} of these.",
-            "Grandma knitted {n} pouches for {name} and slipped {k} {things} into every pouch."),
-        "add": (
-            "A [parcel|letter] brings {n} additional {things} for {name}.",
-            "{friend} makes {name} a present of {n} {things}.",
-            "Luckily {n} lost {things} come back to {name}.",
-            "{name} fetches {n} spare {things} out of the cellar."),
-        "take": (
-            "{name} [pays|spends] {n} {things} for [a ticket|a ride|lunch].",
-            "[Sadly, |]{n} {things} go missing.", "{name} donates {n} {things} to the museum.",
-            "The little brother of {name} hides {n} {things} and nobody sees them again."),
-        "times": (
-            "{name} [trades|swaps] [them|everything] for {n} times as many[| {things}].",
-            "Over the summer [it|the pile|this] [becomes|gets] {n} times [bigger|larger]."),
-        "share": (
-            "{name} splits the {things} [evenly|equally] between {n} [boxes|tins]. Find how many "
-            "[go into one of them|each of them has].",
-            "All {things} are dealt out to {n} players, the same to each. [How many does one "
-            "player hold?|What does a player get?]"),
-        "more": (
-            "Compared with {name}, {friend} owns {n} {things} extra. "
-            "What is the number of {things} that {friend} owns?",
-            "{friend}'s pile is higher than {name}'s, by {n} {things}. How many {things} lie in "
-            "{friend}'s pile?"),
-        "fewer": (
-            "{friend} is behind {name} by {n} {things}. "
-            "What is the number of {things} that {friend} owns?",
-            "{friend} has to find {n} {things} to catch up with {name}. How many {things} are "
-            "{friend}'s?"),
-        "together": (
-            "{friend} comes with {n} {things}, and they are put in one box. [How many {things} "
-            "does the box hold?|What is in the box then?]",
-            "Meanwhile {friend} has saved up {n} {things}. If both put their {things} on one "
-            "table, [what is the total?|how many are on it?]"),
-        "ask": (
-            "[So how|How] many {things} is that?", "State the size of the collection.",
-            "Count the {things} that {name} can call their own at this point.",
-            "How big is {name}'s heap of {things} by bedtime?",
-            "{name} writes the number of {things} in a diary. Which number is it?"),
-        "aside": (
-            "[The street|A bridge] is {n} metres long.", "Line {n} of the tram stops here.",
-            "{friend} waits {n} seconds for the lift.",
-            "{name} sits in row {n} of the [theatre|cinema].",
-            "{friend}'s [grandmother|neighbour] turns {n} today.", "A hen is {n} months old."),
-    },
-}  # fmt: skip
+_QUESTIONS = {"share": "ask_one", "more": "ask_friend", "fewer": "ask_friend",
+              "together": "ask_both"}  # fmt: skip
+LAST = tuple(_QUESTIONS)  # nothing happens after them
 
 
 class Level(NamedTuple):
@@ -295,6 +87,44 @@ def split_of(numbers: list[int]) -> str:
     return arithmetic.split_of(repr(sorted(numbers)), _HELD_OUT_SHARE)
 
 
+@functools.cache
+def phrases(split: str) -> dict[str, tuple[str, ...]]:
+    """Return the sentences of a split, by kind, with one wording of each `<…>` and `[…|…]` left.
+
+    A sentence is held out where the lot falls on it or on a wording that it holds, wherever that
+    stands: a held-out wording is in no sentence for training.
+    """
+    lines = Path(__file__).with_suffix(".txt").read_text().splitlines()
+    drawn = [w for line in lines for part in re.findall("<(.*?)>", line) for w in part.split("|")]
+    foreign = sorted(w for w in drawn if len(w) > _LONGEST_COMMON_WORD and _by_lot(w))
+    held_out = re.compile(rf"\b({'|'.join(map(re.escape, foreign))})(?!\w)")
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        if not line.startswith(("#", " ")) and line:
+            kind = line
+        elif line.startswith(" "):
+            said = [
+                s
+                for s in alternatives(line.strip(), "<>")
+                if (_by_lot(line.strip()) or bool(held_out.search(s))) == (split != "train")
+            ]
+            found.setdefault(kind, []).extend(said)
+    return {kind: tuple(sentences) for kind, sentences in found.items()}
+
+
+def alternatives(sentence: str, brackets: str) -> Iterator[str]:
+    """Yield a sentence with each choice of what stands between brackets: `<this|that>`."""
+    parts = re.split(rf"\{brackets[0]}(.*?)\{brackets[1]}", sentence)
+    return map("".join, itertools.product(*(
+        part.split("|") if index % 2 else [part] for index, part in enumerate(parts)
+    )))  # fmt: skip
+
+
+def _by_lot(words: str) -> bool:
+    """Return whether the lot holds a sentence or a wording out, always the same."""
+    return arithmetic.split_of(words, _WORDS_SHARE) != "train"
+
+
 class Change(NamedTuple):
     """One step of a story: `value` becomes `result` by `n`; all are whole."""
 
@@ -327,7 +157,7 @@ def _draw(rng: random.Random, split: str, level: int) -> dict[str, Any] | None:
     words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
 
     def told(kind: str, n: int = 0, k: int = 0) -> str:
-        phrase = rng.choice(PHRASES[split][kind])
+        phrase = rng.choice(phrases(split)[kind])
         chosen = re.sub(r"\[(.*?)\]", lambda choice: rng.choice(choice[1].split("|")), phrase)
         return chosen.format(n=n, k=k, **words)
 
@@ -335,9 +165,8 @@ def _draw(rng: random.Random, split: str, level: int) -> dict[str, Any] | None:
     begin = told("packs", first, steps[0].n) if packed else told("start", first)
     story = [(begin, steps[0].equation if packed else "")]
     story += [(told(step.kind, step.n), step.equation) for step in steps[packed:]]
-    if steps[-1].kind not in LAST:
-        story.append((told("ask"), ""))
-    for n in asides:  # not after the last, which asks
+    story.append((told(_QUESTIONS.get(steps[-1].kind, "ask")), ""))
+    for n in asides:  # not after the question
         story.insert(rng.randint(1, len(story) - 1), (told("aside", n), f"{n} does not matter."))
     answer = str(steps[-1].result)
     question = " ".join(sentence for sentence, _ in story)
