@@ -16,11 +16,11 @@ are published only for evaluations; without servers there is nobody to publish t
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from rlx.base import DiskFull, Group, UserError
+from rlx.base import Group
 from rlx.cli.user_code import forget_edited
 from rlx.config import check
 from rlx.doctor import failures, memory
@@ -41,16 +41,14 @@ from rlx.mismatch.gate import sentence
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
 from rlx.observe.jsonl import read_jsonl
-from rlx.observe.run_report import write_report
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import allocated, dealt
-from rlx.run.export import prune
-from rlx.run.frequency import due, every_of, to_host
 from rlx.run.inputs import prepare
-from rlx.run.parts import Parts, build, disk_warning
-from rlx.run.room_options import as_json, has_servers, is_online, sizes_of
-from rlx.train import checkpoint, conductor
+from rlx.run.parts import Parts, build
+from rlx.run.room_options import has_servers, is_online, sizes_of
+from rlx.run.saves import Saves
+from rlx.train import conductor
 from rlx.train.contract import State
 
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
@@ -138,13 +136,10 @@ class _Loop:
       step: batches given to the device, as `state` has seen them.
       whole: False while `state` cannot be saved: the device may have failed to make it, or a step
         before it has no record.
-      saved: the step of the last checkpoint. saving: files of one that is being written.
-      now: the position of `step`. last: where checkpoint, eval and export happened last.
-      exporting: an HF directory of `export.every_*` that is being written.
-      rows: of an epoch.
+      now: the position of `step`. rows: of an epoch.
       solved: no prompt is left that could teach anything.
       seconds: of each phase since the last record. published: record of the last publish.
-      device: a thread that waits for one step after the other. disk: threads that write a save.
+      device: a thread that waits for one step after the other.
     """
 
     def __init__(self, parts: Parts, state: State, step: int):
@@ -153,17 +148,14 @@ class _Loop:
         self.executor, self.fleet, self.gate = parts.executor, parts.fleet, parts.gate
         self.progress, self.timeline, self.writer = parts.progress, parts.timeline, parts.writer
         self.held_out = parts.held_out
-        self.last_record, self.now, self.last = time.monotonic(), parts.begun, {**parts.last}
-        self.every = every_of(parts.config)
+        self.last_record, self.now = time.monotonic(), parts.begun
         self.rows = _ENDLESS if is_online(parts.config) else max(1, len(parts.inputs.train_rows))
-        self.generated, self.whole, self.saved, self.solved = 0, True, step, False
+        self.generated, self.whole, self.solved = 0, True, False
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
         self.under_way: _Step | None = None
-        self.saving: list[Future] = []
-        self.exporting: Future | None = None
-        self.device, self.disk = ThreadPoolExecutor(1, "device"), ThreadPoolExecutor(4, "disk")
+        self.device, self.saves = ThreadPoolExecutor(1, "device"), Saves(parts, step, self._phase)
 
     def main(self) -> tuple[int, bool]:
         """Step until the last one or a signal; return the steps done, and whether that is all.
@@ -177,7 +169,7 @@ class _Loop:
             patient = False
             raise
         finally:
-            for pool in (self.device, self.disk):
+            for pool in (self.device, self.saves.disk):
                 pool.shutdown(wait=patient, cancel_futures=not patient)
 
     def _main(self) -> tuple[int, bool]:
@@ -185,7 +177,7 @@ class _Loop:
         self._measure()
         self.held_out.begin(self.step, self.executor)
         try:
-            if self._due("export"):  # a kill has cut it off after its checkpoint
+            if self.saves.due("export", self.now):  # a kill has cut it off after its checkpoint
                 self._export()
             while self.step < self.config.total_steps and not self.parts.stop.is_set():
                 self._check_newcomers()
@@ -193,18 +185,17 @@ class _Loop:
                 if groups is None:
                     break
                 self._train(groups)
-                if self.saving and all(file.done() for file in self.saving):
-                    self._end_save_if_it_fits()
+                self.saves.end_if_written()
                 if self._save_due():
                     self._save_if_it_fits()
-                if self._due("export"):
+                if self.saves.due("export", self.now):
                     self._export()
         except Exception:
             if self.whole:  # what ended the run must not cost its steps
-                self._end_save_if_it_fits()  # a full disk must not hide what it was
-                if self.step != self.saved:
+                self.saves.end()  # a full disk must not hide what it was
+                if self.step != self.saves.step:
                     self._save_if_it_fits()
-                    self._end_save_if_it_fits()
+                    self.saves.end()
             raise
         return self._finish()
 
@@ -248,7 +239,7 @@ class _Loop:
             self.state, metrics = self.parts.update.update(self.state, groups)
             self.step, self.whole = self.step + 1, True
         self.now = self.now.after(groups[-1].group_id + 1, self.rows, self.parts.elapsed())
-        if self._due("eval"):
+        if self.saves.due("eval", self.now):
             self.held_out.add(self.step)
         self._record()
         read = self.device.submit(self._read, self.step, metrics)
@@ -400,117 +391,30 @@ class _Loop:
         every = self.config.gate.every_steps
         return every > 0 and self.step % every == 0 and self.step < self.config.total_steps
 
-    def _due(self, kind: str) -> bool:
-        """Return whether this step's checkpoint, eval or export is due; it counts as made then."""
-        every = self.every[kind]
-        if kind == "checkpoint" and self.saving:  # the clock alone waits for the one under way
-            every = replace(every, seconds=0.0)
-        if found := due(every, self.last[kind], self.now):
-            self.last[kind] = self.now
-        return found
-
     def _save_due(self) -> bool:
         if self.step >= self.config.total_steps:  # it is saved at once
             return False
-        return self._due("checkpoint") or self.step == self.config.checkpoint.first_step
-
-    def _export(self) -> None:
-        """Begin to write an HF directory that stays, named by the position."""
-        self._record()
-        self._end_export()
-        with self._phase("export", step=self.step):
-            path = self.parts.workdir / "exports" / self.now.name
-            self.exporting = self.parts.export.write(path, self.state, self.disk.submit)
-
-    def _end_export(self) -> None:
-        """Wait for the export under way, if there is one; where the disk is full, say so."""
-        exporting, self.exporting = self.exporting, None
-        try:
-            if exporting:
-                exporting.result()
-                prune(self.parts.workdir / "exports", self.config.export.keep)
-        except DiskFull as error:
-            self._say_full(error)
-
-    def _save_if_it_fits(self) -> None:
-        """Begin to save; where the disk is too full, say so and go on training."""
-        try:
-            self._save()
-        except DiskFull as error:
-            self._say_full(error)
-
-    def _end_save_if_it_fits(self) -> None:
-        """Wait for the save under way, if there is one; then the run can be looked at."""
-        if not self.saving:
-            return
-        try:
-            self._end_save()
-            if text := disk_warning(self.config, self.parts.workdir, self.parts.inputs):
-                self.progress.message(text)
-        except DiskFull as error:
-            self._say_full(error)
-        with suppress(OSError, UserError):  # a page must not end a run
-            self._show()
-
-    def _say_full(self, error: DiskFull) -> None:
-        self.progress.message(f"{error}; training goes on until the next is due")
+        due = self.saves.due("checkpoint", self.now)
+        return due or self.step == self.config.checkpoint.first_step
 
     def _save(self) -> None:
-        """Begin to save a checkpoint of everything, and to export the HF directory."""
         self._record()
-        self._end_save_if_it_fits()
-        with self._phase("checkpoint", step=self.step):
-            self.last["checkpoint"] = self.now
-            host, groups = self.executor.state()
-            finish = checkpoint.begin(
-                self.parts.workdir / "checkpoints",
-                self.step,
-                partial(self.parts.update.save, state=self.state),
-                self.parts.update.state_bytes,
-                {
-                    "step": self.step,
-                    "elapsed_seconds": self.parts.elapsed(),
-                    "positions": to_host(self.now, self.last),
-                    "executor": host,
-                    "config": as_json(self.config),
-                    "model": self.parts.update.model.to_hf(),
-                    "lora_base": self.parts.export.base.hex(),
-                },
-                groups,
-                keep=self.config.checkpoint.keep,
-                beside=memory.exported(sizes_of(self.config, self.parts.inputs.model_config)),
-            )
-            self.saving += [self.disk.submit(self._write, finish)]
-            workdir, (saved,) = self.parts.workdir, self.saving
-            self.saving += self.parts.export.save(workdir, self.state, self.disk.submit, saved)
+        self.saves.save(self.state, self.now)
 
-    def _write(self, finish: Callable[[], Path]) -> Path:
-        """Write a checkpoint, in a thread; return its directory."""
-        with self.timeline.span("trainer", "save", track="disk"):
-            return finish()
+    def _save_if_it_fits(self) -> None:
+        with self.saves.told_if_full():
+            self._save()
 
-    def _end_save(self) -> None:
-        """Wait for the save under way, if there is one, and tell of it."""
-        if not self.saving:
-            return
-        files, self.saving = self.saving, []
-        with self._phase("checkpoint"):
-            futures.wait(files)  # where one fails, the others end before the next save begins
-            directory, *_ = [file.result() for file in files]
-        self.saved = checkpoint.step_of(directory)
-        self.parts.hooks.tell("on_checkpoint", self.saved, directory)
-
-    def _show(self) -> Path | None:
-        """Write the timeline and the report of what there is; return the report's path."""
-        self.timeline.save(self.parts.workdir / "timeline.json")
-        return write_report(self.parts.workdir) if self.step else None
+    def _export(self) -> None:
+        self._record()
+        self.saves.export(self.state, self.now)
 
     def _finish(self) -> tuple[int, bool]:
         """Save, score the final weights if the run is complete, and write the report."""
         self.executor.stop_admitting()
         self._save()
-        self._end_save()
-        self._end_export()
+        self.saves.end_or_fail()
+        self.saves.end_export()
         complete = self.solved or self.step >= self.config.total_steps
         if complete:
             self.held_out.add(self.step)
@@ -532,7 +436,7 @@ class _Loop:
             self.progress.message(
                 f"no evaluation of step {late}: it took longer; going on makes one of {self.step}"
             )
-        if report := self._show():
+        if report := self.saves.show():
             self.progress.message(f"report: {report}")
         if not complete:
             again = f"python -m rlx.main with the same --config and --workdir={self.parts.workdir}"

@@ -74,7 +74,7 @@ def test_servers_that_all_disagree_end_the_run_before_a_batch_is_taken(loop, mon
 
 def test_a_full_disk_does_not_hide_what_ended_the_run(loop, monkeypatch):
     made = loop()
-    made.saved = -1
+    made.saves.step = -1
     made.executor.collect.side_effect = UserError("no server is left")
 
     def full():
@@ -89,7 +89,7 @@ def test_a_full_disk_does_not_hide_what_ended_the_run(loop, monkeypatch):
 
 def test_a_second_interrupt_waits_for_no_save_under_way(loop, monkeypatch):
     made, end = loop(), Event()
-    saving = made.disk.submit(end.wait)
+    saving = made.saves.disk.submit(end.wait)
     monkeypatch.setattr(made, "_main", MagicMock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         made.main()
