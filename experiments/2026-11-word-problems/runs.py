@@ -1,16 +1,15 @@
 r"""Does a real model of 135M parameters learn word problems on two cores? Runs, table and curve.
 
-    python experiments/2026-11-word-problems/runs.py run OUT [--seeds=0,1,2] [--stages=grpo,lora] \
+    python experiments/2026-11-word-problems/runs.py run OUT [--seeds=0,1,2] [--stages=sft,grpo] \
         [--config.fleet.engine=vllm]
     python experiments/2026-11-word-problems/runs.py table OUT      # and curve.png, seeds/
 
-`run` makes what is missing: the base model's answers, and for each seed SFT and what follows it.
-It can be stopped at any time: the same command goes on from the last checkpoint.
+`run` makes what is missing: the base model's answers, and for each seed the stages and the answers
+after them. It can be stopped at any time: the same command goes on from the last checkpoint.
 """
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,27 +19,30 @@ from experiments.sweep import records
 
 HERE = Path(__file__).parent
 QUESTIONS = 1000  # held out, 200 of each level: the standard error is 0.015
-STAGES = {
-    "grpo": [],
-    "lora": ["--config.lora.rank=16", "--config.lora.alpha=32.0",
-             "--config.optimizer.learning_rate=1e-4", "--config.fleet.publish=adapter"],
-}  # fmt: skip
+LORA = [
+    "--config.lora.rank=64",
+    "--config.lora.alpha=128.0",
+    "--config.optimizer.learning_rate=1e-3",
+]
+STAGES = {  # name → config, and flags; grpo begins with sft's weights
+    "sft": ("word_problems_sft", []),
+    "lora": ("word_problems_sft", LORA),
+    "grpo": ("word_problems", []),
+}
 
 
 def run(out: Path, seeds: list[int], stages: list[str], flags: list[str]) -> None:
-    """Make every run that is not over."""
+    """Make every run and every evaluation that is not over."""
     _evaluate(out / "base", "rlx:smollm2", flags)
     for seed in seeds:
-        sft = out / "sft" / f"seed-{seed}"
-        # It has no servers, and none are to be chosen.
-        own = [flag for flag in flags if not flag.startswith("--config.fleet.")]
-        _train(sft, "word_problems_sft", [f"--config.seed={seed}", *own])
         for name in stages:
-            begin = [f"--config.seed={seed}", f"--config.model.path={sft / 'hf'}"]
-            _train(out / name / f"seed-{seed}", "word_problems", [*begin, *STAGES[name], *flags])
-            _evaluate(
-                out / name / f"seed-{seed}" / "after", str(out / name / f"seed-{seed}/hf"), flags
-            )
+            config, own = STAGES[name]
+            place = out / name / f"seed-{seed}"
+            if name == "grpo":
+                begin = out / "sft" / f"seed-{seed}" / "hf"
+                own = [f"--config.model.path={begin}", *flags]
+            _train(place, config, [f"--config.seed={seed}", *own])
+            _evaluate(place / "after", str(place / "hf"), flags)
 
 
 def _evaluate(out: Path, model: str, flags: list[str]) -> None:
@@ -71,46 +73,56 @@ def answers(out: Path) -> list[dict]:
     return [row for path in sorted(out.glob("*/word_problems.jsonl")) for row in records(path)]
 
 
-def curve(workdir: Path) -> list[tuple[int, float]]:
-    """(step, held-out greedy accuracy) of a run so far."""
-    return [(row["step"], row["greedy_acc"]) for row in records(workdir / "eval.jsonl")]
-
-
 def table(out: Path) -> None:
-    """A row for each run: accuracy of all and of each level before, and after so many steps."""
+    """Print a row for each model: its share of right answers, of all and of each level."""
     print("| run | accuracy | " + " | ".join(f"level {level}" for level in range(1, 6)) + " |")
     print("|---|---|---|---|---|---|---|")
+    kept = {}
     for place in [out / "base", *sorted(out.glob("*/seed-*/after"))]:
         rows = answers(place)
         groups = [rows, *([row for row in rows if row["index"] % 5 == level] for level in range(5))]
-        shares = " | ".join(f"{fmean(row['reward'] for row in group):.3f}" for group in groups)
-        print(f"| {place.relative_to(out)} ({len(rows)} questions) | {shares} |")
-    kept = HERE / "seeds"
-    kept.mkdir(exist_ok=True)
-    for name in STAGES:
-        for workdir in sorted((out / name).glob("seed-*")):
-            print(f"{name} {workdir.name}: {json.dumps(curve(workdir))}")
-            if (workdir / "eval.jsonl").exists():
-                seed = workdir.name.removeprefix("seed-")
-                shutil.copyfile(workdir / "eval.jsonl", kept / f"{name}-{seed}.jsonl")
+        name = str(place.relative_to(out)).removesuffix("/after")
+        kept[name] = {"accuracy": [round(fmean(row["reward"] for row in g), 4) for g in groups]}
+        shares = " | ".join(f"{share:.3f}" for share in kept[name]["accuracy"])
+        print(f"| {name} ({len(rows)} questions) | {shares} |")
+        if (metrics := place.parent / "metrics.jsonl").exists() and place.name == "after":
+            steps = [step for step in records(metrics) if "sft_loss" in step]
+            kept[name] |= {
+                "minutes": [round(step["elapsed_seconds"] / 60, 2) for step in steps],
+                "loss": [round(step["sft_loss"], 4) for step in steps],
+            }
+    (HERE / "records.json").write_text(json.dumps(kept))
 
 
 def plot(picture: Path) -> None:
-    """Accuracy against steps of each kept run."""
+    """Draw SFT's loss by minutes, and accuracy of each level before and after it, of all seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(6, 4))
-    for path in sorted((HERE / "seeds").glob("*.jsonl")):
-        points = [(row["step"], row["greedy_acc"]) for row in records(path)]
-        axis.plot(*zip(*points, strict=True), marker="o", label=path.stem)
-    axis.set(xlabel="batches of 64 answers", ylabel="held-out greedy accuracy", ylim=(0, 1))
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
+    kept = json.loads((HERE / "records.json").read_text())
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    runs = {name: run for name, run in kept.items() if name.startswith("sft/")}
+    for name, run in runs.items():
+        label = name.removeprefix("sft/").replace("-", " ")
+        (line,) = left.plot(run["minutes"], _smooth(run["loss"]), label=label)
+        right.plot(range(6), run["accuracy"], "o", color=line.get_color(), label=label)
+    right.plot(range(6), kept["base"]["accuracy"], "x", color="black", label="before")
+    left.set(xlabel="minutes on two cores", ylabel="loss, nats a token", yscale="log")
+    right.set(ylabel="held-out accuracy", ylim=(-0.03, 1))
+    right.set_xticks(range(6), ["all", *(f"level {level}" for level in range(1, 6))])
+    for axis in (left, right):
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    figure.tight_layout()
     figure.savefig(picture, dpi=150, bbox_inches="tight")
+
+
+def _smooth(values: list[float], width: int = 10) -> list[float]:
+    """Return means of up to `width` values before and with each."""
+    return [fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def main() -> None:
@@ -119,7 +131,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--stages", default="grpo,lora")
+    parser.add_argument("--stages", default="sft")
     arguments, flags = parser.parse_known_args()
     if arguments.what == "run":
         seeds = [int(seed) for seed in arguments.seeds.split(",")]
