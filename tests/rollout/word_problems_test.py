@@ -134,18 +134,19 @@ def test_no_held_out_sentence_is_in_a_problem_for_training():
 
     train, held_out = map(set, map(said, SPLITS))
     assert not train & held_out
-    assert 0.15 < len(held_out) / len(train | held_out) < 0.35
+    assert 0.1 < len(held_out) / len(train | held_out) < 0.3
 
 
 def test_a_held_out_sentence_is_of_a_held_out_frame_or_has_a_word_that_training_has_not():
     ours, theirs = map(word_problems.phrases, SPLITS)
     train = " | ".join(itertools.chain(*ours.values()))
-    lines = Path(word_problems.__file__).with_suffix(".txt").read_text().splitlines()
+    text = Path(word_problems.__file__).with_suffix(".txt").read_text()
+    lines = [line for line in text.splitlines() if line.startswith(" ")]
     wordings = {w for x in lines for part in re.findall("<(.*?)>", x) for w in part.split("|")}
     foreign = {w for w in wordings if not re.search(rf"\b{re.escape(w)}(?!\w)", train)}
-    assert 0.15 < len(foreign) / len(wordings) < 0.35
+    assert 0.1 < len(foreign) / len(wordings) < 0.3
     for kind, sentences in theirs.items():
-        assert len(sentences) >= 3, kind
+        assert len(sentences) >= 2, kind
         frames = [set(word_problems.alternatives(line.strip(), "<>")) for line in lines]
         whole = set().union(*(frame for frame in frames if frame <= set(sentences)))
         for sentence in set(sentences) - whole:
