@@ -51,11 +51,11 @@ def main() -> None:
 
 
 def _load(names: Sequence[str], send: _Send) -> dict[str, Callable]:
-    """Import the reward functions, and math-verify where one uses it; send what they are."""
+    """Import the reward functions, and math-verify where answers need it; send what they are."""
     try:
         functions = {name: rewards.resolve(name) for name in names}
         kinds = {name: (_kind(f), place(f)) for name, f in functions.items()}
-        if {rewards.math, rewards.arithmetic} & set(functions.values()):
+        if rewards.math in functions.values():
             symbolic.warm()
     except BaseException as error:  # SystemExit of a module, too
         said = str(error) if isinstance(error, UserError) else user_code.where(error)
