@@ -1,1 +1,1 @@
-"""The same training step in PyTorch: a witness for parity tests and the rival in benchmarks."""
+"""The trainer in PyTorch, of transformers' own models: what `trainer=torch` imports."""

@@ -1,4 +1,4 @@
-"""Makes the `http_client` that agents are given: one connection pool for all runs of a process."""
+"""Make the `http_client` that agents are given: one connection pool for all runs of a process."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Keeps malformed requests of clients out of an HTTP server's log. Imports aiohttp."""
+"""Keep malformed requests of clients out of an HTTP server's log. Imports aiohttp."""
 
 import logging
 

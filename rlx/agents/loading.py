@@ -1,4 +1,4 @@
-"""Loads the classes that a command line names: agents, and workflows of rlx.
+"""Load the classes that a command line names: agents, and workflows of rlx.
 
 An agent has `async run(self, data, **extra_kwargs)`; a workflow has `async run(self, fleet, task)`,
 see `rlx.rollout.workflows.Workflow`. Mistakes in here are the user's: a UserError of one line.

@@ -1,4 +1,4 @@
-"""Finds the line of code that keeps an event loop from turning.
+"""Find the line of code that keeps an event loop from turning.
 
     loop:    answer .. answer ............................................... answer
     thread:       ping      ping   no answer: look at the loop's stack, look, look

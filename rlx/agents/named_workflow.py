@@ -1,4 +1,4 @@
-"""Builds the workflow that a config or a command line names: one of rlx, or agents' runs."""
+"""Build the workflow that a config or a command line names: one of rlx, or agents' runs."""
 
 import inspect
 from collections.abc import Mapping

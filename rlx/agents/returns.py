@@ -1,4 +1,4 @@
-"""Checks what an agent's `run` returned: a reward, or rewards by completion id. Pure."""
+"""Check what an agent's `run` returned: a reward, or rewards by completion id. Pure."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""Makes trajectories of what an agent was answered and of its rewards. Pure.
+"""Make trajectories of what an agent was answered and of its rewards. Pure.
 
 The completions of a run are a forest: a prompt that begins with all the tokens of an earlier one,
 sampled ones included, goes on from it. Each completion has a return, and rows are made of them in

@@ -1,4 +1,4 @@
-"""Runs an agent many times at once in one event loop, as training does, and observes the loop.
+"""Run an agent many times at once in one event loop, as training does, and observe the loop.
 
 The loop is in the main thread: some libraries set signals. asyncio's debug mode measures callbacks
 that take too long, by `own_clock` (and doubles what each computes); `LoopWatch` finds their lines,

@@ -1,4 +1,4 @@
-"""Says what runs of an agent showed: figures, what is wrong, and what to change. Pure."""
+"""Say what runs of an agent showed: figures, what is wrong, and what to change. Pure."""
 
 import re
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""Checks that an OpenAI-compatible server answers at a base_url, and says what is wrong if not."""
+"""Check that an OpenAI-compatible server answers at a base_url, and say what is wrong if not."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Liveness of a server on this machine: its status is asked for every second."""
+"""Ask a server on this machine for its status every second, and say when it no longer answers."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A run's files read back for its report; broken or missing ones leave gaps."""
+"""Read a run's files back for its report; broken or missing ones leave gaps."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Tools inside generation: to a call's start, to its end; it is run, its output shown; and on.
+"""Tools inside generation: the model writes a call, is shown its output, and goes on.
 
 A call is `<tool_call>{"name": …, "arguments": …}</tool_call>` where the chat template has tools in
 that form (Hermes, Qwen); else, as for base models, it is what stands between markers of the tool,

@@ -1,4 +1,4 @@
-"""Run a config on this machine in a process of its own, which is begun again where it dies."""
+"""Run a config on this machine in a process of its own, and begin it again where it dies."""
 
 import os
 import signal
