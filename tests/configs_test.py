@@ -1,6 +1,7 @@
 """Every file in configs/ is a run that could start, and every preset has one."""
 
 import ast
+import asyncio
 import json
 import math
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from jinja2 import Environment
 
+from configs.data import calculator_solutions
 from rlx.algorithms.presets import PRESETS
 from rlx.cli import flags
 from rlx.config import check
@@ -19,6 +22,8 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
+from rlx.rollout import word_problems
+from rlx.rollout.tools import Calculator
 from rlx.run import config_checks, scheduler
 from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
@@ -184,3 +189,24 @@ def test_a_config_finds_its_neighbours_wherever_it_lies(tmp_path):
     before = list(sys.path)
     assert load(place / "a_run.py").seed == 7
     assert sys.path == before
+
+
+def test_solutions_with_a_calculator_compute_and_tell_of_it_as_the_template_does(monkeypatch):
+    monkeypatch.setattr(calculator_solutions, "NUM_PROBLEMS", 200)
+    answers = {row["question"]: row["answer"] for row in word_problems.problems(0, "train", 200)}
+    rows, calls, tools = list(calculator_solutions.rows()), 0, Calculator()
+    for row in rows:
+        system, user, *turns = row["question"]
+        for said, told in zip(turns[::2], turns[1::2], strict=True):
+            call = said["content"].partition("<tool_call>")[2].removesuffix("</tool_call>")
+            assert asyncio.run(tools.run(**json.loads(call)["arguments"])) == told["content"]
+            calls += 1
+        if not row["completion"].endswith("</tool_call>"):
+            assert row["completion"].endswith(f" {answers.pop(user['content'])}.")
+    assert not answers
+    assert calls > 100
+    template = (ROOT / "configs/data/smollm2_tools.jinja").read_text()
+    listed = [{"type": "function", "function": vars(Calculator)}]
+    ask = {"role": "user", "content": "?"}
+    render = Environment().from_string(template).render
+    assert render(messages=[system, ask]) == render(messages=[ask], tools=listed)

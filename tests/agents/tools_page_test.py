@@ -1,11 +1,13 @@
-"""docs/tools.md does what it says: its agent asks the model with tools that comes with rlx."""
+"""Agents that call tools over OpenAI's API ask the model with tools that comes with rlx."""
 
 import asyncio
 import json
 import re
 from pathlib import Path
 
+from configs.agents.calculator import WithCalculator
 from rlx.engines.jax.jax_engine import JaxEngine
+from rlx.fleet.requests import Sampling
 from rlx.model.directory import resolve
 
 PAGE = Path("docs/tools.md").read_text()
@@ -40,3 +42,25 @@ def test_the_embedded_model_calls_a_calculator_over_openai_s_api(agents):
     assert second.parent == 0, "one conversation, and no token sampled twice"
     tokens = [*first.prompt_tokens, *first.completion.tokens.tolist()]
     assert list(second.prompt_tokens)[: len(tokens)] == tokens
+
+
+def test_the_agent_with_a_calculator_computes_what_the_model_calls_and_judges_its_answer(agents):
+    row = {"messages": [{"role": "user", "content": "calculator:739+48=?"}]}
+
+    async def main(max_calls, answer):
+        engine = JaxEngine(MODEL, slots=2, max_model_len=192)
+        greedy = Sampling(temperature=0.0, max_new_tokens=96)
+        async with agents.gateway(engine, greedy, tokenizer=MODEL) as g:
+            given = {"base_url": g.gateway.base_url(), "api_key": g.session.key}
+            reward = await WithCalculator(max_calls).run({**row, "answer": answer}, **given)
+            return reward, g.session.interactions
+
+    reward, (call, answer) = agents.run(main(4, "787"), 120)
+    left, right = re.search(r"(\d+)\+(\d+)", call.text).groups()
+    shown = str(int(left) + int(right))  # 787, where no digit was miscopied
+    assert f"{shown}<" in answer.prompt_text
+    assert answer.text == f"\\boxed{{{shown}}}"
+    assert reward == float(shown == "787")
+    assert agents.run(main(4, shown), 120)[0] == 1.0
+    reward, asked = agents.run(main(0, shown), 120)
+    assert (reward, len(asked)) == (0.0, 1), "a call too many is worth nothing"

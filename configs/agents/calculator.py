@@ -1,0 +1,48 @@
+"""An agent with a calculator: it computes what the model calls for, until the model answers."""
+
+import json
+import re
+
+from openai import AsyncOpenAI
+
+from rlx.rollout.tools import Calculator, ToolError
+
+TOOL = {"name": Calculator.name, "description": Calculator.description}
+
+
+class WithCalculator:
+    """A conversation by OpenAI's official client, with function calls.
+
+    Args:
+      max_calls: answers with calls; one more that has some is worth 0.
+    """
+
+    def __init__(self, max_calls=4):
+        self.max_calls = max_calls
+
+    async def run(self, data, **kwargs):
+        """Return 1.0 where the last number of the answer is right, else 0.0."""
+        messages = list(data["messages"])
+        tools = [{"type": "function", "function": {**TOOL, "parameters": Calculator.parameters}}]
+        async with AsyncOpenAI(**kwargs) as client:  # base_url, api_key, http_client
+            for _ in range(self.max_calls + 1):
+                got = await client.chat.completions.create(
+                    model="default", messages=messages, tools=tools
+                )
+                said = got.choices[0].message
+                messages.append(said.model_dump(exclude_none=True))
+                if not said.tool_calls:
+                    numbers = re.findall(r"-?\d+", said.content or "")
+                    return float(numbers[-1:] == [data["answer"]])
+                for call in said.tool_calls:
+                    output = await _output(call.function)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
+        return 0.0
+
+
+async def _output(function):
+    """What the calculator says, or why it says nothing."""
+    try:
+        return await Calculator().run(**json.loads(function.arguments))
+    except (ToolError, TypeError, ValueError) as error:
+        return f"Error: {error}"

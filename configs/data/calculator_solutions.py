@@ -1,0 +1,35 @@
+"""Worked solutions of word problems that leave some of their equations to a calculator. No I/O.
+
+A solution is a conversation: "53 + 27 = 80. <tool_call>…</tool_call>", what the calculator said,
+"The answer is 70."; each answer in it is a row. Equations done by head have no tens before ones,
+without which a model of 135M parameters often gets them wrong: RL has something to find out.
+"""
+
+import json
+import random
+import re
+
+from rlx.rollout import word_problems
+
+NUM_PROBLEMS = 20_000
+CALLS = 0.4  # share of equations
+TOOLS = {"role": "system", "content": "<tools>calculator(expression)</tools>"}  # smollm2_tools
+
+
+def rows():
+    """Yield every answer of every solution, with the conversation before it."""
+    rng = random.Random("calculator")
+    for problem in word_problems.problems(0, "train", NUM_PROBLEMS):
+        talk, said = [TOOLS, {"role": "user", "content": problem["question"]}], []
+        for sentence in re.findall(r"[^ ][^.]*\.", problem["solution"]):
+            expression, equals, value = sentence.rstrip(".").partition(" = ")
+            value = value.split(" = ")[-1]  # without what is between
+            if not equals or rng.random() > CALLS:
+                said.append(f"{expression}{equals}{value}.")
+                continue
+            call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+            said.append(f"<tool_call>{call}</tool_call>")
+            yield {"question": talk, "completion": " ".join(said)}
+            answer = {"role": "assistant", "content": " ".join(said)}
+            talk, said = [*talk, answer, {"role": "tool", "content": value}], []
+        yield {"question": talk, "completion": " ".join(said)}

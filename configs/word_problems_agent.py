@@ -1,0 +1,25 @@
+"""GRPO of an agent that calls a calculator over OpenAI's API, with a real language model.
+
+Command:   python -m rlx.main --config=configs/word_problems_agent.py
+           after configs/word_problems_tools_sft.py, whose weights it begins with; with vLLM's
+           servers, which generate faster: --config.fleet.engine=vllm
+Hardware:  two CPU cores and 16 GB, as configs/word_problems.py, and the extra `agents`.
+Expect:    no figures yet; greedy accuracy begins at that of the tools' config, 0.485.
+"""
+
+from pathlib import Path
+
+from configs import word_problems_tools
+
+AGENT = Path(__file__).parent / "agents" / "calculator.py"
+
+
+def get_config():
+    """The run described above."""
+    c = word_problems_tools.get_config()
+    c.rollout.workflow = f"{AGENT}:WithCalculator"
+    c.rollout.workflow_kwargs = '{"max_calls": 4}'
+    c.sampling.max_new_tokens = 96  # of an answer, calls included
+    c.fleet.max_model_len = 512  # of a conversation
+    c.train.row_buckets = (512,)
+    return c
