@@ -1,10 +1,15 @@
 """Steps per second of the whole system beside TRL's synchronous GRPOTrainer, same workload.
 
     python -m experiments.bench.end_to_end --cores=0,1 [--steps=30] [--rounds=3]      (extra: trl)
+    python -m experiments.bench.end_to_end --model=rlx:smollm2 --steps=8 --rounds=1 --bf16 \\
+        --config.trainer=torch --config.model.compute_dtype=bfloat16 \\
+        --config.model.publish_dtype=bfloat16 --config.fleet.engine=vllm
 
-8 prompts x 8 samples x 64 new tokens on a random 3.7M-parameter Qwen2, fp32. Both sides get the
-same two cores, one after the other, several rounds in turn. The first quarter of each run's steps
-(compilation, an empty pipeline) is left out on both sides.
+8 prompts x 8 samples x 64 new tokens on a random 3.7M-parameter Qwen2, fp32, or on a model of
+yours, whose prompts are word problems and which TRL trains in microbatches of 8. Flags of the
+config go to rlx; `--bf16` gives TRL autocast. Both sides get the same two cores, one after the
+other, several rounds in turn. The first quarter of each run's steps (compilation, an empty
+pipeline) is left out on both sides.
 """
 
 import argparse
@@ -15,6 +20,12 @@ from pathlib import Path
 from experiments.bench import workload
 from experiments.bench.process import cores_of, median_spread, pinned, rlx_run
 
+REAL = [  # prompts of word problems in a chat template have 40 to 110 tokens
+    "--config.data.max_prompt_tokens=128",
+    "--config.train.row_buckets=(192,)",
+    "--config.train.max_tokens_per_microbatch=1024",
+]
+
 
 def main() -> None:
     """Prints one row a round and the ratio of the medians."""
@@ -22,17 +33,21 @@ def main() -> None:
     parser.add_argument("--cores", type=cores_of, default=[0, 1])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    a = parser.parse_args()
+    parser.add_argument("--model", default="", help="HF directory or rlx:NAME; else 3.7M, random")
+    parser.add_argument("--bf16", action="store_true", help="TRL in bfloat16")
+    a, flags = parser.parse_known_args()
+    flags += REAL if a.model else []
     ours, theirs, dropped = [], [], 0
     with tempfile.TemporaryDirectory() as scratch:
-        directory = workload.make(Path(scratch))
+        directory = workload.make(Path(scratch), a.model)
         config = f"experiments/bench/workload.py:{directory}"
         for n in range(a.rounds):
             steps = f"--config.total_steps={a.steps}"
-            records = rlx_run(config, directory / f"run{n}", a.cores, steps)
+            records = rlx_run(config, directory / f"run{n}", a.cores, steps, *flags)
             ours += [r["step_seconds"] for r in records[a.steps // 4 :]]
             dropped += records[-1]["dropped"]
             trl = ["-m", "experiments.bench.end_to_end_trl", str(directory), str(a.steps // 2)]
+            trl += [f"--microbatch={8 if a.model else 64}", *["--bf16"] * a.bf16]
             seconds = json.loads(pinned(trl, a.cores).splitlines()[-1])["seconds"]
             theirs += seconds[a.steps // 8 :]
             print(

@@ -1,19 +1,23 @@
 """The rival's process: TRL's GRPOTrainer on the workload, one line of seconds per step.
 
-`python -m experiments.bench.end_to_end_trl DIR STEPS` (extra: trl). Called by end_to_end.
+`python -m experiments.bench.end_to_end_trl DIR STEPS [--microbatch=N] [--bf16]` (extra: trl), as
+end_to_end calls it.
 """
 
+import argparse
 import itertools
 import json
-import sys
 import time
 import warnings
 
 warnings.filterwarnings("ignore")
 
 
-def main(directory: str, steps: int) -> None:
-    """Trains `steps` steps and prints {"seconds": [per step], "lengths": mean} as JSON."""
+def main(directory: str, steps: int, microbatch: int, bf16: bool) -> None:
+    """Trains `steps` steps, `microbatch` completions at once; prints a JSON object.
+
+    It is {"seconds": [per step], "mean_length": of completions}.
+    """
     import os
 
     import torch
@@ -42,7 +46,8 @@ def main(directory: str, steps: int) -> None:
     config = GRPOConfig(
         output_dir=f"{directory}/trl",
         max_steps=steps,
-        per_device_train_batch_size=w.PROMPTS * w.SAMPLES,
+        per_device_train_batch_size=microbatch,
+        gradient_accumulation_steps=w.PROMPTS * w.SAMPLES // microbatch,
         num_generations=w.SAMPLES,
         max_completion_length=w.NEW_TOKENS,
         generation_kwargs={"min_new_tokens": w.NEW_TOKENS},
@@ -50,7 +55,7 @@ def main(directory: str, steps: int) -> None:
         lr_scheduler_type="constant",
         beta=0.0,
         use_cpu=True,
-        bf16=False,
+        bf16=bf16,
         gradient_checkpointing=False,
         report_to=[],
         save_strategy="no",
@@ -72,4 +77,9 @@ def main(directory: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--microbatch", type=int, default=64)
+    parser.add_argument("--bf16", action="store_true")
+    main(**vars(parser.parse_args()))

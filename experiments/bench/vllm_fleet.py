@@ -2,16 +2,18 @@
 
     python -m experiments.bench.vllm_fleet                        # tiny, 64 and 128 sequences
     python -m experiments.bench.vllm_fleet --model=0.5b --slots=64 --groups=8 --most=96
+    python -m experiments.bench.vllm_fleet --model=135m --slots=16,64 --seeds=yes --engine=jax
     python -m experiments.bench.vllm_fleet --dry                  # a minute; figures mean nothing
 
 Both make the same requests: the same prompts, numbers of new tokens (uniform in [least, most], EOS
 suppressed by the minimum), temperature 1, sampled logprobs, and seeds if any. rlx: the RLVR
-workflow without its reward → Fleet → gRPC → `rlx.serve --engine=vllm`. Rival: vLLM's own offline
-`LLM.generate`, all requests in one call, with the same engine settings. Engines, with everything
-of vLLM or the server, are on the second of `--cores`; rlx's client, where a trainer would be, is on
-the first. They take turns; the share is the median over rounds of the quotient of a round. CPU: ms
-of the engines' core (server and EngineCore, or LLM and EngineCore) per 1,000 tokens; other work on
-the machine moves it less than it moves tokens/s, most of all where the client waits for its core.
+workflow without its reward → Fleet → gRPC → `rlx.serve --engine=vllm`, or jax. Rival: vLLM's own
+offline `LLM.generate`, all requests in one call, with the same engine settings. Engines, with
+everything of vLLM or the server, are on the second of `--cores`; rlx's client, where a trainer
+would be, is on the first. They take turns; the share is the median over rounds of the quotient of
+a round. CPU: ms of the engines' core (server and EngineCore, or LLM and EngineCore) per 1,000
+tokens; other work on the machine moves it less than it moves tokens/s, most of all where the client
+waits for its core.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import GenerateCall, PartialSample
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
+from rlx.rewards.reward_pool import Graded
 from rlx.rollout import arithmetic
 from rlx.rollout.workflows import RLVR, Prompts, Task
 from rlx.run.tokenizer_files import load_tokenizer
@@ -43,8 +46,8 @@ SEED_STEP = 1 << 10
 class NoReward:
     """In the place of the reward pool: nothing is computed."""
 
-    async def rewards(self, calls):
-        return [0.0] * len(calls), []
+    async def grade(self, calls):
+        return Graded([0.0] * len(calls), [{} for _ in calls])
 
 
 class Unseeded(Fleet):
@@ -118,7 +121,7 @@ async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: P
     workflow = RLVR(prompts, Sampling(), NoReward(), args.samples)  # type: ignore[arg-type]
     stop = list(config.eos_token_ids)
     with (
-        LocalServers(model, workdir=scratch, plan=plan, engine="vllm", **options) as local,
+        LocalServers(model, workdir=scratch, plan=plan, engine=args.engine, **options) as local,
         vllm_workers.Rival("offline", model, cores[1], log, stop=stop, **options) as rival,
     ):
         rival.ask()
@@ -173,6 +176,7 @@ def spread(values) -> str:
 def main() -> None:
     p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("--model", default="tiny", choices=vllm_workers.MODELS)
+    p.add_argument("--engine", default="vllm", choices=("vllm", "jax"), help="of rlx's side")
     p.add_argument("--cores", default="0,1", help="client, engines")
     p.add_argument("--slots", default="64,128", help="sequences decoded together")
     p.add_argument("--seeds", default="yes,no", help="whether each request has one")
@@ -188,15 +192,15 @@ def main() -> None:
     if args.dry:
         args.slots, args.rounds, args.groups, args.least, args.most = "8", 1, 1, 4, 8
     args.dtype = args.dtype or ("float32" if args.model == "tiny" else "bfloat16")
-    args.max_model_len = args.most + 64
+    args.max_model_len = args.most + 128  # a prompt in a chat template
     cores = process.cores_of(args.cores)
     os.sched_setaffinity(0, cores[:1])
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(args.scratch or directory)
         with vllm_workers.model_dir(args.model, scratch) as model:
             print(
-                f"{args.model}, {args.dtype}, groups of {args.samples}, {args.least} to "
-                f"{args.most} new tokens, {args.rounds} rounds; "
+                f"{args.model} in {args.engine}, {args.dtype}, groups of {args.samples}, "
+                f"{args.least} to {args.most} new tokens, {args.rounds} rounds; "
                 f"load average {os.getloadavg()[0]:.1f}\n\n"
                 "| sequences | seeds | rlx, tokens/s | LLM.generate | share | target | rlx, CPU | "
                 "LLM, CPU | share by CPU |\n|---|---|---|---|---|---|---|---|---|",

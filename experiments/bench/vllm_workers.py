@@ -28,19 +28,20 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 BLOCK = 32
-MODELS = ("tiny", "0.5b")  # rlx:arithmetic, and random weights of Qwen2.5-0.5B's shape
+# rlx:arithmetic, SmolLM2, and random weights of Qwen2.5-0.5B's shape
+MODELS = ("tiny", "135m", "0.5b")
 
 
 @contextlib.contextmanager
 def model_dir(name: str, scratch: Path) -> Iterator[Path]:
     """The HF directory of one of MODELS; the large one is made in `scratch` when it is not there.
 
-    Both have the arithmetic tokenizer: its ids are in either vocabulary.
+    The random one has the arithmetic tokenizer: its ids are in its vocabulary.
     """
     from rlx.model.directory import resolve
 
-    if name == "tiny":
-        yield Path(resolve("rlx:arithmetic"))
+    if name in (own := {"tiny": "rlx:arithmetic", "135m": "rlx:smollm2"}):
+        yield Path(resolve(own[name]))
         return
     path = scratch / "qwen2-0.5b-shape"
     if not path.exists():

@@ -1,7 +1,8 @@
 """The end-to-end workload: a random 3.7M-parameter Qwen2, 8 prompts x 8 samples x 64 new tokens.
 
-Both sides of the benchmark read the same directory (model, tokenizer, prompts) and the same
-reward; the minimum and maximum of new tokens are equal, so that both generate the same amount.
+With a model's path it is that model, asked word problems in its own chat template. Both sides of
+the benchmark read the same directory (model, tokenizer, prompts) and the same reward; the minimum
+and maximum of new tokens are equal, so that both generate the same amount.
 """
 
 import json
@@ -41,8 +42,24 @@ def reward(prompt="", completion="", prompt_ids=(), completion_ids=(), **row) ->
     return float((ids % 2 == 0).mean()) if ids.size else 0.0
 
 
-def make(directory: Path, seed: int = 0) -> Path:
-    """Writes model, tokenizer and prompts.jsonl into `directory`; returns it."""
+def make(directory: Path, model: str = "") -> Path:
+    """Writes (or links) model, tokenizer and prompts.jsonl into `directory`; returns it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if model:
+        from rlx.model.directory import resolve
+        from rlx.rollout import word_problems
+
+        (directory / "model").symlink_to(Path(resolve(model)).resolve())
+        questions = [row["question"] for row in word_problems.problems(0, "train", 2000)]
+    else:
+        questions = _random(directory / "model")
+    with open(directory / "prompts.jsonl", "w") as file:
+        file.writelines(json.dumps({"question": q, "answer": "0"}) + "\n" for q in questions)
+    return directory
+
+
+def _random(directory: Path) -> list[str]:
+    """Writes the random model and its tokenizer; returns prompts of its words."""
     import jax
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -50,8 +67,7 @@ def make(directory: Path, seed: int = 0) -> Path:
     from rlx.model import hf, params
     from rlx.model.model_config import ModelConfig
 
-    directory.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     corpus = ["".join(rng.choice(list("abcdefghijklmnop"), 4)) for _ in range(20_000)]
     # Byte-level BPE, because transformers loads every Qwen2 directory with Qwen2's own tokenizer.
     tokenizer = Tokenizer(models.BPE())
@@ -69,14 +85,9 @@ def make(directory: Path, seed: int = 0) -> Path:
     )
     fast.chat_template = TEMPLATE
     config = ModelConfig.from_hf(CONFIG)
-    model = directory / "model"
-    hf.save(model, config, params.init(config, jax.random.key(seed), "float32"), "float32")
-    fast.save_pretrained(model)
-    with open(directory / "prompts.jsonl", "w") as file:
-        for _ in range(2000):
-            question = " ".join(rng.choice(corpus, PROMPT_WORDS))
-            file.write(json.dumps({"question": question, "answer": "0"}) + "\n")
-    return directory
+    hf.save(directory, config, params.init(config, jax.random.key(0), "float32"), "float32")
+    fast.save_pretrained(directory)
+    return [" ".join(rng.choice(corpus, PROMPT_WORDS)) for _ in range(2000)]
 
 
 def get_config(directory: str):
