@@ -84,14 +84,14 @@ def tiny_model_dir(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """The whole suite runs in two processes, a file in each; a part of it is sooner done in one.
+    """The whole suite runs in three processes, a file in each; a part of it is sooner done in one.
 
-    `pytest -n0` runs everything in one process, `-n4` in four. vLLM's tests fill the cores alone.
+    `pytest -n0` runs everything in one process, `-n4` in four.
     """
     chosen = getattr(config.option, "numprocesses", 0)  # 0 without pytest-xdist
-    whole = config.args_source is config.ArgsSource.TESTPATHS and config.option.markexpr != "vllm"
+    whole = config.args_source is config.ArgsSource.TESTPATHS
     if whole and chosen is None and not (hasattr(config, "workerinput") or config.option.usepdb):
-        config.option.numprocesses, config.option.dist = 2, "loadfile"
+        config.option.numprocesses, config.option.dist = 3, "loadfile"
         config.option.loadscopereorder = False
         config.option.maxworkerrestart = "0"  # a crash ends the session; restarted, it may hang
 
@@ -99,7 +99,7 @@ def pytest_cmdline_main(config):
 def pytest_collection_modifyitems(items):
     """Skip tests marked `vllm` where it is missing; put the longest files first.
 
-    Whole runs in one file take minutes: at the end one of two processes would wait for the other.
+    Whole runs in one file take minutes: at the end one of three processes would be waited for.
     """
     items.sort(key=lambda item: item.path.parent.name != "run")
     if importlib.util.find_spec("vllm") is None:

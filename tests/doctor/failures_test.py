@@ -190,6 +190,7 @@ command.run(lambda: serve.main(sys.argv[1:]), explain=failures.explain, teardown
 """
 
 
+@pytest.mark.slow
 def test_an_engine_without_room_for_its_cache_says_what_to_lower():
     done = run(SERVE)
     assert done.returncode == 2, done.stderr

@@ -151,6 +151,7 @@ def main_of(workdir: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_its_teacher_and_leaves_no_server(other, tmp_path):
     path = Path(other().path)
     tensors = load_file(path / "model.safetensors")

@@ -90,6 +90,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_a_run_stops_before_its_first_step_when_one_server_computes_something_else(
     serve, other_rope, tmp_path
 ):
@@ -132,6 +133,7 @@ def test_a_server_that_forgets_an_update_stops_the_run_and_costs_no_step(serve, 
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000002"]
 
 
+@pytest.mark.slow
 def test_a_server_that_joins_and_computes_something_else_is_refused_and_the_run_goes_on(
     serve, other_rope, tmp_path
 ):
@@ -174,6 +176,7 @@ COMPARE = [sys.executable, "-m", "rlx.compare", "--model=rlx:arithmetic", "--cou
            "--max-new-tokens=16", "--temperature=0.7"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["jax", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_compare_prints_every_pair_and_exits_with_0(engine, tmp_path):
     pytest.importorskip("torch")

@@ -347,6 +347,7 @@ def run(*arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_rows_and_makes_nothing(tmp_path):
     workdir = tmp_path / "run"
     done = run("rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}", "--dry_run")

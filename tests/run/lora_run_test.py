@@ -14,6 +14,7 @@ from rlx.run import trainer_switch
 from rlx.train import checkpoint
 from tests.fixtures.commands import RLX_MAIN
 
+pytestmark = pytest.mark.slow
 COMMAND = [
     *RLX_MAIN, "--config=configs/arithmetic_lora.py",
     "--config.rollout.batch_prompts=4", "--config.fleet.slots=16", "--config.eval.num_questions=0",

@@ -180,6 +180,7 @@ def test_a_finished_run_leaves_no_process(finished_run):
     assert not processes_of(workdir)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     process = start(tmp_path, "--config.total_steps=1000")
     wait_for(lambda: records(tmp_path / "metrics.jsonl"))
@@ -354,6 +355,7 @@ def by_hand():
             server.communicate()
 
 
+@pytest.mark.slow
 def test_two_servers_started_by_hand_take_streamed_weights(tmp_path, by_hand):
     # Their version is ahead of the run's, as after another run: the run's own weights come first.
     for run, method in (("first", "stream"), ("second", "delta")):
@@ -407,6 +409,7 @@ def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_pat
     assert int(checkpoint.name.removeprefix("step_")) == done
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
     """The trainer's files end at a megabyte, as by a quota: records fit, the state does not."""
     process = start(
@@ -426,6 +429,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_no_weights_and_goes_on(tmp_path, monkeypatch):
     """kill_test.py kills at named points, many times."""
     room, workdir = tmp_path / "room", tmp_path / "run"

@@ -87,6 +87,7 @@ def test_an_error_while_a_job_is_followed_does_not_cancel_it_and_ctrl_c_does(tmp
         assert (tmp_path / "scancel.called").exists() == cancels
 
 
+@pytest.mark.slow
 def test_a_local_run_goes_on_by_itself_when_its_trainer_is_killed(tmp_path):
     run, flags = tmp_path / "run", ("--config.scheduler.retries=1", "--config.total_steps=4")
     process = subprocess.Popen(

@@ -66,6 +66,7 @@ def test_a_sample_counts_once_and_only_those_asked_for(tmp_path):
     assert (row["greedy_acc"], row["sample_pass@1"], row["pass@2"]) == (1.0, 0.5, 1.0)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_goes_on_where_it_stopped(tmp_path):
     file = tmp_path / "own.jsonl"
     rows = [{"question": "20a+3b=?", "answer": "23"}, {"question": "41a-1b=?", "answer": "40"}]
@@ -182,6 +183,7 @@ def test_a_checkpoint_is_asked_beside_an_hf_directory(trained, tmp_path):
     assert [line.split()[:2] for line in lines] == [[name, "arithmetic"] for name in names]
 
 
+@pytest.mark.slow
 def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
     """Whatever they serve: answers are those of a server that began with it."""
     base, other = directory.resolve("rlx:arithmetic"), tmp_path / "other"

@@ -175,6 +175,7 @@ def test_adapters_go_to_the_other_trainer_too(family, fields, targets, tiny_mode
             whole.restore(saves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, LORA])
 def test_the_command_writes_a_checkpoint_as_the_other_trainer_does_and_back(
     more, tiny_model_dir, tmp_path
