@@ -2,7 +2,7 @@ r"""Does a real model of 135M parameters learn word problems on two cores? Runs,
 
     python experiments/2026-11-word-problems/runs.py run OUT [--seeds=0,1,2] [--stages=sft,grpo] \
         [--config.fleet.engine=vllm]
-    python experiments/2026-11-word-problems/runs.py table OUT      # and curve.png, seeds/
+    python experiments/2026-11-word-problems/runs.py table OUT      # and curve.png, records.json
 
 `run` makes what is missing: the base model's answers, and for each seed the stages and the answers
 after them. It can be stopped at any time: the same command goes on from the last checkpoint.
