@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = [
     "--config.total_steps=2", "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
     "--config.eval.num_questions=4", "--config.fleet.slots=8", "--config.gate.prompts=1",
+    "--config.rollout.max_staleness=0",  # a batch has the same prompts whoever is done first
 ]  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def test_two_frameworks_train_and_get_the_same_words_from_two_apis(tmp_path):
     runs = [trained(name, tmp_path / name) for name in ("agents_sdk", "langchain")]
     for steps in runs:
         assert [step["step"] for step in steps] == [1, 2]
-        assert all(step["staleness_max"] <= 2 and step["failed"] == 0 for step in steps)
+        assert all(step["staleness_max"] == step["failed"] == 0 for step in steps)
         assert steps[0]["info/interactions"] > 1
     one, other = (steps[0] for steps in runs)
     same = ("n_tokens", "n_valid_tokens", "task_reward", "info/interactions")
