@@ -172,7 +172,7 @@ def test_ray_is_started_shown_joined_and_ended(ssh, tmp_path, capsys, ending):
     everyone = [p for each in started for p in (each, *each.children(recursive=True))]
     assert sum(p.name() == "raylet" for p in everyone) == 2
     assert command(ssh, tmp_path, capsys, "down")[0] == 0
-    assert psutil.wait_procs(everyone, timeout=60)[1] == []
+    assert all(ended(process, 60) for process in everyone)
 
 
 @needs_sshd

@@ -18,6 +18,8 @@ import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
+from tests.fixtures.commands import ended
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 PATIENCE = 600  # seconds, of a busy machine
@@ -185,7 +187,7 @@ def test_an_interrupted_cell_saves_the_kernel_goes_on_and_killed_it_leaves_nothi
     processes = kernel.process.children(recursive=True)
     assert any("rlx.serve" in process.cmdline() for process in processes)
     os.kill(kernel.process.pid, signal.SIGKILL)
-    _, left = psutil.wait_procs(processes, PATIENCE)
+    left = [process for process in processes if not ended(process, PATIENCE)]
     assert not left, [process.cmdline() for process in left]
 
 
