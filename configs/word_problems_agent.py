@@ -4,7 +4,9 @@ Command:   python -m rlx.main --config=configs/word_problems_agent.py
            after configs/word_problems_tools_sft.py, whose weights it begins with; with vLLM's
            servers, which generate faster: --config.fleet.engine=vllm
 Hardware:  two CPU cores and 16 GB, as configs/word_problems.py, and the extra `agents`.
-Expect:    no figures yet; greedy accuracy begins at that of the tools' config, 0.485.
+Expect:    greedy accuracy on 200 held-out problems from 0.485 to 0.67, calls an answer from 0.25 to
+           2.5, in 17 minutes of two cores of an AMD EPYC with vLLM's server
+           (experiments/2026-11-word-problems; one seed).
 """
 
 from pathlib import Path
