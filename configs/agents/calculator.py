@@ -5,7 +5,7 @@ import re
 
 from openai import AsyncOpenAI
 
-from rlx.rollout.tools import Calculator, ToolError
+from rlx.rollout.tools import Calculator, ToolError, call
 
 TOOL = {"name": Calculator.name, "description": Calculator.description}
 
@@ -34,15 +34,15 @@ class WithCalculator:
                 if not said.tool_calls:
                     numbers = re.findall(r"-?\d+", said.content or "")
                     return float(numbers[-1:] == [data["answer"]])
-                for call in said.tool_calls:
-                    output = await _output(call.function)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
+                for asked in said.tool_calls:
+                    output = await computed(asked.function)
+                    messages.append({"role": "tool", "tool_call_id": asked.id, "content": output})
         return 0.0
 
 
-async def _output(function):
-    """What the calculator says, or why it says nothing."""
+async def computed(function):
+    """Return what the calculator says of a call's arguments, or why it says nothing."""
     try:
-        return await Calculator().run(**json.loads(function.arguments))
+        return await call(Calculator(), json.loads(function.arguments))
     except (ToolError, TypeError, ValueError) as error:
         return f"Error: {error}"

@@ -4,8 +4,11 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
-from configs.agents.calculator import WithCalculator
+import pytest
+
+from configs.agents.calculator import WithCalculator, computed
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Sampling
 from rlx.model.directory import resolve
@@ -64,3 +67,12 @@ def test_the_agent_with_a_calculator_computes_what_the_model_calls_and_judges_it
     assert agents.run(main(4, shown), 120)[0] == 1.0
     reward, asked = agents.run(main(0, shown), 120)
     assert (reward, len(asked)) == (0.0, 1), "a call too many is worth nothing"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ('{"expression": "6 * 7"}', "42"),
+    ('{"expression": ["6", "7"]}', "Error: expression must be of type string"),
+    ('{"sum": "6 + 7"}', "Error: "), ("[1]", "Error: "), ("6 * 7", "Error: "),
+])  # fmt: skip
+def test_whatever_a_model_calls_a_calculator_with_it_is_told_a_value_or_an_error(arguments, said):
+    assert asyncio.run(computed(SimpleNamespace(arguments=arguments))).startswith(said)
