@@ -28,7 +28,7 @@ from rlx.train.packing import segment_sizes
 from rlx_torch.attention import Blocks, kernel
 
 Batch = Mapping[str, Any]
-LAYOUT = ("longest", "blocks", "cu_seq_lens", "places")
+LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked")
 _LAYERS = {"full_attention", "sliding_attention"}  # others keep a state over what is before them
 
 
@@ -260,7 +260,11 @@ def require_packed(model: Any) -> None:
 
 
 def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
-    """Return a packed microbatch on the device, with its LAYOUT: where its segments are."""
+    """Return a packed microbatch on the device, with its LAYOUT.
+
+    That is where its segments are, and which of the N tokens have logits: those that `loss_mask`
+    has, or all where there is none, but for first ones.
+    """
     sizes = segment_sizes(arrays["segment_ids"])
     sizes, used = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
     if not len(used):  # rows of padding alone: two tokens, which no loss looks at
@@ -268,13 +272,19 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
     parts = np.split(used, np.cumsum(sizes)[:-1])
     order = np.argsort(-sizes, kind="stable")  # neighbours are alike: one call attends to several
     sizes, used = sizes[order], np.concatenate([parts[i] for i in order])
-    ends = torch.from_numpy(np.append(0, np.cumsum(sizes)).astype(np.int32))
+    ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
+    mask = arrays.get("loss_mask")
+    asked = np.full(len(used), True) if mask is None else mask.reshape(-1)[used]
+    asked[ends[:-1]] = False
+    # One at least: every process calls its head, which may be cut.
+    wanted = np.flatnonzero(asked) if asked.any() else np.ones(1, int)
     return {
         **{name: torch.from_numpy(x).to(device) for name, x in arrays.items()},
         "longest": int(sizes.max()),
         "blocks": Blocks.of(sizes.tolist(), device),
-        "cu_seq_lens": ends.to(device),
+        "cu_seq_lens": torch.from_numpy(ends).to(device),
         "places": torch.from_numpy(used).to(device),
+        "asked": torch.from_numpy(wanted).to(device),
     }
 
 
@@ -299,17 +309,18 @@ def hidden(model: Any, batch: Batch) -> Tensor:
 def logprobs(
     model: Any, batch: Batch, *, temperature: float, chunk: int, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's log-probability given its segment's earlier ones, and the entropy there.
+    """Return each asked token's log-probability given its segment's earlier ones, and the entropy.
 
     Args:
       batch: of `put`. temperature: > 0. chunk: tokens whose logits exist at one time.
       entropy_gradient: whether entropies are differentiated too.
 
     Returns:
-      Two [B, T] float32 as `rlx.model.decoder.logprobs` gives: 0 at first tokens and padding.
+      Two [B, T] float32 as `rlx.model.decoder.logprobs` gives: 0 at tokens that are not asked for.
     """
-    states, head = hidden(model, batch), model.get_output_embeddings()
-    tokens = batch["tokens"].reshape(-1)[batch["places"]].long()
+    asked, head = batch["asked"], model.get_output_embeddings()
+    states = hidden(model, batch)[asked - 1]
+    tokens = batch["tokens"].reshape(-1)[batch["places"][asked]].long()
     cap = getattr(model.config, "final_logit_softcapping", None)
     scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
 
@@ -323,16 +334,13 @@ def logprobs(
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return picked, entropy
 
-    parts = [*zip(states[:-1].split(chunk), tokens[1:].split(chunk), strict=True)]
+    parts = [*zip(states.split(chunk), tokens.split(chunk), strict=True)]
     if len(parts) == 1:  # its logits would be there again at once
         found = [scores(*parts[0])]
     else:
         found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
-    first = batch["cu_seq_lens"][:-1].long()
-    return tuple(
-        _back(nn.functional.pad(x, (1, 0)).index_fill(0, first, 0.0), batch)
-        for x in (torch.cat(part) for part in zip(*found, strict=True))
-    )  # type: ignore[return-value]
+    picked, entropy = (torch.cat(part) for part in zip(*found, strict=True))
+    return _back(picked, batch, asked), _back(entropy, batch, asked)
 
 
 def values(model: Valued, batch: Batch) -> Tensor:
@@ -349,8 +357,8 @@ def before(after_BT: Tensor, segment_ids: Tensor) -> Tensor:
     return torch.where(same & (segment_ids > 0), moved, 0.0)
 
 
-def _back(x_N: Tensor, batch: Batch) -> Tensor:
-    """Return x at the places of its tokens, [B, T], 0 at padding."""
-    places, row = batch["places"], batch["tokens"].shape[1]
-    out = x_N.new_zeros(batch["tokens"].shape, dtype=torch.float32)
-    return out.index_put((places // row, places % row), x_N.float())  # no view, for FSDP's hooks
+def _back(x_K: Tensor, batch: Batch, which: Any = slice(None)) -> Tensor:
+    """Return x of those of the N tokens at their places, [B, T], 0 elsewhere."""
+    places, row = batch["places"][which], batch["tokens"].shape[1]
+    out = x_K.new_zeros(batch["tokens"].shape, dtype=torch.float32)
+    return out.index_put((places // row, places % row), x_K.float())  # no view, for FSDP's hooks

@@ -89,6 +89,30 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(kind, made):
         np.testing.assert_allclose(got[1:].detach(), want, atol=1e-5)
 
 
+def test_only_tokens_that_are_trained_on_have_logits(made):
+    model = packed_model.load(made("granite")[0], "cpu", "float32")
+    arrays = {
+        "tokens": np.arange(3, 3 + sum(SIZES), dtype=np.int32)[None],
+        "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in SIZES])[None],
+        "segment_ids": np.repeat(np.arange(1, 4, dtype=np.int32), SIZES)[None],
+    }
+    mask = np.arange(sum(SIZES))[None] % 3 == 0
+    rows = []
+    model.get_output_embeddings().register_forward_hook(lambda _, given, __: rows.append(given[0]))
+
+    def found(**more):
+        packed = packed_model.put({**arrays, **more}, "cpu")
+        return packed_model.logprobs(model, packed, temperature=0.8, chunk=4096)
+
+    for all_of_them, some in zip(found(), found(loss_mask=mask), strict=True):
+        torch.testing.assert_close(some, all_of_them * torch.from_numpy(mask))
+    begins = (arrays["positions"] == 0) & mask
+    assert [len(x) for x in rows] == [sum(SIZES) - len(SIZES), mask.sum() - begins.sum()]
+    assert begins.any()
+    nothing = found(loss_mask=np.zeros_like(mask))[0]  # but the head is called, with one token
+    assert len(rows[-1]) == 1 and np.count_nonzero(nothing.detach()) == 1
+
+
 def test_an_update_of_a_mixture_of_experts_is_that_of_jax_by_the_names_of_its_files(made):
     """What both make of the weights, which is the gradient times the rate, and their metrics."""
     path, _ = made("qwen3_moe")
