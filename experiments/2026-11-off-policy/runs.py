@@ -1,0 +1,199 @@
+r"""What does asynchrony buy a real model on two cores, and what does it cost? Runs, table, picture.
+
+    python -m experiments.2026-11-off-policy.runs run OUT --seeds=0,1 [--only=grpo-0,…]
+    python -m experiments.2026-11-off-policy.runs table OUT    # and records.json, curve.png
+
+`run` makes the weights that all begin with, then every run that neither OUT nor records.json has;
+it goes on where it stopped, on another machine too. `table` adds OUT's runs to records.json.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments import sweep
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "records.json"
+STEPS, EVERY, WANTED = 12, 4, 0.6
+LAST = 4  # batches at the end, of which means and medians are told
+COMMON = (
+    f"--config.total_steps={STEPS}",
+    "--config.rollout.batch_prompts=6",
+    "--config.optimizer.learning_rate=5e-5",
+    "--config.algorithm.drop_equal_rewards=True",
+    "--config.algorithm.reduction=token_mean",  # which cispo and dppo have by themselves
+    "--config.fleet.engine=vllm",
+    f"--config.eval.every_steps={EVERY}",
+    "--config.checkpoint.every_seconds=0",
+    "--config.observe.writers=()",
+    "--config.gate.enabled=False",
+)
+OBJECTIVES = {
+    "decoupled": ["--config.algorithm.preset=grpo"],
+    "coupled": ["--config.algorithm.preset=grpo", "--config.algorithm.decoupled=False"],
+    "cispo": ["--config.algorithm.preset=cispo"],
+    "dppo": ["--config.algorithm.preset=dppo"],
+}
+# With one update a batch and no lag every ratio is 1 but for rounding, and the four are one.
+VARIANTS = {
+    f"{name}-{lag}": [*COMMON, f"--config.rollout.max_staleness={lag}", *flags]
+    for lag in (0, 2, 8)
+    for name, flags in OBJECTIVES.items()
+    if lag or name == "decoupled"
+}
+COLORS = {"decoupled": "tab:blue", "coupled": "tab:orange", "cispo": "tab:green", "dppo": "tab:red"}
+LINES = {0: ":", 2: "--", 8: "-"}
+
+
+STAGES = (  # of SFT, each from the weights of the one before: name, solutions, batches, flags
+    ("begin", "rows", 260, []),
+    ("careless", "careless", 50, ["--config.optimizer.learning_rate=2e-4"]),
+)
+
+
+def begin(out: Path) -> Path:
+    """Return the weights that runs begin with; make them where they are not there."""
+    model = "rlx:smollm2"
+    for name, solutions, batches, flags in STAGES:
+        place = out / name
+        if not (place / "over").exists():
+            subprocess.run([
+                sys.executable, "-m", "rlx.main", "--config=configs/word_problems_sft.py",
+                f"--workdir={place}", f"--config.model.path={model}",
+                f"--config.data.dataset={HERE / 'solutions.py'}:{solutions}",
+                f"--config.total_steps={batches}", *flags,
+            ], check=True)  # fmt: skip
+            (place / "over").touch()
+        model = str(place / "hf")
+    return Path(model)
+
+
+def run(out: Path, seeds: list[int], names: list[str]) -> None:
+    """Make the runs that are missing, seeds outermost."""
+    weights, known = begin(out), stored()
+    for seed in seeds:
+        missing = [name for name in names if f"{name}-{seed}" not in known]
+        variants = {name: [*VARIANTS[name], f"--config.model.path={weights}"] for name in missing}
+        sweep.run(out, "configs/word_problems.py", variants, [seed], [0, 1])
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """Return what records.json has, by variant and seed."""
+    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+
+
+def collect(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the stored records with those of OUT's finished runs, and store them."""
+    kept = stored()
+    for name in VARIANTS:
+        for over in sorted((out / name).glob("seed-*/seconds.json")):
+            steps = sweep.records(over.parent / "metrics.jsonl")
+            evals = sweep.records(over.parent / "eval.jsonl")
+            if [record["step"] for record in evals][-1:] != [STEPS]:
+                continue  # it failed
+            columns = {
+                "minutes": [s["elapsed_seconds"] / 60 for s in steps],
+                "reward": [s["task_reward"] for s in steps],
+                "kl": [s["lag_kl"] for s in steps],
+                "lag": [s["staleness_mean"] for s in steps],
+                "busy": [s["seconds"].get("train", 0.0) / s["step_seconds"] for s in steps],
+            }
+            kept[f"{name}-{over.parent.name.removeprefix('seed-')}"] = {
+                "accuracy": {record["step"]: record["greedy_acc"] for record in evals},
+                **{key: [float(f"{x:.4g}") for x in column] for key, column in columns.items()},
+            }
+    lines = (f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in sorted(kept))
+    RECORDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return stored()
+
+
+def course(record: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return (minutes, held-out accuracy) of a run's evaluations; the start is at 0."""
+    minutes = [0.0, *record["minutes"]]
+    return [(minutes[int(step)], right) for step, right in record["accuracy"].items()]
+
+
+def minutes_to(record: dict[str, Any], wanted: float) -> float | None:
+    """Return when accuracy first came to `wanted`, by lines between evaluations; None: never."""
+    for (before, low), (after, high) in itertools.pairwise(course(record)):
+        if low < wanted <= high:
+            return before + (after - before) * (wanted - low) / (high - low)
+    return None
+
+
+def table(records: dict[str, dict[str, Any]]) -> None:
+    """Print a row for each run."""
+    marks = [str(step) for step in range(0, STEPS + 1, EVERY)]
+    print("| objective | bound | seed | " + " | ".join(f"at {mark}" for mark in marks) + " | "
+          "last rewards | lag | KL | s a batch | minutes | to 0.6 |")  # fmt: skip
+    print("|---" * (9 + len(marks)) + "|")
+    for name in sorted(records, key=lambda name: (name.split("-")[1:], name)):
+        record, (objective, lag, seed) = records[name], name.split("-")
+        seconds = [60 * (b - a) for a, b in itertools.pairwise(record["minutes"])]
+        when = minutes_to(record, WANTED)
+        print(
+            f"| {objective} | {lag} | {seed} | "
+            + " | ".join(f"{record['accuracy'][mark]:.3f}" for mark in marks)
+            + f" | {statistics.fmean(record['reward'][-LAST:]):.3f}"
+            f" | {statistics.fmean(record['lag'][-LAST:]):.1f}"
+            f" | {statistics.median(record['kl'][-LAST:]):.2g} | {statistics.median(seconds):.0f}"
+            f" | {record['minutes'][-1]:.1f} | {f'{when:.1f}' if when else 'never'} |"
+        )
+
+
+def plot(records: dict[str, dict[str, Any]], picture: Path) -> None:
+    """Draw accuracy and rewards by minutes, and accuracy at the end by distance."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (accuracy, reward, distance) = plt.subplots(1, 3, figsize=(13, 3.8))
+    for name, record in sorted(records.items()):
+        objective, lag, seed = name.split("-")
+        look = {"color": COLORS[objective] if int(lag) else "black", "ls": LINES[int(lag)]}
+        label = f"{objective}, {lag}" if int(lag) else "any, 0"
+        label = label if seed == "0" else None
+        accuracy.plot(*zip(*course(record), strict=True), marker=".", label=label, **look)
+        means = [statistics.fmean(record["reward"][max(0, i - 3) : i + 1]) for i in range(STEPS)]
+        reward.plot(record["minutes"], means, label=label, **look)
+        kl = statistics.median(record["kl"][-LAST:])
+        marker = {0: "x", 2: "o", 8: "s"}[int(lag)]
+        distance.plot(kl, course(record)[-1][1], marker, color=look["color"], label=label)
+    accuracy.axhline(WANTED, color="gray", lw=0.6)
+    accuracy.set(xlabel="minutes on two cores", ylabel="held-out accuracy, greedy")
+    reward.set(xlabel="minutes on two cores", ylabel="reward of training's answers, mean of 4")
+    distance.set(xlabel="KL(behaviour ‖ proximal), nats a token, last 4 batches", xscale="log")
+    distance.set(ylabel=f"held-out accuracy after {STEPS} batches")
+    for axis in (accuracy, reward, distance):
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    accuracy.legend(frameon=False, fontsize=7, title="objective, bound", title_fontsize=7)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=130)
+
+
+def main() -> None:
+    """`run` or `table`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--only", default=",".join(VARIANTS))
+    a = parser.parse_args()
+    if a.what == "run":
+        run(a.out, [int(seed) for seed in a.seeds.split(",")], a.only.split(","))
+    else:
+        records = collect(a.out)
+        table(records)
+        plot(records, HERE / "curve.png")
+
+
+if __name__ == "__main__":
+    main()
