@@ -16,10 +16,12 @@ CALLS = 0.4  # share of equations
 TOOLS = {"role": "system", "content": "<tools>calculator(expression)</tools>"}  # smollm2_tools
 
 
-def rows():
-    """Yield every answer of every solution, with the conversation before it."""
+def rows(levels=tuple(word_problems.LEVELS)):
+    """Yield every answer of every solution of these levels, with the conversation before it."""
     rng = random.Random("calculator")
     for problem in word_problems.problems(0, "train", NUM_PROBLEMS):
+        if problem["level"] not in levels:
+            continue
         talk, said = [TOOLS, {"role": "user", "content": problem["question"]}], []
         for sentence in re.findall(r"[^ ][^.]*\.", problem["solution"]):
             expression, equals, value = sentence.rstrip(".").partition(" = ")

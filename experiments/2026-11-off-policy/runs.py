@@ -24,9 +24,11 @@ STEPS, EVERY, WANTED = 12, 4, 0.6
 LAST = 4  # batches at the end, of which means and medians are told
 COMMON = (
     f"--config.total_steps={STEPS}",
+    f"--config.data.dataset={HERE / 'problems.py'}:questions",
     "--config.rollout.batch_prompts=6",
+    "--config.sampling.max_new_tokens=128",
     "--config.optimizer.learning_rate=5e-5",
-    "--config.algorithm.drop_equal_rewards=True",
+    "--config.train.row_buckets=(256,)",
     "--config.algorithm.reduction=token_mean",  # which cispo and dppo have by themselves
     "--config.fleet.engine=vllm",
     f"--config.eval.every_steps={EVERY}",
@@ -51,27 +53,26 @@ COLORS = {"decoupled": "tab:blue", "coupled": "tab:orange", "cispo": "tab:green"
 LINES = {0: ":", 2: "--", 8: "-"}
 
 
-STAGES = (  # of SFT, each from the weights of the one before: name, solutions, batches, flags
-    ("begin", "rows", 260, []),
-    ("careless", "careless", 50, ["--config.optimizer.learning_rate=2e-4"]),
+BEGIN = (  # SFT on solutions of which four equations of ten are calls of a calculator
+    f"--config.data.dataset={HERE / 'problems.py'}:solutions",
+    "--config.model.path=rlx:smollm2",
+    "--config.total_steps=120",
+    "--config.optimizer.learning_rate=5e-4",
+    "--config.data.max_prompt_tokens=200",  # the longest has 188, and is answered in at most 43
+    "--config.sampling.max_new_tokens=56",
+    "--config.train.row_buckets=(256,)",
 )
 
 
 def begin(out: Path) -> Path:
     """Return the weights that runs begin with; make them where they are not there."""
-    model = "rlx:smollm2"
-    for name, solutions, batches, flags in STAGES:
-        place = out / name
-        if not (place / "over").exists():
-            subprocess.run([
-                sys.executable, "-m", "rlx.main", "--config=configs/word_problems_sft.py",
-                f"--workdir={place}", f"--config.model.path={model}",
-                f"--config.data.dataset={HERE / 'solutions.py'}:{solutions}",
-                f"--config.total_steps={batches}", *flags,
-            ], check=True)  # fmt: skip
-            (place / "over").touch()
-        model = str(place / "hf")
-    return Path(model)
+    place = out / "begin"
+    if not (place / "over").exists():
+        config = "--config=configs/word_problems_tools_sft.py"
+        command = [sys.executable, "-m", "rlx.main", config, f"--workdir={place}", *BEGIN]
+        subprocess.run(command, check=True)
+        (place / "over").touch()
+    return place / "hf"
 
 
 def run(out: Path, seeds: list[int], names: list[str]) -> None:
@@ -80,7 +81,7 @@ def run(out: Path, seeds: list[int], names: list[str]) -> None:
     for seed in seeds:
         missing = [name for name in names if f"{name}-{seed}" not in known]
         variants = {name: [*VARIANTS[name], f"--config.model.path={weights}"] for name in missing}
-        sweep.run(out, "configs/word_problems.py", variants, [seed], [0, 1])
+        sweep.run(out, "configs/word_problems_tools.py", variants, [seed], [0, 1])
 
 
 def stored() -> dict[str, dict[str, Any]]:
