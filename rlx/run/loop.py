@@ -207,10 +207,13 @@ class _Loop:
         try:
             if now := self.under_way:
                 with self._phase("train", step=now.step):
-                    while not now.metrics.done() and not self.parts.stop.is_set():
+                    # First a look at the step: a trainer that is done with it when it returns
+                    # (PyTorch's on a CPU) would else compute the next before this is recorded.
+                    while not futures.wait([now.metrics], BUSY_SECONDS).done:
+                        if self.parts.stop.is_set():
+                            break
                         if groups := self._take(0.0):
                             return groups
-                        futures.wait([now.metrics], BUSY_SECONDS)
                 self._record()
             while not self.parts.stop.is_set():
                 self._check_newcomers()  # it may be they that the batch waits for

@@ -54,6 +54,19 @@ def loop():
     return make
 
 
+def steps_at_once(loop, monkeypatch):
+    """A loop whose batches are ready and whose updates take no time."""
+    made = loop()
+    made.executor.collect.side_effect = lambda timeout: [MagicMock(group_id=0)]
+    made.executor.counters.side_effect = lambda: {"generated_tokens": 1}
+    made.parts.inputs.train_rows = [{}]
+    made.parts.elapsed.return_value = 1.0
+    made.parts.update.update.return_value = object(), {"n_valid_tokens": 1}
+    monkeypatch.setattr(made, "_publish", lambda: None)
+    monkeypatch.setattr(made, "_engines", lambda *_: 0.0)
+    return made
+
+
 def test_a_newcomer_that_is_refused_is_told_of_and_the_run_goes_on(loop):
     """It was asked nothing, so that the batches there are have no token of it."""
     made = loop(NewcomersGate(Verdict({"ok": False}, None, ("late:1 gets no requests",))))
@@ -97,18 +110,28 @@ def test_a_second_interrupt_waits_for_no_save_under_way(loop, monkeypatch):
     end.set()
 
 
+def test_a_step_that_is_done_at_once_is_recorded_before_the_next(loop, monkeypatch):
+    """Else its record would have the next one's time, and the next one's none."""
+    made, order = steps_at_once(loop, monkeypatch), []
+    monkeypatch.setattr("rlx.run.loop.BUSY_SECONDS", 60.0)
+    made.writer.write.side_effect = lambda name, record: order.append(f"record {record['step']}")
+
+    def update(state, groups):
+        order.append("update")
+        return state, {"n_valid_tokens": 1}
+
+    made.parts.update.update.side_effect = update
+    monkeypatch.setattr(made, "_save_due", lambda: False)
+    monkeypatch.setattr(made, "_finish", lambda: None)
+    made._main()
+    assert order[:5] == ["update", "record 1", "update", "record 2", "update"]
+
+
 def test_a_step_whose_record_cannot_be_written_is_in_no_checkpoint(loop, monkeypatch):
     """Who goes on after such a checkpoint would never have the record."""
-    made, saves = loop(), []
+    made, saves = steps_at_once(loop, monkeypatch), []
     full = UserError("cannot write metrics.jsonl: No space left on device")
     made.writer.write.side_effect = full
-    made.executor.collect.side_effect = lambda timeout: [MagicMock(group_id=0)]
-    made.executor.counters.return_value = {"generated_tokens": 1}
-    made.parts.inputs.train_rows = [{}]
-    made.parts.elapsed.return_value = 1.0
-    made.parts.update.update.return_value = object(), {"n_valid_tokens": 1}
-    monkeypatch.setattr(made, "_publish", lambda: None)
-    monkeypatch.setattr(made, "_engines", lambda *_: 0.0)
     monkeypatch.setattr(made, "_save", lambda: saves.append(made.step))
     with pytest.raises(UserError, match="No space left"):
         made.main()
