@@ -260,10 +260,9 @@ def require_packed(model: Any) -> None:
 
 
 def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
-    """Return a packed microbatch on the device, with its LAYOUT.
+    """Return a packed microbatch on the device, with its LAYOUT: segments, and tokens with logits.
 
-    That is where its segments are, and which of the N tokens have logits: those that `loss_mask`
-    has, or all where there is none, but for first ones.
+    These are those of `loss_mask`, or all where there is none, but for each segment's first.
     """
     sizes = segment_sizes(arrays["segment_ids"])
     sizes, used = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
@@ -273,8 +272,7 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
     order = np.argsort(-sizes, kind="stable")  # neighbours are alike: one call attends to several
     sizes, used = sizes[order], np.concatenate([parts[i] for i in order])
     ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
-    mask = arrays.get("loss_mask")
-    asked = np.full(len(used), True) if mask is None else mask.reshape(-1)[used]
+    asked = arrays.get("loss_mask", arrays["segment_ids"] > 0).reshape(-1)[used]
     asked[ends[:-1]] = False
     # One at least: every process calls its head, which may be cut.
     wanted = np.flatnonzero(asked) if asked.any() else np.ones(1, int)

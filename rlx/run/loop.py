@@ -207,11 +207,10 @@ class _Loop:
         try:
             if now := self.under_way:
                 with self._phase("train", step=now.step):
-                    # First a look at the step: a trainer that is done with it when it returns
-                    # (PyTorch's on a CPU) would else compute the next before this is recorded.
-                    while not futures.wait([now.metrics], BUSY_SECONDS).done:
-                        if self.parts.stop.is_set():
-                            break
+                    # Its end first: who computes in `update` would else make the next one before.
+                    while not (
+                        futures.wait([now.metrics], BUSY_SECONDS).done or self.parts.stop.is_set()
+                    ):
                         if groups := self._take(0.0):
                             return groups
                 self._record()

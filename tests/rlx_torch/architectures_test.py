@@ -110,7 +110,8 @@ def test_only_tokens_that_are_trained_on_have_logits(made):
     assert [len(x) for x in rows] == [sum(SIZES) - len(SIZES), mask.sum() - begins.sum()]
     assert begins.any()
     nothing = found(loss_mask=np.zeros_like(mask))[0]  # but the head is called, with one token
-    assert len(rows[-1]) == 1 and np.count_nonzero(nothing.detach()) == 1
+    assert len(rows[-1]) == 1
+    assert np.count_nonzero(nothing.detach()) == 1
 
 
 def test_an_update_of_a_mixture_of_experts_is_that_of_jax_by_the_names_of_its_files(made):
