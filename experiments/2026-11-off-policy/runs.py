@@ -103,7 +103,6 @@ def collect(out: Path) -> dict[str, dict[str, Any]]:
                 "reward": [s["task_reward"] for s in steps],
                 "kl": [s["lag_kl"] for s in steps],
                 "lag": [s["staleness_mean"] for s in steps],
-                "busy": [s["seconds"].get("train", 0.0) / s["step_seconds"] for s in steps],
             }
             kept[f"{name}-{over.parent.name.removeprefix('seed-')}"] = {
                 "accuracy": {record["step"]: record["greedy_acc"] for record in evals},
