@@ -53,7 +53,7 @@ class Worker:
         """Load the class, then start and cancel runs as told, until the other end closes."""
         reader, _ = await asyncio.open_connection(sock=self._end, limit=1 << 30)
         first = json.loads(await reader.readline())
-        sys.path[:] = [p for p in first["path"] if p not in sys.path] + sys.path
+        sys.path[:] = [*first["path"], *(p for p in sys.path if p not in first["path"])]
         try:
             cls = loading.load_class(first["class"])
             loading.instance(cls, first["kwargs"])

@@ -41,7 +41,7 @@ def main() -> None:
 
         try:
             path, names = pickle.load(stream)
-            sys.path[:] = [p for p in path if p not in sys.path] + sys.path
+            sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
             functions = _load(names, send)
             while True:
                 name, calls = pickle.load(stream)

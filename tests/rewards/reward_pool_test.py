@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 
@@ -318,3 +319,16 @@ def test_a_hard_answer_is_a_zero_and_costs_no_worker():
         pool.close()
     assert graded.rewards == [1.0, 0.0, 0.0, 1.0]
     assert len(pool.drain_spans()) == 1  # one task: nothing was killed and tried again alone
+
+
+def test_workers_look_for_modules_in_their_parents_order(tmp_path, monkeypatch):
+    """setuptools appends a directory of its own copies, which must not hide what is installed."""
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late/ml_collections.py").write_text("raise ImportError('hidden by a late copy')")
+    (tmp_path / "own.py").write_text(
+        "from ml_collections import ConfigDict\ndef right(*_, **__): return float(bool(ConfigDict))"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "late")])
+    with closing(RewardPool(f"{tmp_path}/own.py:right", workers=1, timeout=60.0)) as pool:
+        pool.start()
+        assert compute(pool, "any")[0] == [1.0]
