@@ -1,6 +1,6 @@
 r"""What does asynchrony buy a real model on two cores, and what does it cost? Runs, table, picture.
 
-    python -m experiments.2026-11-off-policy.runs run OUT --seeds=0,1 [--only=grpo-0,…]
+    python -m experiments.2026-11-off-policy.runs run OUT --seeds=0,1 [--only=decoupled-0,…]
     python -m experiments.2026-11-off-policy.runs table OUT    # and records.json, curve.png
 
 `run` makes the weights that all begin with, then every run that neither OUT nor records.json has;
@@ -174,7 +174,9 @@ def plot(records: dict[str, dict[str, Any]], picture: Path) -> None:
     for axis in (accuracy, reward, distance):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    accuracy.legend(frameon=False, fontsize=7, title="objective, bound", title_fontsize=7)
+    accuracy.legend(
+        frameon=False, handlelength=4, fontsize=7, title="objective, bound", title_fontsize=7
+    )
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
 
