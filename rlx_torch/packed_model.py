@@ -137,7 +137,7 @@ def adapt(model: Any, lora: LoraConfig) -> None:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT multiplies by any number
     )  # fmt: skip
     try:
-        model.add_adapter(config)
+        peft.inject_adapter_in_model(config, model)  # model.add_adapter may want a later PEFT
     except ValueError as error:
         raise UserError(
             f"{type(model).__name__} has none of {', '.join(names)} ({str(error)[:80]}); set "

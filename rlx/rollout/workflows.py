@@ -265,7 +265,7 @@ def joined(
         columns["behaviour_logprobs"] += [np.zeros(blank), sampled.logprobs]
         columns["versions"] += [np.full(blank, -1), sampled.versions]
         columns["turn_ids"] += [np.full(blank + drawn, number)]
-    arrays = {name: np.concatenate(columns[name]).astype(kind) for name, kind in _COLUMNS.items()}
+    arrays: dict[str, Any] = {k: np.concatenate(v).astype(_COLUMNS[k]) for k, v in columns.items()}
     return Trajectory(
         **arrays,
         reward=reward,
