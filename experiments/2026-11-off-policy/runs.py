@@ -189,6 +189,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--only", default=",".join(VARIANTS))
     a = parser.parse_args()
+    if unknown := set(a.only.split(",")) - set(VARIANTS):
+        parser.error(f"--only has {', '.join(sorted(unknown))}; it takes {', '.join(VARIANTS)}")
     if a.what == "run":
         run(a.out, [int(seed) for seed in a.seeds.split(",")], a.only.split(","))
     else:

@@ -4,16 +4,18 @@
         --text=gsm8k/test.jsonl --out=mismatch.jsonl
     python -m experiments.bench.mismatch …  --random     # the same shape with random weights
 
-A server continues contexts cut from the text, sampled at temperature 1; rlx's
-decoder scores the tokens in float32 and, for a bfloat16 engine, in bfloat16 too. One JSON line a
-pair: mean, p99 and max of |Δ|, nats; `k1`, the mean of Δ = behaviour − trainer on tokens that the
+A server continues contexts cut from the text, sampled at temperature 1; both trainers, where torch
+is installed, score the tokens in float32 and, for a bfloat16 engine, in bfloat16 too. One JSON line
+a pair: mean, p99 and max of |Δ|, nats; `k1`, the mean of Δ = behaviour − trainer on tokens that the
 engine sampled, and `k3`, of exp(−Δ) − 1 + Δ, which is never negative: both estimate KL(behaviour ‖
 trainer); the largest importance weight exp(−Δ) and the smallest.
 """
 
 import argparse
+import importlib.util
 import json
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -67,6 +69,38 @@ def statistics(behaviour: np.ndarray, trainer: np.ndarray) -> dict:
     }
 
 
+def torch_score(model_dir: Path, samples: list, dtype: str) -> list[np.ndarray]:
+    """Log-probabilities of each sample's new tokens by the trainer in PyTorch, a row each."""
+    import torch
+
+    from rlx_torch import packed_model
+
+    model, found = packed_model.load(model_dir, "cpu", dtype), []
+    cast = nullcontext() if dtype == "float32" else torch.autocast("cpu", torch.bfloat16)
+    for sample in samples:
+        tokens = np.concatenate([sample.prompt, sample.completion.tokens]).astype(np.int32)
+        arrays = {
+            "tokens": tokens, "positions": np.arange(len(tokens), dtype=np.int32),
+            "segment_ids": np.ones(len(tokens), np.int32),
+            "loss_mask": np.arange(len(tokens)) >= len(sample.prompt),
+        }  # fmt: skip
+        row = packed_model.put({name: x[None] for name, x in arrays.items()}, "cpu")
+        with torch.no_grad(), cast:
+            scores, _ = packed_model.logprobs(model, row, temperature=1.0, chunk=256)
+        found.append(scores[0, len(sample.prompt) :].numpy())
+    return found
+
+
+def jax_score(model_dir: Path, samples: list, sampling: Sampling, engine: str, dtype: str) -> list:
+    """The same by the trainer in JAX, short and long contexts in programs of their own."""
+    short = [s for s in samples if len(s.prompt) <= 256]
+    long = [s for s in samples if len(s.prompt) > 256]
+    cases = (
+        compare_table.case_of(model_dir, group, sampling, engine, dtype) for group in (short, long)
+    )
+    return [scores for case in cases for scores in case.score()]  # contexts are in this order
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--model", required=True)
@@ -87,25 +121,31 @@ def main() -> None:
             max_model_len=max(CONTEXTS) + NEW,
         ) as servers:  # fmt: skip
             samples = compare_table.ask(servers.fleet(), prompts, sampling)
+        trainers = {"jax": lambda dtype: jax_score(model, samples, sampling, a.dtype, dtype)}
+        if importlib.util.find_spec("torch"):
+            trainers["torch"] = lambda dtype: torch_score(model, samples, dtype)
         for dtype in dict.fromkeys(("float32", a.dtype)):
-            scores = []
-            for group in ([s for s in samples if len(s.prompt) <= 256],
-                          [s for s in samples if len(s.prompt) > 256]):  # fmt: skip
-                case = compare_table.case_of(model, group, sampling, a.dtype, dtype)
-                scores.append(list(zip(group, case.score(), strict=True)))
-            for name, pairs in (("to 320", scores[0]), ("564 to 2,000", scores[1]),
-                                ("all", scores[0] + scores[1])):  # fmt: skip
-                behaviour = np.concatenate([s.completion.logprobs for s, _ in pairs])
-                trainer = np.concatenate([t for _, t in pairs])
-                found = statistics(behaviour.astype(np.float64), trainer.astype(np.float64))
-                row = {
-                    "weights": "random" if a.random else "real", "engine": a.engine,
-                    "engine_dtype": a.dtype, "trainer_dtype": dtype, "positions": name,
-                }  # fmt: skip
-                row |= {key: float(f"{value:.4g}") for key, value in found.items()}
-                with a.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(row, flush=True)
+            for trainer, score in trainers.items():
+                pairs = list(zip(samples, score(dtype), strict=True))
+                for positions, which in (
+                    ("to 320", [p for p in pairs if len(p[0].prompt) <= 256]),
+                    ("564 to 2,000", [p for p in pairs if len(p[0].prompt) > 256]),
+                    ("all", pairs),
+                ):
+                    behaviour = np.concatenate([s.completion.logprobs for s, _ in which])
+                    found = statistics(
+                        behaviour.astype(np.float64),
+                        np.concatenate([t for _, t in which]).astype(np.float64),
+                    )
+                    row = {
+                        "weights": "random" if a.random else "real", "engine": a.engine,
+                        "engine_dtype": a.dtype, "trainer": trainer, "trainer_dtype": dtype,
+                        "positions": positions,
+                    }  # fmt: skip
+                    row |= {key: float(f"{value:.4g}") for key, value in found.items()}
+                    with a.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    print(row, flush=True)
 
 
 if __name__ == "__main__":
