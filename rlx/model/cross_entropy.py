@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rlx.model import sharding
-from rlx.model.ops import softcap_slope, softcapped, weight_gradient
+from rlx.model.ops import product, softcap_slope, softcapped, weight_gradient
 from rlx.model.sharding import Placement
 
 # Of tokens asked about: fewer make the head's products slow, more waste what the last lacks.
@@ -97,8 +97,7 @@ def _gradients(x, head, targets, logits, normaliser, entropy, grads, scaling):
     hot = targets[:, None] == jnp.arange(logits.shape[1])[None]
     grad = (jnp.where(hot, grad_logprob[:, None], 0.0) - jnp.exp(log_p) * pull) / temperature
     grad = (grad * softcap_slope(logits * temperature, softcap)).astype(x.dtype)
-    grad_x = grad @ head
-    return grad_x, weight_gradient(grad, x, jnp.float32)
+    return product(grad, head, 1, 0), weight_gradient(grad, x, jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -22,6 +22,17 @@ def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def product(x: Array, matrix: Array, axis: int, other: int) -> Array:
+    """Return the product over an axis of x and an `other` one of a matrix, in their dtype.
+
+    Of bfloat16 a CPU's own instructions (AMX, AVX512_BF16) give float32: asked for bfloat16, XLA
+    makes float32 of the operands first, and multiplies at half the pace or less.
+    """
+    over = (((axis,), (other,)), ((), ()))
+    wide = jnp.promote_types(x.dtype, jnp.float32) if _on_cpu() else x.dtype
+    return lax.dot_general(x, matrix, over, preferred_element_type=wide).astype(x.dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Array, weight: Array, place: Placement | None = None) -> Array:
     """Return x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
@@ -31,7 +42,7 @@ def matmul(x: Array, weight: Array, place: Placement | None = None) -> Array:
       place: of the weight on a mesh: it is gathered for this product and again for the backward
         pass, and its gradient is scattered.
     """
-    return x @ sharding.used(weight, x.dtype, place)
+    return product(x, sharding.used(weight, x.dtype, place), x.ndim - 1, 0)
 
 
 def _matmul_forward(x, weight, place):
@@ -40,7 +51,7 @@ def _matmul_forward(x, weight, place):
 
 def _matmul_backward(place, kept, grad):
     x, weight = kept
-    grad_x = jnp.einsum("...f,df->...d", grad, sharding.used(weight, x.dtype, place))
+    grad_x = product(grad, sharding.used(weight, x.dtype, place), x.ndim - 1, 1)
     return grad_x, weight_gradient(x, grad, weight.dtype, place)
 
 
@@ -50,12 +61,24 @@ def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None =
     On a CPU the narrower operand goes first, with a transpose of the small result where that is
     grad: the other order is up to twice as slow there. The barrier keeps XLA from undoing it.
     """
+    if _on_cpu() and place is None and x.dtype == jnp.bfloat16:
+        return _rows_first(x, grad).astype(dtype)
     tokens = tuple(range(x.ndim - 1))
-    product = partial(lax.dot_general, dimension_numbers=((tokens, tokens), ((), ())))
+    summed = partial(lax.dot_general, dimension_numbers=((tokens, tokens), ((), ())))
     if x.shape[-1] <= grad.shape[-1] or not _on_cpu():
-        return sharding.scattered(product(x, grad, preferred_element_type=dtype), place)
-    swapped = product(grad, x, preferred_element_type=dtype)
+        return sharding.scattered(summed(x, grad, preferred_element_type=dtype), place)
+    swapped = summed(grad, x, preferred_element_type=dtype)
     return lax.optimization_barrier(sharding.scattered(swapped, place and place.transposed)).T
+
+
+def _rows_first(x: Array, grad: Array) -> Array:
+    """Return xᵀ·grad in float32 by the CPU's own products of bfloat16: of rows by columns alone.
+
+    A transposed array has its columns first in memory until it is reshaped behind a barrier.
+    """
+    flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    turned = lax.optimization_barrier(flat.T.reshape(1, *flat.shape[::-1]))
+    return jnp.dot(turned.reshape(flat.shape[::-1]), grad, preferred_element_type=jnp.float32)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)

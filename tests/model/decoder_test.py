@@ -150,8 +150,8 @@ def test_query_blocks_change_nothing(tiny_model_dir, monkeypatch, kinds):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), whole, blocks)
 
 
-def test_bfloat16_compute_keeps_float32_gradients(tiny_model_dir, rows):
-    config, params = hf.load(tiny_model_dir)
+def test_bfloat16_compute_keeps_float32_gradients(oracle, rows):
+    config, params = hf.load(oracle[1])
 
     def loss(params, dtype):
         return jnp.sum(decoder.logprobs(params, config, rows, compute_dtype=dtype, chunk=25)[0])
