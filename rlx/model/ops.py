@@ -25,8 +25,8 @@ def _on_cpu() -> bool:
 def product(x: Array, matrix: Array, axis: int, other: int) -> Array:
     """Return the product over an axis of x and an `other` one of a matrix, in their dtype.
 
-    Of bfloat16 a CPU's own instructions (AMX, AVX512_BF16) give float32: asked for bfloat16, XLA
-    makes float32 of the operands first, and multiplies at half the pace or less.
+    On a CPU XLA multiplies bfloat16 by the CPU's own instructions where float32 is asked for; asked
+    for bfloat16, it makes float32 of the operands first: half the pace, with AVX512_BF16.
     """
     over = (((axis,), (other,)), ((), ()))
     wide = jnp.promote_types(x.dtype, jnp.float32) if _on_cpu() else x.dtype
