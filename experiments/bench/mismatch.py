@@ -29,6 +29,7 @@ from rlx.model import params as parameters
 from rlx.run.tokenizer_files import load_tokenizer
 
 CONTEXTS = (32, 64, 96, 128, 160, 192, 224, 256, 500, 1000, 1500, 1936)  # tokens
+SHORT = 256  # and shorter; the others are called long
 NEW = 64
 
 
@@ -69,6 +70,10 @@ def statistics(behaviour: np.ndarray, trainer: np.ndarray) -> dict:
     }
 
 
+def is_short(sample) -> bool:
+    return len(sample.prompt) <= SHORT
+
+
 def torch_score(model_dir: Path, samples: list, dtype: str) -> list[np.ndarray]:
     """Log-probabilities of each sample's new tokens by the trainer in PyTorch, a row each."""
     import torch
@@ -93,11 +98,8 @@ def torch_score(model_dir: Path, samples: list, dtype: str) -> list[np.ndarray]:
 
 def jax_score(model_dir: Path, samples: list, sampling: Sampling, engine: str, dtype: str) -> list:
     """The same by the trainer in JAX, short and long contexts in programs of their own."""
-    short = [s for s in samples if len(s.prompt) <= 256]
-    long = [s for s in samples if len(s.prompt) > 256]
-    cases = (
-        compare_table.case_of(model_dir, group, sampling, engine, dtype) for group in (short, long)
-    )
+    groups = [[s for s in samples if is_short(s) == short] for short in (True, False)]
+    cases = (compare_table.case_of(model_dir, group, sampling, engine, dtype) for group in groups)
     return [scores for case in cases for scores in case.score()]  # contexts are in this order
 
 
@@ -128,8 +130,8 @@ def main() -> None:
             for trainer, score in trainers.items():
                 pairs = list(zip(samples, score(dtype), strict=True))
                 for positions, which in (
-                    ("to 320", [p for p in pairs if len(p[0].prompt) <= 256]),
-                    ("564 to 2,000", [p for p in pairs if len(p[0].prompt) > 256]),
+                    (f"to {SHORT + NEW}", [p for p in pairs if is_short(p[0])]),
+                    ("564 to 2,000", [p for p in pairs if not is_short(p[0])]),
                     ("all", pairs),
                 ):
                     behaviour = np.concatenate([s.completion.logprobs for s, _ in which])

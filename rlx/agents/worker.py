@@ -15,7 +15,6 @@ import json
 import os
 import select
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from rlx.agents.http_clients import HttpClients
 from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
 from rlx.base import UserError
 from rlx.cli.user_code import words
-from rlx.rewards.worker_process import inherited_socket
+from rlx.rewards.worker_process import inherited_socket, search_first
 
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
 
@@ -53,7 +52,7 @@ class Worker:
         """Load the class, then start and cancel runs as told, until the other end closes."""
         reader, _ = await asyncio.open_connection(sock=self._end, limit=1 << 30)
         first = json.loads(await reader.readline())
-        sys.path[:] = [*first["path"], *(p for p in sys.path if p not in first["path"])]
+        search_first(first["path"])
         try:
             cls = loading.load_class(first["class"])
             loading.instance(cls, first["kwargs"])

@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from rlx.base import UserError, place
 from rlx.cli import user_code
 from rlx.rewards import rewards, symbolic
 from rlx.rewards.reward_pool import EACH, GROUP, TOGETHER, RewardCall, problem
-from rlx.rewards.worker_process import inherited_socket
+from rlx.rewards.worker_process import inherited_socket, search_first
 
 _RESERVED = ("prompt", "completion", "prompt_ids", "completion_ids")  # of a call; no row's keys
 _MOST = 8000  # characters of a traceback
@@ -41,7 +40,7 @@ def main() -> None:
 
         try:
             path, names = pickle.load(stream)
-            sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
+            search_first(path)
             functions = _load(names, send)
             while True:
                 name, calls = pickle.load(stream)

@@ -191,6 +191,11 @@ def inherited_socket() -> socket.socket:
     return end
 
 
+def search_first(path: Sequence[str]) -> None:
+    """Have this worker look for modules where the process that started it does, then elsewhere."""
+    sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
+
+
 @contextlib.contextmanager
 def ending_children() -> Iterator[None]:
     """Kill every process that was started within this context, orphans included, as it ends."""

@@ -80,7 +80,7 @@ class Agents:
     """The same of an agent's process."""
 
     def __init__(self, timeout=600.0):
-        self.workers = Workers(f"{HERE / 'worker_code.py'}:Leaving", {}, block_seconds=timeout)
+        self.workers = Workers("worker_code:Leaving", {}, block_seconds=timeout)
 
     async def run(self, how, marker):
         return await self.workers.run({"how": how, "marker": str(marker)}, "", "")
