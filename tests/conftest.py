@@ -30,6 +30,17 @@ pytest_plugins = [
     "tests.fixtures.slurm",
 ]
 
+
+@pytest.fixture
+def own_bfloat16() -> None:
+    """Skips where products run on no CPU, or on one without instructions for bfloat16."""
+    import jax
+
+    cpu = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else ()
+    if jax.default_backend() != "cpu" or not {"amx_bf16", "avx512_bf16"} & set(cpu):
+        pytest.skip("this machine has no CPU's instructions for bfloat16")
+
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -84,16 +84,17 @@ def forced(tokens, score=jax.nn.log_softmax):
     return choose
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
+def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name, dtype):
     """Prompts of 1, 9 and 13 tokens (none, one chunk and a bit), then three calls of 4 tokens."""
     config = CONFIGS[name]
     weights = random_params(config)
-    serving = serve(config, weights)
+    serving = serve(config, weights, dtype)
     prompt_lengths, total = np.array([1, 9, 13]), 12
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 96, (3, LENGTH)).astype(np.int32)
-    cache = kv_cache.init_cache(config, 3, LENGTH, jnp.float32)
+    cache = kv_cache.init_cache(config, 3, LENGTH, dtype)
     prompts = jax.jit(partial(decode.prefill, serving, config, chunk=CHUNK))(tokens, chunks=2)
     slots = jnp.arange(3)
     cache = jax.jit(kv_cache.insert)(cache, prompts, jnp.stack([slots, slots], axis=1), 3)
@@ -121,7 +122,8 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name):
     wanted, _ = decoder.logprobs(weights, config, batch)
     at = prompt_lengths[:, None] + np.arange(total)
     wanted = np.asarray(wanted)[np.arange(3)[:, None], at]
-    np.testing.assert_allclose(np.concatenate(got, axis=1), wanted, atol=1e-5)
+    error = np.abs(np.concatenate(got, axis=1) - wanted)
+    assert error.max() < 1e-5 if dtype == jnp.float32 else error.mean() < 0.1
 
 
 def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():
@@ -145,15 +147,21 @@ def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():
     assert len(calls) == 3
 
 
-@pytest.fixture(scope="module", params=[WIDE, MIXTURE], ids=["dense", "mixture"])
+KINDS = {
+    "dense": (WIDE, jnp.float32), "mixture": (MIXTURE, jnp.float32),
+    "bfloat16": (WIDE, jnp.bfloat16),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def crowd(request):
     """64 slots with random caches of 200 positions, and what one decode call makes of them."""
-    config = request.param
-    serving = serve(config, random_params(config))
+    config, dtype = request.param
+    serving = serve(config, random_params(config), dtype)
     rng = np.random.default_rng(0)
     cache = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32),
-        kv_cache.init_cache(config, 64, 192, jnp.float32),
+        lambda x: jnp.asarray(rng.normal(size=x.shape), dtype),
+        kv_cache.init_cache(config, 64, 192, dtype),
     )
     tokens = rng.integers(0, 256, 64).astype(np.int32)
     lengths = rng.integers(0, 60, 64).astype(np.int32)
@@ -204,8 +212,9 @@ def test_a_slot_does_not_depend_on_its_place_or_neighbours(crowd):
     assert_same_bits(jax.tree.map(lambda x: x[:1], got), wanted, slice(1))
 
 
-def test_a_prompt_does_not_depend_on_how_many_there_are_or_on_the_longest():
-    serving = serve(WIDE, random_params(WIDE))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_prompt_does_not_depend_on_how_many_there_are_or_on_the_longest(dtype):
+    serving = serve(WIDE, random_params(WIDE), dtype)
     run = jax.jit(partial(decode.prefill, serving, WIDE, chunk=32))
     tokens = np.random.default_rng(0).integers(0, 256, (4, 128)).astype(np.int32)
     wanted, alone = run(tokens, chunks=4), run(tokens[2:3], chunks=2)
@@ -214,14 +223,22 @@ def test_a_prompt_does_not_depend_on_how_many_there_are_or_on_the_longest():
         np.testing.assert_array_equal(np.asarray(a.values)[:, :, :64], b.values[2:3, :, :64])
 
 
-def test_bfloat16_runs_and_stays_near():
-    config = CONFIGS["qwen2"]
-    weights = random_params(config)
-    tokens = np.arange(16, dtype=np.int32)[None] % 96
-    caches = [
-        decode.prefill(serve(config, weights, dtype), config, tokens, 2, CHUNK)
-        for dtype in (jnp.float32, jnp.bfloat16)
-    ]
-    assert caches[1][0].keys.dtype == jnp.bfloat16
-    for exact, rough in zip(*caches, strict=True):
-        assert np.abs(np.asarray(exact.values) - np.asarray(rough.values, np.float32)).mean() < 0.1
+@pytest.mark.usefixtures("own_bfloat16")
+def test_no_weight_is_made_float32():
+    """The compiled prefill and step multiply bfloat16 as it is."""
+    serving = serve(WIDE, random_params(WIDE), jnp.bfloat16)
+
+    def both(serving, tokens):
+        cache = decode.prefill(serving, WIDE, tokens, jnp.int32(2), 16)
+        block, _ = decode.decode(
+            serving, WIDE, cache, tokens[:, 0], tokens[:, 1], tokens[:, 2], tokens[:, :1],
+            lambda logits, index: (jnp.argmax(logits, -1), logits[:, 0]), STEPS,
+        )  # fmt: skip
+        return block, cache
+
+    text = jax.jit(both).lower(serving, jnp.zeros((5, 32), jnp.int32)).compile().as_text()
+    # Rows of the embedding are looked up in float32, and `qkv` has its shape here.
+    for name in ("o", "gate_up", "down"):
+        shape = ",".join(map(str, serving.layers[0][name].shape))
+        assert f"bf16[{shape}]" in text
+        assert f"f32[{shape}]" not in text

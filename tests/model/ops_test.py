@@ -1,7 +1,6 @@
 """Products of bfloat16 on a CPU: what they are, and that its own instructions make them."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,6 @@ import numpy as np
 import pytest
 
 from rlx.model.ops import matmul
-
-CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-OWN = {"amx_bf16", "avx512_bf16"} & set(CPU.split()) and jax.default_backend() == "cpu"
 
 
 def operands(*shapes):
@@ -52,7 +48,7 @@ def test_results_may_be_turned():
     np.testing.assert_array_equal(headed, y.reshape(1, 2, 4, 4).transpose(0, 2, 1, 3))
 
 
-@pytest.mark.skipif(not OWN, reason="this CPU has no instructions for bfloat16")
+@pytest.mark.usefixtures("own_bfloat16")
 def test_no_operand_is_made_float32():
     """In the compiled program all three products take bfloat16."""
     x, weight, grad = operands((2, 96, 32), (32, 48), (2, 96, 48))

@@ -20,7 +20,7 @@ from rlx.engines.jax.serving_params import ServingParams
 from rlx.model.attention import seen
 from rlx.model.decoder import embed_scale, rope_tables
 from rlx.model.model_config import ModelConfig
-from rlx.model.ops import ACTIVATIONS, softcapped
+from rlx.model.ops import ACTIVATIONS, product, softcapped
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
@@ -47,7 +47,7 @@ def _head_norm(layer, name: str, config: ModelConfig, x: jax.Array) -> jax.Array
 
 def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
     """Multiply two matrices: with a third axis, XLA's order of adding depends on its size."""
-    y = jnp.einsum("rd,fd->rf", x.reshape(-1, x.shape[-1]), layer[name])
+    y = product(x.reshape(-1, x.shape[-1]), layer[name], 1, 1)
     y = y.reshape(*x.shape[:-1], -1)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias
