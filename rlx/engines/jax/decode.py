@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlx.engines.jax.kv_cache import Cache, LayerCache, init_cache, init_recent
+from rlx.engines.jax.kv_cache import Cache, LayerCache, init_cache, init_recent, write
 from rlx.engines.jax.sampling import row_sum
 from rlx.engines.jax.serving_params import ServingParams
 from rlx.model.attention import seen
@@ -204,8 +204,8 @@ def _advance(
         q, k, v = _qkv(layer, config, x, angles[window])
         keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
         new = LayerCache(
-            jax.lax.dynamic_update_slice_in_dim(old.keys, keys, start, 3),
-            jax.lax.dynamic_update_slice_in_dim(old.values, values, start, 2),
+            write(old.keys, keys, (0, 0, 0, start)),
+            write(old.values, values, (0, 0, start, 0)),
         )
         filled.append(new)
         mixed = _prompt_attention(q, new, start, window, config.attention_softcap)
@@ -264,8 +264,8 @@ def step(
     for layer, cached, new, window in zip(params.layers, cache, recent, windows, strict=True):
         q, k, v = _qkv(layer, config, x, angles[window])
         new = LayerCache(
-            jax.lax.dynamic_update_slice_in_dim(new.keys, k[:, :, None, :], index, 2),
-            jax.lax.dynamic_update_slice_in_dim(new.values, v[:, :, None, :], index, 2),
+            write(new.keys, k[:, :, None, :], (0, 0, index, 0)),
+            write(new.values, v[:, :, None, :], (0, 0, index, 0)),
         )
         filled.append(new)
         mixed = _cached_attention(q, cached, new, index, lengths, window, softcap)

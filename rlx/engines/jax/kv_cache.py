@@ -4,6 +4,7 @@ Keys are stored [head_dim, length] and values [length, head_dim]: both of attent
 the cache in order. Shapes as in decode.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,11 +40,23 @@ def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cach
     return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
 
 
+def write(old: jax.Array, block: jax.Array, start: Sequence[Any]) -> jax.Array:
+    """Return `old` with `block` at indices `start`.
+
+    XLA's CPU backend makes float32 of all of a bfloat16 array before it writes into a part of it,
+    and back; of its bits it does not.
+    """
+    if old.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+        return jax.lax.dynamic_update_slice(old, block, start)
+    bits = (x.view(jnp.uint16) for x in (old, block))
+    return jax.lax.dynamic_update_slice(*bits, start).view(old.dtype)
+
+
 def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
     """Copy prompts into slots, positions from 0.
 
     Args:
-      prompts: from `prefill`, T ≤ N.
+      prompts: from `prefill` or `take`, T ≤ N.
       pairs: [S, 2] int32 (row of `prompts`, slot); a group's samples share a row.
       count: scalar int32, how many pairs hold.
     """
@@ -51,24 +64,16 @@ def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> 
     def fill(index, cache):
         def put(old, new):
             block = jax.lax.dynamic_slice_in_dim(new, pairs[index, 0], 1)
-            return jax.lax.dynamic_update_slice(old, block, (pairs[index, 1], 0, 0, 0))
+            return write(old, block, (pairs[index, 1], 0, 0, 0))
 
         return jax.tree.map(put, cache, prompts)
 
     return jax.lax.fori_loop(0, count, fill, cache)
 
 
-def copy(cache: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
-    """Copy whole slots in order: `pairs` [S, 2] int32 (source, target), the first `count` hold."""
-
-    def move(index, cache):
-        def put(array):
-            block = jax.lax.dynamic_slice_in_dim(array, pairs[index, 0], 1)
-            return jax.lax.dynamic_update_slice(array, block, (pairs[index, 1], 0, 0, 0))
-
-        return jax.tree.map(put, cache)
-
-    return jax.lax.fori_loop(0, count, move, cache)
+def take(cache: Cache, slot: jax.Array) -> Cache:
+    """Return a copy of one slot, as a prompt for `insert`."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, slot, 1), cache)
 
 
 def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
@@ -78,12 +83,12 @@ def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
       recent: keys and values [B, K, R, H] of the first B slots, from `decode`.
     """
 
-    def write(slot, cache):
+    def fill(slot, cache):
         def put(old, new, axis):
             block = jax.lax.dynamic_slice_in_dim(new, slot, 1)
             start = [slot, 0, 0, 0]
             start[axis] = positions[slot]
-            return jax.lax.dynamic_update_slice(old, block, start)
+            return write(old, block, start)
 
         return tuple(
             LayerCache(put(old.keys, new.keys.mT, 3), put(old.values, new.values, 2))
@@ -91,7 +96,7 @@ def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
         )
 
     slots = recent[0].keys.shape[0]
-    return jax.lax.fori_loop(0, slots, write, cache)
+    return jax.lax.fori_loop(0, slots, fill, cache)
 
 
 def view(cache: Cache, slots: int, length: int) -> Cache:

@@ -3,7 +3,7 @@
     prefill  prompts of any length → slots, one or PROMPTS at a time
     decode   `steps` tokens for the first B slots over the first N cached positions
     append   what decode made → cache, in place
-    copy     slots → slots, in place
+    take     slot → prompt, and insert, prompt → slots, in place: a copy of a slot
     score    one sequence → the logprobs of its tokens, `chunk` at a time
 
 Decode over all slots and positions always exists. Smaller shapes are faster when few slots are
@@ -77,7 +77,7 @@ class Programs:
             return ()
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
-        self._get("copy")
+        self._get("take"), self._get("insert")
         self._agreed[self.full] = TRIALS
         return self._check_prefill(params, self._new_cache())
 
@@ -136,7 +136,10 @@ class Programs:
 
     def copy(self, cache: kv_cache.Cache, moves: list[tuple[int, int]]) -> kv_cache.Cache:
         """Copy whole slots, (source, target) each, in order."""
-        return self._get("copy")(cache, self._pairs(moves), np.int32(len(moves)))
+        for source, target in moves:
+            row = self._get("take")(cache, np.int32(source))
+            cache = self._get("insert")(cache, row, self._pairs([(0, target)]), np.int32(1))
+        return cache
 
     def scrub(self, cache: kv_cache.Cache) -> kv_cache.Cache:
         """Replace non-finite numbers in the cache: they would outlive their sequence."""
@@ -265,8 +268,11 @@ class Programs:
                 tokens = _ints(rows, plan.prompt)
                 prefill = partial(_prefill, config, plan)
                 return prefill, (1,), (params, cache, tokens, count, pairs, count)
-            case "copy":
-                return kv_cache.copy, (0,), (cache, pairs, count)
+            case "take":
+                return kv_cache.take, (), (cache, count)
+            case "insert":
+                row = jax.eval_shape(kv_cache.take, cache, 0)
+                return kv_cache.insert, (0,), (cache, row, pairs, count)
             case "score":
                 row = partial(kv_cache.init_cache, config, 1, plan.prompt, self._dtype)
                 wanted = jax.ShapeDtypeStruct((), jnp.bool_)
