@@ -48,8 +48,8 @@ def write(old: jax.Array, block: jax.Array, start: Sequence[Any]) -> jax.Array:
     """
     if old.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
         return jax.lax.dynamic_update_slice(old, block, start)
-    bits = (x.view(jnp.uint16) for x in (old, block))
-    return jax.lax.dynamic_update_slice(*bits, start).view(old.dtype)
+    bits = old.view(jnp.uint16), block.view(jnp.uint16)
+    return jax.lax.dynamic_update_slice(bits[0], bits[1], start).view(old.dtype)
 
 
 def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
