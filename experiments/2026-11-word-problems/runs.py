@@ -18,6 +18,7 @@ from statistics import fmean
 from experiments.sweep import records
 
 HERE = Path(__file__).parent
+RECORDS = HERE / "records.json"
 QUESTIONS = 1000  # held out, 200 of each level: the standard error is 0.015
 LORA = [
     "--config.lora.rank=64",
@@ -74,10 +75,10 @@ def answers(out: Path) -> list[dict]:
 
 
 def table(out: Path) -> None:
-    """Print a row for each model: its share of right answers, of all and of each level."""
+    """Print a row for each model: its share of right answers, of all and of each level; keep it."""
     print("| run | accuracy | " + " | ".join(f"level {level}" for level in range(1, 6)) + " |")
     print("|---|---|---|---|---|---|---|")
-    kept = {}
+    kept = json.loads(RECORDS.read_text())  # also of runs that OUT has not
     for place in [out / "base", *sorted(out.glob("*/seed-*/after"))]:
         rows = answers(place)
         groups = [rows, *([row for row in rows if row["index"] % 5 == level] for level in range(5))]
@@ -91,7 +92,7 @@ def table(out: Path) -> None:
                 "minutes": [round(step["elapsed_seconds"] / 60, 2) for step in steps],
                 "loss": [round(step["sft_loss"], 4) for step in steps],
             }
-    (HERE / "records.json").write_text(json.dumps(kept))
+    RECORDS.write_text(json.dumps(kept))
 
 
 def plot(picture: Path) -> None:
@@ -101,7 +102,7 @@ def plot(picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    kept = json.loads((HERE / "records.json").read_text())
+    kept = json.loads(RECORDS.read_text())
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
     runs = {name: run for name, run in kept.items() if name.startswith("sft/")}
     for name, run in runs.items():
