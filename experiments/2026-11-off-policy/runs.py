@@ -162,7 +162,7 @@ def plot(records: dict[str, dict[str, Any]], picture: Path) -> None:
         label = label if seed == "0" else None
         accuracy.plot(*zip(*course(record), strict=True), marker=".", label=label, **look)
         means = [statistics.fmean(record["reward"][max(0, i - 3) : i + 1]) for i in range(STEPS)]
-        reward.plot(record["minutes"], means, label=label, **look)
+        reward.plot(record["minutes"], means, **look)
         kl = statistics.median(record["kl"][-LAST:])
         marker = {0: "x", 2: "o", 8: "s"}[int(lag)]
         distance.plot(kl, course(record)[-1][1], marker, color=look["color"], label=label)
@@ -174,9 +174,9 @@ def plot(records: dict[str, dict[str, Any]], picture: Path) -> None:
     for axis in (accuracy, reward, distance):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    accuracy.legend(
-        frameon=False, handlelength=4, fontsize=7, title="objective, bound", title_fontsize=7
-    )
+    small = {"frameon": False, "fontsize": 7, "title": "objective, bound", "title_fontsize": 7}
+    accuracy.legend(handlelength=4, **small)
+    distance.legend(loc="lower left", **small)
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
 
