@@ -97,6 +97,11 @@ class Trajectory:
         return ".".join(self.trajectory_id.split(".")[:2])
 
     @property
+    def run_reward(self) -> float:
+        """The environment's reward of the whole sample, without discount or baseline."""
+        return float(self.info.get("run_reward", self.reward))
+
+    @property
     def num_trained(self) -> int:
         """Return the number of tokens that the loss sees."""
         return int(self.loss_mask.sum())

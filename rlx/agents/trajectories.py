@@ -171,7 +171,7 @@ def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
     last = parts[-1]
     found = {
         "completion": last.completion,
-        "reward": last.info.get("run_reward", last.reward),
+        "reward": last.run_reward,
         "tokens": sum(part.num_trained for part in parts),
         "stop_reason": last.stop_reason,
     }

@@ -31,14 +31,15 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
         behaviour_logprobs [F] f32. Optional: run_ids [N] int, equal for the parts of one run, which
         count together as one in its group; proximal_logprobs, reference_logprobs, values
         (V of the state in which token t was chosen), each [F] f32; bootstrap_values [N] f32
-        (V of the state after the last token); kl_coefficient, f32 scalar, else the algorithm's;
+        (V of the state after the last token); baselines [N] f32, taken off the rewards;
+        kl_coefficient, f32 scalar, else the algorithm's;
         for peers=agent agent_ids [N] int, for peers=turn turn_ids [F] int.
       algorithm: the row of the preset table.
 
     Returns:
       advantages [F] f32, 0 where not trained, NaN where a user's own is not finite; returns [F] f32
       (A + V before normalisation);
-      shaped_rewards [N] f32 (after penalty, scale and clip, before normalisation);
+      shaped_rewards [N] f32 (after penalty, scale and clip, before baseline and normalisation);
       kl_rewards [F] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32: trained tokens whose KL was not
       finite and was left out.
 
@@ -51,7 +52,10 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     ops = ops_of(mask)
     lib = ops.lib
     lengths = ops.segment_sum(lib.where(mask, 1, 0), ids, valid.shape[0])
-    shaped = shape_rewards(ops.float32(flat["rewards"]), lengths, algorithm)
+    rewards = ops.float32(flat["rewards"])
+    given = shaped = shape_rewards(rewards, lengths, algorithm)
+    if "baselines" in flat:
+        shaped = shape_rewards(rewards - flat["baselines"], lengths, algorithm)
     peers_N, peers_F = peers(flat, algorithm)
     kl_rewards, nonfinite_kl = kl_penalty(flat, algorithm)
     values = flat.get("values", lib.zeros_like(kl_rewards))
@@ -75,7 +79,7 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     return {
         "advantages": out if known is mask else lib.where(mask & ~known, lib.nan, out),
         "returns": lib.where(known, raw + values, 0.0),
-        "shaped_rewards": lib.where(valid, shaped, 0.0),
+        "shaped_rewards": lib.where(valid, given, 0.0),
         "kl_rewards": kl_rewards,
         "nonfinite_kl": nonfinite_kl,
     }
@@ -118,7 +122,7 @@ def _pairs(a: Array, b: Array) -> Array:
 def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> Array:
     """Return rewards with the overlong penalty (DAPO, 2503.14476, eq. 13), scaled and clipped.
 
-        r ← r + min((overlong_limit − overlong_buffer − L) / overlong_buffer · overlong_factor, 0)
+        r ← r + clip((overlong_limit − overlong_buffer − L) / overlong_buffer, −1, 0)·overlong_factor
         r ← clip((r + reward_bias)·reward_scale, ±reward_clip)
 
     Args:
@@ -131,8 +135,8 @@ def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> A
     lib = ops_of(rewards_N).lib
     if algorithm.overlong_buffer:
         excess = lengths_N - (algorithm.overlong_limit - algorithm.overlong_buffer)
-        penalty = -excess / algorithm.overlong_buffer * algorithm.overlong_factor
-        rewards_N = rewards_N + lib.clip(penalty, None, 0.0)
+        penalty = lib.clip(-excess / algorithm.overlong_buffer, -1.0, 0.0)
+        rewards_N = rewards_N + penalty * algorithm.overlong_factor
     scaled = (rewards_N + algorithm.reward_bias) * algorithm.reward_scale
     return lib.clip(scaled, -algorithm.reward_clip, algorithm.reward_clip)
 

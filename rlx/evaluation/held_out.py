@@ -135,8 +135,7 @@ class HeldOut:
         if self._options.sampling:
             with self._timeline.span("evaluation", "evaluation", track="held-out", step=step):
                 groups = await self._answers(step, executor, self._options.sampling)
-            rewards = [g.trajectories[-1].info.get("run_reward", g.trajectories[-1].reward)
-                       for g in groups]  # fmt: skip
+            rewards = [g.trajectories[-1].run_reward for g in groups]
             found = [t for group in groups for t in group.trajectories]
             record |= {
                 # Training goes on meanwhile: the version of the newest token.

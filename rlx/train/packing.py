@@ -174,7 +174,8 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         out[:count] = values
         return out
 
-    rewards = [r - t.baseline for t in trajectories for r in t.turn_rewards or (t.reward,)]
+    rewards = [r for t in trajectories for r in t.turn_rewards or (t.reward,)]
+    baselines = np.array([t.baseline for t in trajectories], np.float32)[owners]
     cut = np.array([t.truncated for t in trajectories], bool)[owners]
     group_of = np.repeat(
         np.arange(len(groups)), np.array([len(g.trajectories) for g in groups], int)
@@ -185,6 +186,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
     agents = np.unique([t.agent for t in trajectories], return_inverse=True)[1]
     sequences = {
         "rewards": per_sequence(rewards, np.float32, 0.0),
+        "baselines": per_sequence(baselines, np.float32, 0.0),
         "group_ids": per_sequence(group_of[owners], np.int32, len(groups)),
         "run_ids": per_sequence(run_of[owners], np.int32, len(runs)),
         "agent_ids": per_sequence(agents[owners], np.int32, 0),

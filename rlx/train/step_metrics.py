@@ -45,10 +45,11 @@ class Metrics(Mapping[str, Any]):
 def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackPlan]) -> dict:
     """Return what is known without the device: sizes and shares.
 
-    avg_seq_len, avg_prompt_len: tokens (a prompt ends where the first sampled token stands).
-    n_seqs, n_prompts, n_tokens (prompts included), n_microbatches: counts. no_eos_ratio: share
-    that ended by length. pad_ratio: share of the computed tokens that is padding. info/*, reward/*:
-    means of the trajectories' own scalars.
+    task_reward: mean over the samples, as the environment gave it. avg_seq_len, avg_prompt_len:
+    tokens (a prompt ends where the first sampled token stands). n_seqs, n_prompts, n_tokens
+    (prompts included), n_microbatches: counts. no_eos_ratio: share that ended by length.
+    pad_ratio: share of the computed tokens that is padding. info/*, reward/*: means of the
+    trajectories' own scalars.
     """
     count = flat.num_sequences
     mask = flat.tokens["loss_mask"][: flat.num_tokens]
@@ -56,7 +57,11 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
     size_of_token = np.repeat(flat.sizes, flat.sizes)
     prompt = np.minimum.reduceat(np.where(mask, positions, size_of_token), flat.starts)
     padded = sum(plan.padded_tokens for plan in plans)
+    rewards: dict[tuple[int, str], list[float]] = {}
+    for index, t in ((i, t) for i, group in enumerate(groups) for t in group.trajectories):
+        rewards.setdefault((index, t.run_id), []).append(t.run_reward)
     return {
+        "task_reward": float(np.mean([np.mean(parts) for parts in rewards.values()])),
         "n_seqs": count,
         "n_prompts": flat.num_groups,
         "n_tokens": flat.num_tokens,
@@ -128,7 +133,7 @@ def device_metrics(
 ) -> dict[str, Any]:
     """Return metrics of the sums that the device made, which are on the host by now.
 
-    task_reward: mean over the runs, as the environment gave it. kl_reward: mean per trained token.
+    kl_reward: mean per trained token.
     n_left_out: tokens that a filter (overlong_filter, M2PO) took out. kl_coefficient: β.
     final_reward: mean of the shaped reward and the summed KL penalty. grad_norm: mean over the
     minibatches, before clipping. lag_kl: of the first minibatch (`losses.lag_stats`). The rest as
@@ -150,7 +155,6 @@ def device_metrics(
         **metrics,
         **critic,
         **routing_metrics(minibatches),
-        "task_reward": float(sums["task_reward"]) / num_runs,
         "kl_reward": penalty / max(total["n_valid_tokens"], 1.0),
         "final_reward": (shaped + penalty) / num_runs,
         "n_nonfinite_kl": float(sums["n_nonfinite_kl"]),

@@ -260,7 +260,7 @@ def test_a_leave_one_out_baseline_knows_nothing_of_its_own_sample(cases, seed):
     np.testing.assert_array_equal(moved[others], 0.0)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "sapo", "m2po"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "sapo", "m2po", "m2po_areal"])
 def test_a_group_of_equal_rewards_teaches_nothing(name, cases):
     """Neither whole groups, nor partial ones, nor those that were all cut off."""
     batch = [
@@ -312,6 +312,16 @@ def test_a_non_finite_kl_is_counted_and_left_out(cases):
 
 def test_the_overlong_penalty_by_hand():
     algorithm = variant(overlong_buffer=4, overlong_limit=10, overlong_factor=0.5)
-    lengths = jnp.array([1, 6, 8, 10])
-    out = adv.shape_rewards(jnp.ones(4), lengths, algorithm)
-    np.testing.assert_allclose(out, [1.0, 1.0, 0.75, 0.5])
+    lengths = jnp.array([1, 6, 8, 10, 11, 40])
+    out = adv.shape_rewards(jnp.ones(6), lengths, algorithm)
+    np.testing.assert_allclose(out, [1.0, 1.0, 0.75, 0.5, 0.5, 0.5])
+
+
+def test_large_rewards_keep_their_order_unless_a_clip_is_set():
+    rewards, lengths = jnp.array([100.0, 60.0, 30.0, 25.0]), jnp.ones(4, int)
+    for preset in PRESETS.values():
+        if preset.reward_scale:
+            shaped = adv.shape_rewards(rewards, lengths, preset)
+            np.testing.assert_allclose(shaped - shaped[0], [0.0, -40.0, -70.0, -75.0])
+    clipped = adv.shape_rewards(rewards, lengths, variant(reward_clip=26.0))
+    np.testing.assert_allclose(clipped, [26.0, 26.0, 26.0, 25.0])

@@ -39,12 +39,11 @@ class Rollout:
 def shaped_reward(rollout, a):
     r, length = rollout.reward, len(rollout.trained())
     if a.overlong_buffer:
-        r += min(
-            -(length - (a.overlong_limit - a.overlong_buffer))
-            / a.overlong_buffer
-            * a.overlong_factor,
-            0.0,
-        )
+        safe = a.overlong_limit - a.overlong_buffer
+        if length > a.overlong_limit:
+            r -= a.overlong_factor
+        elif length > safe:
+            r += (safe - length) / a.overlong_buffer * a.overlong_factor
     return min(max((r + a.reward_bias) * a.reward_scale, -a.reward_clip), a.reward_clip)
 
 
@@ -170,6 +169,20 @@ def within_second_moment(batch, limit):
     while far and sum(far.values()) / len(far) >= limit:
         del far[max(far, key=far.get)]
     return [np.array([(i, t) in far for t in range(len(r.mask))]) for i, r in enumerate(batch)]
+
+
+def second_moment_bound(batch, limit):
+    """M2PO's τ: the largest cap of the squares of tokens that move away, with a low enough mean."""
+    squares = []
+    for r in batch:
+        for t in r.trained():
+            delta = r.proximal[t] - r.behaviour[t]
+            if (r.advantages[t] > 0 and delta > 0) or (r.advantages[t] < 0 and delta < 0):
+                squares.append(delta**2)
+    if sum(squares) <= limit * len(squares):
+        return math.inf
+    low = [s for s in squares if sum(min(s, x) for x in squares) <= limit * len(squares)]
+    return math.sqrt(max(low, default=0.0))
 
 
 def anchor(rollout, a, target_version):

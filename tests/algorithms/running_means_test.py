@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlx.algorithms.advantages import advantages
+from rlx.algorithms.presets import PRESETS
 from rlx.algorithms.running_means import take_off
 from rlx.base import Group, Trajectory
 from rlx.train import packing
@@ -49,10 +52,15 @@ def test_rows_of_one_run_count_once_and_lose_the_same():
     assert [t.reward for t in group.trajectories] == [1.0, 3.0, 4.0]
 
 
-def test_what_is_taken_off_is_missing_from_the_trained_rewards_alone():
+def test_a_baseline_is_taken_off_the_trained_rewards_and_not_off_the_reported_one():
     one = row(1.0, baseline=0.25)
     two = dataclasses.replace(
         row(0.0, name="0.1", baseline=0.5), turn_ids=np.zeros(2, np.int32), turn_rewards=(2.0,)
     )
     flat = packing.flatten([Group(0, (one, two))])
-    assert flat.sequences["rewards"][:2].tolist() == [0.75, 1.5]
+    assert flat.sequences["rewards"][:2].tolist() == [1.0, 2.0]
+    assert flat.sequences["baselines"][:2].tolist() == [0.25, 0.5]
+    out = advantages({k: jnp.asarray(v) for k, v in flat.arrays().items()}, PRESETS["rae"])
+    first = [flat.starts[0] + 1, flat.starts[1] + 1]
+    np.testing.assert_allclose(out["advantages"][np.array(first)], [0.75, 1.5])
+    np.testing.assert_allclose(out["shaped_rewards"][:2], [1.0, 2.0])

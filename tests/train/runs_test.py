@@ -47,23 +47,20 @@ def groups(form, worth=WORTH):
 
 
 def prepared(batch, algorithm, library=jnp.asarray):
-    """Advantage and loss weight of each trained token, and task_reward as a sum over runs."""
+    """Advantage and loss weight of each trained token, and which begin a completion."""
     flat = packing.flatten(batch)
     arrays = {name: library(values) for name, values in flat.arrays().items()}
     arrays["proximal_logprobs"] = arrays["behaviour_logprobs"]
     parts = packing.minibatch_ids(flat, 1)
     minibatch_of = library(flat.minibatch_of(parts))
     step, beta = library(np.int32(0)), library(np.float32(0))
-    out, ((denominator, _),), sums = objective.prepare(
+    out, ((denominator, _),), _ = objective.prepare(
         arrays, minibatch_of, step, beta, 1, algorithm
     )
     trained = flat.tokens["loss_mask"]
     weights = np.asarray(out["loss_weights"])[trained] / float(denominator)
     first = np.isin(flat.tokens["tokens"][trained], [7, 8], invert=True)
-    return (
-        np.asarray(out["advantages"])[trained], weights, first,
-        float(sums["task_reward"]) / flat.num_runs,
-    )  # fmt: skip
+    return np.asarray(out["advantages"])[trained], weights, first
 
 
 def preset(name, **fields):
@@ -89,7 +86,7 @@ def test_the_rows_of_a_run_change_nothing(name):
 def test_group_statistics_are_those_of_runs(leave_one_out):
     std = "none" if leave_one_out else "group"
     algorithm = preset("grpo", leave_one_out=leave_one_out, reward_std=std)
-    advantages, weights, first, task_reward = prepared(groups("individual"), algorithm)
+    advantages, weights, first = prepared(groups("individual"), algorithm)
     want = []
     for pair in (WORTH[:2], WORTH[2:]):
         means = [np.mean(run) for run in pair]
@@ -101,7 +98,6 @@ def test_group_statistics_are_those_of_runs(leave_one_out):
             else:
                 want += [(r - centre) / (spread + 1e-5) for r in run]
     np.testing.assert_allclose(advantages[first], want, rtol=1e-5)
-    assert task_reward == pytest.approx(np.mean([np.mean(run) for run in WORTH]))
     assert weights.sum() == pytest.approx(1.0)  # sequence_mean_token_mean, over runs
     sizes = np.diff(np.flatnonzero(first), append=len(first))
     owner = np.repeat([0, 0, 0, 1, 2, 2, 3, 3, 3, 3], sizes)
