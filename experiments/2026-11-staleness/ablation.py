@@ -33,7 +33,7 @@ LAGS = (("forced", 32), ("forced", 8), ("bound", 32), ("bound", 8))
 OBJECTIVES = {
     "decoupled": ["--config.algorithm.preset=grpo"],
     "coupled": ["--config.algorithm.preset=grpo", "--config.algorithm.decoupled=False"],
-    "m2po": ["--config.algorithm.preset=m2po"],
+    "m2po": ["--config.algorithm.preset=m2po_areal"],
 }
 REDUCTIONS = ("token_mean", "sequence_mean_token_mean")
 VARIANTS = {

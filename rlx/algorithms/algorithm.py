@@ -133,7 +133,9 @@ class Algorithm:
     )
     reward_bias: float = _number(0.0, *_ANY, "added to each reward")
     reward_scale: float = _number(1.0, *_ANY, "multiplies each reward, after the bias")
-    reward_clip: float = _number(20.0, 0.0, math.inf, "largest absolute reward after scaling")
+    reward_clip: float = _number(
+        math.inf, 0.0, math.inf, "largest absolute reward after scaling; ∞: off"
+    )
     reward_mean: str = _choice("none", LEVELS, "rewards whose mean is taken off")
     reward_std: str = _choice(
         "none", (*LEVELS, "mean"), "rewards whose deviation divides, or the mean taken off (MaxRL)"
@@ -192,9 +194,15 @@ class Algorithm:
         0.0, 0.0, math.inf,
         "nats a token: sequences farther from behaviour leave where A is negative (OPSM); 0: off",
     )  # fmt: skip
+    second_moment_clip: float = _number(
+        0.0, 0.0, math.inf,
+        "M2PO: the clip widens until the mean of capped (proximal − behaviour)² reaches this, "
+        "nats²; 0: off",
+    )  # fmt: skip
     second_moment: float = _number(
-        0.0, 0.0, math.inf, "M2PO's limit on the mean of (behaviour − proximal)², nats²; 0: off"
-    )
+        0.0, 0.0, math.inf,
+        "AReaL's M2PO: limit on the mean of (behaviour − proximal)² of all tokens, nats²; 0: off",
+    )  # fmt: skip
     loss: str = _choice(
         "clip", tuple(LOSS_KINDS),
         "loss of a token, a demonstration or a pair; or your own, FILE.py:name",
@@ -265,6 +273,8 @@ class Algorithm:
         it from there; a KL inside the reward and M2PO ask for it earlier. A loss without a ratio
         has no anchor: its weight is that of the target itself.
         """
+        if self.second_moment_clip:
+            return True
         if self.data != "rollouts" or self.proximal != "recompute":
             return False
         early = self.kl_in_reward or self.second_moment > 0

@@ -51,7 +51,7 @@ def policy_loss(
         segment_ids int32 (0 is padding). proximal_logprobs, where absent the policy before its
         first update is this very target. reference_logprobs for KL in the loss, with a scalar
         kl_coefficient where β is not the algorithm's. For loglinear versions int32 and the scalar
-        `target_version`, see `proximal_logprobs`.
+        `target_version`, see `proximal_logprobs`. clip_bound float32 for second_moment_clip.
       algorithm: the row of the preset table; static under jit.
 
     Returns:
@@ -95,6 +95,7 @@ def policy_loss(
         mask=used,
         segment_ids=segments,
         ops=ops,
+        clip_bound=batch.get("clip_bound"),
     )
     kept = kept_sequences(inputs, algorithm)
     weight, in_bounds = lib.where(kept, weight, 0.0), in_bounds & kept
@@ -258,7 +259,7 @@ def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
 
 
 def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
-    """Return which tokens M2PO keeps (2510.01161, alg. 1): the largest squares are dropped.
+    """Return which tokens AReaL's form of M2PO keeps: the largest squares are dropped.
 
         as many as go, nearest first, with mean (behaviour − proximal)² < second_moment
 
@@ -281,6 +282,36 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
     nearer, ties = square < first_dropped, square == first_dropped
     room = count - lib.sum(nearer)  # of equal ones, those that come first
     return used & (nearer | (ties & (lib.cumsum(ties, 0) <= room)))
+
+
+def second_moment_bound(log_ratio: Array, advantage: Array, used: Array, limit: float) -> Array:
+    """Return M2PO's clip bound τ (2510.01161, alg. 1, as its authors' code computes it).
+
+        τ² = the greatest Δ² for which the mean of min(Δ², τ²) is at most second_moment_clip
+        Δ = proximal − behaviour, of the tokens with A·Δ > 0; τ = ∞ where their mean Δ² is so low
+
+    Only these tokens, which a step moves farther from the behaviour policy, can be clipped.
+
+    Args:
+      log_ratio: [F] float32, Δ; advantage: [F] float32, A.
+      used: [F] bool, the trained tokens of one minibatch.
+      limit: nats², > 0.
+
+    Returns:
+      τ, float32 scalar, nats, ≥ 0.
+    """
+    ops = ops_of(log_ratio)
+    lib = ops.lib
+    moving = used & (advantage * log_ratio > 0) & lib.isfinite(log_ratio)
+    ordered = ops.sort(lib.where(moving, log_ratio**2, lib.inf))
+    real = lib.isfinite(ordered)
+    ordered = lib.where(real, ordered, 0.0)
+    count = lib.sum(moving)
+    after = count - lib.cumsum(lib.ones_like(ordered), 0)  # how many larger ones there are
+    capped = lib.cumsum(ordered, 0) + ordered * after
+    within = real & (capped <= limit * count)  # the capped sum never falls
+    tau = lib.sqrt(lib.where(within, ordered, 0.0).max())
+    return lib.where(lib.sum(within) == count, lib.inf, tau)
 
 
 def _kl_loss(

@@ -69,7 +69,11 @@ PRESETS: dict[str, Algorithm] = {
         _row("sapo", "2511.20347", **_GROUP_SCORE, **_SEQUENCE_MEAN, loss="sapo", decoupled=False),
         _row("lite_ppo", "2508.08221", reward_mean="group", reward_std="batch"),
         _row(
-            "m2po", "2510.01161", **_GROUP_SCORE,
+            "m2po", "2510.01161", **_GROUP_SCORE, decoupled=False,
+            second_moment_clip=0.04, clip_low=0.3, clip_high=0.5,
+        ),
+        _row(
+            "m2po_areal", "2510.01161", **_GROUP_SCORE,
             second_moment=0.04, clip_low=1.0, clip_high=math.inf, weight_action="none",
         ),
         _row("maxrl", "2602.02710", reward_mean="group", reward_std="mean"),
@@ -257,7 +261,7 @@ def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
     kl = a.kl_in_reward or a.kl_in_loss
     no_kl = not a.kl_coefficient and ("kl_coefficient" not in given or a.kl_target > 0)
     off = {"kl_placement": "none", "critic": False, "second_moment": 0.0,
-           "drop_equal_rewards": False}  # fmt: skip
+           "second_moment_clip": 0.0, "drop_equal_rewards": False}  # fmt: skip
     alone = n_samples < 2 and a.data == "rollouts"
     return (
         (kl and no_kl,
@@ -273,6 +277,12 @@ def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
          f"second_moment={a.second_moment:g} compares the behaviour with a recomputed proximal "
          f"policy, got proximal={a.proximal}, decoupled={a.decoupled}; set proximal=recompute and "
          "decoupled=True"),
+        (a.second_moment_clip > 0 and a.data == "rollouts" and (
+            a.loss_function is None and a.loss != "clip" or a.decoupled
+            or (a.proximal, a.ratio_level) != ("behaviour", "token")),
+         f"second_moment_clip={a.second_moment_clip:g} clips target / behaviour of tokens, got "
+         f"loss={a.loss}, proximal={a.proximal}, decoupled={a.decoupled}, ratio_level="
+         f"{a.ratio_level}; set loss=clip, proximal=behaviour, decoupled=False, ratio_level=token"),
         *((a.data != "rollouts" and getattr(a, field) != value,
            f"{field}={getattr(a, field)} is for rollouts; loss={a.loss} trains on {a.data}: set it "
            f"to {value}") for field, value in off.items()),

@@ -31,6 +31,7 @@ class LossInputs(Generic[T]):
     mask: T  # bool; the tokens that count
     segment_ids: T  # int32; the sequences of each row, from 1; 0 is padding
     ops: Ops
+    clip_bound: T | None = None  # nats, ≥ 0, with second_moment_clip: the least that is clipped
 
 
 @dataclass(frozen=True, slots=True)

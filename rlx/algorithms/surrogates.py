@@ -23,11 +23,17 @@ def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
 
         max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
 
-    Clipped is where either clip took the gradient away.
+    Clipped is where either clip took the gradient away. With second_moment_clip (M2PO) the bounds
+    are exp(±τ) of `losses.second_moment_bound` where they are wider.
     """
     lib, advantage = inputs.ops.lib, inputs.advantage
     ratio = lib.exp(inputs.log_ratio)
-    bounded = lib.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
+    low: Any = 1.0 - algorithm.clip_low
+    high: Any = 1.0 + algorithm.clip_high
+    if inputs.clip_bound is not None:
+        low = lib.clip(lib.exp(-inputs.clip_bound), None, low)
+        high = lib.clip(lib.exp(inputs.clip_bound), high, None)
+    bounded = lib.clip(ratio, low, high)
     plain, held = -ratio * advantage, -bounded * advantage
     loss, clipped = lib.maximum(plain, held), held > plain
     if algorithm.dual_clip:

@@ -62,7 +62,7 @@ def prepare(
 
     Returns:
       [F] float32 arrays to gather from (advantages, loss_weights, and where they exist
-      proximal_logprobs, reference_logprobs, values and returns); for each minibatch the
+      proximal_logprobs, reference_logprobs, values, returns and clip_bound); for each minibatch the
       denominator of its loss and its number of trained tokens, float32; sums for metrics.
     """
     ids, ops = flat["sequence_ids"], ops_of(flat["loss_mask"])
@@ -72,7 +72,7 @@ def prepare(
     out = advantages(flat, algorithm)
     mask = trained = _trained(flat, algorithm)
     part_of = ops.take(minibatch_of, ids, -1)
-    weights = lib.zeros_like(mask, dtype=lib.float32)
+    bound = weights = lib.zeros_like(mask, dtype=lib.float32)
     divisors = []
     for index in range(num_minibatches):
         part = mask & (part_of == index)
@@ -83,9 +83,17 @@ def prepare(
             log_weight = flat["behaviour_logprobs"] - flat["proximal_logprobs"]
             kept = losses.within_second_moment(log_weight, part, algorithm.second_moment)
             own, trained = lib.where(kept, own, 0.0), trained & (kept | (part_of != index))
+        if algorithm.second_moment_clip:
+            log_ratio = flat["proximal_logprobs"] - flat["behaviour_logprobs"]
+            tau = losses.second_moment_bound(
+                log_ratio, out["advantages"], part, algorithm.second_moment_clip
+            )
+            bound = lib.where(part, tau, bound)
         weights = weights + own
         divisors.append((denominator, lib.sum(part, dtype=lib.float32)))
     per_token = {"advantages": out["advantages"], "loss_weights": weights}
+    if algorithm.second_moment_clip:
+        per_token["clip_bound"] = bound
     if "values" in flat:
         per_token["returns"] = out["returns"]
     for name in ("proximal_logprobs", "reference_logprobs", "values"):
@@ -93,7 +101,6 @@ def prepare(
             per_token[name] = flat[name]
     weight = shares(flat["valid"], flat.get("run_ids"))
     sums = {
-        "task_reward": lib.sum(lib.where(flat["valid"], weight * flat["rewards"], 0.0)),
         "shaped_reward": lib.sum(weight * out["shaped_rewards"]),
         "kl_reward": lib.sum(out["kl_rewards"]),
         "n_nonfinite_kl": out["nonfinite_kl"],

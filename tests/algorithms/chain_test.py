@@ -6,6 +6,7 @@ denominators of one minibatch, loss and gradients.
 """
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -37,7 +38,8 @@ ROWS = {
     "ppo_without_bootstrap": row("ppo", bootstrap_truncated=False, value_clip=0.0, gamma=0.9),
     "overlong_filter": row("dapo", overlong_filter=True),
     "overlong_tokens": row("dapo", overlong_buffer=5.0, overlong_limit=16, overlong_factor=0.3),
-    "m2po_by_sequence": row("m2po", second_moment=0.2, reduction="sequence_mean_token_mean"),
+    "m2po_tight": row("m2po", second_moment_clip=0.01, clip_low=0.05, clip_high=0.1),
+    "m2po_by_sequence": row("m2po_areal", second_moment=0.2, reduction="sequence_mean_token_mean"),
     "by_agent": row("lite_ppo", peers="agent", reward_std="group", advantage_std="group"),
     "by_turn": row("grpo", peers="turn", advantage_mean="group", advantage_std="group", lam=0.9),
     "sapo_decoupled": row("sapo", decoupled=True, sapo_positive=2.0, sapo_negative=3.0),
@@ -151,6 +153,11 @@ def oracle(oracles, batch, algorithm, coefficient):
         if a.second_moment:
             kept = oracles.within_second_moment(own, a.second_moment)
             own = [dataclasses.replace(r, mask=k) for r, k in zip(own, kept, strict=True)]
+        if algorithm.second_moment_clip:
+            tau = oracles.second_moment_bound(own, a.second_moment_clip)
+            low = max(algorithm.clip_low, 1 - math.exp(-tau))
+            high = max(algorithm.clip_high, math.exp(tau) - 1 if tau < 700 else math.inf)
+            a = dataclasses.replace(a, clip_low=low, clip_high=high)
         version = VERSION + index / MINIBATCHES
         loss, *gradients, _ = oracles.loss_and_gradient(own, a, version, weights)
         values = oracles.value_loss_and_gradient(own, a, total) if a.critic else None

@@ -52,11 +52,11 @@ def test_a_loss_that_fails_is_one_line_with_file_and_line(what, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo", "reinforce_pp_baseline", "m2po"])
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo", "reinforce_pp_baseline", "m2po", "m2po_areal"])
 def test_a_good_loss_passes_in_every_surrounding(preset, tmp_path):
     path = written(tmp_path, "    return -scale * inputs.advantage * inputs.target, {}")
-    fields = {} if preset != "m2po" else {"proximal": "recompute"}
-    checked(path, preset=preset, loss_kwargs='{"scale": 2}', **fields)
+    fields = {"m2po": {"proximal": "behaviour"}, "m2po_areal": {"proximal": "recompute"}}
+    checked(path, preset=preset, loss_kwargs='{"scale": 2}', **fields.get(preset, {}))
     assert jax.config.jax_default_device is None
 
 

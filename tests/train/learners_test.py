@@ -235,13 +235,13 @@ def test_a_critic_divides_by_tokens_whatever_the_policy_divides_by(trainers, par
 # However it is cut, packed or placed.
 
 
-@pytest.mark.parametrize("preset", ["ppo", "m2po", "dpo"])
+@pytest.mark.parametrize("preset", ["ppo", "m2po", "m2po_areal", "dpo"])
 def test_microbatches_rows_and_order_do_not_matter(preset, trainers, params, make_groups):
-    """M2PO drops tokens by the whole minibatch, a critic and a pair must not be cut in two."""
+    """M2PO clips and drops tokens by the whole minibatch, a critic and a pair must not be cut in two."""
     options = {**SGD, "algorithm.preset": preset}
     ends = []
     groups = pairs(make_groups) if preset == "dpo" else make_groups(0)
-    if preset == "m2po":
+    if preset == "m2po_areal":
         options |= {"algorithm.second_moment": 0.03, "algorithm.clip_low": 0.2,
                     "optimizer.learning_rate": 0.1}  # fmt: skip
     turned = [
@@ -262,7 +262,7 @@ def test_microbatches_rows_and_order_do_not_matter(preset, trainers, params, mak
     assert b["n_microbatches"] >= 2
     assert gap(one.params, before) > 1e-3
     assert gap(one, many) < 5e-6
-    assert (a["n_left_out"] > 10) == (preset == "m2po")
+    assert (a["n_left_out"] > 10) == (preset == "m2po_areal")
     for name, value in a.items():
         if isinstance(value, float) and name != "pad_ratio":
             assert b[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
@@ -274,7 +274,7 @@ def test_what_lag_came_to_is_one_number_for_every_objective(trainers, params, ma
     for name, algorithm in {
         "decoupled": {"algorithm.preset": "grpo"},
         "coupled": {"algorithm.preset": "grpo", "algorithm.decoupled": False},
-        "m2po": {"algorithm.preset": "m2po"},
+        "m2po": {"algorithm.preset": "m2po_areal"},
     }.items():
         for into, minibatches in ((seen, 4), (whole, 1)):
             trainer = trainers(**SGD, **algorithm, **{"train.minibatches": minibatches})
