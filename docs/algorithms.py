@@ -26,8 +26,11 @@ LOSSES = {**surrogates.SURROGATES, **supervised.PAIR_LOSSES, "nll": supervised.n
 BY_CHOICE = {"peers": advantages.peers, "kl_estimator": kl.estimate,
              "proximal": losses.proximal_logprobs, "weight_action": surrogates.control_weights,
              "reduction": losses.loss_weights, "divergence": surrogates.divergence}  # fmt: skip
-BY_FIELD = {"critic": critic.value_loss, "second_moment": losses.within_second_moment,
-            "second_moment_clip": losses.second_moment_bound}
+BY_FIELD = {
+    "critic": critic.value_loss,
+    "second_moment": losses.within_second_moment,
+    "second_moment_clip": losses.second_moment_bound,
+}
 STEPS = (advantages.shape_rewards, advantages.standardise, advantages.kl_penalty, advantages.gae,
          losses.policy_loss, kl.estimate, surrogates.kept_sequences)  # fmt: skip
 

@@ -122,6 +122,12 @@ def known(path: str | Path) -> Any:
             f"{kind.__name__} has {what}, which packed sequences would pass through as one; "
             "trainer=torch wants a model that is attention alone, by transformers' interface"
         )
+    width = getattr(config, "moe_intermediate_size", None) or 0
+    if width % 4:  # rows of float32 that begin at multiples of 16 bytes
+        raise UserError(
+            f"{path} has moe_intermediate_size={width}; PyTorch's product of experts wants a "
+            "multiple of 4: use trainer=jax"
+        )
     return config
 
 

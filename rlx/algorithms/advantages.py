@@ -122,7 +122,7 @@ def _pairs(a: Array, b: Array) -> Array:
 def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> Array:
     """Return rewards with the overlong penalty (DAPO, 2503.14476, eq. 13), scaled and clipped.
 
-        r ← r + clip((overlong_limit − overlong_buffer − L) / overlong_buffer, −1, 0)·overlong_factor
+        r ← r + overlong_factor·clip((overlong_limit − overlong_buffer − L)/overlong_buffer, −1, 0)
         r ← clip((r + reward_bias)·reward_scale, ±reward_clip)
 
     Args:

@@ -278,7 +278,7 @@ def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
          f"policy, got proximal={a.proximal}, decoupled={a.decoupled}; set proximal=recompute and "
          "decoupled=True"),
         (a.second_moment_clip > 0 and a.data == "rollouts" and (
-            a.loss_function is None and a.loss != "clip" or a.decoupled
+            (a.loss_function is None and a.loss != "clip") or a.decoupled
             or (a.proximal, a.ratio_level) != ("behaviour", "token")),
          f"second_moment_clip={a.second_moment_clip:g} clips target / behaviour of tokens, got "
          f"loss={a.loss}, proximal={a.proximal}, decoupled={a.decoupled}, ratio_level="

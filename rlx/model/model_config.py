@@ -313,12 +313,15 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             **rope_config.to_hf(self.rope),
         }
+        known = ARCHITECTURES[self.architecture]
+        # transformers builds a window also where its layer_types say that no layer has one.
+        unused = known["sliding_window"] if "layer_types" in known else None
         own = {
             "hidden_activation": self.activation,
             "query_pre_attn_scalar": self.query_scalar,
             "attn_logit_softcapping": self.attention_softcap or None,
             "final_logit_softcapping": self.logit_softcap or None,
-            "sliding_window": max(self.windows, default=0) or None,
+            "sliding_window": max(self.windows, default=0) or unused,
             "original_max_position_embeddings": self.rope.original_max_position_embeddings or 4096,
             "layer_types": [LAYER_KINDS[w > 0] for w in self.layer_windows],
             "num_experts": self.num_experts,
@@ -326,7 +329,7 @@ class ModelConfig:
             "moe_intermediate_size": self.expert_dim,
             "norm_topk_prob": self.norm_topk_prob,
         }
-        hf |= {key: own[key] for key in ARCHITECTURES[self.architecture] if key in own}
+        hf |= {key: own[key] for key in known if key in own}
         if self.local_rope:
             both = (self.rope, self.local_rope)
             given = (rope_config.to_hf(rope)["rope_parameters"] for rope in both)

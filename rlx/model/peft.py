@@ -172,4 +172,6 @@ def load_config(path: str | Path) -> LoraConfig:
         raise UserError(
             f"{file} has target_modules={targets!r}; rlx reads a list of names such as 'q_proj'"
         )
-    return LoraConfig(rank, float(alpha), tuple(targets))
+    # PEFT writes 'all-linear' of a small model as whole names of modules.
+    short = dict.fromkeys(str(name).rpartition(".")[2] for name in targets)
+    return LoraConfig(rank, float(alpha), tuple(short))

@@ -41,9 +41,9 @@ class JaxUpdate(BatchUpdate):
     Args:
       model_config: the model.
       options: of the run.
-      source: gives the weights that the run begins with, which are the frozen policy of KL terms
-        too, and what LoRA's adapters are added to; called when one of these is made, whose memory
-        is that of what it gives.
+      source: gives the weights that the run begins with and hands them over: the first update
+        deletes these arrays, so give a copy of what you keep. They are the frozen policy of KL
+        terms too, and what LoRA's adapters are added to; called when one of these is made.
       mesh: devices to use; made from `options.mesh` when None.
 
     Attributes:

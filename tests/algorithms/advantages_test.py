@@ -260,7 +260,9 @@ def test_a_leave_one_out_baseline_knows_nothing_of_its_own_sample(cases, seed):
     np.testing.assert_array_equal(moved[others], 0.0)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "sapo", "m2po", "m2po_areal"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "sapo", "m2po", "m2po_areal"]
+)
 def test_a_group_of_equal_rewards_teaches_nothing(name, cases):
     """Neither whole groups, nor partial ones, nor those that were all cut off."""
     batch = [

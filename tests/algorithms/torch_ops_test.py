@@ -128,7 +128,9 @@ def test_loss_stats_and_gradient_are_those_of_jax(name):
     assert np.abs(want[2]).max() > 0
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "reinforce_pp", "m2po", "m2po_areal", "ipo"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "grpo", "gspo", "reinforce_pp", "m2po", "m2po_areal", "ipo"]
+)
 def test_an_algorithm_is_one_graph_for_torch_compile(name):
     """Traced as for inductor, which raises at a graph break; without a compiler's minutes."""
     algorithm = workers.resolved(name)

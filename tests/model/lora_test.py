@@ -275,6 +275,18 @@ def test_a_directory_of_another_kind_is_refused(changes, words, adapter_dir, tmp
     assert "\n" not in str(error.value)
 
 
+def test_whole_names_of_modules_are_read_as_their_last_parts(adapter_dir, tmp_path):
+    """As PEFT writes target_modules='all-linear' of a small model."""
+    shutil.copytree(adapter_dir, tmp_path / "peft")
+    file = tmp_path / "peft" / peft.CONFIG
+    record = json.loads(file.read_text())
+    whole = [f"model.layers.{i}.x.{name}" for i in range(2) for name in record["target_modules"]]
+    file.write_text(json.dumps(record | {"target_modules": whole}))
+    want, got = (peft.load(path, parameters_config()) for path in (adapter_dir, tmp_path / "peft"))
+    assert got[0] == want[0]
+    jax.tree.map(np.testing.assert_array_equal, got[1], want[1])
+
+
 def test_missing_and_damaged_files_are_named(adapter_dir, tmp_path):
     config = parameters_config()
     shutil.copytree(adapter_dir, tmp_path / "peft")

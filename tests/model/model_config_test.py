@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from rlx.base import UserError
@@ -335,6 +336,16 @@ def test_a_reward_model_is_of_a_class_that_transformers_has(architecture):
     assert (theirs if isinstance(theirs, tuple) else (theirs,))[0].__name__ == hf["architectures"][
         0
     ]
+
+
+def test_a_gemma_without_local_layers_is_written_with_a_window_that_transformers_can_read():
+    hf = hf_dict("Gemma3ForCausalLM", layer_types=["full_attention"] * 3)
+    written = ModelConfig.from_hf(hf).to_hf()
+    assert written["sliding_window"] == 4096
+    assert written["layer_types"] == ["full_attention"] * 3
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**written))
+    model(input_ids=torch.ones((1, 3), dtype=torch.long))
+    assert ModelConfig.from_hf(written) == ModelConfig.from_hf(hf)
 
 
 def test_an_unused_sliding_window_is_no_obstacle():

@@ -198,6 +198,14 @@ def test_mlps_and_mixtures_by_turns_are_for_torch_and_vllm_alone(tmp_path):
         packed_model.require_packed(packed_model.load(tmp_path / key, "cpu", "float32"))
 
 
+def test_experts_too_narrow_for_torchs_product_are_refused_before_it(tmp_path):
+    config = AutoConfig.for_model("qwen3_moe", **SMALL, **KINDS["qwen3_moe"] | {
+        "moe_intermediate_size": 10, "architectures": ["Qwen3MoeForCausalLM"]})  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"moe_intermediate_size=10.*multiple of 4.*trainer=jax"):
+        packed_model.known(tmp_path)
+
+
 def test_longrope_beyond_its_original_context_is_not_for_torch():
     """The factors that servers have there transformers takes for longer batches alone."""
     rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

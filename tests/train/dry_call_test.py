@@ -52,7 +52,9 @@ def test_a_loss_that_fails_is_one_line_with_file_and_line(what, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo", "reinforce_pp_baseline", "m2po", "m2po_areal"])
+@pytest.mark.parametrize(
+    "preset", ["grpo", "gspo", "ppo", "reinforce_pp_baseline", "m2po", "m2po_areal"]
+)
 def test_a_good_loss_passes_in_every_surrounding(preset, tmp_path):
     path = written(tmp_path, "    return -scale * inputs.advantage * inputs.target, {}")
     fields = {"m2po": {"proximal": "behaviour"}, "m2po_areal": {"proximal": "recompute"}}

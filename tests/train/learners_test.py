@@ -237,7 +237,7 @@ def test_a_critic_divides_by_tokens_whatever_the_policy_divides_by(trainers, par
 
 @pytest.mark.parametrize("preset", ["ppo", "m2po", "m2po_areal", "dpo"])
 def test_microbatches_rows_and_order_do_not_matter(preset, trainers, params, make_groups):
-    """M2PO clips and drops tokens by the whole minibatch, a critic and a pair must not be cut in two."""
+    """M2PO looks at the whole minibatch; a critic and a pair must not be cut in two."""
     options = {**SGD, "algorithm.preset": preset}
     ends = []
     groups = pairs(make_groups) if preset == "dpo" else make_groups(0)

@@ -54,9 +54,7 @@ def prepared(batch, algorithm, library=jnp.asarray):
     parts = packing.minibatch_ids(flat, 1)
     minibatch_of = library(flat.minibatch_of(parts))
     step, beta = library(np.int32(0)), library(np.float32(0))
-    out, ((denominator, _),), _ = objective.prepare(
-        arrays, minibatch_of, step, beta, 1, algorithm
-    )
+    out, ((denominator, _),), _ = objective.prepare(arrays, minibatch_of, step, beta, 1, algorithm)
     trained = flat.tokens["loss_mask"]
     weights = np.asarray(out["loss_weights"])[trained] / float(denominator)
     first = np.isin(flat.tokens["tokens"][trained], [7, 8], invert=True)
