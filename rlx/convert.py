@@ -4,8 +4,7 @@ The direction follows from SOURCE. A checkpoint is DIR/step_*, or the directory 
 (a run's WORKDIR/checkpoints, or WORKDIR itself): the newest whole one. One of a LoRA run holds
 adapters alone: they are merged into the model that the run began with (--model, or the one that
 the checkpoint names), and --adapter=DIR writes them as a PEFT directory too. An HF directory has a
-config.json; TARGET gets one checkpoint of its parameters. TARGET must not exist. --trainer=torch or
-jax makes of a checkpoint of the other trainer, all of its state, one of this trainer.
+config.json; TARGET gets one checkpoint of its parameters. TARGET must not exist.
 --gguf=FILE --hf=DIR, in place of both, makes an HF directory of a GGUF file.
 """
 
@@ -28,27 +27,21 @@ def main() -> None:
     parser.add_argument("--model", default="", help="HF directory with the config and tokenizer")
     parser.add_argument("--adapter", type=Path, help="PEFT directory to make; of a LoRA run")
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"))
-    parser.add_argument("--trainer", default="", choices=("", "jax", "torch"))
     a = parser.parse_args()
     for name, made in (("TARGET", a.target), ("--hf", a.hf), ("--adapter", a.adapter)):
         if made and made.exists():
             raise UserError(f"{made} exists; remove it or give another {name}")
-    if a.gguf and a.hf and not (a.source or a.model or a.adapter or a.trainer):
+    if a.gguf and a.hf and not (a.source or a.model or a.adapter):
         command.say(gguf_files.convert(a.gguf, a.hf, a.dtype))
         return
     if a.gguf or a.hf or not a.target:
         raise UserError("give SOURCE and TARGET, or --gguf=FILE and --hf=DIR and at most --dtype")
     from rlx.model import hf
-    from rlx.run import export, trainer_switch
+    from rlx.run import export
     from rlx.train import checkpoint
 
     path = checkpoint.find(a.source)
-    if a.trainer:
-        if not path or a.adapter or a.dtype or a.model:
-            raise UserError("--trainer is for a whole checkpoint step_*; drop the other flags")
-        made = trainer_switch.rewrite(path, a.target, a.trainer)
-        command.say(f"{path} -> {made} (trainer={a.trainer})")
-    elif path:
+    if path:
         command.say(export.checkpoint_to_hf(path, a.target, a.model, a.dtype, a.adapter))
     elif a.adapter:
         raise UserError(f"{a.source} is no checkpoint of a LoRA run; drop --adapter")

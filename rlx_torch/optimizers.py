@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlx.train.optimizer_options import MOMENTS, OPTIMIZERS, OptimizerOptions
+from rlx.train.optimizer_options import OPTIMIZERS, OptimizerOptions
 
 
 class Lion(torch.optim.Optimizer):
@@ -60,7 +60,7 @@ def make_optimizer(
         for (matrices, _), same in alike.items()
     ]
     optimizer = _MADE[options.name](groups, options)
-    names = list(MOMENTS.values())[: OPTIMIZERS[options.name]]
+    names = ("exp_avg", "exp_avg_sq")[: OPTIMIZERS[options.name]]
     for p in trained if names else ():  # else made at the first step: a checkpoint before has none
         held: dict[str, Tensor] = {"step": torch.zeros((), device=p.device)}
         held |= {name: torch.zeros_like(p) for name in names}

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlx.base import UserError
 
@@ -105,30 +103,3 @@ class TorchCheckpoint(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._found)
-
-
-def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write tensors, as numpy's, and numbers by the names that this trainer's state has."""
-    tree: dict[str, Any] = {}
-    for name, value in tensors.items():
-        counts = np.ndim(value) == 0 and not name.endswith(".step")  # those are the optimizer's
-        tree[name] = np.asarray(value).item() if counts else torch.from_numpy(np.array(value))
-    with warnings.catch_warnings():  # of one process alone
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tree, checkpoint_id=path, no_dist=True)
-
-
-@torch.no_grad()
-def fill(tree: dict[str, Any], source: Mapping[str, Any], prefix: str = "") -> None:
-    """Put tensors and numbers into nested dicts of some of the same names and shapes."""
-    for key, old in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(old, dict):
-            fill(old, source, f"{name}.")
-        elif isinstance(old, torch.Tensor):
-            new = torch.from_numpy(np.asarray(source[name], np.float32)).to(old.device)
-            if isinstance(old, DTensor):
-                new = distribute_tensor(new, old.device_mesh, old.placements)
-            old.copy_(new)
-        else:
-            tree[key] = type(old)(source[name])

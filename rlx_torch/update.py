@@ -30,15 +30,14 @@ from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
-from rlx.train.batch_update import BatchUpdate, require_one_layout, require_same
+from rlx.train.batch_update import BatchUpdate, require_same
 from rlx.train.optimizer_options import OPTIMIZERS, OptimizerOptions, rate_at
 from rlx.train.train_options import TrainOptions
 from rlx_torch import packed_model, sharding
-from rlx_torch.jax_checkpoint import JaxCheckpoint
 from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.packed_model import OtherAdapters, Valued
 from rlx_torch.sharding import Ranks
-from rlx_torch.torch_checkpoint import Planner, Reader, fill
+from rlx_torch.torch_checkpoint import Planner, Reader
 
 
 @dataclasses.dataclass
@@ -175,20 +174,12 @@ class TorchUpdate(BatchUpdate):
         return self._writer.submit(self._together, dcp.save, tree, path)
 
     def restore(self, path: Path) -> TorchState:
-        """Return the state of a checkpoint by either trainer; UserError for another model's."""
+        """Return the state of a checkpoint; UserError where it is of another model."""
         state = self.init()
         tree = state.tree()
-        if (path / "state").is_dir():
-            require_one_layout(self.model, self._options.lora)
-            source = JaxCheckpoint(path, self.model, self._options.lora)
-            stored = {name: _shown(source.shape(name)) for name in source}
-            require_same(path, stored, _described(tree))
-            fill(tree, source)
-        else:
-            reader = Reader(path)
-            stored = _described(reader.read_metadata().state_dict_metadata)
-            require_same(path, stored, _described(tree))
-            self._together(partial(dcp.load, storage_reader=reader, planner=Planner()), tree, path)
+        reader = Reader(path)
+        require_same(path, _described(reader.read_metadata().state_dict_metadata), _described(tree))
+        self._together(partial(dcp.load, storage_reader=reader, planner=Planner()), tree, path)
         state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
         for name in ("policy", "critic"):
             if learned := getattr(state, name):

@@ -65,7 +65,7 @@ BUDGET = {  # room → lines of Python, generated files left out
 }  # fmt: skip
 
 # They build the trainer; the rest of the room sees its contract alone.
-TRAINERS = ("run/jax_trainer.py", "run/torch_trainer.py", "run/trainer_switch.py")
+TRAINERS = ("run/jax_trainer.py", "run/torch_trainer.py", "run/checkpoint_tensors.py")
 OF_JAX = HEAVY | {
     f"rlx.train.{name}" for name in ("update", "steps", "optimizer", "step_metrics")
 }  # fmt: skip

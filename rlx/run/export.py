@@ -22,7 +22,7 @@ from rlx.model import hf_files, peft
 from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
-from rlx.run import trainer_switch
+from rlx.run import checkpoint_tensors
 from rlx.run.inputs import INITIAL
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
@@ -189,7 +189,7 @@ def checkpoint_to_hf(
     if not lora and peft_target:
         raise UserError(f"{path} is of no LoRA run and has no adapters; drop --adapter")
     if not lora:
-        tensors = trainer_switch.policy_of(path, config, dtype)
+        tensors = checkpoint_tensors.policy_of(path, config, dtype)
         hf_files.write(target, config, tensors, source=directory)
         return f"{path} -> {target} (HF)"
     if config.foreign:
@@ -200,7 +200,7 @@ def checkpoint_to_hf(
     if not directory:
         raise UserError(f"{path} has adapters of a model that it does not name; give --model")
     require_base(host, adapter.digest(directory), directory)
-    adapters = peft.from_peft(trainer_switch.adapters_of(path, config, lora), config, lora)
+    adapters = peft.from_peft(checkpoint_tensors.adapters_of(path, config, lora), config, lora)
     params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
     hf.save(target, config, params, dtype or None, source=directory)
     if not peft_target:

@@ -10,13 +10,10 @@ from rlx.doctor.machine import Devices
 from rlx.launch import xla_flags
 from rlx.model import compile_cache, hf, mesh
 from rlx.model import params as parameters
-from rlx.run import trainer_switch
 from rlx.run.inputs import Inputs
 from rlx.run.room_options import context_of
-from rlx.train import torch_state
 from rlx.train.contract import Update
 from rlx.train.hosts import Hosts
-from rlx.train.steps import TrainState
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
 
@@ -73,17 +70,4 @@ def make(config: ConfigDict, path: str) -> Update:
     def first(places: parameters.Params) -> parameters.Params:
         return hf.load(path, options.dtype, places)[1]
 
-    return _JaxUpdate(hf.load_config(path).within(context_of(config)), options, source=first)
-
-
-class _JaxUpdate(JaxUpdate):
-    """The trainer in JAX, which goes on from a checkpoint of the one in PyTorch too."""
-
-    def restore(self, path: Path) -> TrainState:
-        """Return the state of a checkpoint; UserError where it is of another model."""
-        if (path / "state").is_dir():
-            return super().restore(path)
-        return torch_state.state_of(
-            trainer_switch.tensors_of(path, self.model, self.lora), self.abstract_state,
-            self.model, self.lora,
-        )  # fmt: skip
+    return JaxUpdate(hf.load_config(path).within(context_of(config)), options, source=first)

@@ -19,6 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
+from rlx.base import UserError
 from rlx.cli.signals import interrupts
 from rlx.doctor import memory
 from rlx.evaluation.held_out import HeldOut, HeldOutOptions
@@ -96,6 +97,18 @@ class Parts:
     advice: Callable[[], str]
     begun: Position
     last: Mapping[str, Position]
+
+
+def _restore(update: Any, trainer: str, path: Path) -> Any:
+    """Return the train state of a checkpoint; UserError where another trainer wrote it."""
+    before = checkpoint.read_host(path).get("config", {}).get("trainer", trainer)
+    if before != trainer:
+        raise UserError(
+            f"{path} was written by trainer={before}, got trainer={trainer}; resume with "
+            f"--config.trainer={before}, or convert it by `python -m rlx.convert` and begin a new "
+            "workdir with its weights"
+        )
+    return update.restore(path)
 
 
 def build(
@@ -186,11 +199,9 @@ def build(
     restored = None
     if config.checkpoint.recover_mode == "auto":
         checkpoints = workdir / "checkpoints"
-        restored = checkpoint.restore_latest(checkpoints, update.restore, progress.message)
+        restore = partial(_restore, update, config.trainer)
+        restored = checkpoint.restore_latest(checkpoints, restore, progress.message)
     if restored:
-        before = restored.host.get("config", {}).get("trainer", config.trainer)
-        if before != config.trainer:
-            progress.message(f"the checkpoint is of trainer={before}; its state was converted")
         export.require_base(restored.host)
         state, step = restored.state, restored.host["step"]
         earlier = restored.host["elapsed_seconds"]

@@ -17,8 +17,6 @@ import numpy as np
 from rlx.algorithms import losses
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
-from rlx.model.lora_config import LoraConfig
-from rlx.model.model_config import ModelConfig
 from rlx.train import objective, packing, step_metrics
 from rlx.train.optimizer_options import rate_at
 from rlx.train.step_metrics import Metrics
@@ -191,12 +189,3 @@ def require_same(path: Path, have: Mapping[str, str], want: Mapping[str, str]) -
                 f"{want.get(name, 'nothing')}; use the model, algorithm and optimizer that it was "
                 "made with, or another workdir"
             )
-
-
-def require_one_layout(model: ModelConfig, lora: LoraConfig | None) -> None:
-    """Raise UserError for a mixture, whose checkpoints the other trainer cannot continue."""
-    if model.num_experts and not lora:
-        raise UserError(
-            f"a checkpoint of {model.architecture} is of the trainer that wrote it: the other has "
-            "a layer's experts in other tensors; set trainer, or begin from WORKDIR/hf"
-        )

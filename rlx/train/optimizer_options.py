@@ -8,7 +8,6 @@ from typing import Any
 from rlx.base import UserError, unknown
 
 OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # float32 numbers that each keeps for a parameter's
-MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}  # the first of which lion has: optax's, torch's
 # Share of the peak by the part of the run that is done, 0 to 1.
 SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
     "constant": lambda done, lib: 1.0,

@@ -10,7 +10,7 @@ import pytest
 from rlx.fleet.adapter import digest
 from rlx.model import hf, lora, peft
 from rlx.model.lora_config import LoraConfig
-from rlx.run import trainer_switch
+from rlx.run import checkpoint_tensors
 from rlx.train import checkpoint
 from tests.fixtures.commands import RLX_MAIN
 
@@ -55,7 +55,7 @@ def test_the_exports_are_the_checkpoints_adapters(finished):
     settings, adapters = peft.load(finished / "adapter", config)
     assert settings == LoraConfig(2, 32.0, ("q", "up"))
     path = checkpoint.find(finished)
-    saved = peft.from_peft(trainer_switch.adapters_of(path, config, settings), config, settings)
+    saved = peft.from_peft(checkpoint_tensors.adapters_of(path, config, settings), config, settings)
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, adapters, saved)))
     assert np.abs(saved["layers"]["q_lora_b"]).max() > 0
     merged = hf.load(finished / "hf")[1]
