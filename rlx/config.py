@@ -297,14 +297,10 @@ def default() -> ConfigDict:
     c.eval.max_new_tokens = 0  # of an answer; 0: as sampling
 
     c.sandbox = ConfigDict()  # of tools, and of rewards and agents that run what a model wrote
-    c.sandbox.kind = "local"  # ssh: on sandbox.hosts; or FILE.py:Class, module:Class: your own
-    c.sandbox.hosts = ()  # of the kind ssh, as ('user@host',)
-    c.sandbox.ssh = "ssh"  # its command with options, as "ssh -F FILE"
-    c.sandbox.python = ""  # of the hosts; "": the path of the trainer's
+    c.sandbox.kind = "local"  # or FILE.py:Class, module:Class: your own
     c.sandbox.require = "landlock"  # least that confines a program: none | seccomp | landlock |
     # bubblewrap | namespaces; docs/security.md says what each holds
-    c.sandbox.workers = 0  # programs at once, of each process that has a sandbox, on each
-    # host; 0: its cores
+    c.sandbox.workers = 0  # programs at once, of each process that has a sandbox; 0: its cores
 
     c.export = ConfigDict()  # HF directories that stay: exports/epoch1epochstep0globalstep40
     c.export.every_epochs = 0  # 0: not by it

@@ -70,30 +70,18 @@ class Outcome:
 class SandboxOptions:
     """The `sandbox` section of a config."""
 
-    kind: str = "local"  # ssh, or FILE.py:Class, module:Class: made with workers and preload
+    kind: str = "local"  # or FILE.py:Class, module:Class: made with workers and preload
     require: str = "landlock"  # of LEVELS: the weakest acceptable
-    workers: int = 0  # calls at once, on each host; 0: as many as there are cores
-    hosts: Sequence[str] = ()  # of the kind ssh; see SshSandbox, also for ssh and python
-    ssh: str = "ssh"
-    python: str = ""
+    workers: int = 0  # calls at once; 0: as many as there are cores
 
     def __post_init__(self):
-        if (self.kind == "ssh") != bool(self.hosts):
-            raise UserError(
-                f"sandbox.kind={self.kind} with sandbox.hosts={tuple(self.hosts)}: "
-                "give hosts, as ('user@host',), for the kind ssh and for no other"
-            )
         if self.require not in LEVELS:
             raise unknown("sandbox.require", self.require, LEVELS)
 
     def make(self, preload: Sequence[str] = ()) -> Any:
         """Return a sandbox that has not been entered; UserError where `kind` names nothing."""
-        from rlx.sandbox.ssh_sandbox import SshSandbox  # which stands on this file
-
-        kind = user_code.find("sandbox.kind", self.kind, {"local": Sandbox, "ssh": SshSandbox})
-        own: dict[str, Any] = {"require": self.require} if kind in (Sandbox, SshSandbox) else {}
-        if kind is SshSandbox:
-            own |= {"hosts": self.hosts, "ssh": self.ssh, "python": self.python}
+        kind = user_code.find("sandbox.kind", self.kind, {"local": Sandbox})
+        own: dict[str, Any] = {"require": self.require} if kind is Sandbox else {}
         return kind(workers=self.workers, preload=preload, **own)
 
 

@@ -55,6 +55,7 @@ READ = {
     "rlx:smollm2": "wants 145 MB of PyPI; tests/model/gguf_files_test.py has a small one",
     "configs/gsm8k.py": "wants a model and rows of the hub; see tests/configs_test.py",
     "--gguf=": "tests/model/gguf_files_test.py",
+    "rlx.convert": "tests/run/convert_test.py",
     "fleet.engine=vllm": "tests/engines/vllm_engine_test.py",
     "configs/arithmetic": "tests/run/extend_test.py",
     "--cluster --hosts": "tests/launch/remote_servers_test.py",
