@@ -70,8 +70,6 @@ READ = {
     "git clone": "wants the repository's address",
     "cd rlx": "goes into that clone",
     "pip install": ".ci/run",
-    "apt-get install": "wants root",
-    "bazel": ".ci/run",
     "pytest": ".ci/run",
 }
 
