@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rlx.launch import xla_flags
 from rlx.model import compile_cache
 
 # Programs of tests run for milliseconds and compile for seconds: do not optimise them, and keep
@@ -15,9 +16,14 @@ from rlx.model import compile_cache
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 for _name, _value in compile_cache.options().items():
     os.environ.setdefault(_name.upper(), str(_value))
-if version("jaxlib").startswith("0.10."):  # an XLA that does not know a flag ends its process
-    _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"]
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, _flags))
+# Virtual devices wait for each other: on a busy machine longer than XLA's 40 s, which end a process.
+# One that does not know a flag ends, too.
+_flags = {
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600": xla_flags.VERSIONS,
+    "--xla_cpu_use_fusion_emitters=false": "0.10.",
+}
+_own = (flag for flag, versions in _flags.items() if version("jaxlib").startswith(versions))
+os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), *_own]))
 
 # On a busy machine a clock says nothing about the code.
 settings.register_profile("no_clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -23,6 +23,7 @@ from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
 from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.update import TorchUpdate
+from tests.fixtures import rounding
 
 
 def options(preset="grpo", **overrides):
@@ -142,6 +143,27 @@ def test_updates_are_those_of_jax(preset, tiny_model_dir):
         assert apart <= 1e-5 * max(np.abs(tensor).max(), 1.0), f"{name}: {apart:.1e} apart"
     moved = max(np.abs(one[name] - x).max() for name, x in before.items() if name in one)
     assert moved > 1e-3, "nothing was learned"
+
+
+def test_bfloat16_moves_the_policy_as_its_roundings_do(tmp_path, tiny_model_dir):
+    """Three batches: what rounding the matrices alone does, times `OF_A_LAYER`.
+
+    Of a loss without bounds: a token at the bound of its weight is in or out by its last bit.
+    """
+    model, params = hf.load(tiny_model_dir)
+    coarse = tmp_path / "coarse"
+    hf.save(coarse, model, rounding.rounded(params), source=tiny_model_dir)
+    moves = []
+    for path, dtype in (
+        (tiny_model_dir, "float32"), (coarse, "float32"), (tiny_model_dir, "bfloat16"),
+    ):  # fmt: skip
+        trainer = TorchUpdate(model, options("sft", **{"model.compute_dtype": dtype}), path)
+        begun = weights(trainer, trainer.init())
+        state, _ = trained(trainer, 3)
+        moves.append({k: x - begun[k] for k, x in weights(trainer, state).items()})
+    exact, matrices, found = moves
+    inherent = rounding.apart(matrices, exact)
+    assert 1e-4 < rounding.apart(found, exact) <= rounding.OF_A_LAYER * inherent
 
 
 @pytest.mark.parametrize(
