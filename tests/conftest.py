@@ -16,8 +16,8 @@ from rlx.model import compile_cache
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 for _name, _value in compile_cache.options().items():
     os.environ.setdefault(_name.upper(), str(_value))
-# Virtual devices wait for each other: on a busy machine longer than XLA's 40 s, which end a process.
-# One that does not know a flag ends, too.
+# On a busy machine virtual devices wait for each other longer than XLA's 40 s, which end a process;
+# so does a flag that its XLA does not know.
 _flags = {
     "--xla_cpu_collective_call_terminate_timeout_seconds=600": xla_flags.VERSIONS,
     "--xla_cpu_use_fusion_emitters=false": "0.10.",
