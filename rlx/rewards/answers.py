@@ -27,9 +27,33 @@ _JOINT = re.compile(  # between boxes that make one answer: `\boxed{2} and \boxe
     r"(?:[\s$,.\\()\[\]]|\bx\s*=|\band\b|\bor\b)*",
     re.IGNORECASE,
 )
+_THOUGHT = re.compile(r"<(/?)(?:think(?:ing)?|thought|reasoning)>")
+_ADVERBS = (  # "the answer is therefore", "the answer must then be"
+    r"(?:(?:therefore|thus|hence|so|then|simply|just|exactly|precisely|about|approximately|around"
+    r"|roughly|nearly|clearly|obviously|evidently|definitely|certainly|surely|indeed|actually"
+    r"|probably|likely|finally|now|only|equal\s+to|equivalent\s+to|given\s+by"
+    r"|(?:found|calculated|determined|known)\s+to\s+be)\b[\s*_:,]*)*"
+)
 _PHRASE = re.compile(
-    r"(?:\banswer\b[\s*_]*(?:is|:|=)|^[*_]*A[*_]*:)[\s*_:]*(?:the\s+)?",
+    rf"(?:\banswer\b[\s*_,]*{_ADVERBS}"
+    rf"(?:is|:|=|equals\b|(?:comes|turns)\s+out\b(?:\s+to\s+be\b)?"
+    rf"|(?:should|must|would|will|can\s+only|has\s+to)\s+{_ADVERBS}be\b)"
+    rf"|^[*_]*A[*_]*:)[\s*_:,]*{_ADVERBS}(?:the\s+)?",
     re.IGNORECASE | re.MULTILINE,
+)
+_SUM = re.compile(r"[0-9)}%]\s*(?:[-+*/×÷]|\\times|\\cdot|\\div)\s*[-$£€(\\0-9]")
+# Behind a number: another one, of a list, a sum or a choice; before one: that it is such another.
+_MORE = re.compile(
+    r"\s*(?:[,;*/×÷+-]|and\b|\\times|\\cdot|\\div)\s*[-+$£€(]?[0-9]|[^\n0-9]{0,30}?\bor\b[^\n0-9]{0,30}[0-9]"
+)
+_OR = re.compile(
+    r"[0-9)}$*]\s*(?:[A-Za-z]{1,12}\s*)?,?\s*or\s+(?:(?:maybe|perhaps|possibly|even|else|it|is|be)\s+)*"
+    r"(?:[A-Za-z]\s*=\s*)?[\s$\\(*]*$",
+    re.IGNORECASE,
+)
+_FORMULA_OR = re.compile(
+    r"\s*(?:,?\s*or\b(?!\s+(?:equivalently|simply|about|approximately|roughly))|(?:,|and\b|/)\s*\$)",
+    re.IGNORECASE,
 )
 _MARKER_LEAD = re.compile(  # what may stand between #### and its number
     r"(?:[^\w\n.$£€¥+-]|\.(?![0-9])|\b(?:the|final|answer|result|is|boxed|text|total)\b){0,40}",
@@ -47,7 +71,9 @@ _MATH = re.compile(
 )
 _TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
 _ONLY_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
-_ASIDE = re.compile(r",\s|\b(?:because|since|as|for|so|which|and not|not)\b")
+_REASON = re.compile(r",?\s*\b(?:because|since|as|for|so|which|and not|not)\b")
+_ASIDE = re.compile(rf",\s(?!(?:or|and)\b)|{_REASON.pattern}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 
 _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
@@ -57,10 +83,16 @@ _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
          r"|(?:(?<![\\A-Za-z])sqrt|√)\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1\2}"),
         (r"√", r"\\sqrt "),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm)(?![A-Za-z])", ""),
-        (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)|\\(?:boxed|fbox)\s*(?=\{)", ""),
+        (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)|\\(?:boxed|fbox)\s*(?=\{)"
+         r"|\\(?:text)?color\s*\{\w*\}", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it|sf)|mbox|operatorname)\*?\s*\{",
+        (r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it|sf)|mbox|bm|boldsymbol|operatorname)\*?\s*\{",
          r"\\text{"),
+        (r"(?:^|(?<=\\text\{))\s*(?:about|approximately|roughly|exactly)\s+"
+         r"|\\text\{\s*(?:about|approximately|roughly|exactly)\s*\}", ""),
+        (r"\\text\{\s*([ei])\s*\}", r"\1 "),
+        (r"\\text\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|gcd|lcm|max|min|det)\s*\}",
+         r"\\\1 "),
         (r"(?<!\\)\\[,!;: ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\([$%#&_])", r"\1"),
         (r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|log|ln|exp|infty)(?![A-Za-z])", r"\\\1"),
@@ -75,15 +107,33 @@ _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
 _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
-def final_answers(text: str) -> tuple[str, ...]:
+def outside_thoughts(text: str, unfinished: bool = False) -> str:
+    """Return what stands behind the last closed thought, and before one that is still open.
+
+    Of a text with an `<answer>…</answer>` there, that.
+
+    Args:
+      unfinished: keep a thought that is still open.
+    """
+    marks = list(_THOUGHT.finditer(text))
+    begin = max((mark.end() for mark in marks if mark[1]), default=0)
+    opened = [mark.start() for mark in marks if not mark[1] and mark.start() >= begin]
+    text = text[begin : None if unfinished or not opened else opened[0]]
+    head, closed, _ = text.rpartition("</answer>")
+    _, tag, answer = head.rpartition("<answer>")
+    return answer if closed and tag else text
+
+
+def final_answers(text: str, unfinished: bool = False) -> tuple[str, ...]:
     r"""Return a text's final answer as it is written; several readings where no rule decides.
 
     The last closed box (boxes joined by a comma, "and" or "or" are one answer); else what follows
     the last `####`; else the last "answer is" or line with "A:" in front; else the last `$…$`, or
     the last number on a line behind it; else the whole text where it is short, or its last
-    number. A text whose only box is still open was cut off and has no answer.
+    number. A text whose only box is still open was cut off and has no answer, and a number behind
+    "or" is none: the text names several. Thoughts count as `outside_thoughts` says.
     """
-    text = _ANNOTATION.sub("", text)
+    text = _ANNOTATION.sub("", outside_thoughts(text, unfinished))
     box = _joined_boxes(text)
     if box is not None:
         return (box,)
@@ -92,7 +142,7 @@ def final_answers(text: str) -> tuple[str, ...]:
     if "####" in text:
         line = text.rpartition("####")[2].strip()[: MAX_LENGTH + 1].split("\n", 1)[0]
         if line.strip():
-            return (line,)
+            return (_result(line),)
     tail = text[-_TAIL:]
     stated = _stated(tail)
     if stated and not _ONLY_WORDS.fullmatch(stated[0]):
@@ -103,27 +153,32 @@ def final_answers(text: str) -> tuple[str, ...]:
     if stated:
         return stated
     whole = (tail,) if 0 < len(text.strip()) <= _WHOLE else ()
-    number = _last_number(tail)
+    formula = _SUM.search(tail) or re.search(r"[A-Za-z\\^=<>]", tail)
+    number = "" if whole and formula and not _WORD.search(tail) else _last_number(tail)
     return (*whole, number) if number else whole
 
 
-def final_number(text: str) -> Fraction | None:
+def final_number(text: str, unfinished: bool = False) -> Fraction | None:
     r"""Return the final number of a text: after its last `####`, else in its last box, else last.
 
-    A form that holds no number is passed over for the next. None when there is none at all.
+    A form that holds no number is passed over for the next. None when there is none at all, and
+    when there are several: a list, a sum without its result, or a choice.
     """
+    text = outside_thoughts(text, unfinished)
     for part in reversed(text.split("####")[1:]):
-        line = numbers.plain(part[: 2 * numbers.MAX_LENGTH].split("\n", 1)[0])
+        line = numbers.plain(_result(part[: 2 * numbers.MAX_LENGTH].split("\n", 1)[0]))
         lead = _MARKER_LEAD.match(line)
         match = numbers.NUMBER.match(line, lead.end() if lead else 0)
         value = numbers.value(match) if match else None
         if match and value is not None and not _HEADING.match(line, match.end()):
-            return value
+            return None if _MORE.match(line, match.end()) else value
     box = numbers.plain(last_box(text) or "")
     for part in (box.rpartition("=")[2], box):  # `x = 72` means 72
-        for value in numbers.find(part):
-            return value
-    return _last(numbers.find(numbers.plain(text)))
+        for match in numbers.find(part):
+            return None if _MORE.match(part, match.end()) else numbers.value(match)
+    for match in numbers.find(_last_number(text) or ""):
+        return numbers.value(match)
+    return None
 
 
 def reference(answer: Any, solution: Any = None) -> str | None:
@@ -143,7 +198,7 @@ def reference(answer: Any, solution: Any = None) -> str | None:
     if box is not None:
         return box.strip() or None
     if "####" in text:
-        return text.rpartition("####")[2].strip() or None
+        return _result(text.rpartition("####")[2]).strip() or None
     return (_PROSE.search(text) and _last_formula(text[-_TAIL:])[0]) or text
 
 
@@ -172,7 +227,8 @@ def tidy(text: str) -> str:
 
 def compact(text: str) -> str:
     """Return `text` without spaces and braces around one argument, for comparing as text."""
-    text = re.sub(r"([_^])\{(-?\w+)\}(?!\w)", r"\1\2", "".join(text.split()))
+    text = re.sub(r"(?<=[0-9])\s+(?!\s|[0-9]{3}(?![0-9]))(?=[0-9])", ":", text)  # 1 1/2 is not 11/2
+    text = re.sub(r"([_^]|mod)\{(-?\w+)\}(?!\w)", r"\1\2", "".join(text.split()))
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
 
 
@@ -180,7 +236,7 @@ def _bare(text: str) -> str:
     """Return `text` without spaces, emphasis, dollars and braces around the whole."""
     for _ in range(8):
         before = text
-        text = text.strip().lstrip("*`,;: ").rstrip(" \t\r\n*`.,;:")
+        text = text.strip().lstrip('*`",;: ').rstrip(' \t\r\n*`".,;:')
         if text.endswith("\\"):  # what is left of a `\ ` or `\,`
             text = text[:-1]
         for opening, closing in _PAIRS:
@@ -242,13 +298,13 @@ def _stated(text: str) -> tuple[str, ...]:
         return ()
     rest = text[found.end() :]
     formula = _MATH.match(rest)
-    if formula:
+    if formula and not _FORMULA_OR.match(rest, formula.end()):
         return (formula[formula.lastgroup or 0],)
     sentence = _SENTENCE_END.split(rest, maxsplit=1)[0][: MAX_LENGTH + 1].strip()
     if not _PROSE.search(sentence):
-        return (sentence,) if sentence else ()
+        return tuple(filter(None, dict.fromkeys((sentence, _REASON.split(sentence)[0]))))
     claim = _ASIDE.split(sentence, maxsplit=1)[0]
-    inner = _last_formula(claim)[0] or _last_number(claim)
+    inner = "" if re.search(r"\bor\b", claim) else _last_formula(claim)[0] or _last_number(claim)
     return (sentence, inner) if inner else (sentence,) if len(sentence) <= _WHOLE else ()
 
 
@@ -258,14 +314,24 @@ def _last_formula(text: str) -> tuple[str, str]:
     for match in _MATH.finditer(text):
         content = match[match.lastgroup or 0].strip()
         if content and not _PROSE.search(_TEXT.sub("", content)):
-            found = content, text[match.end() :]
+            other = _OR.search(text[max(0, match.start() - 60) : match.start()])
+            found = "" if other else content, text[match.end() :]
     return found
 
 
 def _last_number(text: str) -> str | None:
-    """Return the last number of `text` as it is written, LaTeX made plain."""
-    found = _last(numbers.NUMBER.finditer(numbers.plain(text)))
-    return found[0] if found else None
+    """Return the last number of `text` as it is written, LaTeX made plain; None behind "or"."""
+    text = numbers.plain(text)
+    found = _last(numbers.find(text))
+    other = found and _OR.search(text[max(0, found.start() - 60) : found.start()])
+    return found[0] if found and not other else None
+
+
+def _result(line: str) -> str:
+    """Return what follows the last `=` of a line if it follows a sum and is none, else the line."""
+    head, equals, tail = line.rpartition("=")
+    done = equals and _SUM.search(head) and not _SUM.search(tail) and not _ASIDE.search(head)
+    return tail if done else line
 
 
 def _last(items: Iterable[T]) -> T | None:

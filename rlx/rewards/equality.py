@@ -2,7 +2,7 @@ r"""Decide whether two final answers are the same, however they are written.
 
 Cheap and exact ways come first; each decides or passes on:
 
-    same text ─▶ choice (A) ─▶ words ─▶ numbers with units ─▶ lists of such ─▶ math-verify
+    same text ─▶ choice (A) ─▶ words ─▶ times ─▶ numbers with units ─▶ lists of such ─▶ math-verify
 
 Lists are compared item by item first without, then with math-verify: it reads a list as a set, and
 neither `and` nor `or`, nor the two values of `\frac{1 \pm \sqrt{5}}{2}`.
@@ -15,6 +15,7 @@ and the rest takes less, whatever the text.
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
 from rlx.rewards import numbers, symbolic
 from rlx.rewards.answers import MAX_LENGTH, compact, tidy
@@ -26,6 +27,16 @@ _CHOICE = re.compile(
     r"(?i:choice|option|answer)?\s*(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])(?=[.):]|$)).*",
     re.DOTALL,
 )
+_CHOICES = re.compile(  # other ones, behind the first
+    r"(?:^|[\s,;/&])(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])[.):])"
+    r"|^[\s.,;:/&)]*(?:(?:and|or)\b\s*)?([A-J])$"
+)
+_OWN_TEXT = re.compile(r"\b(?:because|since|as|for|so|which|not|both|n?either|none|all)\b")
+_CONGRUENCE = re.compile(
+    r"(?:((?:(?!\\equiv)[^=])*?)\s*\\equiv\s*)?(-?[0-9]+(?:\s*(?:,|and|or)\s*-?[0-9]+)*)\s*"
+    r"(?:\(\s*\\?b?mod|\\[pb]?mod)\s*\{?\s*([1-9][0-9]*)\s*\}?\s*\)?"
+)
+_TIME = re.compile(r"([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _NAME = re.compile(
     r"((?:[A-Za-z]|\\[A-Za-z]+)(?:\s*_\s*(?:\w|\{[^{}]{1,9}\})|'|\s*\([A-Za-z]\))?)"
     r"\s*(?:=|\\in(?![A-Za-z]))\s*(?=[^=])(?!.*=)"
@@ -33,12 +44,18 @@ _NAME = re.compile(
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*")
 _SHORT_WORDS = {"yes", "no", "true", "false", "even", "odd", "none", "both"}
+_OPPOSITES = ({"yes", "no"}, {"true", "false"}, {"even", "odd"}, {"none", "both"})
+_DOUBT = {"or", "maybe", "perhaps", "possibly"}
+_SPACED = re.compile(r",\s|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _AND = re.compile(
     r"(?<![A-Za-z\\])(?:,\s*)?(?:and|or)(?![A-Za-z])|(?:,\s*)?\\text\s*\{\s*,?\s*(?:and|or)\s*\}"
 )
+_CHOSEN = re.compile(r"^(?:either|both)\s")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _MARK = re.compile(r"\\[{}]|[][(){},;]")
 _BRACKETS = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
+_POWER_OF_TEN = re.compile(r"^([-+]?[0-9][0-9.,]*)[eE]([-+]?[0-9]+)$")
 _UNIT_BEHIND = re.compile(
     r"(?<=[^\s{(\[,])(\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?[1-4]\}?)?|\^\\circ)$"
 )
@@ -57,7 +74,10 @@ def equal(gold: str, got: str) -> bool:
 
 
 def _decide(
-    gold: str, got: str, verify: Callable[[str, str], bool] | None = None, depth: int = 0
+    gold: str,
+    got: str,
+    verify: Callable[[str, str, Fraction], bool] | None = None,
+    depth: int = 0,
 ) -> bool | None:
     """Return whether two tidy answers are the same.
 
@@ -73,16 +93,24 @@ def _decide(
     if letter := _choice(gold):
         return _choice(got) == letter
     gold, got = _without_names(gold, got)
-    words, other = _words(gold), _words(got)
-    if words:
-        return words == other or (words in _SHORT_WORDS and other.split(" ")[0] == words)
+    if words := _words(gold):
+        return words == _words(got) or (words in _SHORT_WORDS and _says(words, got))
     gold, got = _unwrapped(gold), _unwrapped(got)
+    (moments, of_half), (others, of_other) = _moments(gold), _moments(got)
+    if moments and (of_half or of_other or ":0" in gold):
+        return not moments.isdisjoint(others)
+    if classes := _congruence(gold):
+        return _same_congruence(classes, _congruence(got))
     wanted, found = numbers.read(gold), numbers.read(got)
     if wanted and found:
         return numbers.same(wanted, found)
     verdict = None if depth == _MAX_DEPTH else _decide_lists(gold, got, verify, depth + 1)
     if verdict is None and verify:
-        return verify(_plain(gold), _plain(got))
+        behind = [_UNIT_BEHIND.search(text) for text in (gold, got)]
+        units = {numbers.unit_of(match[0]) for match in behind if match} - {""}
+        if None in units or len(units) > 1:
+            return False
+        return verify(_plain(gold), _plain(got), numbers.tolerance(wanted, found))
     return verdict
 
 
@@ -92,21 +120,61 @@ def _unwrapped(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Return the text without a unit or a sign of currency, of which math-verify makes factors."""
-    return _UNIT_BEHIND.sub("", _unwrapped(text)).lstrip("$£€¥ ").replace(";", ",")
+    text = _UNIT_BEHIND.sub("", _unwrapped(text)).lstrip("$£€¥ ").replace(";", ",")
+    return _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
 
 
 def _choice(text: str) -> str:
     """Return the letter of a multiple choice answer: `A`, `(a)`, `A.`, `(A) 42`; else ""."""
-    match = _CHOICE.fullmatch(_TEXT.sub(r"\1", text).strip())
-    return (match[1] or match[2]).upper() if match else ""
+    text = _TEXT.sub(r"\1", text).strip()
+    match = _CHOICE.fullmatch(text)
+    if not match:
+        return ""
+    letter = match[1] or match[2]
+    rest = _OWN_TEXT.split(text[match.end(match.lastindex or 0) + bool(match[1]) :], maxsplit=1)[0]
+    others = {one.upper() for found in _CHOICES.findall(rest) for one in found if one}
+    return letter.upper() if others <= {letter.upper()} else ""
+
+
+def _says(word: str, text: str) -> bool:
+    """Return whether a text begins with one of `_SHORT_WORDS` and leaves no doubt about it."""
+    said = re.findall(r"[^\W\d_]+", _TEXT.sub(r"\1", text).casefold())
+    opposite = next(pair for pair in _OPPOSITES if word in pair) - {word}
+    return said[:1] == [word] and (opposite | _DOUBT).isdisjoint(said)
+
+
+def _moments(text: str) -> tuple[set[int], bool]:
+    """Return the minutes of the day that a time may mean, and whether it says a.m. or p.m."""
+    match = _TIME.fullmatch(_TEXT.sub(r" \1", text).strip())
+    if not match or not (match[2] or match[3]):
+        return set(), False
+    hour, minute = int(match[1]), int(match[2] or 0)
+    hours = {hour % 12, hour % 12 + 12} if 1 <= hour <= 12 else {hour}
+    if match[3]:
+        hours = {hour % 12 + 12 * (match[3] in "pP")}
+    return {60 * h + minute for h in hours}, bool(match[3])
+
+
+def _congruence(text: str) -> tuple[str, int, set[int]] | None:
+    """Return name, modulus and residues of `x \\equiv 1, 5 \\pmod 6`; None for anything else."""
+    match = _CONGRUENCE.fullmatch(_TEXT.sub(r" \1 ", text).strip())
+    if not match or (match[1] is None and "\\bmod" in text):  # an operation
+        return None
+    modulus = int(match[3])
+    return match[1] or "", modulus, {int(r) % modulus for r in re.findall("-?[0-9]+", match[2])}
+
+
+def _same_congruence(gold: tuple, got: tuple | None) -> bool:
+    return bool(got and gold[1:] == got[1:] and len({gold[0], got[0]} - {""}) < 2)
 
 
 def _without_names(gold: str, got: str) -> tuple[str, str]:
     """Return both answers without an `x =` in front, unless they name two variables."""
     matches = [_NAME.match(text) for text in (gold, got)]
     letters = {match[1] for match in matches if match and len(match[1]) == 1}
+    functions = {match[1] for match in matches if match and match[1].endswith(")")}
     equation = any("=" in text and not m for text, m in zip((gold, got), matches, strict=True))
-    if equation or len(letters) > 1:
+    if equation or len(letters) > 1 or len(functions) > 1:
         return gold, got
     return _NAME.sub("", gold, count=1), _NAME.sub("", got, count=1)
 
@@ -125,7 +193,7 @@ def _words(text: str) -> str:
 
 
 def _decide_lists(
-    gold: str, got: str, verify: Callable[[str, str], bool] | None, depth: int
+    gold: str, got: str, verify: Callable[[str, str, Fraction], bool] | None, depth: int
 ) -> bool | None:
     """Return whether two tuples, sets or lists agree, item by item; None as `_decide`."""
     (kind, wanted), (other, found) = _items(gold), _items(got)
@@ -157,6 +225,8 @@ def _items(text: str) -> tuple[str, list[str]]:
 
     A single item needs round or curly brackets. In sets and lists `1 \pm 2` counts as two.
     """
+    if _SPACED.search(text):
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     match = _BRACKETS.fullmatch(text)
     kind, inner = (match[1] + match[3], match[2]) if match else ("", "")
     items = _split(inner)
@@ -164,7 +234,7 @@ def _items(text: str) -> tuple[str, list[str]]:
         return kind, _both_signs(items)
     if len(items) > (0 if kind == "()" else 1):
         return kind, items
-    items = _both_signs(_split(_AND.sub(",", text)))
+    items = _both_signs(_split(_AND.sub(",", _CHOSEN.sub("", text))))
     return "", items if len(items) > 1 else []
 
 

@@ -13,7 +13,8 @@ from fractions import Fraction
 from typing import Any
 
 MAX_LENGTH = 400  # characters of a number; int() refuses thousands of digits
-_MIN_PLACES = 6  # decimal places from which on a rounded decimal counts as its fraction
+_PLACES = 6  # decimal places from which on a rounded decimal counts as its fraction
+_NONE = Fraction(0)
 
 # Every repetition is over disjoint characters, so no text makes these backtrack far.
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
@@ -42,7 +43,7 @@ _CHARACTERS = str.maketrans({
     **dict.fromkeys("\u2018\u2019\u02bc", "'"), **dict.fromkeys("\u201c\u201d", '"'),
     "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": "\\pi ",
     "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "°": "^\\circ ", "∪": "\\cup ",
-    "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "∅": "\\emptyset ", "θ": "\\theta ",
+    "≡": "\\equiv ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "∅": "\\emptyset ", "θ": "\\theta ",
     "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "ℝ": "\\mathbb{R}", "∗": "*",
 })  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
@@ -53,6 +54,7 @@ _DIGITS: _Rules = (
     (re.compile("[⁰¹²³⁴-⁹⁻⁺]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
 )  # fmt: skip
 _SPELLINGS: _Rules = (
+    (re.compile(r"(^|[=:({\[,])\s*([-+])\s+(?=[0-9.$£€¥])"), r"\1 \2"),  # no minus
     (re.compile(r"(?:\\?sqrt\s?(?:\[[^]\n]{0,9}\])?|√)[\s{(]{0,9}[-+]?"), "√_"),  # holds no number
     (re.compile(r"(?<=[0-9])\s?\\[dt]?frac"), r" \\frac"),
     (re.compile(r"\\[dt]?frac\s?([0-9])\s?([0-9])(?![0-9])"), r"\1/\2"),
@@ -71,21 +73,28 @@ _MARKUP: _Rules = (
 _PERCENT = re.compile(r"\s*(?:%|\\text\s*\{\s*(?:%|per\s?cent)\s*\}|per\s?cent\b)", re.IGNORECASE)
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree")
 _EXPONENT = re.compile(r"\s*\^\s*(?:[1-4]|\{\s*-?[1-4]\s*\})")
+_SCALE = re.compile(
+    r"^(\s*(?:\\text\s*\{\s*)?)(dozen|hundred|thousand|(?:m|b|tr)illion)s?\b", re.IGNORECASE
+)
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+           "trillion": 10**12}  # fmt: skip
+_EXPONENT_WORDS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
 _IN_TEXT = re.compile(r"(?:\s*(?:\\text\s*\{[^{}]*\}|\\frac|[{}]))+\s*[CFK]?[\s.]*")
 _BARE = re.compile(r"\s?[A-Za-z]{2}[A-Za-z./ -]{0,60}")
 _NAMES = {  # of a unit; two known units that differ are a contradiction
     "m": "m meter metre", "cm": "cm centimeter centimetre", "mm": "mm millimeter millimetre",
     "km": "km kilometer kilometre", "in": "in inch inche", "ft": "ft feet foot", "yd": "yd yard",
-    "mi": "mi mile", "g": "g gram", "kg": "kg kilogram", "mg": "mg milligram", "lb": "lb pound",
+    "mi": "mi mile", "g": "g gram", "kg": "kg kilogram", "mg": "mg milligram", "lb": "lb pound £",
     "oz": "oz ounce", "s": "s sec second", "min": "min minute", "h": "h hr hour", "d": "d day",
     "w": "week", "month": "month", "y": "yr year", "l": "l liter litre", "ml": "ml milliliter",
     "°": "deg degree", "rad": "rad radian", "dollar": "dollar usd $", "cent": "cent",
-    "euro": "euro €", "mph": "mph", "kph": "kph kmh", "°C": "c celsius", "°F": "f fahrenheit",
+    "euro": "euro €", "yen": "yen ¥", "mi h": "mph", "km h": "kph kmh", "°C": "c celsius",
+    "°F": "f fahrenheit",
 }  # fmt: skip
 _UNITS = {name: unit for unit, names in _NAMES.items() for name in names.split()}
 _UNITS |= {f"{name}s": unit for name, unit in _UNITS.items() if len(name) > 1}
 _NOT_UNITS = {"and", "or", "to", "if", "when", "mod", "over", "not", "is", "are", "plus", "minus",
-              "times", "than"}  # fmt: skip
+              "times", "than", "at", "factorial", "remainder"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +106,28 @@ class Quantity:
       percent: whether a percent sign follows.
       unit: a key of _NAMES; "" for none or an unknown one.
       places: decimal places; -1 unless written as a plain decimal.
+      digits: significant digits; 0 unless written with a point.
     """
 
     value: Fraction
     percent: bool
     unit: str
     places: int
+    digits: int
+
+    @property
+    def error(self) -> Fraction:
+        """Return how far the number meant may be, if this is what a float64 or float32 prints."""
+        size = abs(self.value)
+        double = 15 <= self.digits <= 17
+        error = min(Fraction(1, 2 * 10**_PLACES), size / 10**5) if double else _NONE
+        widened = self.digits >= 10 and 1 <= size < 2**24 and Fraction(float(size))
+        return max(error, size / 2**24) if widened and widened.numerator < 2**24 else error
 
 
-def find(text: str) -> Iterator[Fraction]:
-    """Yield the value of each number in a `plain` text that has one."""
-    for match in NUMBER.finditer(text):
-        found = value(match)
-        if found is not None:
-            yield found
+def find(text: str) -> Iterator[re.Match[str]]:
+    """Yield the match of each number in a `plain` text that has a value."""
+    return (match for match in NUMBER.finditer(text) if value(match) is not None)
 
 
 def value(match: re.Match[str]) -> Fraction | None:
@@ -147,39 +164,50 @@ def read(text: str) -> Quantity | None:
         return None
     percent = _PERCENT.match(text, match.end())
     rest = text[percent.end() if percent else match.end() :]
-    unit = _unit(rest) if rest.strip(" .") else ""
+    if scale := _SCALE.match(rest):
+        found, rest = found * _SCALES[scale[2].lower()], _SCALE.sub(r"\1", rest)
+    unit = unit_of(rest) if rest.strip(" .") else ""
     if unit is None:
         return None
-    _, point, decimals = match["numerator"].partition(".")
-    is_decimal = point and not match["exponent"] and not match["denominator"]
+    whole, point, decimals = match["numerator"].partition(".")
+    plain_decimal = point and not match["exponent"] and not match["denominator"]
     return Quantity(
         found,
         bool(percent),
         _UNITS.get(match["currency"] or "", unit),
-        len(decimals) if is_decimal else -1,
+        len(decimals) if plain_decimal else -1,
+        len(f"{whole}{decimals}".lstrip("0,")) if point and not match["denominator"] else 0,
     )
+
+
+def tolerance(gold: Quantity | None, got: Quantity | None) -> Fraction:
+    """Return by how much a gold and an answer may differ; None stands for a formula.
+
+    A gold that went through a float compares to 6 places (or a float32's); a decimal with at least
+    6 places, 4 of them significant, equals whatever it is the rounding of but another decimal.
+    """
+    if gold and gold.error:
+        return gold.error
+    for decimal, other in ((gold, got), (got, gold)):
+        if decimal and decimal.places >= _PLACES and (other is None or other.places < 0):
+            unit = Fraction(1, 10**decimal.places)
+            return unit / 2 if abs(decimal.value) >= 1000 * unit else _NONE
+    return _NONE
 
 
 def same(gold: Quantity, got: Quantity) -> bool:
     """Return whether both are one number, given the ways people write one.
 
-    50% equals 1/2, and also the 50 of "what percent"; a decimal with at least 6 places equals
-    a fraction it is the rounding of; two known units must be the same.
+    50% equals 1/2, and also the 50 of "what percent"; two known units must be the same.
     """
     if gold.unit and got.unit and gold.unit != got.unit:
         return False
     if gold.percent == got.percent:
-        return gold.value == got.value or _rounded(gold, got) or _rounded(got, gold)
+        return abs(gold.value - got.value) <= tolerance(gold, got)
     share, other = (gold, got) if gold.percent else (got, gold)
     return other.value == share.value / 100 or (
         other.value == share.value and abs(share.value) >= 1
     )
-
-
-def _rounded(exact: Quantity, decimal: Quantity) -> bool:
-    if decimal.places < _MIN_PLACES or exact.places >= 0:
-        return False
-    return round(exact.value, decimal.places) == decimal.value
 
 
 def _rewrite(text: str, *tables: _Rules) -> str:
@@ -194,18 +222,23 @@ def _repeating(whole: str, fixed: str, cycle: str) -> Fraction:
     return Fraction(int(f"0{whole}{fixed}") * nines + int(cycle), nines * 10 ** len(fixed))
 
 
-def _unit(text: str) -> str | None:
+def unit_of(text: str) -> str | None:
     r"""Return the unit that is the whole of `text`, "" for an unknown one; None if it is no unit.
 
     Whatever stands in `\text` is a unit; bare letters are one if they are known or a word.
     """
-    text = _EXPONENT.sub("", _DEGREES.sub(r"\\text{degree}", text)).rstrip(" .")
+    text = _DEGREES.sub(r"\\text{degree}", text)
+    powers = set(re.findall("[2-4]", "".join(_EXPONENT.findall(text))))
+    text = _EXPONENT.sub("", text).rstrip(" .")
     words = re.findall("[a-z]+", re.sub(r"\\(?:text|frac)", " ", text).lower())
-    if not _IN_TEXT.fullmatch(text):
-        word = bool(_BARE.fullmatch(text)) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
-        if not word or not _NOT_UNITS.isdisjoint(words):
-            return None
-    units = {_UNITS[word] for word in words if word in _UNITS}
+    known = bool(words) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
+    if not _IN_TEXT.fullmatch(text) and not (known and _BARE.fullmatch(text)):
+        return None
+    if not _NOT_UNITS.isdisjoint(words) or (len(words) == 1 and words[0] in _EXPONENT_WORDS):
+        return None
+    powers |= {_EXPONENT_WORDS[word] for word in words if word in _EXPONENT_WORDS}
+    units = dict.fromkeys(_UNITS[word] for word in words if word in _UNITS)
     if len(units) > 1:
-        units.discard("°")  # of °C
-    return units.pop() if len(units) == 1 and len(words) <= 2 else ""  # "" for miles per hour
+        units.pop("°", None)  # of °C
+    others = [word for word in words if word not in _UNITS and word not in _EXPONENT_WORDS]
+    return " ".join([*units, *powers]) if units and len(set(others) - {"per"}) < 2 else ""

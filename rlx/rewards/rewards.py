@@ -9,17 +9,21 @@ too long to compare gets 0, and no worker is killed.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any
 
 from rlx.base import UserError
 from rlx.cli import user_code
-from rlx.rewards import answers, code_tests, equality
+from rlx.rewards import answers, code_tests, equality, numbers
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 
 
-def gsm8k(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
+def gsm8k(
+    prompt: str, completion: str, *ids: Sequence[int], answer: Any, unfinished: bool = False,
+    **row: Any,
+) -> float:  # fmt: skip
     r"""Return 1 when the completion's final number equals the answer's, else 0.
 
     Both are read alike: `#### 72`, else the last `\boxed{72}`, else the last number; with
@@ -30,12 +34,15 @@ def gsm8k(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row:
       answer: the number, or a whole solution that ends in `#### 72`.
     """
     wanted = answers.final_number(str(answer))
-    return float(wanted is not None and answers.final_number(completion) == wanted)
+    got = answers.final_number(_thinking(prompt) + completion, unfinished)
+    if wanted is None or got is None:
+        return 0.0
+    return float(abs(wanted - got) <= numbers.tolerance(numbers.read(str(answer)), None))
 
 
 def math(
     prompt: str, completion: str, *ids: Sequence[int], answer: Any = None, solution: Any = None,
-    **row: Any,
+    unfinished: bool = False, **row: Any,
 ) -> float:  # fmt: skip
     r"""Return 1 when the completion's final answer equals the row's, else 0.
 
@@ -51,17 +58,25 @@ def math(
     wanted = answers.reference(answer, solution)
     if wanted is None:
         return 0.0
-    return float(any(equality.equal(wanted, got) for got in answers.final_answers(completion)))
+    found = answers.final_answers(_thinking(prompt) + completion, unfinished)
+    return float(any(equality.equal(wanted, got) for got in found))
 
 
 def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     r"""Return 1 when the completion's last `\boxed{…}` equals the answer as by `math`, else 0."""
-    box = answers.last_box(completion)
+    box = answers.last_box(answers.outside_thoughts(_thinking(prompt) + completion))
     return float(box is not None and equality.equal(answers.reference(answer) or "", box))
+
+
+def _thinking(prompt: str) -> str:
+    """Return the mark of a thought that the prompt opened, as many chat templates do."""
+    return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
 REWARDS: dict[str, RewardFunction] = {
     "gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "code": code_tests.code,
+    "gsm8k_unfinished": partial(gsm8k, unfinished=True),
+    "math_unfinished": partial(math, unfinished=True),
 }  # fmt: skip
 
 

@@ -3,6 +3,9 @@ r"""Ask math-verify whether two short LaTeX expressions are equal, within bounds
 math-verify's own limit is an alarm: seconds of the wall's clock, on the main thread only, and where
 sympy computes `9^{9^9}` in C no alarm ends it. So a text is measured before sympy sees it, and what
 then still takes long is stopped after CPU_SECONDS of processor time. No text raises.
+
+math-verify compares numbers to 15 places, where 10^{-17} and 10^{-18} are both 0. Here decimals are
+fractions, and places are as many as two different numbers of the texts' size need to differ.
 """
 
 import ctypes
@@ -13,23 +16,25 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 MAX_LENGTH = 300  # characters of an expression
 MAX_DEPTH = 12  # of brackets in brackets
-MAX_BITS = 10_000  # of the largest number that computing the expression can meet
+MAX_BITS = 30_000  # of the largest number that computing the expression can meet
 CPU_SECONDS = 0.5  # for one answer; usual ones take 0.01 to 0.1
 
 # A task and not its result, what makes sympy work for long, another number base, words, no ASCII.
 _REFUSED = re.compile(
     r"\\(?:i+nt|oint|sum|prod|lim|limsup|liminf|partial|nabla|overline|underline|bar)(?![A-Za-z])"
     r"|\\frac\s*\{\s*d\s*[}^]|[0-9]\s*_|['\"#&@?`]|\\\\|\\text\s*\{|(?<![\\A-Za-z])[A-Za-z]{4,}"
-    r"|[0-9]{51}|[^\x00-\x7f]"
+    r"|[0-9]{51}|[^\x00-\x7f]|\\[lcdv]?dots"
 )
 _MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbBvV]?matrix\}|\\\\|&")
 _GROUP = re.compile(r"(?:\\\{|[({[])((?:[^][(){}\\]|\\[^{}])*)(?:\\\}|[)}\]])")  # holds no other
 _TOKEN = re.compile(r"§[^§]*§|\\[A-Za-z]+|\\.|[0-9]+|\*\*|\S")
 _POWERS = ("^", "**")
+_FAST = {"\\exp", "\\sinh", "\\cosh", "\\tanh", "\\coth", "\\binom", "\\dbinom", "\\tbinom"}
 _SIGNS = re.compile(r"(?<=[*^])[\s+-]+")  # of an exponent
 
 
@@ -37,22 +42,28 @@ class _Expired(BaseException):
     """The processor time is used up. Not an Exception: sympy catches those."""
 
 
-def equal(gold: str, got: str) -> bool:
+def equal(gold: str, got: str, tolerance: Fraction = Fraction(0)) -> bool:
     """Return whether math-verify finds `got` equal to `gold`; False where either is refused.
 
     Call it by `limited`, after `warm`.
+
+    Args:
+      tolerance: by how much two numbers may differ, ≥ 0.
     """
-    return acceptable(gold) and acceptable(got) and _verify(gold, got)
+    bits = size(gold) + size(got)
+    return bits <= 2 * MAX_BITS and _verify(gold, got, 40 + int(0.7 * bits), tolerance)
 
 
-def acceptable(text: str) -> bool:
-    """Return whether sympy can be shown the text: short, shallow, its numbers of bounded size."""
+def size(text: str) -> float:
+    """Return a bound on the bits of the numbers in a short and shallow text; else infinity."""
+    refused = re.search(r"matrix\}\s*\^", text)
     text = _MATRIX.sub(",", text)
-    if not text or len(text) > MAX_LENGTH or _REFUSED.search(text):
-        return False
+    if not text or len(text) > MAX_LENGTH or refused or _REFUSED.search(text):
+        return math.inf
     for _ in range(MAX_DEPTH):  # the innermost brackets first, each replaced by its bits
         text = _GROUP.sub(lambda group: f"§{_bits(group[1])}§", text)
-    return _bits(text) <= MAX_BITS
+    bits = _bits(text)
+    return bits if bits <= MAX_BITS else math.inf
 
 
 def limited(function: Callable[..., bool], *args: Any, seconds: float = CPU_SECONDS) -> bool:
@@ -92,26 +103,44 @@ def limited(function: Callable[..., bool], *args: Any, seconds: float = CPU_SECO
 def warm() -> None:
     """Import math-verify and sympy and build their tables: seconds, once in a process."""
     for text in (r"\sqrt{12}", "(1,2]", r"\frac{x+1}{2}"):
-        _verify(text, text + "+1")
+        _verify(text, text + "+1", 15, Fraction(0))
 
 
 @functools.lru_cache(maxsize=256)  # a group's completions share their answer
 def parsed(text: str) -> list[Any]:
-    """Return math-verify's reading of an expression, and nothing but an expression."""
+    """Return math-verify's reading of an expression and nothing else, its decimals and i exact."""
+    import sympy
+
+    def exact(found: Any) -> Any:
+        atoms = found.atoms(sympy.Float, sympy.Symbol) if hasattr(found, "atoms") else ()
+        known = {a: sympy.Rational(str(a)) if a.is_Float else sympy.I
+                 for a in atoms if a.is_Float or a.name == "i"}  # fmt: skip
+        return found.xreplace(known) if known else found
+
     library, config = _library()
-    return library.parse(
+    found = library.parse(
         f"\\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=None
     )
+    return list(map(exact, found))
 
 
-def _verify(gold: str, got: str) -> bool:
+def _verify(gold: str, got: str, digits: int, tolerance: Fraction) -> bool:
     try:
         wanted, found = parsed(gold), parsed(got)
-        return bool(wanted and found) and _library()[0].verify(
-            wanted, found, timeout_seconds=None, allow_set_relation_comp=True
-        )
+        return bool(wanted and found) and (
+            _library()[0].verify(
+                wanted, found, numeric_precision=digits, timeout_seconds=None,
+                allow_set_relation_comp=True,
+            )
+            or _near(wanted[0] - found[0], digits, tolerance)
+        )  # fmt: skip
     except Exception:  # RecursionError and whatever else odd text can raise there
         return False
+
+
+def _near(difference: Any, digits: int, tolerance: Fraction) -> bool:
+    """Return whether a difference of numbers is 0 to so many digits, or within the tolerance."""
+    return difference.is_number and bool(abs(difference.evalf(digits, chop=True)) <= tolerance)
 
 
 @functools.cache
@@ -141,7 +170,7 @@ def _bits(text: str) -> float:
     for token in _TOKEN.findall(_SIGNS.sub("", text)):
         if token in ("{", "}", "[", "]", "(", ")", "\\{", "\\}"):
             return math.inf
-        bits = 1.0 if token.isalpha() else 0.0
+        bits = 2.0 if token.isalpha() or token == "\\pi" else 0.0  # e is more than 2, π than 3
         if token.isdigit() or token[0] == "§":
             bits = math.log2(int(token) + 1) if token.isdigit() else float(token.strip("§"))
         if token in _POWERS and before in _POWERS:  # a tower; which way is unclear
@@ -149,8 +178,8 @@ def _bits(text: str) -> float:
         if previous in _POWERS or token == "!":
             exponent = sizes[-1] if token == "!" else bits
             sizes[-1] = max(sizes[-1], 1.0) * 2 ** min(exponent, 64.0)
-        elif previous in ("\\binom", "\\dbinom", "\\tbinom", "\\exp"):
-            sizes.append(2 ** min(bits, 64.0))
+        elif previous in _FAST:
+            sizes.append(2 * 2 ** min(bits, 64.0))
         elif token not in _POWERS and "_" not in (previous, token):
             sizes.append(bits)
         before, previous = previous, token

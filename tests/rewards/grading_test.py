@@ -3,6 +3,7 @@ r"""What the graders say of answers as people and models write them, and of ever
 import contextlib
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 # Seconds of this thread's processor time, where no end means minutes or for ever. One answer is
 # given CPU_SECONDS; a collection of what a worker's other tests left takes seconds more.
 ENDS = 10
+
+
+GRADED = Path(__file__).with_name("graded_answers.txt")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,6 +182,46 @@ COMPLETIONS = [
 @pytest.mark.parametrize(("answer", "completion", "expected"), COMPLETIONS)
 def test_in_a_text(answer, completion, expected):
     assert math(completion, answer=answer) == expected
+
+
+def _graded():
+    kind = ""
+    for line in GRADED.read_text(encoding="utf-8").splitlines():
+        if line.startswith("== "):
+            kind = line[3:]
+        elif line and not line.startswith("# "):
+            gold, answer, right, reason = line.split(" | ")
+            text = answer.replace("⏎", "\n")
+            completion = text if kind.endswith(", text") else rf"so \boxed{{{text}}}."
+            yield pytest.param(gold, completion, float(right), id=f"{gold} ← {answer}: {reason}")
+
+
+@pytest.mark.parametrize(("answer", "completion", "expected"), list(_graded()))
+def test_answers_and_the_grade_they_deserve(answer, completion, expected):
+    assert math(completion, answer=answer) == expected
+
+
+UNFINISHED = [
+    # completion, prompt's end, the grade of 5, and where unfinished thoughts count
+    (r"<think>so \boxed{5}, or", "", 0, 1),
+    (r"so \boxed{5}, or", "<think>\n", 0, 1),
+    (r"so \boxed{5}", "", 1, 1),
+    (r"<think>\boxed{5}</think>The answer is 6.", "", 0, 0),
+    (r"<think>\boxed{6}</think>The answer is 5.", "", 1, 1),
+    (r"\boxed{6}</think>The answer is 5.", "<think>", 1, 1),
+    (r"\boxed{5} <think> or \boxed{6}", "", 1, 0),
+]
+
+
+@pytest.mark.parametrize(("completion", "prompt", "graded", "unfinished"), UNFINISHED)
+def test_unfinished_thoughts_count_where_they_are_asked_for(completion, prompt, graded, unfinished):
+    for name, expected in (("", graded), ("_unfinished", unfinished)):
+        for reward in ("math", "gsm8k"):
+            function = rewards.resolve(f"{reward}{name}")
+            assert function(prompt, completion, [], [], answer="5") == expected, reward
+    assert rewards.arithmetic(prompt, completion, [], [], answer="5") == (
+        graded if "answer is" not in completion else 0.0
+    )
 
 
 def test_a_box_in_the_prompt_is_not_the_completions():
@@ -456,4 +500,4 @@ def test_dresses_of_one_fraction(top, bottom, negative):
     ],
 )
 def test_what_sympy_is_shown(text, accepted):
-    assert symbolic.acceptable(text) == accepted
+    assert (symbolic.size(text) <= symbolic.MAX_BITS) == accepted

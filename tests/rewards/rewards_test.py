@@ -36,6 +36,9 @@ def arithmetic(completion, answer):
         ("so 1,080", "#### 1080", 1.0),
         ("so $0.75", r"\frac{3}{4}", 1.0),
         ("so 0.3", 0.3, 1.0),
+        ("so 0.8", 0.1 + 0.7, 1.0),
+        ("so 0.79", 0.1 + 0.7, 0.0),
+        ("so 0.3", "0.30000001192092896", 1.0),
         ("so -72", "#### 72", 0.0),
         ("so 72.01", "#### 72", 0.0),
         ("no idea", "#### 72", 0.0),
@@ -218,6 +221,7 @@ def test_answers_that_can_never_be_matched_are_found_before_the_run():
 def test_a_reward_s_parameters_are_the_columns_that_rows_need(tmp_path):
     assert {name: rewards.columns(name) for name in rewards.REWARDS} == {
         "gsm8k": ["answer"], "math": [], "arithmetic": ["answer"], "code": ["answer"],
+        "gsm8k_unfinished": ["answer"], "math_unfinished": [],
     }  # fmt: skip
     file = tmp_path / "mine.py"
     file.write_text("def score(p, c, pi, ci, level, *, answer='', steps, **row):\n    return 1.0\n")
