@@ -3,7 +3,7 @@
     OUT/settings.json              what was asked for; another evaluation does not continue it
     OUT/MODEL/SET.jsonl            every finished sample, appended as it comes
     OUT/MODEL/hf                   the HF directory that a checkpoint was converted to
-    OUT/results.json, table.txt    the table, with bootstrap intervals in the former
+    OUT/results.json, table.txt    the table, with intervals of 95 % in the former
 
 A sample that a file has is never generated again; one that failed is.
 """

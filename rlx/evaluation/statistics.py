@@ -1,8 +1,9 @@
-"""Statistics of an evaluation: pass@k, maj@k, bootstrap intervals, the rows of its table."""
+"""Statistics of an evaluation: pass@k, maj@k, intervals, the rows of its table."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from rlx.rewards import numbers
 from rlx.rewards.answers import compact, final_answers, tidy
 
 RIGHT = 0.5  # a reward above it counts as a right answer
-_RESAMPLES = 2000
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -64,10 +64,11 @@ def ballot(completion: str) -> str | None:
     return compact(tidy(found[0])) or None if found else None
 
 
-def interval(
-    values: Sequence[float], level: float = 0.95, seed: int = 0
-) -> tuple[float, float] | None:
-    """Return the bootstrap interval of a mean over questions: percentiles of resampled means.
+def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """Return the confidence interval of a mean over questions.
+
+    Of shares: Wilson's score interval (10.2307/2276774), which also holds where every answer is
+    right. Of values outside [0, 1]: Student's.
 
     Args:
       values: one a question. level: in (0, 1).
@@ -75,13 +76,21 @@ def interval(
     Returns:
       (low, high); None for fewer than two questions.
     """
-    if len(values) < 2:
+    if (n := len(values)) < 2:
         return None
     x = np.asarray(values, np.float64)
-    draws = np.random.default_rng(seed)
-    means = [x[draws.integers(0, len(x), len(x))].mean() for _ in range(_RESAMPLES)]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    mean, variance, z = float(x.mean()), float(x.var()), NormalDist().inv_cdf((1 + level) / 2)
+    if x.min() < 0 or x.max() > 1:
+        t = z + (z**3 + z) / (4 * n - 4) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * (n - 1) ** 2)
+        half = t * math.sqrt(variance / (n - 1))  # t: Abramowitz and Stegun 26.7.5
+        return mean - half, mean + half
+    # A share of several samples varies less than 0 and 1, so its question counts for more: up to
+    # twice, since a few questions do not show how far others are off.
+    spread = mean * (1 - mean)
+    size = n * min(spread / variance, 2.0) if variance else n * (2.0 if spread else 1.0)
+    centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
+    half = z / (1 + z * z / size) * math.sqrt(spread / size + (z / (2 * size)) ** 2)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def per_question(
@@ -129,7 +138,7 @@ def columns(pass_at: Sequence[int], maj_at: Sequence[int]) -> tuple[str, ...]:
 def row(
     dataset: str, questions: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> dict[str, object]:
-    """Return one row of the table: means over questions, with their bootstrap intervals."""
+    """Return one row of the table: means over questions, with their intervals of 95 %."""
     found: dict[str, object] = {"dataset": dataset, "num_questions": len(questions)}
     intervals = {}
     for name in names:
