@@ -173,11 +173,9 @@ def final_number(text: str, unfinished: bool = False) -> Fraction | None:
         if match and value is not None and not _HEADING.match(line, match.end()):
             return None if _MORE.match(line, match.end()) else value
     box = numbers.plain(last_box(text) or "")
-    for part in (box.rpartition("=")[2], box):  # `x = 72` means 72
-        for match in numbers.find(part):
-            return None if _MORE.match(part, match.end()) else numbers.value(match)
-    for match in numbers.find(_last_number(text) or ""):
-        return numbers.value(match)
+    for part in (box.rpartition("=")[2], box, _last_number(text) or ""):  # `x = 72` means 72
+        for found in numbers.find(part):
+            return None if _MORE.match(part, found.end()) else numbers.value(found)
     return None
 
 

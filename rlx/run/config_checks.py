@@ -198,7 +198,7 @@ def _rows(inputs: Inputs) -> str:
     counts = [f"{len(s.rows)} of {s.name}" for s in inputs.sources]
     if len(counts) > 1:
         counts = [f"{c} (weight {s.weight:g})" for c, s in zip(counts, inputs.sources, strict=True)]
-    held_out = f"{len(inputs.eval_rows)} held out, {inputs.left_out or 'none is bad'}"
+    held_out = f"{len(inputs.eval_rows)} held out, {inputs.notes or 'none is bad'}"
     return f"{', '.join(counts)} to train on, {held_out}"
 
 

@@ -53,7 +53,7 @@ class Inputs:
 
     Attributes:
       sources: of `train_rows`, one after the other.
-      left_out: how many rows were too long, in words; empty where all are there.
+      notes: in words, how many rows were too long, and which answers are inexact; may be empty.
       prompts: of the rows, whichever workflow answers them.
       held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
         rollouts, whose held-out rows have to be answered.
@@ -67,7 +67,7 @@ class Inputs:
     sources: list[Source]
     train_rows: list[dict]
     eval_rows: list[dict]
-    left_out: str
+    notes: str
     reward_pool: RewardPool
     prompts: Prompts
     workflow: Workflow
@@ -113,13 +113,15 @@ def prepare(config: ConfigDict) -> Inputs:
     workflow = _workflow(config, options, model_config, prompts, answering)
     answers = workflow if isinstance(workflow, AnswerWorkflow) else None
     check = workflow.check if isinstance(workflow, AnswerWorkflow | ToolUse) else prompts.check
-    kept, left_out = [], []
+    kept, notes = [], []
     for name, found, weight in given:
         kept.append(Source(name, fitting(found, name, check, config.data.overlong), weight))
         if lost := len(found) - len(kept[-1].rows):
-            left_out.append(f"{lost} of {len(found)} rows of {name} are too long and left out")
+            notes.append(f"{lost} of {len(found)} rows of {name} are too long and left out "
+                         "(data.overlong=skip)")  # fmt: skip
     *sources, (_, eval_rows, _) = kept
     train_rows = [row for source in sources for row in source.rows]
+    notes += filter(None, [rewards.float_answers(weights, train_rows)])
     held_out = [answers.group(row, i) for i, row in enumerate(eval_rows)] if answers else []
     own = algorithm.data == "rollouts" and not is_online(config)
     rewarded = train_rows if own else eval_rows
@@ -127,7 +129,7 @@ def prepare(config: ConfigDict) -> Inputs:
         _try_rewards(config, prompts, rewarded[0])
         named.try_out(rewarded[0])
     return Inputs(
-        model_dir, model_config, algorithm, sources, train_rows, eval_rows, ", ".join(left_out),
+        model_dir, model_config, algorithm, sources, train_rows, eval_rows, "; ".join(notes),
         pool, prompts, workflow, held_out, _model_rewarded(config, prompts),
     )  # fmt: skip
 

@@ -145,8 +145,8 @@ def build(
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
     for text in said:
         progress.message(text)
-    if inputs.left_out:
-        progress.message(f"{inputs.left_out} (data.overlong=skip)")
+    if inputs.notes:
+        progress.message(inputs.notes)
     _warn_low_memory(config, workdir, inputs, killed, progress.message)
 
     def end_well() -> None:

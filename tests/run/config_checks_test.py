@@ -182,13 +182,24 @@ def test_an_exported_directory_has_the_template_that_was_given(base_model, tmp_p
     assert load_tokenizer(tmp_path / "hf").chat_template == "{{ messages }} own"
 
 
+def test_answers_that_went_through_a_float_are_counted_before_the_run(config, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    answers = [0.3, 0.30000001192092896, 0.1 + 0.7, "5"]
+    file.write_text("\n".join(json.dumps({"question": "1+1=?", "answer": a}) for a in answers))
+    config.data.kind, config.data.train = "jsonl", str(file)
+    assert rows_of(config, tmp_path)["rows"].found.endswith(
+        "2 of 4 answers went through a float, the first in row 2: 0.30000001192092896; they "
+        "compare to 6 places, answers kept as text exactly"
+    )
+
+
 def test_rows_that_are_too_long_are_left_out_and_counted(config, tmp_path):
     file = tmp_path / "rows.jsonl"
     row = {"question": "1+1=?", "answer": "2"}
     file.write_text("\n".join(json.dumps(r) for r in (row, {**row, "question": "1" * 99}, row)))
     config.data.kind, config.data.train, config.data.overlong = "jsonl", str(file), "skip"
     found = rows_of(config, tmp_path)["rows"]
-    left_out = f"1 of 3 rows of {file} are too long and left out"
+    left_out = f"1 of 3 rows of {file} are too long and left out (data.overlong=skip)"
     assert (found.level, found.found) == (
         "ok", f"2 of {file} to train on, 0 held out, {left_out}"
     )  # fmt: skip
