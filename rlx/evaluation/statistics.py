@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.rewards import numbers
-from rlx.rewards.answers import compact, final_answers, tidy
+from rlx.rewards.answers import compact, final_answers, outside_thoughts, tidy
 
 RIGHT = 0.5  # a reward above it counts as a right answer
 
@@ -57,7 +57,7 @@ def ballot(completion: str) -> str | None:
 
     Of several readings the first that is a number counts, else the first. None: no answer.
     """
-    found = final_answers(completion)
+    found = final_answers(outside_thoughts("", completion))
     for reading in map(tidy, found):
         if number := numbers.read(reading):
             return f"{number.value}{'%' if number.percent else ''}"

@@ -27,32 +27,25 @@ _JOINT = re.compile(  # between boxes that make one answer: `\boxed{2} and \boxe
     r"(?:[\s$,.\\()\[\]]|\bx\s*=|\band\b|\bor\b)*",
     re.IGNORECASE,
 )
-_THOUGHT = re.compile(r"<(/?)(?:think(?:ing)?|thought|reasoning)>")
-_ADVERBS = (  # "the answer is therefore", "the answer must then be"
-    r"(?:(?:therefore|thus|hence|so|then|simply|just|exactly|precisely|about|approximately|around"
-    r"|roughly|nearly|clearly|obviously|evidently|definitely|certainly|surely|indeed|actually"
-    r"|probably|likely|finally|now|only|equal\s+to|equivalent\s+to|given\s+by"
-    r"|(?:found|calculated|determined|known)\s+to\s+be)\b[\s*_:,]*)*"
+_THOUGHT = r"(?:think(?:ing)?|thought|reasoning)>"
+_ADVERBS = (  # of "the answer is therefore", "the answer must then be"
+    r"(?:(?:[a-z]+ly|therefore|thus|hence|so|then|just|about|around|indeed|now|equal\s+to|given\s+by"
+    r"|(?:found|known)\s+to\s+be)\b[\s*_:,]*)*"
 )
 _PHRASE = re.compile(
-    rf"(?:\banswer\b[\s*_,]*{_ADVERBS}"
-    rf"(?:is|:|=|equals\b|(?:comes|turns)\s+out\b(?:\s+to\s+be\b)?"
-    rf"|(?:should|must|would|will|can\s+only|has\s+to)\s+{_ADVERBS}be\b)"
-    rf"|^[*_]*A[*_]*:)[\s*_:,]*{_ADVERBS}(?:the\s+)?",
+    rf"(?:\banswer\b[\s*_,]*{_ADVERBS}(?:is|:|=|equals\b|(?:should|must|would|will)\s+{_ADVERBS}be\b)"
+    rf"|^[*_]*A[*_]*:|<answer>)[\s*_:,]*{_ADVERBS}(?:the\s+)?",
     re.IGNORECASE | re.MULTILINE,
 )
 _SUM = re.compile(r"[0-9)}%]\s*(?:[-+*/×÷]|\\times|\\cdot|\\div)\s*[-$£€(\\0-9]")
-# Behind a number: another one, of a list, a sum or a choice; before one: that it is such another.
+# A number is one of several by what stands behind it, or before it.
 _MORE = re.compile(
-    r"\s*(?:[,;*/×÷+-]|and\b|\\times|\\cdot|\\div)\s*[-+$£€(]?[0-9]|[^\n0-9]{0,30}?\bor\b[^\n0-9]{0,30}[0-9]"
+    r"\s*(?:[,;*/×÷+-]|and\b|\\(?:times|cdot|div))\s*[-+$£€(]?[0-9]"
+    r"|[^\n0-9]{0,30}?\bor\b[^\n0-9]{0,30}[0-9]"
 )
 _OR = re.compile(
-    r"[0-9)}$*]\s*(?:[A-Za-z]{1,12}\s*)?,?\s*or\s+(?:(?:maybe|perhaps|possibly|even|else|it|is|be)\s+)*"
-    r"(?:[A-Za-z]\s*=\s*)?[\s$\\(*]*$",
-    re.IGNORECASE,
-)
-_FORMULA_OR = re.compile(
-    r"\s*(?:,?\s*or\b(?!\s+(?:equivalently|simply|about|approximately|roughly))|(?:,|and\b|/)\s*\$)",
+    r"[0-9)}$*]\s*(?:[a-z]{1,12}\s*)?,?\s*or\s+(?:(?:maybe|perhaps|possibly|it|is)\s+)*"
+    r"(?:[a-z]\s*=\s*)?[\s$\\(*]*$",
     re.IGNORECASE,
 )
 _MARKER_LEAD = re.compile(  # what may stand between #### and its number
@@ -84,7 +77,7 @@ _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
         (r"√", r"\\sqrt "),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm)(?![A-Za-z])", ""),
         (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)|\\(?:boxed|fbox)\s*(?=\{)"
-         r"|\\(?:text)?color\s*\{\w*\}", ""),
+         r"|\\(?:text)?color\s*\{\w*\}|</?answer>", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it|sf)|mbox|bm|boldsymbol|operatorname)\*?\s*\{",
          r"\\text{"),
@@ -104,36 +97,37 @@ _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
         (r"\\end\s*\{array\}", r"\\end{matrix}"),
     )
 )  # fmt: skip
+_TIME = re.compile(
+    r"(?<![0-9:.,])(1?[0-9]|0[1-9])(?::([0-5][0-9]))?\s*(\\text\{\s*)?([ap])\.?\s?m\b\.?(?(3)\s*\})",
+    re.IGNORECASE,
+)
+_CLASS = re.compile(
+    r"\\equiv\s*(-?[0-9]+)\s*\(?\s*\\?(?:text\{\s*\(?)?[pb]?mod\s*\{?\s*([1-9][0-9]*)\s*\)?\}?\)?"
+)
 _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
-def outside_thoughts(text: str, unfinished: bool = False) -> str:
+def outside_thoughts(prompt: str, completion: str, unfinished: bool = False) -> str:
     """Return what stands behind the last closed thought, and before one that is still open.
 
-    Of a text with an `<answer>…</answer>` there, that.
-
     Args:
-      unfinished: keep a thought that is still open.
+      prompt: one that ends in `<think>` has opened a thought. unfinished: keep one that is open.
     """
-    marks = list(_THOUGHT.finditer(text))
-    begin = max((mark.end() for mark in marks if mark[1]), default=0)
-    opened = [mark.start() for mark in marks if not mark[1] and mark.start() >= begin]
-    text = text[begin : None if unfinished or not opened else opened[0]]
-    head, closed, _ = text.rpartition("</answer>")
-    _, tag, answer = head.rpartition("<answer>")
-    return answer if closed and tag else text
+    text = "<think>" * prompt.rstrip().endswith("<think>") + completion
+    text = re.split(f"</{_THOUGHT}", text)[-1]
+    return text if unfinished else re.split(f"<{_THOUGHT}", text, maxsplit=1)[0]
 
 
-def final_answers(text: str, unfinished: bool = False) -> tuple[str, ...]:
+def final_answers(text: str) -> tuple[str, ...]:
     r"""Return a text's final answer as it is written; several readings where no rule decides.
 
     The last closed box (boxes joined by a comma, "and" or "or" are one answer); else what follows
     the last `####`; else the last "answer is" or line with "A:" in front; else the last `$…$`, or
     the last number on a line behind it; else the whole text where it is short, or its last
-    number. A text whose only box is still open was cut off and has no answer, and a number behind
-    "or" is none: the text names several. Thoughts count as `outside_thoughts` says.
+    number. A text whose only box is still open was cut off and has no answer; a number behind "or"
+    is none.
     """
-    text = _ANNOTATION.sub("", outside_thoughts(text, unfinished))
+    text = _ANNOTATION.sub("", text)
     box = _joined_boxes(text)
     if box is not None:
         return (box,)
@@ -158,13 +152,12 @@ def final_answers(text: str, unfinished: bool = False) -> tuple[str, ...]:
     return (*whole, number) if number else whole
 
 
-def final_number(text: str, unfinished: bool = False) -> Fraction | None:
+def final_number(text: str) -> Fraction | None:
     r"""Return the final number of a text: after its last `####`, else in its last box, else last.
 
     A form that holds no number is passed over for the next. None when there is none at all, and
-    when there are several: a list, a sum without its result, or a choice.
+    when there are several: a list, a choice or a sum without its result.
     """
-    text = outside_thoughts(text, unfinished)
     for part in reversed(text.split("####")[1:]):
         line = numbers.plain(_result(part[: 2 * numbers.MAX_LENGTH].split("\n", 1)[0]))
         lead = _MARKER_LEAD.match(line)
@@ -220,7 +213,8 @@ def tidy(text: str) -> str:
     text = numbers.tidy(_bare(text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return _bare(text)
+    text = _TIME.sub(lambda m: f"{int(m[1]) % 12 + 12 * (m[4] in 'pP')}:{m[2] or '00'}", text)
+    return _bare(_CLASS.sub(lambda m: rf"\equiv {int(m[1]) % int(m[2])} \pmod{m[2]}", text))
 
 
 def compact(text: str) -> str:
@@ -296,7 +290,7 @@ def _stated(text: str) -> tuple[str, ...]:
         return ()
     rest = text[found.end() :]
     formula = _MATH.match(rest)
-    if formula and not _FORMULA_OR.match(rest, formula.end()):
+    if formula and not re.match(r"\s*(?:,?\s*or\b|(?:[,/]|and\b)\s*\$)", rest[formula.end() :]):
         return (formula[formula.lastgroup or 0],)
     sentence = _SENTENCE_END.split(rest, maxsplit=1)[0][: MAX_LENGTH + 1].strip()
     if not _PROSE.search(sentence):

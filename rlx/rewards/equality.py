@@ -2,7 +2,7 @@ r"""Decide whether two final answers are the same, however they are written.
 
 Cheap and exact ways come first; each decides or passes on:
 
-    same text ─▶ choice (A) ─▶ words ─▶ times ─▶ numbers with units ─▶ lists of such ─▶ math-verify
+    same text ─▶ choice (A) ─▶ words ─▶ numbers with units ─▶ lists of such ─▶ math-verify
 
 Lists are compared item by item first without, then with math-verify: it reads a list as a set, and
 neither `and` nor `or`, nor the two values of `\frac{1 \pm \sqrt{5}}{2}`.
@@ -23,20 +23,11 @@ from rlx.rewards.answers import MAX_LENGTH, compact, tidy
 _MAX_DEPTH = 4  # of tuples in sets in lists
 _MAX_ITEMS = 16  # of a list; a longer one is compared as text
 
+# A choice stands in front, another one anywhere before what explains the first.
 _CHOICE = re.compile(
-    r"(?i:choice|option|answer)?\s*(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])(?=[.):]|$)).*",
-    re.DOTALL,
+    r"(?:^(?i:choice|option|answer)?|(?<=[\s,;/&.:)])|^)\s*(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])(?=[.):]|$))"
 )
-_CHOICES = re.compile(  # other ones, behind the first
-    r"(?:^|[\s,;/&])(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])[.):])"
-    r"|^[\s.,;:/&)]*(?:(?:and|or)\b\s*)?([A-J])$"
-)
-_OWN_TEXT = re.compile(r"\b(?:because|since|as|for|so|which|not|both|n?either|none|all)\b")
-_CONGRUENCE = re.compile(
-    r"(?:((?:(?!\\equiv)[^=])*?)\s*\\equiv\s*)?(-?[0-9]+(?:\s*(?:,|and|or)\s*-?[0-9]+)*)\s*"
-    r"(?:\(\s*\\?b?mod|\\[pb]?mod)\s*\{?\s*([1-9][0-9]*)\s*\}?\s*\)?"
-)
-_TIME = re.compile(r"([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
+_EXPLAINED = re.compile(r"\b(?:because|since|as|for|so|which|not|both|n?either|none|all)\b")
 _NAME = re.compile(
     r"((?:[A-Za-z]|\\[A-Za-z]+)(?:\s*_\s*(?:\w|\{[^{}]{1,9}\})|'|\s*\([A-Za-z]\))?)"
     r"\s*(?:=|\\in(?![A-Za-z]))\s*(?=[^=])(?!.*=)"
@@ -49,9 +40,8 @@ _DOUBT = {"or", "maybe", "perhaps", "possibly"}
 _SPACED = re.compile(r",\s|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _AND = re.compile(
-    r"(?<![A-Za-z\\])(?:,\s*)?(?:and|or)(?![A-Za-z])|(?:,\s*)?\\text\s*\{\s*,?\s*(?:and|or)\s*\}"
+    r"^(?:either|both)\s|(?<![A-Za-z\\])(?:,\s*)?(?:and|or)(?![A-Za-z])|(?:,\s*)?\\text\s*\{\s*,?\s*(?:and|or)\s*\}"
 )
-_CHOSEN = re.compile(r"^(?:either|both)\s")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _MARK = re.compile(r"\\[{}]|[][(){},;]")
 _BRACKETS = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
@@ -96,11 +86,6 @@ def _decide(
     if words := _words(gold):
         return words == _words(got) or (words in _SHORT_WORDS and _says(words, got))
     gold, got = _unwrapped(gold), _unwrapped(got)
-    (moments, of_half), (others, of_other) = _moments(gold), _moments(got)
-    if moments and (of_half or of_other or ":0" in gold):
-        return not moments.isdisjoint(others)
-    if classes := _congruence(gold):
-        return _same_congruence(classes, _congruence(got))
     wanted, found = numbers.read(gold), numbers.read(got)
     if wanted and found:
         return numbers.same(wanted, found)
@@ -126,14 +111,9 @@ def _plain(text: str) -> str:
 
 def _choice(text: str) -> str:
     """Return the letter of a multiple choice answer: `A`, `(a)`, `A.`, `(A) 42`; else ""."""
-    text = _TEXT.sub(r"\1", text).strip()
-    match = _CHOICE.fullmatch(text)
-    if not match:
-        return ""
-    letter = match[1] or match[2]
-    rest = _OWN_TEXT.split(text[match.end(match.lastindex or 0) + bool(match[1]) :], maxsplit=1)[0]
-    others = {one.upper() for found in _CHOICES.findall(rest) for one in found if one}
-    return letter.upper() if others <= {letter.upper()} else ""
+    text = _EXPLAINED.split(_TEXT.sub(r"\1", text).strip(), maxsplit=1)[0].rstrip()
+    letters = {(one or other).upper() for one, other in _CHOICE.findall(text)}
+    return letters.pop() if len(letters) == 1 and _CHOICE.match(text) else ""
 
 
 def _says(word: str, text: str) -> bool:
@@ -143,38 +123,12 @@ def _says(word: str, text: str) -> bool:
     return said[:1] == [word] and (opposite | _DOUBT).isdisjoint(said)
 
 
-def _moments(text: str) -> tuple[set[int], bool]:
-    """Return the minutes of the day that a time may mean, and whether it says a.m. or p.m."""
-    match = _TIME.fullmatch(_TEXT.sub(r" \1", text).strip())
-    if not match or not (match[2] or match[3]):
-        return set(), False
-    hour, minute = int(match[1]), int(match[2] or 0)
-    hours = {hour % 12, hour % 12 + 12} if 1 <= hour <= 12 else {hour}
-    if match[3]:
-        hours = {hour % 12 + 12 * (match[3] in "pP")}
-    return {60 * h + minute for h in hours}, bool(match[3])
-
-
-def _congruence(text: str) -> tuple[str, int, set[int]] | None:
-    """Return name, modulus and residues of `x \\equiv 1, 5 \\pmod 6`; None for anything else."""
-    match = _CONGRUENCE.fullmatch(_TEXT.sub(r" \1 ", text).strip())
-    if not match or (match[1] is None and "\\bmod" in text):  # an operation
-        return None
-    modulus = int(match[3])
-    return match[1] or "", modulus, {int(r) % modulus for r in re.findall("-?[0-9]+", match[2])}
-
-
-def _same_congruence(gold: tuple, got: tuple | None) -> bool:
-    return bool(got and gold[1:] == got[1:] and len({gold[0], got[0]} - {""}) < 2)
-
-
 def _without_names(gold: str, got: str) -> tuple[str, str]:
     """Return both answers without an `x =` in front, unless they name two variables."""
     matches = [_NAME.match(text) for text in (gold, got)]
-    letters = {match[1] for match in matches if match and len(match[1]) == 1}
-    functions = {match[1] for match in matches if match and match[1].endswith(")")}
+    letters = {m[1] for m in matches if m and (len(m[1]) == 1 or m[1].endswith(")"))}
     equation = any("=" in text and not m for text, m in zip((gold, got), matches, strict=True))
-    if equation or len(letters) > 1 or len(functions) > 1:
+    if equation or len(letters) > 1:
         return gold, got
     return _NAME.sub("", gold, count=1), _NAME.sub("", got, count=1)
 
@@ -234,7 +188,7 @@ def _items(text: str) -> tuple[str, list[str]]:
         return kind, _both_signs(items)
     if len(items) > (0 if kind == "()" else 1):
         return kind, items
-    items = _both_signs(_split(_AND.sub(",", _CHOSEN.sub("", text))))
+    items = _both_signs(_split(_AND.sub(",", text).lstrip(", ")))
     return "", items if len(items) > 1 else []
 
 

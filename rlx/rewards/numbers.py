@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 MAX_LENGTH = 400  # characters of a number; int() refuses thousands of digits
-_PLACES = 6  # decimal places from which on a rounded decimal counts as its fraction
+_LAST_PLACE = Fraction(1, 10**6)  # up to which a rounded decimal counts as its fraction
 _NONE = Fraction(0)
 
 # Every repetition is over disjoint characters, so no text makes these backtrack far.
@@ -47,6 +47,7 @@ _CHARACTERS = str.maketrans({
     "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "ℝ": "\\mathbb{R}", "∗": "*",
 })  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
 _DIGITS: _Rules = (
     (re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\[,!;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"),
      ","),
@@ -54,6 +55,8 @@ _DIGITS: _Rules = (
     (re.compile("[⁰¹²³⁴-⁹⁻⁺]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
 )  # fmt: skip
 _SPELLINGS: _Rules = (
+    (re.compile(r"(?<=[0-9])(\s*(?:\\text\s*\{\s*)?)(hundred|thousand|million|billion)s?\b", re.I),
+     lambda match: f"e{_SCALES[match[2].lower()]}{match[1]}"),
     (re.compile(r"(^|[=:({\[,])\s*([-+])\s+(?=[0-9.$£€¥])"), r"\1 \2"),  # no minus
     (re.compile(r"(?:\\?sqrt\s?(?:\[[^]\n]{0,9}\])?|√)[\s{(]{0,9}[-+]?"), "√_"),  # holds no number
     (re.compile(r"(?<=[0-9])\s?\\[dt]?frac"), r" \\frac"),
@@ -73,12 +76,6 @@ _MARKUP: _Rules = (
 _PERCENT = re.compile(r"\s*(?:%|\\text\s*\{\s*(?:%|per\s?cent)\s*\}|per\s?cent\b)", re.IGNORECASE)
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree")
 _EXPONENT = re.compile(r"\s*\^\s*(?:[1-4]|\{\s*-?[1-4]\s*\})")
-_SCALE = re.compile(
-    r"^(\s*(?:\\text\s*\{\s*)?)(dozen|hundred|thousand|(?:m|b|tr)illion)s?\b", re.IGNORECASE
-)
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-           "trillion": 10**12}  # fmt: skip
-_EXPONENT_WORDS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
 _IN_TEXT = re.compile(r"(?:\s*(?:\\text\s*\{[^{}]*\}|\\frac|[{}]))+\s*[CFK]?[\s.]*")
 _BARE = re.compile(r"\s?[A-Za-z]{2}[A-Za-z./ -]{0,60}")
 _NAMES = {  # of a unit; two known units that differ are a contradiction
@@ -88,13 +85,13 @@ _NAMES = {  # of a unit; two known units that differ are a contradiction
     "oz": "oz ounce", "s": "s sec second", "min": "min minute", "h": "h hr hour", "d": "d day",
     "w": "week", "month": "month", "y": "yr year", "l": "l liter litre", "ml": "ml milliliter",
     "°": "deg degree", "rad": "rad radian", "dollar": "dollar usd $", "cent": "cent",
-    "euro": "euro €", "yen": "yen ¥", "mi h": "mph", "km h": "kph kmh", "°C": "c celsius",
-    "°F": "f fahrenheit",
+    "euro": "euro €", "yen": "yen ¥", "h mi": "mph", "h km": "kph kmh", "°C": "c celsius",
+    "°F": "f fahrenheit", "2": "2 square sq squared", "3": "3 cubic cubed",
 }  # fmt: skip
 _UNITS = {name: unit for unit, names in _NAMES.items() for name in names.split()}
 _UNITS |= {f"{name}s": unit for name, unit in _UNITS.items() if len(name) > 1}
 _NOT_UNITS = {"and", "or", "to", "if", "when", "mod", "over", "not", "is", "are", "plus", "minus",
-              "times", "than", "at", "factorial", "remainder"}  # fmt: skip
+              "times", "than", "at", "dozen", "factorial", "remainder"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +102,15 @@ class Quantity:
       value: as if there were no percent sign.
       percent: whether a percent sign follows.
       unit: a key of _NAMES; "" for none or an unknown one.
-      places: decimal places; -1 unless written as a plain decimal.
-      digits: significant digits; 0 unless written with a point.
+      rounding: of a plain decimal, how far what it rounds may be; None for others.
+      error: how far what was meant may be, if this is what a float64 or float32 prints; else 0.
     """
 
     value: Fraction
     percent: bool
     unit: str
-    places: int
-    digits: int
-
-    @property
-    def error(self) -> Fraction:
-        """Return how far the number meant may be, if this is what a float64 or float32 prints."""
-        size = abs(self.value)
-        double = 15 <= self.digits <= 17
-        error = min(Fraction(1, 2 * 10**_PLACES), size / 10**5) if double else _NONE
-        widened = self.digits >= 10 and 1 <= size < 2**24 and Fraction(float(size))
-        return max(error, size / 2**24) if widened and widened.numerator < 2**24 else error
+    rounding: Fraction | None
+    error: Fraction
 
 
 def find(text: str) -> Iterator[re.Match[str]]:
@@ -164,35 +152,33 @@ def read(text: str) -> Quantity | None:
         return None
     percent = _PERCENT.match(text, match.end())
     rest = text[percent.end() if percent else match.end() :]
-    if scale := _SCALE.match(rest):
-        found, rest = found * _SCALES[scale[2].lower()], _SCALE.sub(r"\1", rest)
     unit = unit_of(rest) if rest.strip(" .") else ""
     if unit is None:
         return None
-    whole, point, decimals = match["numerator"].partition(".")
-    plain_decimal = point and not match["exponent"] and not match["denominator"]
+    numerator, size, rounding, error = match["numerator"].lstrip("0.,"), abs(found), None, _NONE
+    digits = len(re.sub("[.,]", "", numerator)) if "." in match["numerator"] else 0
+    if digits and not match["exponent"] and not match["denominator"]:
+        last = Fraction(1, 10 ** len(match["numerator"].partition(".")[2]))
+        rounding = last / 2 if last <= _LAST_PLACE and size >= 1000 * last else _NONE
+    if 15 <= digits <= 17:
+        error = min(_LAST_PLACE / 2, size / 10**5)
+    if digits >= 10 and 1 <= size < 2**24 and Fraction(float(size)).numerator < 2**24:
+        error = max(error, size / 2**24)
     return Quantity(
-        found,
-        bool(percent),
-        _UNITS.get(match["currency"] or "", unit),
-        len(decimals) if plain_decimal else -1,
-        len(f"{whole}{decimals}".lstrip("0,")) if point and not match["denominator"] else 0,
-    )
+        found, bool(percent), _UNITS.get(match["currency"] or "", unit), rounding, error
+    )  # fmt: skip
 
 
 def tolerance(gold: Quantity | None, got: Quantity | None) -> Fraction:
     """Return by how much a gold and an answer may differ; None stands for a formula.
 
-    A gold that went through a float compares to 6 places (or a float32's); a decimal with at least
-    6 places, 4 of them significant, equals whatever it is the rounding of but another decimal.
+    A gold that went through a float compares to 6 places, or a float32's; a decimal with at least 6
+    places, 4 of them significant, equals whatever it is the rounding of but another decimal.
     """
     if gold and gold.error:
         return gold.error
-    for decimal, other in ((gold, got), (got, gold)):
-        if decimal and decimal.places >= _PLACES and (other is None or other.places < 0):
-            unit = Fraction(1, 10**decimal.places)
-            return unit / 2 if abs(decimal.value) >= 1000 * unit else _NONE
-    return _NONE
+    decimals = [read.rounding for read in (gold, got) if read and read.rounding is not None]
+    return decimals[0] if len(decimals) == 1 else _NONE
 
 
 def same(gold: Quantity, got: Quantity) -> bool:
@@ -227,18 +213,17 @@ def unit_of(text: str) -> str | None:
 
     Whatever stands in `\text` is a unit; bare letters are one if they are known or a word.
     """
-    text = _DEGREES.sub(r"\\text{degree}", text)
-    powers = set(re.findall("[2-4]", "".join(_EXPONENT.findall(text))))
-    text = _EXPONENT.sub("", text).rstrip(" .")
-    words = re.findall("[a-z]+", re.sub(r"\\(?:text|frac)", " ", text).lower())
-    known = bool(words) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
-    if not _IN_TEXT.fullmatch(text) and not (known and _BARE.fullmatch(text)):
+    text = _DEGREES.sub(r"\\text{degree}", text).rstrip(" .")
+    words = re.findall("[a-z]+|[23]", re.sub(r"\\(?:text|frac)", " ", text.lower()))
+    text = _EXPONENT.sub("", text)
+    if not _IN_TEXT.fullmatch(text):
+        word = bool(_BARE.fullmatch(text)) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
+        if not word:
+            return None
+    if not _NOT_UNITS.isdisjoint(words) or words in (["squared"], ["cubed"]):
         return None
-    if not _NOT_UNITS.isdisjoint(words) or (len(words) == 1 and words[0] in _EXPONENT_WORDS):
-        return None
-    powers |= {_EXPONENT_WORDS[word] for word in words if word in _EXPONENT_WORDS}
-    units = dict.fromkeys(_UNITS[word] for word in words if word in _UNITS)
+    units = {_UNITS[word] for word in words if word in _UNITS}
     if len(units) > 1:
-        units.pop("°", None)  # of °C
-    others = [word for word in words if word not in _UNITS and word not in _EXPONENT_WORDS]
-    return " ".join([*units, *powers]) if units and len(set(others) - {"per"}) < 2 else ""
+        units.discard("°")  # of °C
+    known = units - {"2", "3"} and len(set(words) - _UNITS.keys() - {"per"}) < 2
+    return " ".join(sorted(units)) if known else ""  # "" for apples per box

@@ -34,7 +34,7 @@ def gsm8k(
       answer: the number, or a whole solution that ends in `#### 72`.
     """
     wanted = answers.final_number(str(answer))
-    got = answers.final_number(_thinking(prompt) + completion, unfinished)
+    got = answers.final_number(answers.outside_thoughts(prompt, completion, unfinished))
     if wanted is None or got is None:
         return 0.0
     return float(abs(wanted - got) <= numbers.tolerance(numbers.read(str(answer)), None))
@@ -58,19 +58,14 @@ def math(
     wanted = answers.reference(answer, solution)
     if wanted is None:
         return 0.0
-    found = answers.final_answers(_thinking(prompt) + completion, unfinished)
+    found = answers.final_answers(answers.outside_thoughts(prompt, completion, unfinished))
     return float(any(equality.equal(wanted, got) for got in found))
 
 
 def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     r"""Return 1 when the completion's last `\boxed{…}` equals the answer as by `math`, else 0."""
-    box = answers.last_box(answers.outside_thoughts(_thinking(prompt) + completion))
+    box = answers.last_box(answers.outside_thoughts(prompt, completion))
     return float(box is not None and equality.equal(answers.reference(answer) or "", box))
-
-
-def _thinking(prompt: str) -> str:
-    """Return the mark of a thought that the prompt opened, as many chat templates do."""
-    return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
 REWARDS: dict[str, RewardFunction] = {
@@ -167,12 +162,10 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def float_answers(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence about answers that went through a float; "" where none did."""
-    if REWARDS.keys().isdisjoint(names):
-        return ""
-    texts = ((number, str(row.get("answer"))) for number, row in enumerate(rows, 1))
-    short = ((number, text) for number, text in texts if 10 < len(text) < 40)
-    found = [(i, text) for i, text in short if (read := numbers.read(text)) and read.error]
+    texts = [] if REWARDS.keys().isdisjoint(names) else [str(row.get("answer")) for row in rows]
+    readings = [numbers.read(text) if 10 < len(text) < 40 else None for text in texts]
+    found = [number for number, read in enumerate(readings) if read and read.error]
     return "" if not found else (
-        f"{len(found)} of {len(rows)} answers went through a float, the first in row "
-        f"{found[0][0]}: {found[0][1]}; they compare to 6 places, answers kept as text exactly"
+        f"{len(found)} of {len(rows)} answers went through a float, first row {found[0] + 1}: "
+        f"{texts[found[0]]}; they compare to 6 places, answers kept as text exactly"
     )  # fmt: skip

@@ -103,10 +103,6 @@ from rlx.rewards.answers import final_number, last_box
         ("It is either 3 or 4.", None),
         ("It is 3, or maybe 4.", None),
         ("He needs 3 or more, so 5.", 5),
-        # thoughts
-        ("<think>72", None),
-        ("<think>71</think>#### 72", 72),
-        (r"<think>\boxed{71}</think>so it is 72", 72),
         # markdown headings are not markers
         (r"#### Step 2: add" + "\n" + r"so \boxed{7}", 7),
         (r"#### 1. First add" + "\n" + r"so \boxed{7}", 7),

@@ -188,7 +188,7 @@ def test_answers_that_went_through_a_float_are_counted_before_the_run(config, tm
     file.write_text("\n".join(json.dumps({"question": "1+1=?", "answer": a}) for a in answers))
     config.data.kind, config.data.train = "jsonl", str(file)
     assert rows_of(config, tmp_path)["rows"].found.endswith(
-        "2 of 4 answers went through a float, the first in row 2: 0.30000001192092896; they "
+        "2 of 4 answers went through a float, first row 2: 0.30000001192092896; they "
         "compare to 6 places, answers kept as text exactly"
     )
 
