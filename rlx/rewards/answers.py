@@ -24,16 +24,16 @@ _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\[{}]|\{|\}")
 _SIMPLE_BOX = re.compile(r"\\boxed\s+([^\s{}\\$]+)")
 _JOINT = re.compile(  # between boxes that make one answer: `\boxed{2} and \boxed{3}`
     r"[\s$.\\()\[\]]*(?:,|;|\band\b|\bor\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\})"
-    r"(?:[\s$,.\\()\[\]]|\bx\s*=|\band\b|\bor\b)*",
+    r"(?:[\s$,.\\()\[\]]|\bx\s*=|\b(?:and|or|maybe|perhaps|possibly|else)\b)*",
     re.IGNORECASE,
 )
 _THOUGHT = r"(?:think(?:ing)?|thought|reasoning)>"
 _ADVERBS = (  # of "the answer is therefore", "the answer must then be"
-    r"(?:(?:[a-z]+ly|therefore|thus|hence|so|then|just|about|around|indeed|now|equal\s+to|given\s+by"
+    r"(?:(?:[a-z]+ly|therefore|thus|hence|so|then|just|about|around|quite|indeed|now|equal\s+to|given\s+by"
     r"|(?:found|known)\s+to\s+be)\b[\s*_:,]*)*"
 )
 _PHRASE = re.compile(
-    rf"(?:\banswer\b[\s*_,]*{_ADVERBS}(?:is|:|=|equals\b|(?:should|must|would|will)\s+{_ADVERBS}be\b)"
+    rf"(?:\banswers?\b[\s*_,]*{_ADVERBS}(?:is|are|:|=|equals\b|(?:should|must|would|will)\s+{_ADVERBS}be\b)"
     rf"|^[*_]*A[*_]*:|<answer>)[\s*_:,]*{_ADVERBS}(?:the\s+)?",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -44,8 +44,8 @@ _MORE = re.compile(
     r"|[^\n0-9]{0,30}?\bor\b[^\n0-9]{0,30}[0-9]"
 )
 _OR = re.compile(
-    r"[0-9)}$*]\s*(?:[a-z]{1,12}\s*)?,?\s*or\s+(?:(?:maybe|perhaps|possibly|it|is)\s+)*"
-    r"(?:[a-z]\s*=\s*)?[\s$\\(*]*$",
+    r"[0-9)}$*]\s*(?:[a-z]{1,12}\s*)?,?\s*or\s+(?:(?:maybe|perhaps|possibly|else|it|is)\s+)*"
+    r"[$\\(]*(?:[a-z]\s*=\s*)?[\s$\\(*]*$",
     re.IGNORECASE,
 )
 _MARKER_LEAD = re.compile(  # what may stand between #### and its number
@@ -66,6 +66,7 @@ _TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
 _ONLY_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
 _REASON = re.compile(r",?\s*\b(?:because|since|as|for|so|which|and not|not)\b")
 _ASIDE = re.compile(rf",\s(?!(?:or|and)\b)|{_REASON.pattern}")
+_LISTED = re.compile(r"\s*(?:,|,?\s*(?:or|and)\b(?:\s+(?:maybe|perhaps|possibly))?)\s*")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 
@@ -136,7 +137,7 @@ def final_answers(text: str) -> tuple[str, ...]:
     if "####" in text:
         line = text.rpartition("####")[2].strip()[: MAX_LENGTH + 1].split("\n", 1)[0]
         if line.strip():
-            return (_result(line),)
+            return _stated(line) or (_result(line),)
     tail = text[-_TAIL:]
     stated = _stated(tail)
     if stated and not _ONLY_WORDS.fullmatch(stated[0]):
@@ -147,8 +148,10 @@ def final_answers(text: str) -> tuple[str, ...]:
     if stated:
         return stated
     whole = (tail,) if 0 < len(text.strip()) <= _WHOLE else ()
-    formula = _SUM.search(tail) or re.search(r"[A-Za-z\\^=<>]", tail)
-    number = "" if whole and formula and not _WORD.search(tail) else _last_number(tail)
+    is_formula = not _WORD.search(tail) and (
+        _SUM.search(tail) or re.search(r"[A-Za-z\\^=<>]", tail)
+    )
+    number = "" if whole and is_formula else _last_number(tail)
     return (*whole, number) if number else whole
 
 
@@ -301,14 +304,14 @@ def _stated(text: str) -> tuple[str, ...]:
 
 
 def _last_formula(text: str) -> tuple[str, str]:
-    """Return the last formula that is no prose, and what stands behind it; both may be empty."""
-    found = "", ""
+    """Return the last formula that is no prose, with those it is listed with, and what follows."""
+    found, end = "", len(text)
     for match in _MATH.finditer(text):
         content = match[match.lastgroup or 0].strip()
         if content and not _PROSE.search(_TEXT.sub("", content)):
-            other = _OR.search(text[max(0, match.start() - 60) : match.start()])
-            found = "" if other else content, text[match.end() :]
-    return found
+            listed = found and _LISTED.fullmatch(text, end, match.start())
+            found, end = f"{found}, {content}" if listed else content, match.end()
+    return found, text[end:]
 
 
 def _last_number(text: str) -> str | None:
