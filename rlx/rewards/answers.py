@@ -67,6 +67,7 @@ _ONLY_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
 _REASON = re.compile(r",?\s*\b(?:because|since|as|for|so|which|and not|not)\b")
 _ASIDE = re.compile(rf",\s(?!(?:or|and)\b)|{_REASON.pattern}")
 _LISTED = re.compile(r"\s*(?:,|,?\s*(?:or|and)\b(?:\s+(?:maybe|perhaps|possibly))?)\s*")
+_FORMULA = re.compile(rf"[A-Za-z\\^=<>]|{_SUM.pattern}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 
@@ -148,10 +149,9 @@ def final_answers(text: str) -> tuple[str, ...]:
     if stated:
         return stated
     whole = (tail,) if 0 < len(text.strip()) <= _WHOLE else ()
-    is_formula = not _WORD.search(tail) and (
-        _SUM.search(tail) or re.search(r"[A-Za-z\\^=<>]", tail)
-    )
-    number = "" if whole and is_formula else _last_number(tail)
+    if whole and not _WORD.search(tail) and _FORMULA.search(tail):
+        return whole
+    number = _last_number(tail)
     return (*whole, number) if number else whole
 
 
@@ -292,20 +292,21 @@ def _stated(text: str) -> tuple[str, ...]:
     if not found:
         return ()
     rest = text[found.end() :]
-    formula = _MATH.match(rest)
-    if formula and not re.match(r"\s*(?:,?\s*or\b|(?:[,/]|and\b)\s*\$)", rest[formula.end() :]):
-        return (formula[formula.lastgroup or 0],)
+    match = _MATH.match(rest)
+    if match and not re.match(r"\s*(?:,?\s*or\b|(?:[,/]|and\b)\s*\$)", rest[match.end() :]):
+        return (match[match.lastgroup or 0],)
     sentence = _SENTENCE_END.split(rest, maxsplit=1)[0][: MAX_LENGTH + 1].strip()
     if not _PROSE.search(sentence):
         return tuple(filter(None, dict.fromkeys((sentence, _REASON.split(sentence)[0]))))
     claim = _ASIDE.split(sentence, maxsplit=1)[0]
-    inner = "" if re.search(r"\bor\b", claim) else _last_formula(claim)[0] or _last_number(claim)
+    formula, behind = ("", "") if re.search(r"\bor\b", claim) else _last_formula(claim)
+    inner = formula if formula and " is " not in behind else _last_number(behind)
     return (sentence, inner) if inner else (sentence,) if len(sentence) <= _WHOLE else ()
 
 
 def _last_formula(text: str) -> tuple[str, str]:
     """Return the last formula that is no prose, with those it is listed with, and what follows."""
-    found, end = "", len(text)
+    found, end = "", 0
     for match in _MATH.finditer(text):
         content = match[match.lastgroup or 0].strip()
         if content and not _PROSE.search(_TEXT.sub("", content)):

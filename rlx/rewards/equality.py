@@ -20,6 +20,8 @@ from fractions import Fraction
 from rlx.rewards import numbers, symbolic
 from rlx.rewards.answers import MAX_LENGTH, compact, tidy
 
+_Verify = Callable[[str, str, Fraction], bool] | None
+
 _MAX_DEPTH = 4  # of tuples in sets in lists
 _MAX_ITEMS = 16  # of a list; a longer one is compared as text
 
@@ -63,12 +65,7 @@ def equal(gold: str, got: str) -> bool:
     return symbolic.limited(lambda: bool(_decide(gold, got, symbolic.equal)))
 
 
-def _decide(
-    gold: str,
-    got: str,
-    verify: Callable[[str, str, Fraction], bool] | None = None,
-    depth: int = 0,
-) -> bool | None:
+def _decide(gold: str, got: str, verify: _Verify = None, depth: int = 0) -> bool | None:
     """Return whether two tidy answers are the same.
 
     Args:
@@ -146,9 +143,7 @@ def _words(text: str) -> str:
     return " ".join(word for word in words if word not in ("the", "a", "an"))
 
 
-def _decide_lists(
-    gold: str, got: str, verify: Callable[[str, str, Fraction], bool] | None, depth: int
-) -> bool | None:
+def _decide_lists(gold: str, got: str, verify: _Verify, depth: int) -> bool | None:
     """Return whether two tuples, sets or lists agree, item by item; None as `_decide`."""
     (kind, wanted), (other, found) = _items(gold), _items(got)
     if len(wanted) == 1 and (kind == "()" or not found):

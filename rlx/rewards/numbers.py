@@ -49,7 +49,7 @@ _CHARACTERS = str.maketrans({
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
 _DIGITS: _Rules = (
-    (re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\[,!;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"),
+    (re.compile(r"(?<=[0-9])(?:,\\!\s?|\{,\}|\\[,!;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"),
      ","),
     (re.compile("(?<=[0-9])\\s?(?=[¼-¾⅐-⅞])"), " "),
     (re.compile("[⁰¹²³⁴-⁹⁻⁺]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),

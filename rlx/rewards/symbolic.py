@@ -126,20 +126,16 @@ def parsed(text: str) -> list[Any]:
 def _verify(gold: str, got: str, digits: int, tolerance: Fraction) -> bool:
     try:
         wanted, found = parsed(gold), parsed(got)
-        return bool(wanted and found) and (
+        return bool(wanted and found) and bool(
             _library()[0].verify(
                 wanted, found, numeric_precision=digits, timeout_seconds=None,
                 allow_set_relation_comp=True,
             )
-            or _near(wanted[0] - found[0], digits, tolerance)
+            or ((difference := wanted[0] - found[0]).is_number
+            and abs(difference.evalf(digits, chop=True)) <= tolerance)
         )  # fmt: skip
     except Exception:  # RecursionError and whatever else odd text can raise there
         return False
-
-
-def _near(difference: Any, digits: int, tolerance: Fraction) -> bool:
-    """Return whether a difference of numbers is 0 to so many digits, or within the tolerance."""
-    return difference.is_number and bool(abs(difference.evalf(digits, chop=True)) <= tolerance)
 
 
 @functools.cache
