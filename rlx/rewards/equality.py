@@ -48,6 +48,8 @@ _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _MARK = re.compile(r"\\[{}]|[][(){},;]")
 _BRACKETS = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
 _POWER_OF_TEN = re.compile(r"^([-+]?[0-9][0-9.,]*)[eE]([-+]?[0-9]+)$")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_DEGREES = re.compile(r"([0-9.]+)\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})")
 _UNIT_BEHIND = re.compile(
     r"(?<=[^\s{(\[,])(\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?[1-4]\}?)?|\^\\circ)$"
 )
@@ -102,6 +104,8 @@ def _unwrapped(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Return the text without a unit or a sign of currency, of which math-verify makes factors."""
+    if _TRIGONOMETRY.search(text):
+        text = _DEGREES.sub(r"{(\\pi\\cdot \1/180)}", text)
     text = _UNIT_BEHIND.sub("", _unwrapped(text)).lstrip("$£€¥ ").replace(";", ",")
     return _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
 
@@ -137,7 +141,8 @@ def _words(text: str) -> str:
     """
     inner = _TEXT.sub(r"\1", text).strip(" .,;:!\"'()")
     words = re.findall(r"[^\W\d_]+", inner.casefold())
-    sure = "\\text" in text or any(len(word) > 3 or word in _SHORT_WORDS for word in words)
+    least = 2 if "\\text" in text else 4
+    sure = any((len(word) >= least and word != "and") or word in _SHORT_WORDS for word in words)
     if not sure or not _WORDS.fullmatch(inner):
         return ""
     return " ".join(word for word in words if word not in ("the", "a", "an"))

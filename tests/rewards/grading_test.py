@@ -477,6 +477,18 @@ def test_dresses_of_one_fraction(top, bottom, negative):
     assert not equality.equal(plain, rf"{sign}\frac{{{top + 1}}}{{{bottom}}}")
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 9), st.integers(2, 400), st.integers(0, 99), st.integers(-9, 9))
+def test_a_part_beyond_every_float_decides(base, power, whole, other):
+    small = rf"\frac{{1}}{{{base}^{{{power}}}}}"
+    gold = rf"{whole}+{small}"
+    assert equality.equal(gold, rf"\frac{{{whole * base**power + 1}}}{{{base}^{{{power}}}}}") or (
+        whole * base**power > 10**50  # longer than sympy is shown
+    )
+    assert equality.equal(gold, rf"{small} + {whole}")
+    assert equality.equal(gold, rf"{whole} + {other} \cdot {small}") == (other == 1)
+
+
 @pytest.mark.parametrize(
     ("text", "accepted"),
     [
