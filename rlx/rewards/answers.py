@@ -7,14 +7,10 @@ last corrects the one before. Time is linear in the text, and no text raises.
 """
 
 import re
-from collections import deque
-from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
 from rlx.rewards import numbers
-
-T = TypeVar("T")
 
 MAX_LENGTH = 1000  # characters of a final answer; a longer one is compared as it stands
 _TAIL = 4000  # characters at a text's end in which an answer without a box is looked for
@@ -29,12 +25,12 @@ _JOINT = re.compile(  # between boxes that make one answer: `\boxed{2} and \boxe
 )
 _THOUGHT = r"(?:think(?:ing)?|thought|reasoning)>"
 _ADVERBS = (  # of "the answer is therefore", "the answer must then be"
-    r"(?:(?:[a-z]+ly|therefore|thus|hence|so|then|just|about|around|quite|indeed|now|equal\s+to|given\s+by"
-    r"|(?:found|known)\s+to\s+be)\b[\s*_:,]*)*"
+    r"(?:(?:(?-i:[a-z]+ly)(?=[\s*_:,]+[^\s*_:,.])|therefore|thus|hence|so|then|just|about|around"
+    r"|quite|indeed|now|equal\s+to|given\s+by|(?:found|known)\s+to\s+be)\b[\s*_:,]*)*"
 )
 _PHRASE = re.compile(
-    rf"(?:\banswers?\b[\s*_,]*{_ADVERBS}(?:is|are|:|=|equals\b|(?:should|must|would|will)\s+{_ADVERBS}be\b)"
-    rf"|^[*_]*A[*_]*:|<answer>)[\s*_:,]*{_ADVERBS}(?:the\s+)?",
+    rf"(?:\banswers?\b[\s*_,]*{_ADVERBS}"
+    rf"(?:is|are|:|=|equals\b|(?:should|must|would|will)\s+{_ADVERBS}be\b)|^[*_]*A[*_]*:|<answer>)[\s*_:,]*{_ADVERBS}(?:the\s+)?",
     re.IGNORECASE | re.MULTILINE,
 )
 _SUM = re.compile(r"[0-9)}%]\s*(?:[-+*/×÷]|\\times|\\cdot|\\div)\s*[-$£€(\\0-9]")
@@ -288,10 +284,10 @@ def _joined_boxes(text: str) -> str | None:
 
 def _stated(text: str) -> tuple[str, ...]:
     """Return what follows the last "answer is" or "answer:", to the end of its sentence."""
-    found = _last(_PHRASE.finditer(text))
+    found = list(_PHRASE.finditer(text))
     if not found:
         return ()
-    rest = text[found.end() :]
+    rest = text[found[-1].end() :]
     match = _MATH.match(rest)
     if match and not re.match(r"\s*(?:,?\s*or\b|(?:[,/]|and\b)\s*\$)", rest[match.end() :]):
         return (match[match.lastgroup or 0],)
@@ -318,9 +314,10 @@ def _last_formula(text: str) -> tuple[str, str]:
 def _last_number(text: str) -> str | None:
     """Return the last number of `text` as it is written, LaTeX made plain; None behind "or"."""
     text = numbers.plain(text)
-    found = _last(numbers.find(text))
-    other = found and _OR.search(text[max(0, found.start() - 60) : found.start()])
-    return found[0] if found and not other else None
+    for last in list(numbers.find(text))[-1:]:
+        if not _OR.search(text[max(0, last.start() - 60) : last.start()]):
+            return last[0]
+    return None
 
 
 def _result(line: str) -> str:
@@ -328,7 +325,3 @@ def _result(line: str) -> str:
     head, equals, tail = line.rpartition("=")
     done = equals and _SUM.search(head) and not _SUM.search(tail) and not _ASIDE.search(head)
     return tail if done else line
-
-
-def _last(items: Iterable[T]) -> T | None:
-    return next(iter(deque(items, maxlen=1)), None)

@@ -7,10 +7,9 @@ Cheap and exact ways come first; each decides or passes on:
 Lists are compared item by item first without, then with math-verify: it reads a list as a set, and
 neither `and` nor `or`, nor the two values of `\frac{1 \pm \sqrt{5}}{2}`.
 
-math-verify alone reads `5t` as 5, 1e-7 as 2e-7, 5 cents as 5 dollars and `\{1, 1, 2\}` as
-`\{1, 2, 2\}`; of choices and words it makes products of letters, and a tuple takes it 100 times as
-long. Nothing here raises; math-verify is stopped after `symbolic.CPU_SECONDS` of processor time,
-and the rest takes less, whatever the text.
+math-verify alone reads `5t` as 5, 5 cents as 5 dollars and `\{1, 1, 2\}` as `\{1, 2, 2\}`, and
+choices and words as products. Nothing here raises; math-verify is stopped after
+`symbolic.CPU_SECONDS` of processor time, and the rest takes less, whatever the text.
 """
 
 import re
@@ -27,7 +26,8 @@ _MAX_ITEMS = 16  # of a list; a longer one is compared as text
 
 # A choice stands in front, another one anywhere before what explains the first.
 _CHOICE = re.compile(
-    r"(?:^(?i:choice|option|answer)?|(?<=[\s,;/&.:)])|^)\s*(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])(?=[.):]|$))"
+    r"(?:^(?i:choice|option|answer)?|(?<=[\s,;/&.:)]))\s*"
+    r"(?:\(([A-Ja-j])\)(?![\w(^/+-])|([A-J])(?=[.):]|$))"
 )
 _EXPLAINED = re.compile(r"\b(?:because|since|as|for|so|which|not|both|n?either|none|all)\b")
 _NAME = re.compile(
@@ -42,7 +42,8 @@ _DOUBT = {"or", "maybe", "perhaps", "possibly"}
 _SPACED = re.compile(r",\s|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _AND = re.compile(
-    r"^(?:either|both)\s|(?<![A-Za-z\\])(?:,\s*)?(?:and|or)(?![A-Za-z])|(?:,\s*)?\\text\s*\{\s*,?\s*(?:and|or)\s*\}"
+    r"^(?:either|both)\s|(?<![A-Za-z\\])(?:,\s*)?(?:and|or)(?![A-Za-z])"
+    r"|(?:,\s*)?\\text\s*\{\s*,?\s*(?:and|or)\s*\}"
 )
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _MARK = re.compile(r"\\[{}]|[][(){},;]")
@@ -141,8 +142,8 @@ def _words(text: str) -> str:
     """
     inner = _TEXT.sub(r"\1", text).strip(" .,;:!\"'()")
     words = re.findall(r"[^\W\d_]+", inner.casefold())
-    least = 2 if "\\text" in text else 4
-    sure = any((len(word) >= least and word != "and") or word in _SHORT_WORDS for word in words)
+    known = {*words} - {"and", "or"} if "\\text" in text else _SHORT_WORDS
+    sure = any(len(word) > 3 or (len(word) > 1 and word in known) for word in words)
     if not sure or not _WORDS.fullmatch(inner):
         return ""
     return " ".join(word for word in words if word not in ("the", "a", "an"))

@@ -144,6 +144,7 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
     Otherwise `gsm8k` would silently return 0 for each answer without a number.
     """
+    name = name.removesuffix("_unfinished")
     if name not in ("gsm8k", "math"):
         return
     for index, row in enumerate(rows):

@@ -215,7 +215,7 @@ def test_resolve_names_what_is_wrong(name, message):
 def test_answers_that_can_never_be_matched_are_found_before_the_run():
     rewards.check_rows("math", [{"answer": "x"}])
     with pytest.raises(UserError, match="row 2: the answer 'unknown' holds no number"):
-        rewards.check_rows("gsm8k", [{"answer": "#### 1"}, {"answer": "unknown"}])
+        rewards.check_rows("gsm8k_unfinished", [{"answer": "#### 1"}, {"answer": "unknown"}])
 
 
 def test_a_reward_s_parameters_are_the_columns_that_rows_need(tmp_path):
