@@ -13,8 +13,9 @@ import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
 from rlx.rollout import workflows
+from rlx.rollout.datasets import answered
 from rlx.rollout.workflow_checks import checked
-from rlx.rollout.workflows import Generator, Prompts, Task, Workflow, encode
+from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
 
 
 class Scorer(Protocol):
@@ -126,9 +127,9 @@ class ModelRewarded(Scored):
             return trajectory
         tokens = trajectory.tokens
         if self._prompts:
-            answer = encode(self._prompts.tokenizer, trajectory.completion)
-            end = [] if trajectory.truncated else [self._end]
-            tokens = np.array([*self._prompts.ids(task.row), *answer, *end], np.int32)
+            text, name = trajectory.completion, f"trajectory {trajectory.trajectory_id}"
+            tokens, _ = answered(self._prompts, task.row, text, self._end, name)
+            tokens = tokens[:-1] if trajectory.truncated else tokens
         last = np.array([len(tokens) - 1])
         value = float((await self._ask(trajectory, tokens, last, values=True))[0])
         info = {**trajectory.info, "reward/model": value}

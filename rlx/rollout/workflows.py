@@ -124,6 +124,7 @@ class Prompts:
         question_key: str = "question",
         max_prompt_tokens: int = 0,
         max_model_len: int = 0,
+        vocab_size: int = 0,
     ):
         """Make a renderer of rows.
 
@@ -133,11 +134,15 @@ class Prompts:
           question_key: of each row's text or chat messages.
           max_prompt_tokens: limit of the rendered prompt; 0: none.
           max_model_len: the servers' context, which must also leave room for one token; 0: unknown.
+          vocab_size: how many tokens the model has an embedding of; 0: unknown.
         """
         self.tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._question_key = question_key
         self._told: dict[str, Any] = {}
+        self._vocab_size = vocab_size
+        self.wide = 0 < vocab_size <= max(tokenizer.get_vocab().values())  # so tokens are checked
+        self.marked = "endgeneration" in str(tokenizer.chat_template)  # what is trained on
         template = str(getattr(tokenizer, "chat_template", ""))
         marks = [mark for mark in tokenizer.get_added_vocab() if mark in template]
         marks = sorted(map(re.escape, marks), key=len, reverse=True)
@@ -155,7 +160,11 @@ class Prompts:
 
     def text(self, row: Mapping[str, Any]) -> str:
         """Return the prompt's text."""
-        return render(self.tokenizer, row[self._question_key], self._system_prompt, **self._told)
+        return chat(self.tokenizer, self.messages(row), **self._told)
+
+    def messages(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the conversation to answer."""
+        return conversation(row[self._question_key], self._system_prompt)
 
     def ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
         """Return the prompt's tokens.
@@ -166,24 +175,36 @@ class Prompts:
         return self._encode(self.text(row), row, name)
 
     def check(self, row: Mapping[str, Any], name: str) -> None:
-        """Raise Overlong if the prompt of `row` is too long, UserError if it cannot be rendered.
-
-        Every token stands for a byte or more, and each mark of the template is one, so only long
-        texts are tokenised.
-        """
+        """Raise Overlong if the prompt of `row` is too long, UserError if it cannot be rendered."""
+        text = self.render(self.messages(row), name, add_generation_prompt=True, **self._told)
         limit = min((limit for limit in self._limits.values() if limit), default=0)
+        if self.wide or (limit and self.most(text) > limit):
+            self._encode(text, row, name)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], name: str, **options: Any) -> str:
+        """Return a conversation's text; raise UserError, which names `name`, where that fails."""
         try:
-            text = self.text(row)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # of Jinja, or what the template raises on purpose
             raise UserError(
-                f"the chat template fails on {name} ({error!r:.200}); mend the row's messages"
+                f"the chat template fails on {name} ({error!r:.200}); mend it, or the messages"
             ) from error
-        most = len(self._marks.sub(" ", text).encode()) + 8  # which a tokenizer may put in front
-        if limit and most > limit:
-            self._encode(text, row, name)
+
+    def most(self, text: str) -> int:
+        """Return how many tokens a text has at most: one a byte, and one a mark of the template."""
+        return len(self._marks.sub(" ", text).encode()) + 8  # which a tokenizer may put in front
+
+    def require_known(self, ids: Any, name: str) -> None:
+        """Raise UserError where the model has no embedding of one of the tokens `ids`."""
+        if self.wide and (most := int(max(ids, default=0))) >= self._vocab_size:
+            raise UserError(
+                f"{name} has token {most} ({self.tokenizer.decode([most])!r}), the model has an "
+                f"embedding of {self._vocab_size}; use the tokenizer files of its weights"
+            )
 
     def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
         ids = encode(self.tokenizer, text)
+        self.require_known(ids, f"the prompt of {name}")
         for what, limit in self._limits.items():
             if limit and len(ids) > limit:
                 raise Overlong(

@@ -104,6 +104,7 @@ def prepare(config: ConfigDict) -> Inputs:
         question_key=config.data.question_key,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_model_len=model_config.max_position,
+        vocab_size=model_config.vocab_size,
     )
     kwargs = loading.parse_kwargs(config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
     sampling, n = training_sampling(config), config.sampling.n_samples

@@ -101,6 +101,17 @@ def test_another_tokenizer_reads_prompt_and_completion_as_texts(
     assert [tokens for tokens, *_ in judge.asked] == [[*text, 9], text]
 
 
+def test_another_template_renders_prompt_and_completion_whole(
+    fake_workflow, fake_fleet, tokenizer, monkeypatch
+):
+    template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content | trim }}{{ '!' }}")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    judge, prompts = Values(), Prompts(tokenizer)
+    run(ModelRewarded(Texts(fake_workflow(n=2)), judge, 1.0, prompts, end=256), fake_fleet())
+    whole = tokenizer("<|user|>2 + 2?!<|end|><|assistant|>so 4!<|end|>")["input_ids"]
+    assert [tokens for tokens, *_ in judge.asked] == [whole, whole[:-1]]
+
+
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
