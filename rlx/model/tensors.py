@@ -176,9 +176,22 @@ def _bytes(name: str, tensor: Any, wanted: str, spec: Any) -> memoryview:
 
 
 def save_tensors(tensors: Mapping[str, Any] | Buckets, path: Path) -> None:
-    """Write a safetensors file that transformers and PEFT read."""
+    """Write a safetensors file that transformers and PEFT read.
+
+    Raises:
+      UserError: a tensor has numbers that are not finite.
+    """
+    given = Buckets.of(tensors)
     with open(path, "wb", buffering=0) as file:
-        Buckets.of(tensors).write(file)
+        Buckets(given.tensors, map(_finite, given)).write(file)
+
+
+def _finite(bucket: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, tensor in bucket.items():
+        if not np.isfinite(np.asarray(tensor)).all():
+            found = f"tensor {name} has numbers that are not finite, and is not written"
+            raise UserError(f"{found}; lower optimizer.learning_rate, or begin from other weights")
+    return bucket
 
 
 def _write(file: BinaryIO, data: memoryview, crc: int) -> int:

@@ -151,7 +151,7 @@ def _tokenizer(config: ConfigDict, place: Path, model: ModelConfig | None) -> It
         return
     if model and len(tokenizer) > model.vocab_size:
         what = f"{len(tokenizer)} tokens, the model's vocabulary has {model.vocab_size}"
-        row = Finding("model", "tokenizer", "warning", f"{what}: prompts with others are refused",
+        row = Finding("model", "tokenizer", "warning", f"{what}: rows with others are refused",
                       "use the tokenizer files that came with the weights")  # fmt: skip
     yield row
     text = render(tokenizer, "?", prompt)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from rlx.base import Group
+from rlx.base import Group, UserError
 from rlx.cli.user_code import forget_edited
 from rlx.config import check
 from rlx.doctor import failures, memory
@@ -54,6 +54,7 @@ from rlx.train.contract import State
 LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
 _ENDLESS = 1 << 62  # rows, where applications ask
+FRUITLESS = 5  # steps in a row that teach nothing and end a run
 BUSY_SECONDS = 0.01  # how often it looks for a batch while the device computes
 
 
@@ -138,6 +139,7 @@ class _Loop:
         before it has no record.
       now: the position of `step`. rows: of an epoch.
       solved: no prompt is left that could teach anything.
+      fruitless: how many steps up to the last record taught nothing.
       seconds: of each phase since the last record. published: record of the last publish.
       device: a thread that waits for one step after the other.
     """
@@ -150,7 +152,7 @@ class _Loop:
         self.held_out = parts.held_out
         self.last_record, self.now = time.monotonic(), parts.begun
         self.rows = _ENDLESS if is_online(parts.config) else max(1, len(parts.inputs.train_rows))
-        self.generated, self.whole, self.solved = 0, True, False
+        self.generated, self.fruitless, self.whole, self.solved = 0, 0, True, False
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
@@ -352,6 +354,12 @@ class _Loop:
         )
         self.last_record, self.generated, self.seconds = now, generated, {}
         self.writer.write("metrics.jsonl", record)
+        why = run_records.fruitless(record, self.config.train.minibatches)
+        self.fruitless = self.fruitless + 1 if why else 0
+        if self.fruitless >= min(FRUITLESS, self.config.total_steps):
+            what = f"the last {self.fruitless} steps, up to {step}, taught nothing: {why}"
+            remedy = "lower optimizer.learning_rate, or check the data and the model's weights"
+            raise UserError(f"{what}; {remedy}")
         self.whole = whole  # a checkpoint after a step without a record would lose the record
         count = self.config.observe.transcripts_per_step
         self.writer.write_rollouts(step, run_records.transcripts(step, groups, count))

@@ -1,10 +1,12 @@
 """Make a run's records: pure functions from groups and counters to JSON-able values."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
+from rlx.algorithms.losses import LOSSES
 from rlx.base import Group, Trajectory
 from rlx.fleet.client import PublishReport
 
@@ -56,6 +58,15 @@ def step_record(
     record = {**own, **metrics, **own}  # whatever a user's statistic is called
     left_out = () if data == "rollouts" else OF_ROLLOUTS
     return {name: value for name, value in record.items() if name not in left_out}
+
+
+def fruitless(record: Mapping[str, Any], minibatches: int) -> str:
+    """Return why a step of a record taught nothing; empty where it did."""
+    if bad := [name for name in LOSSES if not isfinite(record.get(name, 0.0))]:
+        return f"{bad[0]} is {record[bad[0]]}"
+    if record.get("skipped_updates", 0) >= minibatches:
+        return f"the gradient's norm is {record['grad_norm']}, so no update was made"
+    return "" if record["n_valid_tokens"] else "no token was left to train on"
 
 
 def publish_record(report: PublishReport) -> dict[str, float]:

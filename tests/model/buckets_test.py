@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rlx.base import UserError
 from rlx.model import lora, peft
 from rlx.model import params as parameters
 from rlx.model.buckets import Merge, export
@@ -132,6 +133,14 @@ def test_tensors_that_are_not_those_announced_are_refused(came, said, tmp_path):
     tensors = {"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=said):
         save_tensors(Buckets(tensors, came), tmp_path / "file")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_is_not_written(tmp_path, dtype, bad):
+    tensors = {"good": np.zeros(3, dtype), "bad": np.array([0, bad, 1], dtype)}
+    with pytest.raises(UserError, match="tensor bad has numbers that are not finite"):
+        save_tensors(tensors, tmp_path / "file")
 
 
 @pytest.mark.slow

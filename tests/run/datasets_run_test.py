@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -10,6 +11,7 @@ from threading import Event
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import rlx
 from rlx.base import UserError
@@ -304,6 +306,41 @@ def test_sft_with_a_server_records_loss_and_greedy_accuracy(config, tmp_path):
         (0, True), (1, True), (2, True),
     ]  # fmt: skip
     assert steps[-1]["publish_seconds"] > 0
+
+
+@pytest.mark.parametrize("preset", ["sft", "dpo"])
+def test_a_token_that_the_model_has_no_embedding_of_is_refused_with_its_row(
+    config, preset, tiny_model_dir, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    c = config(preset)
+    wide = shutil.copytree(tiny_model_dir, tmp_path / "wide")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(wide)
+    tokenizer.add_tokens([f"extra{i}" for i in range(40)])
+    tokenizer.save_pretrained(wide)
+    c.model.path = str(wide)
+    inputs.prepare(c)  # no row has such a token
+    rows = [*ROWS[:5], {**ROWS[5], "completion": "extra39", "rejected": "extra39"}]
+    Path(c.data.train).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"of row 6 of .* has token 138 .* an embedding of 128"):
+        inputs.prepare(c)
+
+
+@pytest.mark.parametrize(
+    ("preset", "why"), [("sft", "sft_loss is nan"), ("dpo", "pair_loss is na")]
+)
+def test_a_run_that_is_never_a_number_ends_in_error_and_exports_nothing(
+    config, preset, why, tiny_model_dir, tmp_path
+):
+    c = config(preset)
+    broken = shutil.copytree(tiny_model_dir, tmp_path / "broken")
+    c.model.path, c.eval.num_questions = str(broken), 0
+    tensors = load_file(broken / hf.WEIGHTS)
+    tensors["model.norm.weight"] *= np.nan
+    save_file(tensors, broken / hf.WEIGHTS, {"format": "pt"})
+    with pytest.raises(UserError, match=f"the last 2 steps, up to 2, taught nothing: {why}"):
+        rlx.run(c, tmp_path / "run")
+    assert not (tmp_path / "run" / "hf").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """How the loop ends when something fails: what is saved then, and what is said."""
 
+import itertools
 from threading import Event
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,7 +12,7 @@ from rlx.base import DiskFull, UserError
 from rlx.fleet.client import Fleet
 from rlx.mismatch.gate import Verdict
 from rlx.run.frequency import KINDS, Position
-from rlx.run.loop import _Loop
+from rlx.run.loop import FRUITLESS, _Loop
 
 DISAGREE = UserError("gate: engine and trainer disagree")
 
@@ -136,3 +137,45 @@ def test_a_step_whose_record_cannot_be_written_is_in_no_checkpoint(loop, monkeyp
     with pytest.raises(UserError, match="No space left"):
         made.main()
     assert (made.step > 0, saves) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"skipped_updates": 1.0, "grad_norm": float("nan")}, "norm is nan, so no update was made"),
+        ({"sft_loss": float("nan")}, "sft_loss is nan"),
+        ({"pair_loss": float("inf"), "skipped_updates": 1.0}, "pair_loss is inf"),
+        ({"n_valid_tokens": 0}, "no token was left to train on"),
+    ],
+)
+@pytest.mark.parametrize("total", [3, 20])
+def test_steps_in_a_row_that_teach_nothing_end_the_run_unsaved(
+    loop, monkeypatch, metrics, why, total
+):
+    made, saves = steps_at_once(loop, monkeypatch), []
+    made.config.total_steps = total
+    made.parts.update.update.side_effect = lambda *_: (object(), {"n_valid_tokens": 1, **metrics})
+    monkeypatch.setattr(made, "_save_due", lambda: False)
+    monkeypatch.setattr(made.saves, "save", lambda state, now: saves.append(now))
+    last = min(total, FRUITLESS)
+    with pytest.raises(
+        UserError, match=f"the last {last} steps, up to {last}, taught nothing: .*{why}"
+    ):
+        made.main()
+    assert not saves
+
+
+def test_steps_that_teach_nothing_now_and_then_end_no_run(loop, monkeypatch):
+    made = steps_at_once(loop, monkeypatch)
+    made.config.total_steps, made.config.train.minibatches = 3 * FRUITLESS, 2
+    steps = itertools.count()
+
+    def update(state, groups):
+        n = next(steps)
+        bad = 1 + (n % FRUITLESS > 0)  # all but one of FRUITLESS make no update
+        return state, {"n_valid_tokens": 1, "skipped_updates": bad, "grad_norm": float("nan")}
+
+    made.parts.update.update.side_effect = update
+    monkeypatch.setattr(made, "_save_due", lambda: False)
+    monkeypatch.setattr(made, "_finish", lambda: (made.step, True))
+    assert made._main() == (3 * FRUITLESS, True)
