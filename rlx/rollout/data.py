@@ -6,6 +6,7 @@ names file and line, or row.
 """
 
 import csv
+import datetime
 import difflib
 import hashlib
 import inspect
@@ -13,10 +14,13 @@ import io
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 
@@ -48,10 +52,10 @@ def load(
 
     Args:
       source: a path; `owner/name`, `owner/name:split`, `owner/name:config:split`; FILE.py:name or
-        module:name. A file is read by its suffix: .csv, .parquet, others as .jsonl.
+        module:name. A file is read by its suffix: .csv, .parquet, others as .jsonl or JSON array.
       question_key: key of each row's text or chat messages; not looked at if empty.
       answer_key: key of the answer that rewards compare with; every row has it, unless empty.
-      texts: keys of further texts that every row has → the option that names each.
+      texts: keys of further texts, or chat messages, that every row has → the option of each.
       needed: keys of whatever else every row has.
       split: of a hub data set whose name gives none, and of a function that takes one.
 
@@ -63,9 +67,8 @@ def load(
     rows = []
     for where, row in _rows(source, split):
         _check_keys(row, where, wanted, options)
-        for key in texts:
-            if not isinstance(row[key], str):
-                raise UserError(f"{where}: {key!r} must be text, got {row[key]!r}")
+        for key in filter(None, (question_key, *texts)):
+            row[key] = _said(row[key], f"{where}: {key!r}")
         if question_key:
             _check_question(row[question_key], f"{where}: {question_key!r}")
         rows.append({**row, "answer": row[answer_key]} if answer_key else row)
@@ -116,7 +119,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     if is_code(source):
         return _own_rows(source, split)
     hub = _HUB_NAME.fullmatch(source) and not path.parent.is_dir()
-    if hub and not path.exists() and path.suffix not in _READERS:
+    if hub and not path.exists() and path.suffix.lower() not in _READERS:
         return _hub_rows(source, split)
     try:
         content = path.read_bytes()
@@ -124,7 +127,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
         raise UserError(f"no file {path}{_nearest(path)}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a .jsonl file") from None
-    return _READERS.get(path.suffix, _json_lines)(content, path)
+    return _READERS.get(path.suffix.lower(), _json_lines)(content, path)
 
 
 def takes_split(source: str) -> bool:
@@ -145,12 +148,7 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
                     f"{source} gives more than {MOST_ROWS:,} rows and may never end, and a run "
                     "reads all as it starts; end it, as by itertools.islice"
                 )
-            try:
-                plain = _plain(row, default=None)
-            except (TypeError, ValueError) as error:
-                wanted = "a dict of texts, numbers, lists and dicts, which checkpoints hold"
-                raise UserError(f"{source}, row {n} is not {wanted}: {error}") from None
-            yield f"{source}, row {n}", plain
+            yield f"{source}, row {n}", _plain(row, f"{source}, row {n}", default=None)
     except UserError:
         raise
     except Exception as error:
@@ -158,17 +156,23 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield `FILE:LINE` and the row of each line of a file with one JSON object a line."""
+    """Yield place and row of a file with one JSON object a line, or of an array of them."""
+    content = content.removeprefix(b"\xef\xbb\xbf")
     if not content.strip():
         raise UserError(f"{path} is empty; it needs one JSON object a line")
-    lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
-    for n, line in enumerate(lines, 1):
-        yield f"{path}:{n}", _row(line, f"{path}:{n}")
+    if content.lstrip().startswith(b"["):
+        for n, row in enumerate(_parsed(content, str(path)), 1):
+            yield f"{path}, row {n}", _row(row, f"{path}, row {n}")
+        return
+    for n, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            yield f"{path}:{n}", _row(_parsed(line, f"{path}:{n}"), f"{path}:{n}")
 
 
 def _csv(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
     """Yield `FILE:LINE` and row of a table with a header; every value is text."""
     text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+    csv.field_size_limit(sys.maxsize)  # of all readers; it was 128 KiB
     table = csv.DictReader(text, strict=True)
     try:
         for row in table:
@@ -196,7 +200,7 @@ def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
         for batch in parquet.ParquetFile(io.BytesIO(content)).iter_batches():
             for row in batch.to_pylist():
                 n += 1
-                yield f"{path}, row {n}", _plain(row)
+                yield f"{path}, row {n}", _plain(row, f"{path}, row {n}")
     except (ArrowException, OSError) as error:
         raise UserError(f"{path}, after row {n}: not Parquet: {error!r:.200}") from None
 
@@ -227,7 +231,7 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
             f"hub: {reason}; check name and network, or give the path of a .jsonl file"
         ) from error
     for n, row in enumerate(found, 1):
-        yield f"{source}, row {n}", _plain(row)
+        yield f"{source}, row {n}", _plain(row, f"{source}, row {n}")
 
 
 class Cursor:
@@ -341,7 +345,7 @@ class Cursor:
         if self._digest is None:
             digest = hashlib.blake2b(digest_size=8)
             for row in self._rows:
-                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+                digest.update(json.dumps(row, sort_keys=True).encode())
             self._digest = digest.hexdigest()
         return self._digest
 
@@ -366,29 +370,47 @@ def _parts(mix: Sequence[tuple[int, float]]) -> list[_Part]:
     return parts
 
 
-def _row(line: bytes, where: str) -> Row:
-    if not line.strip():
-        raise UserError(f"{where}: the line is empty; remove it")
+def _parsed(text: bytes, where: str) -> Any:
     try:
-        row = json.loads(line.decode("utf-8"))
+        return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8"
         ) from None
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not JSON: {error.msg} at column {error.colno}; one object a line"
-        ) from None
+        place = f"column {error.colno}" + f" of line {error.lineno}" * (error.lineno > 1)
+        raise UserError(f"{where}: not JSON: {error.msg} at {place}; one object a line") from None
     except (ValueError, RecursionError) as error:  # a number or a nesting without end
         raise UserError(f"{where}: not a row: {error}; one flat object a line") from None
+
+
+def _row(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    return row
+    return _plain(row, where) if "\\ud" in ascii(row) else row
 
 
-def _plain(row: Mapping[str, Any], default: Callable[[Any], Any] | None = str) -> Row:
-    """Return a row of JSON values, as checkpoints hold; `default` makes them of dates and bytes."""
-    return json.loads(json.dumps({**row}, default=default))
+def _text(value: Any) -> Any:
+    """Return what JSON has for a value of a column; raise ValueError or TypeError for others."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no text")
+
+
+def _plain(row: Any, where: str, default: Callable[[Any], Any] | None = _text) -> Row:
+    """Return a row of JSON values, as checkpoints hold; `default` makes them of other objects."""
+    try:
+        plain = json.loads(json.dumps({**row}, default=default))
+        if "\\ud" in ascii(plain):  # perhaps half of a surrogate pair, which no tokenizer takes
+            json.dumps(plain, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        wanted = "a dict of texts, numbers, lists and dicts, which checkpoints hold"
+        raise UserError(f"{where} is not {wanted}: {error}") from None
+    return plain
 
 
 def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[str, str]) -> None:
@@ -399,21 +421,36 @@ def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[st
             raise UserError(f"{where}: the row has no {key!r}, only {keys}; add it or {remedy}")
 
 
+def _said(given: Any, what: str) -> Any:
+    """Return a text, or chat messages with texts as contents, whose parts are joined.
+
+    Raises:
+      UserError: it is neither.
+    """
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise UserError(f"{what} must be text or a list of messages, got {given!r}")
+    found = [{**message} if isinstance(message, dict) else {} for message in given]
+    for n, message in enumerate(found, 1):
+        parts = message.get("content")
+        if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+            texts = [part.get("text") for part in parts]
+            message["content"] = "".join(texts) if all(isinstance(t, str) for t in texts) else parts
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            got = repr(given[n - 1])[:80]
+            raise UserError(f"{what}: message {n} must have texts `role` and `content`, got {got}")
+        if message["role"] not in _ROLES:
+            roles, role = ", ".join(_ROLES), message["role"]
+            raise UserError(f"{what}: message {n} has role {role!r}; use one of {roles}")
+    return found
+
+
 def _check_question(question: Any, what: str) -> None:
     """Raise UserError unless it is text, or chat messages that the model can answer."""
-    if not isinstance(question, list):
-        if not isinstance(question, str) or not question.strip():
-            raise UserError(f"{what} must be text or a list of messages, got {question!r}")
-        return
-    for n, message in enumerate(question, 1):
-        found = message if isinstance(message, dict) else {}
-        if not all(isinstance(found.get(key), str) for key in ("role", "content")):
-            got = repr(message)[:80]
-            raise UserError(f"{what}: message {n} must have texts `role` and `content`, got {got}")
-        if found["role"] not in _ROLES:
-            roles, role = ", ".join(_ROLES), found["role"]
-            raise UserError(f"{what}: message {n} has role {role!r}; use one of {roles}")
-    if not question or question[-1]["role"] == "assistant":
+    if isinstance(question, str) and not question.strip():
+        raise UserError(f"{what} must be text or a list of messages, got {question!r}")
+    if not question or (isinstance(question, list) and question[-1]["role"] == "assistant"):
         raise UserError(f"{what} must end with a message to answer, not with the assistant's own")
 
 
@@ -430,7 +467,7 @@ def _nearest(path: Path) -> str:
         return f"; the directory {folder} does not exist either"
     names = sorted(p.name for p in folder.iterdir())
     near = difflib.get_close_matches(path.name, names, n=1)
-    files = [name for name in names if name.endswith(FORMATS)]
+    files = [name for name in names if name.lower().endswith(FORMATS)]
     if near:
         return f"; did you mean {folder / near[0]}?"
     return f"; {folder} holds {', '.join(files[:5])}" if files else f"; no .jsonl file in {folder}"

@@ -92,7 +92,7 @@ def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
     """
     if not path:
         rows = arithmetic.problems(0, "held_out", count)
-    elif path.endswith(data.FORMATS):
+    elif path.lower().endswith(data.FORMATS):
         rows = data.load(path, answer_key="")[:count]
     else:
         try:

@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import decimal
 import importlib.util
 import io
 import json
@@ -57,8 +58,10 @@ def test_other_keys(write):
     [
         ('{"question": "x", "answer": }', "not JSON: Expecting value at column 29"),
         ('{"question": "x"', "not JSON"),
-        ("", "the line is empty"),
-        ("   ", "the line is empty"),
+        (
+            '{"question": [{"role": "user", "content": [{"image": 1}]}], "answer": ""}',
+            "message 1 must have texts",
+        ),
         ("[1, 2]", "must be a JSON object, not list"),
         ("null", "must be a JSON object, not NoneType"),
         ('{"answer": "2"}', "has no 'question', only 'answer'; add it or set data.question_key"),
@@ -101,6 +104,68 @@ def test_a_bad_line_is_named(write, second_line, message):
 def test_an_empty_file(write, content):
     with pytest.raises(UserError, match=r"train.jsonl is empty; it needs one JSON object a line"):
         data.load(str(write(content)))
+
+
+def test_empty_lines_are_passed_over_and_counted(write):
+    path = write("\n" + GOOD + "\n\n  \r\n" + GOOD + "\n\n{}\n")
+    with pytest.raises(UserError, match=r"train.jsonl:7: the row has no 'question'"):
+        data.load(str(path))
+    assert len(data.load(str(write("\n" + GOOD + "\n \n" + GOOD + "\n\n")))) == 2
+
+
+@pytest.mark.parametrize("text", ["\\ud83d", "\\uDE00 a", "\\ude00\\ud83d"])
+def test_half_of_a_surrogate_pair_is_refused_with_its_row(write, text):
+    whole = '{"question": "\\ud83d\\ude00 C:\\\\ud", "answer": "2"}'
+    (row,) = data.load(str(write(whole)))
+    assert row["question"] == "\U0001f600 C:\\ud"
+    bad = whole.replace("2", text)
+    with pytest.raises(UserError, match=r"train.jsonl:2 is not .* can't encode character"):
+        data.load(str(write(whole + "\n" + bad)))
+    with pytest.raises(UserError, match=r"x.json, row 2 is not .* can't encode character"):
+        data.load(str(write(f"[{whole}, {bad}]", "x.json")))
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_rows_is_read_and_its_rows_are_counted(write, indent):
+    rows = [{"question": "a [", "answer": "\u00e9"}, {"question": "b"}, 5]
+    text = json.dumps(rows[:1] * 3, indent=indent)
+    assert data.load(str(write(" \n" + text, "x.json"))) == rows[:1] * 3
+    with pytest.raises(UserError, match=r"x.json, row 2: the row has no 'answer', only 'question'"):
+        data.load(str(write(json.dumps(rows, indent=indent), "x.json")))
+    with pytest.raises(UserError, match=r"x.json, row 3: a row must be a JSON object, not int"):
+        data.load(str(write(json.dumps(rows, indent=indent), "x.json")), answer_key="")
+    with pytest.raises(UserError, match=r"x.json: not JSON: Expecting ',' delimiter at column \d+"):
+        data.load(str(write(text.replace("}, {", "} {").replace("},\n", "}\n"), "x.json")))
+
+
+@pytest.mark.parametrize("suffix", ["CSV", "Parquet", "JSONL"])
+def test_a_suffix_may_be_upper_case(write, suffix):
+    path = write(WRITERS[suffix.lower()](FLAT), f"rows.{suffix}")
+    assert data.load(str(path)) == FLAT
+
+
+def test_a_field_may_be_long(write):
+    rows = [{"question": "a, " * 100_000, "answer": "1"}]
+    assert data.load(str(write(as_csv(rows), "x.csv"))) == rows
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_conversations_are_read_and_parts_of_a_text_are_joined(write, suffix):
+    def message(role, *texts):
+        return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+    rows = [
+        {"prompt": [message("user", "1 ", "+ 1?")], "chosen": [message("assistant", "2")],
+         "rejected": [{"role": "assistant", "content": "3"}] if suffix == "jsonl" else
+         [message("assistant", "3")]},
+    ]  # fmt: skip
+    path = write(WRITERS[suffix](rows), f"rows.{suffix}")
+    (found,) = data.load(str(path), "prompt", "", texts={"chosen": "", "rejected": ""})
+    assert found == {
+        "prompt": [{"role": "user", "content": "1 + 1?"}],
+        "chosen": [{"role": "assistant", "content": "2"}],
+        "rejected": [{"role": "assistant", "content": "3"}],
+    }
 
 
 def test_a_missing_file_suggests_the_nearest(write, tmp_path):
@@ -195,11 +260,37 @@ def test_mistakes_of_every_format_are_one_line(write, name, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_parquet_of_dates_and_bytes_gives_values_that_checkpoints_hold(write):
-    row = {"question": "q", "answer": "a", "day": datetime.date(2024, 5, 6), "raw": b"x"}
+def test_columns_of_dates_bytes_and_numbers_give_values_that_checkpoints_hold(write):
+    row = {"question": b"0+1=?", "answer": b"1", "day": datetime.date(2024, 5, 6),
+           "price": decimal.Decimal("1.50"), "at": datetime.time(1, 2), "many": [b"a", b"\xc3\xa9"],
+           "deep": {"raw": b"x"}}  # fmt: skip
     (found,) = data.load(str(write(as_parquet([row]), "x.parquet")))
-    assert found["day"] == "2024-05-06"
-    json.dumps(found)
+    assert found == {"question": "0+1=?", "answer": "1", "day": "2024-05-06", "price": "1.50",
+                     "at": "01:02:00", "many": ["a", "\u00e9"], "deep": {"raw": "x"}}  # fmt: skip
+
+
+def test_bytes_that_are_no_text_are_refused_with_their_row(write):
+    rows = [{"question": "q", "answer": raw} for raw in (b"1", b"\xff")]
+    with pytest.raises(
+        UserError, match=r"x.parquet, row 2 is not a dict of .*: .*codec.* 0xff"
+    ) as e:
+        data.load(str(write(as_parquet(rows), "x.parquet")))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(np.int64(3), 3), (np.array([1.5, 2]), [1.5, 2]), (np.array([b"a"]), ["a"]), (b"b", "b"),
+     (object(), None), ("\ud83d", None)],
+)  # fmt: skip
+def test_values_of_the_hub_are_json_or_refused_with_their_row(hub, monkeypatch, value, wanted):
+    rows = [{"question": "q", "answer": value}]
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *_, split: rows)
+    if wanted is None:
+        with pytest.raises(UserError, match=r"openai/gsm8k, row 1 is not a dict of texts"):
+            data.load("openai/gsm8k")
+    else:
+        assert data.load("openai/gsm8k") == [{"question": "q", "answer": wanted}]
 
 
 def test_without_pyarrow_the_remedy_is_named(write, monkeypatch):
@@ -320,6 +411,10 @@ def dates():
     yield {"question": "q", "answer": datetime.date(2024, 5, 6)}
 
 
+def half():
+    yield {"question": "q \\ud83d", "answer": "a"}
+
+
 def none():
     return None
 
@@ -351,6 +446,10 @@ def test_rows_of_a_function_with_splits(own):
         ("breaks", "gives no row 2: ZeroDivisionError: division by zero (FILE, line 16)"),
         ("none", "gives no row 1: TypeError: 'NoneType' object is not iterable"),
         ("dates", "dicts, which checkpoints hold: Object of type date is not JSON"),
+        (
+            "half",
+            "row 1 is not a dict of texts, numbers, lists and dicts, which checkpoints hold: 'ut",
+        ),
         ("numbers", "row 2 is not a dict of texts"),
         ("empty", "has no rows"),
     ],
@@ -503,7 +602,7 @@ def test_no_rows():
 def test_further_texts_are_wanted_and_named(write):
     path = write('{"question": "p", "good": "s", "bad": "t"}\n{"question": "p", "good": 3}')
     texts = {"good": "data.chosen_key"}
-    with pytest.raises(UserError, match=r":2: 'good' must be text, got 3"):
+    with pytest.raises(UserError, match=r":2: 'good' must be text or a list of messages, got 3"):
         data.load(str(path), "question", "", texts=texts)
     texts = {"bad": "data.rejected_key"}
     with pytest.raises(UserError, match=r":2: the row has no 'bad'.*set data.rejected_key"):

@@ -344,6 +344,28 @@ def test_a_run_that_is_never_a_number_ends_in_error_and_exports_nothing(
 
 
 @pytest.mark.parametrize(
+    ("preset", "given"), [("sft", ["completion"]), ("dpo", ["chosen", "rejected"])]
+)
+@pytest.mark.parametrize("repeated", [False, True])
+def test_conversations_give_the_groups_of_their_texts(config, preset, given, repeated):
+    c = config(preset)
+    wanted = inputs.prepare(c).held_out
+    rows = []
+    for row in ROWS:
+        asked = [{"role": "user", "content": [{"type": "text", "text": row["question"]}]}]
+        answers = {key: [{"role": "assistant", "content": row[key]}] for key in given}
+        if repeated:
+            answers = {key: [*asked, *answer] for key, answer in answers.items()}
+        rows.append({"question": asked, **answers})
+    Path(c.data.train).write_text(json.dumps(rows))
+    for group, other in zip(inputs.prepare(c).held_out, wanted, strict=True):
+        for one, two in zip(group.trajectories, other.trajectories, strict=True):
+            assert one.tokens.tolist() == two.tokens.tolist()
+            assert one.loss_mask.tolist() == two.loss_mask.tolist()
+            assert one.completion == two.completion
+
+
+@pytest.mark.parametrize(
     ("preset", "changes", "words"),
     [
         ("reward_model", {"fleet.num_servers": 1}, ["reward model", "fleet.num_servers=0"]),
