@@ -6,7 +6,6 @@ names file and line, or row.
 """
 
 import csv
-import datetime
 import difflib
 import hashlib
 import inspect
@@ -16,11 +15,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import UUID
 
 import numpy as np
 
@@ -394,9 +392,9 @@ def _text(value: Any) -> Any:
     """Return what JSON has for a value of a column; raise ValueError or TypeError for others."""
     if isinstance(value, bytes):
         return value.decode()
-    if isinstance(value, np.ndarray | np.generic):
+    if hasattr(value, "tolist"):  # numpy's
         return value.tolist()
-    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID):
+    if hasattr(value, "isoformat") or type(value).__module__ in ("datetime", "decimal", "uuid"):
         return str(value)
     raise TypeError(f"{type(value).__name__} is no text")
 
@@ -422,21 +420,16 @@ def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[st
 
 
 def _said(given: Any, what: str) -> Any:
-    """Return a text, or chat messages with texts as contents, whose parts are joined.
-
-    Raises:
-      UserError: it is neither.
-    """
+    """Return a text, or chat messages whose contents are texts, joined of their parts."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         raise UserError(f"{what} must be text or a list of messages, got {given!r}")
     found = [{**message} if isinstance(message, dict) else {} for message in given]
     for n, message in enumerate(found, 1):
-        parts = message.get("content")
-        if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
-            texts = [part.get("text") for part in parts]
-            message["content"] = "".join(texts) if all(isinstance(t, str) for t in texts) else parts
+        if isinstance(parts := message.get("content"), list):
+            with suppress(TypeError, KeyError):
+                message["content"] = "".join(part["text"] for part in parts)
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             got = repr(given[n - 1])[:80]
             raise UserError(f"{what}: message {n} must have texts `role` and `content`, got {got}")

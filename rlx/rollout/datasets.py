@@ -9,6 +9,7 @@ A held-out evaluation, which brings its own sampling, gets completions from anot
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlx.rollout import workflows
 from rlx.rollout.workflows import Generator, Overlong, Prompts, Task, Workflow, encode
 
 _CHOSEN, _REJECTED = 1.0, 0.0  # the rewards of a pair
+_WORDS = re.compile(r"<[^<>\s]+>|[^<\s]+|<")  # between which a template may change spaces
 _REMEDY = "set data.chat_template to a file whose {% generation %} marks say what is trained on"
 
 
@@ -145,27 +147,30 @@ def rendered(
     The text begins with the prompt that a model is asked with, unless the template has marks.
 
     Args:
-      answer: a text, or messages, perhaps with the question's in front. name: in errors.
+      answer: a text, or messages, perhaps with some of the question's in front. name: in errors.
 
     Raises:
       UserError: the chat template does not render the answer so, or not all of it.
     """
     asked, marked = prompts.messages(row), prompts.marked
     given = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    given = given[len(asked) :] if given[: len(asked)] == asked else given
+    if given[:-1] == asked[len(asked) - len(given) + 1 :]:
+        given = given[-1:]
     if not given or given[-1]["role"] != "assistant" or (len(given) > 1 and not marked):
         what = f"{name} has {len(given)} messages, wanted one of the assistant"
         raise UserError(f"{what}; give each turn a row, or {_REMEDY}")
     text = prompts.render([*asked, *given], name)
     prompt = prompts.render(asked, name, add_generation_prompt=not marked)
-    begin = len(os.path.commonprefix([prompt, text]))  # noqa: RUF071 - of characters
+    begin = len(prompt)
+    if not text.startswith(prompt):
+        begin = len(os.path.commonprefix([prompt, text]))  # noqa: RUF071 - of characters
     if begin < len(prompt) and not marked:
         raise UserError(
             f"the chat template asks for {name} by {prompt[-40:]!r}, but renders it as "
             f"{text[begin:][:40]!r}; begin the answer as the prompt ends, or {_REMEDY}"
         )
     said, at, end = " ".join(m["content"] for m in given if m["role"] == "assistant"), len(text), 0
-    for word in reversed(said.split()):
+    for word in reversed(_WORDS.findall(said)):
         if (at := text.rfind(word, 0, at)) < 0:
             raise UserError(f"the chat template leaves {word!r} of {name} out; {_REMEDY}")
         end = end or at + len(word)

@@ -45,6 +45,11 @@ def of(answer, ask="", end="<|im_end|>\n"):
 KEPT = "{{ m.content if '</think>' in m.content else '<think>\n\n</think>\n\n' ~ m.content }}"
 CLOSED = "{{ m.content if '</think>' in m.content else '<think></think>' ~ m.content }}"
 BEHIND = "{{ m.content.split('</think>')[-1] }}"
+SPACED = (
+    "{% if '</think>' in m.content %}{% set parts = m.content.split('</think>') %}<think>\n"
+    "{{ parts[0].split('<think>')[-1] | trim }}\n</think>\n\n{{ parts[1] | trim }}"
+    "{% else %}{{ m.content }}{% endif %}"
+)
 CHANNEL = "<|channel|>final<|message|>"
 END = "<|im_end|>"
 # kind → template, and the text that is trained on for PLAIN and for THOUGHT; None: refused.
@@ -199,12 +204,18 @@ def test_a_word_has_the_token_that_it_has_in_the_text():
     assert tokenizer.convert_ids_to_tokens(ids[mask].tolist())[0].startswith("T")
 
 
-def test_a_prompt_that_answers_repeat_is_rendered_once(tokenizer):
-    repeated = messages(PLAIN)
-    for one, other in zip(
-        answered(tokenizer, CHATML, repeated), answered(tokenizer, CHATML, PLAIN), strict=True
-    ):
-        assert one.tolist() == other.tolist()
+@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
+def test_a_prompt_that_answers_repeat_is_rendered_once(tokenizer, system_prompt):
+    tokenizer.chat_template, end = CHATML, tokenizer.eos_token_id
+    prompts = Prompts(tokenizer, system_prompt=system_prompt)
+    one, other = (demonstrated(prompts, end, answer) for answer in (messages(PLAIN), PLAIN))
+    assert [column.tolist() for column in one] == [column.tolist() for column in other]
+
+
+def test_a_template_may_change_the_spaces_around_a_thought(tokenizer):
+    ids, mask = answered(tokenizer, of(SPACED), "<think>12 and 30</think>Then 42.")
+    wanted = "<think>\n12 and 30\n</think>\n\nThen 42.<|im_end|>"
+    assert spelled(tokenizer, ids[mask]).replace(" ", "") == wanted.replace(" ", "")
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ JSONL = ["--config.data.kind=jsonl", "--config.reward.name=gsm8k"]
     ("text", "flags", "words"),
     [
         ('{"question": "1+1", "answer": "2"}\n{"question": \n', JSONL, ["rows.jsonl:2"]),
-        ('{"question": "1+1", "answer": "2"}\n\n', JSONL, ["rows.jsonl:2", "empty"]),
+        ('{"question": "1+1", "answer": "2"}\n\n5', JSONL, ["rows.jsonl:3", "JSON object"]),
         ("", JSONL, ["rows.jsonl", "empty"]),
         ('{"question": "1+1"}\n', JSONL, ["rows.jsonl:1", "answer"]),
         ('{"question": "1+1", "answer": "two"}\n', JSONL, ["row 1", "no number"]),
