@@ -176,11 +176,7 @@ def _bytes(name: str, tensor: Any, wanted: str, spec: Any) -> memoryview:
 
 
 def save_tensors(tensors: Mapping[str, Any] | Buckets, path: Path) -> None:
-    """Write a safetensors file that transformers and PEFT read.
-
-    Raises:
-      UserError: a tensor has numbers that are not finite.
-    """
+    """Write a safetensors file for transformers and PEFT; UserError for a NaN or an infinity."""
     given = Buckets.of(tensors)
     with open(path, "wb", buffering=0) as file:
         Buckets(given.tensors, map(_finite, given)).write(file)

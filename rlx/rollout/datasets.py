@@ -144,13 +144,11 @@ def rendered(
 ) -> tuple[list[Mapping[str, Any]], str, int, int]:
     """Return a row's conversation with its answer, its text, and the answer's begin and end there.
 
-    The text begins with the prompt that a model is asked with, unless the template has marks.
-
-    Args:
-      answer: a text, or messages, perhaps with some of the question's in front. name: in errors.
+    The text begins with the prompt that a model is asked with, unless the template has marks. The
+    answer is a text, or messages, perhaps with the question's in front.
 
     Raises:
-      UserError: the chat template does not render the answer so, or not all of it.
+      UserError: the chat template does not render the answer `name` so, or not all of it.
     """
     asked, marked = prompts.messages(row), prompts.marked
     given = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer

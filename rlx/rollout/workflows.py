@@ -88,9 +88,9 @@ def conversation(question: Any, system_prompt: str = "") -> list[Mapping[str, An
     return messages
 
 
-def render(tokenizer: Any, question: Any, system_prompt: str = "", **template: Any) -> str:
+def render(tokenizer: Any, question: Any, system_prompt: str = "") -> str:
     """Return the text of a row's question (see `conversation`), up to the answer's turn."""
-    return chat(tokenizer, conversation(question, system_prompt), **template)
+    return chat(tokenizer, conversation(question, system_prompt))
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
