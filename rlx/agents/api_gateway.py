@@ -45,6 +45,7 @@ from rlx.fleet.requests import Chunk
 from rlx.fleet.sample import Completion
 from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
+from rlx.rollout.control_tokens import controls, own_text, plain, shielded
 
 MAX_BODY = 16 << 20  # bytes of a request
 _SMALL = 8 << 10  # bytes of a body that is read and tokenised on the event loop
@@ -303,7 +304,8 @@ class Gateway:
                 400, "the model's chat template does not describe tools in a format that is read "
                 "here (docs/agents.md); leave tools out", "tools",
             )  # fmt: skip
-        forced = "" if asked.forced is None else self._reader.beginning(asked.forced)
+        named = shielded(asked.forced or "", controls(self._tokenizer).pattern)
+        forced = "" if asked.forced is None else self._reader.beginning(named)
         if asked.forced is not None and not forced:
             message = "calls of this format cannot be begun for the model; take auto"
             raise ApiError(400, message, "tool_choice")
@@ -351,7 +353,7 @@ class Gateway:
         """Record the completions as the choices of the answer `name`; return these."""
         said = []
         for number, completion in enumerate(completions):
-            words = p.forced + self._decode(completion.tokens)
+            words = plain(p.forced) + self._decode(completion.tokens)
             text, stop = cut(words, p.chat.sampling.stop)
             thoughts, spoken = self._thoughts(p, text)
             content: str | None = spoken
@@ -360,8 +362,10 @@ class Gateway:
                 content, calls = self._reader.calls(spoken, partial(_new_id, "call_"), p.chat.tools)
             memory = None
             if calls or (thoughts and spoken):
-                memory = p.session.remember(p.chat.messages, content, calls, words)
-            raw = self._decode(completion.tokens, special=True)
+                shown = [i for i in completion.tokens if i not in self._hidden]
+                own = p.forced + own_text(shown, self._decode, controls(self._tokenizer))
+                memory = p.session.remember(p.chat.messages, content, calls, own)
+            raw = own_text(completion.tokens, self._decode, controls(self._tokenizer))
             p.session.keep(Interaction(
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
                 time.monotonic() - p.began, memory,

@@ -28,6 +28,7 @@ from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.observe import jsonl
+from rlx.rollout import control_tokens
 
 SWEEP_SECONDS = 1.0  # between two looks at idle sessions, and two syncs of the journal
 ADMIN_VARIABLE = "RLX_ADMIN_KEY"
@@ -270,8 +271,8 @@ class OnlineSessions:
         if made:
             rows = trajectories.of_run(made, value, name, turn_discount=turn_discount, export=form)
         completions = [
-            {"id": i.completion_id, "choice": i.choice, "parent": i.parent, "prompt": i.prompt_text,
-             "completion": i.text} for i in made
+            {"id": i.completion_id, "choice": i.choice, "parent": i.parent,
+             "prompt": control_tokens.plain(i.prompt_text), "completion": i.text} for i in made
         ]  # fmt: skip
         plain = [jsonl.jsonable({f.name: getattr(t, f.name) for f in fields(t)}) for t in rows]
         return {**shown(state), "completions": completions, "trajectories": plain}

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
+from rlx.rollout.control_tokens import Own
 
 _REMEMBERED = 100_000  # keys of ended sessions, answered by 410 rather than 401
 _SEARCHED = 256  # interactions of an endless session that a prompt may go on from
@@ -148,7 +149,7 @@ class Session:
             return list(messages)
         found = [self._said.get(key) for key in _keys(messages)]
         return [
-            message if raw is None else {"role": "assistant", "content": raw}
+            message if raw is None else {"role": "assistant", "content": Own(raw)}
             for message, raw in zip(messages, found, strict=True)
         ]
 

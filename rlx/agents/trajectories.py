@@ -19,6 +19,7 @@ import numpy as np
 
 from rlx.agents.sessions import Interaction
 from rlx.base import Group, Trajectory, UserError
+from rlx.rollout.control_tokens import plain
 from rlx.rollout.workflows import joined
 
 
@@ -192,10 +193,10 @@ def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Traj
     new = [
         (t.prompt_tokens[length:], t.completion) for t, length in zip(turns, before, strict=False)
     ]
-    last, begun = turns[-1], turns[0].prompt_text
+    last, begun = turns[-1], plain(turns[0].prompt_text)
     if len(turns) == 1:
         return joined(new, first=first, prompt=begun, completion=last.text, **fields)
-    starts = [len(t.prompt_text) - len(begun) for t in turns]
-    said = tuple((start, start + len(t.raw)) for start, t in zip(starts, turns, strict=True))
-    words = last.whole[len(begun) :]
+    starts = [len(plain(t.prompt_text)) - len(begun) for t in turns]
+    said = tuple((at, at + len(plain(t.raw))) for at, t in zip(starts, turns, strict=True))
+    words = plain(last.whole)[len(begun) :]
     return joined(new, first=first, prompt=begun, completion=words, said=said, **fields)

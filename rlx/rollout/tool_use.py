@@ -15,6 +15,7 @@ from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import tools as toolbox
+from rlx.rollout.control_tokens import controls, shielded
 from rlx.rollout.episode import Episode, begin, behind, together
 from rlx.rollout.workflows import Generator, Prompts, Task, close, encode
 from rlx.sandbox.sandbox import SandboxOptions
@@ -148,8 +149,7 @@ class ToolUse:
         most, longest = self._max_output, 64 * self._max_output  # characters
         if long := len(said) > 2 * longest:
             said = f"{said[:longest]}...{said[-longest:]}"
-        plain = {"add_special_tokens": False, "split_special_tokens": True}
-        ids = self._tokenizer(said, **plain)["input_ids"]
+        ids = encode(self._tokenizer, shielded(said, controls(self._tokenizer).strict))
         if len(ids) > most:
             dots, half = encode(self._tokenizer, "..."), most // 2
             long, ids = True, [*ids[: most - half], *dots, *ids[len(ids) - half :]]

@@ -7,7 +7,7 @@ everything here is short or awaited.
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from rlx.base import Group, Trajectory, UserError, place
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
+from rlx.rollout.control_tokens import CUT, controls, plain, shielded
 
 _COLUMNS = {
     "tokens": np.int32, "loss_mask": bool, "behaviour_logprobs": np.float32, "versions": np.int32,
@@ -94,19 +95,40 @@ def render(tokenizer: Any, question: Any, system_prompt: str = "") -> str:
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
-    """Return a conversation's text up to the start of the answer's turn.
+    """Return a conversation's text up to the start of the answer's turn, shielded for `encode`.
 
     Args:
       template: further variables of the chat template, `tools` for one.
     """
+    found = controls(tokenizer)
+    patterns = [found.strict if m.get("role") == "tool" else found.pattern for m in messages]
+    own = [shielded(m, pattern) for m, pattern in zip(messages, patterns, strict=True)]
+    template = shielded(template, found.strict)
     return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False, **template
+        own, add_generation_prompt=True, tokenize=False, **template
     )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a rendered prompt, which has its special tokens already."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    first, *rest = text.split(CUT)
+    ids = tokenizer(first, add_special_tokens=False)["input_ids"]
+    for piece in rest:
+        # SentencePiece puts a blank in front of a text: here in front of a line end.
+        both = tokenizer(["\n", f"\n{piece}", piece], add_special_tokens=False)["input_ids"]
+        line, joint, alone = both
+        ids += joint[len(line) :] if joint[: len(line)] == line else alone
+    return ids
+
+
+def _explained(render: Callable[[], str], name: str) -> str:
+    """Return a rendered text; raise UserError, which names `name`, where its template fails."""
+    try:
+        return render()
+    except Exception as error:  # of Jinja, or what the template raises on purpose
+        raise UserError(
+            f"the chat template fails on {name} ({error!r:.200}); mend it, or the messages"
+        ) from error
 
 
 class Overlong(UserError):
@@ -160,7 +182,7 @@ class Prompts:
 
     def text(self, row: Mapping[str, Any]) -> str:
         """Return the prompt's text."""
-        return chat(self.tokenizer, self.messages(row), **self._told)
+        return plain(self._render(row))
 
     def messages(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return the conversation to answer."""
@@ -172,23 +194,19 @@ class Prompts:
         Raises:
           Overlong: they exceed a limit; the message names `name`.
         """
-        return self._encode(self.text(row), row, name)
+        return self._encode(self._render(row), row, name)
 
     def check(self, row: Mapping[str, Any], name: str) -> None:
         """Raise Overlong if the prompt of `row` is too long, UserError if it cannot be rendered."""
-        text = self.render(self.messages(row), name, add_generation_prompt=True, **self._told)
+        text = _explained(lambda: self._render(row), name)
         limit = min((limit for limit in self._limits.values() if limit), default=0)
         if self.wide or (limit and self.most(text) > limit):
             self._encode(text, row, name)
 
     def render(self, messages: Sequence[Mapping[str, Any]], name: str, **options: Any) -> str:
         """Return a conversation's text; raise UserError, which names `name`, where that fails."""
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # of Jinja, or what the template raises on purpose
-            raise UserError(
-                f"the chat template fails on {name} ({error!r:.200}); mend it, or the messages"
-            ) from error
+        apply = self.tokenizer.apply_chat_template
+        return _explained(lambda: apply(messages, tokenize=False, **options), name)
 
     def most(self, text: str) -> int:
         """Return how many tokens a text has at most: one a byte, and one a mark of the template."""
@@ -201,6 +219,9 @@ class Prompts:
                 f"{name} has token {most} ({self.tokenizer.decode([most])!r}), the model has an "
                 f"embedding of {self._vocab_size}; use the tokenizer files of its weights"
             )
+
+    def _render(self, row: Mapping[str, Any]) -> str:
+        return chat(self.tokenizer, self.messages(row), **self._told)
 
     def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
         ids = encode(self.tokenizer, text)

@@ -1,0 +1,85 @@
+"""Keep text from outside, which may spell `<|im_end|>`, from becoming control tokens of a prompt.
+
+`shielded` puts CUT into each such spelling before a chat template is rendered, so that the
+template's own markers alone are whole; `workflows.encode` cuts the rendered text there.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+Decode = Callable[[Sequence[int], bool], str]
+CUT = "\ufdd0"  # no character of Unicode, and no tokenizer sees it
+_TAG = re.compile(r"</?\w+>")
+
+
+class Own(str):
+    """A text that the model wrote, whose markers are markers."""
+
+    __slots__ = ()
+
+
+class Controls(NamedTuple):
+    """Control tokens: the special ones, and the added ones that the chat template writes.
+
+    Attributes:
+      ids: all but tags such as <think>, which prompts spell on purpose.
+      pattern: the first character of each spelling of these.
+      strict: the same with the tags, for the outputs of tools.
+    """
+
+    ids: frozenset[int]
+    pattern: re.Pattern[str]
+    strict: re.Pattern[str]
+
+
+def controls(tokenizer: Any) -> Controls:
+    """Return the control tokens of a tokenizer with its chat template."""
+    return _controls(tokenizer, str(getattr(tokenizer, "chat_template", "")))
+
+
+def shielded(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Return JSON whose texts spell no token of a pattern of `Controls`."""
+    if type(value) is str:
+        return pattern.sub(rf"\g<0>{CUT}", value)
+    if isinstance(value, Mapping):
+        return {shielded(k, pattern): shielded(v, pattern) for k, v in value.items()}
+    return [shielded(v, pattern) for v in value] if isinstance(value, list | tuple) else value
+
+
+def own_text(ids: Iterable[int], decode: Decode, found: Controls) -> str:
+    """Return the text of a model's tokens, shielded where ordinary ones spell a control token.
+
+    Args:
+      decode: (token ids, True) → text with the special tokens.
+    """
+    runs = [(own, list(run)) for own, run in groupby(ids, found.ids.__contains__)]
+    text = decode([i for _, run in runs for i in run], True)
+    if shielded(text, found.pattern).count(CUT) == sum(len(run) for own, run in runs if own):
+        return text
+    texts = [(own, decode(run, True)) for own, run in runs]
+    return "".join(text if own else shielded(text, found.pattern) for own, text in texts)
+
+
+def plain(text: str) -> str:
+    """Return a rendered text as it reads."""
+    return text.replace(CUT, "")
+
+
+@lru_cache(8)
+def _controls(tokenizer: Any, template: str) -> Controls:
+    added = {i: (t.content, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
+    every = {i: s for i, (s, special) in added.items() if special or (s.strip() and s in template)}
+    own = {i: s for i, s in every.items() if added[i][1] or not _TAG.fullmatch(s)}
+    return Controls(frozenset(own), _starts(own.values()), _starts(every.values()))
+
+
+def _starts(texts: Iterable[str]) -> re.Pattern[str]:
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        if text[1:]:
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+    parts = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+    return re.compile("|".join(parts) or "(?!)")
