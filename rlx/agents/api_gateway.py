@@ -35,7 +35,7 @@ from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
 from rlx.agents.online import OnlineSessions
 from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction, Session, Sessions
-from rlx.agents.stream_text import StreamText, cut
+from rlx.agents.stream_text import HALF, StreamText, cut
 from rlx.agents.tool_calls import Reader
 from rlx.base import UserError, install
 from rlx.fleet import tls as fleet_tls
@@ -354,7 +354,8 @@ class Gateway:
         said = []
         for number, completion in enumerate(completions):
             words = plain(p.forced) + self._decode(completion.tokens)
-            text, stop = cut(words, p.chat.sampling.stop)
+            before = plain(p.forced) + self._decode(completion.tokens[:-1]).rstrip(HALF)
+            text, stop = cut(words, p.chat.sampling.stop, len(before))
             thoughts, spoken = self._thoughts(p, text)
             content: str | None = spoken
             calls: list[dict[str, Any]] = []

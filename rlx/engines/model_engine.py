@@ -5,8 +5,10 @@ model (vocabulary, context) is checked here.
 """
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -91,12 +93,15 @@ class ModelEngine:
         """Return the tokens that end a completion: the model's own, then the request's."""
         return tuple(dict.fromkeys((*self._config.eos_token_ids, *sampling.stop_token_ids)))
 
-    async def _stop_strings(self, sampling: Sampling) -> Callable[[], StopStrings] | None:
-        """Return what makes each sample's StopStrings; None for a request without stop strings.
+    async def _stop_strings(self, request: Request) -> Callable[[], StopStrings] | None:
+        """Return what makes each sample's StopStrings, which know what a continued one has so far.
+
+        It is None for a request without stop strings.
 
         Raises:
           ValueError: the model's directory has no tokenizer.
         """
+        sampling = request.sampling
         if not sampling.stop:
             return None
         if self._decode_text is None:
@@ -104,8 +109,9 @@ class ModelEngine:
                 self._decode_text = await asyncio.to_thread(load_decode, self.model_path)
             except UserError as error:
                 raise ValueError(str(error)) from error
-        text = self._decode_text
-        return lambda: StopStrings(text, sampling.stop, sampling.min_new_tokens)
+        watch = StopStrings(self._decode_text, sampling.stop, sampling.min_new_tokens)
+        watch(request.prompt_tokens[request.prompt_tokens.size - request.prefix_len :].tolist())
+        return partial(copy.copy, watch)
 
     def _status(self, *, running: int, queued: int, slots: int) -> EngineStatus:
         """Return the status; raises EngineStopped once the engine is broken."""

@@ -41,7 +41,8 @@ class StopStrings:
     Args:
       decode: token ids → text.
       stop: the strings; none is empty.
-      minimum: length in tokens before which the completion does not end.
+      minimum: length in tokens before which the completion does not end; stop strings that end
+        sooner are text like any other.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str], minimum: int = 0):
@@ -51,21 +52,20 @@ class StopStrings:
         self._reach = max(len(text.encode()) for text in stop) + 8
         self._tail: list[int] = []
         self._seen = 0
-        self._found = False
 
     def __call__(self, new: list[int]) -> int | None:
         """Take the next tokens; return how many to keep if the completion ends in them."""
-        before, seen = self._tail, self._seen
-        self._tail = (before + new)[-self._reach :]
+        ids, before, least = self._tail + new, len(self._tail), self._minimum - self._seen
+        self._tail = ids[-self._reach :]
         self._seen += len(new)
-        if not self._found and not self._contains(before + new):
-            return None
-        for count in range(1, len(new) + 1):
-            self._found = self._found or self._contains(before + new[:count])
-            if self._found and seen + count >= self._minimum:
-                return count
+        text = self._decode(ids)
+        if any(stop in text for stop in self._stop):
+            for count in range(max(1, least), len(new) + 1):
+                if self._ends(ids[: before + count]):
+                    return count
         return None
 
-    def _contains(self, ids: Sequence[int]) -> bool:
-        text = self._decode(ids)
-        return any(stop in text for stop in self._stop)
+    def _ends(self, ids: Sequence[int]) -> bool:
+        """Return whether a stop string ends in the last token."""
+        text, known = self._decode(ids), len(self._decode(ids[:-1]).rstrip("\ufffd"))
+        return any(text.find(stop, max(0, known + 1 - len(stop))) >= 0 for stop in self._stop)

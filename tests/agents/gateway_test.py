@@ -108,6 +108,25 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(agents, stop):
     assert all(k.raw == "one EN two END" for k in kept)  # the tokens have it
 
 
+@pytest.mark.parametrize(
+    ("minimum", "wanted"),
+    [(0, "one "), (7, "one "), (8, "one END é "), (99, "one END é END twEND o")],
+)
+def test_a_stop_string_before_the_minimum_is_text(agents, minimum, wanted):
+    said = "one END é END twEND o"
+    options = {"stop": ["END"], "extra_body": {"min_tokens": minimum}}
+
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            whole = await ask(client, said, **options)
+            stream = await ask(client, said, stream=True, **options)
+            return whole.choices[0], (await read(stream))[0], g.session.interactions[0]
+
+    choice, texts, kept = agents.run(main())
+    assert choice.message.content == texts[0] == kept.text == wanted
+    assert kept.raw == wanted + ("<|end|>" if wanted == said else "END")
+
+
 def test_the_budget_of_a_request_is_cut_to_the_sessions(agents):
     async def main():
         async with agents.gateway() as g, agents.client(g) as client:

@@ -92,7 +92,8 @@ class ScriptedEngine:
         prompt = self.tokenizer.decode(request.prompt_tokens.tolist())
         for index in range(request.first_index, request.first_index + request.n):
             text = self.reply(prompt, s.seed, index)
-            stops = [text.find(x) + len(x) for x in s.stop if x in text]
+            stops = [k for k in range(len(text) + 1) if text[:k].endswith(s.stop)]
+            stops = [k for k in stops if len(text[:k].encode()) >= s.min_new_tokens]
             text = text[: min(stops)] if stops else text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += [] if stops else [self.tokenizer.eos_token_id]

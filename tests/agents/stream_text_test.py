@@ -24,7 +24,7 @@ def test_pieces_add_up_to_the_text_before_the_stop(words, sizes):
     pieces = []
     found = [words.find(s) + len(s) for s in stop if s in words]
     words = words[: min(found)] if found else words
-    whole, ended = cut(words, stop)
+    whole, ended = cut(words, stop, len(words) - 1)
     assert (ended in stop) == bool(found)
     ids = list(words.encode())
     stream, k = StreamText(decode, stop), 0

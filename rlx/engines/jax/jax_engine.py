@@ -89,7 +89,7 @@ class JaxEngine(ModelEngine):
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """See Engine.generate."""
         live = self._checked(request)
-        live.stop_text = await self._stop_strings(request.sampling)
+        live.stop_text = await self._stop_strings(request)
         live.sink = asyncio.Queue()
         self._check_alive()  # a thread that fails after this ends everything in `_live`
         self._live.add(live)

@@ -230,8 +230,6 @@ class Slots:
         request, sampling = live.request, live.request.sampling
         prompt = request.prompt_tokens.tolist()
         stop_text = live.stop_text() if live.stop_text else None
-        if stop_text and request.prefix_len:
-            stop_text(prompt[-request.prefix_len :])
         sample = SlotSample(live, index, prompt, request.prefix_len, version, stop_text)
         self.samples[slot] = sample
         room = min(sampling.max_new_tokens - request.prefix_len, self.max_model_len - len(prompt))

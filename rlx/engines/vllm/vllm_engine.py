@@ -133,7 +133,7 @@ class VllmEngine(ModelEngine):
             _Sample(index, self._for_sample(core, request, index), wake, request.unwatched)
             for index in range(request.first_index, request.first_index + request.n)
         ]
-        if stop_strings := await self._stop_strings(request.sampling):
+        if stop_strings := await self._stop_strings(request):
             for sample in samples:
                 sample.stops = stop_strings()
         try:
