@@ -35,9 +35,10 @@ from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
 from rlx.agents.online import OnlineSessions
 from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction, Session, Sessions
-from rlx.agents.stream_text import HALF, StreamText, cut
+from rlx.agents.stream_text import StreamText
 from rlx.agents.tool_calls import Reader
 from rlx.base import UserError, install
+from rlx.engines.stop_strings import cut
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
@@ -354,13 +355,16 @@ class Gateway:
         said = []
         for number, completion in enumerate(completions):
             words = plain(p.forced) + self._decode(completion.tokens)
-            before = plain(p.forced) + self._decode(completion.tokens[:-1]).rstrip(HALF)
-            text, stop = cut(words, p.chat.sampling.stop, len(before))
+            before = plain(p.forced) + self._decode(completion.tokens[:-1])
+            text, stop = cut(words, p.chat.sampling.stop, before)
             thoughts, spoken = self._thoughts(p, text)
             content: str | None = spoken
             calls: list[dict[str, Any]] = []
             if p.chat.tools and spoken:
-                content, calls = self._reader.calls(spoken, partial(_new_id, "call_"), p.chat.tools)
+                content, calls = self._reader.calls(
+                    spoken, partial(_new_id, "call_"), p.chat.tools,
+                    ended=completion.stop_reason == "stop",
+                )  # fmt: skip
             memory = None
             if calls or (thoughts and spoken):
                 shown = [i for i in completion.tokens if i not in self._hidden]

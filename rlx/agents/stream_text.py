@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 Decode = Callable[[Sequence[int]], str]
-HALF = "\ufffd"  # what a decoder writes for a character that has not all its bytes yet
+_HALF = "\ufffd"  # what a decoder writes for a character that has not all its bytes yet
 _KINDS = ("thinking", "text")
 
 
@@ -43,7 +43,7 @@ class StreamText:
         # A token's text depends on the one before it (leading blanks), so both are decoded.
         before = self._decode(self._ids[self._from : self._read])
         now = self._decode(self._ids[self._from :])
-        if len(now) > len(before) and not now.endswith(HALF):
+        if len(now) > len(before) and not now.endswith(_HALF):
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._ids)
         self._safe = max(self._safe, self._until())
@@ -68,14 +68,3 @@ class StreamText:
                     until = min(until, len(self._text) - length)
                     break
         return until
-
-
-def cut(text: str, stop: Sequence[str], known: int) -> tuple[str, str]:
-    """Return a text up to the stop string that ended it, and that string, "" where none did.
-
-    Args:
-      known: characters of the text before the last token, in which a stop string must end.
-    """
-    places = ((text.find(s, max(0, known + 1 - len(s))), s) for s in stop)
-    at, ended = min(((at, s) for at, s in places if at >= 0), default=(len(text), ""))
-    return text[:at], ended

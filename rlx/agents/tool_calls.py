@@ -13,9 +13,9 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
+from rlx.agents import argument_types
 from rlx.base import UserError, unknown
 
 Call = tuple[str, dict[str, Any]]  # name, arguments
@@ -27,42 +27,51 @@ class Format(NamedTuple):
     Attributes:
       template: what chat templates that teach this format have in them.
       opens: from one of these on, all is calls.
-      call: a call, with the groups `json` (an object or a list with name and arguments), or `name`
-        and one of `arguments` and `xml`.
+      before: comes before the JSON, or the parameters, of a call; it may hold the `name`.
+      after: comes after them.
       begin, begin_named: how a call begins, of any tool, and of one ({} is its name).
+      xml: whether it has parameters in XML.
     """
 
     template: str
     opens: tuple[str, ...]
-    call: str
+    before: str
+    after: str
     begin: str
     begin_named: str
+    xml: bool = False
 
 
+# The end token ends a call as well as the marker that is missing before it.
+_CLOSED = r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)"
 FORMATS = {  # the first whose mark is in the template is taken
     "qwen3_xml": Format(
-        "<function=", ("<tool_call>",),
-        r"<tool_call>\s*<function=(?P<name>[^>]+)>(?P<xml>.*?)</function>\s*</tool_call>",
+        "<function=", ("<tool_call>",), r"<tool_call>\s*<function=(?P<name>[^>]+)>", _CLOSED,
         "<tool_call>\n<function=", "<tool_call>\n<function={}>",
+        xml=True,
     ),
     "mistral": Format(
         "[TOOL_CALLS]", ("[TOOL_CALLS]",),
-        r"\[TOOL_CALLS\]\s*(?:(?P<json>\[.*\])\s*\Z|(?P<name>[\w.-]+)(?:\[ARGS\])?"
-        r"(?P<arguments>\{.*?\})\s*(?=\[TOOL_CALLS\]|\Z))",
+        r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[ARGS\])?)?", r"\s*(?=\[TOOL_CALLS\]|\Z)",
         "[TOOL_CALLS]", '[TOOL_CALLS][{{"name": "{}", "arguments":',
     ),
     "hermes": Format(
-        "<tool_call>", ("<tool_call>",), r"<tool_call>(?P<json>.*?)</tool_call>",
+        "<tool_call>", ("<tool_call>",), r"<tool_call>\s*", _CLOSED,
         "<tool_call>\n", '<tool_call>\n{{"name": "{}", "arguments":',
     ),
     "llama3_json": Format(
         '"parameters": ', ("<|python_tag|>", '{"name"'),
-        r"(?:<\|python_tag\|>)?\s*(?P<json>\{.*?\})\s*(?:;\s*(?=\{)|\Z)",
+        r"(?:<\|python_tag\|>)?\s*(?=\{)", r"\s*(?:;\s*(?=\{)|\Z)",
         '{"name":', '{{"name": "{}", "parameters":',
     ),
 }  # fmt: skip
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# A value may hold any of the markers: it ends where the next parameter or the call's end follows.
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
+)
+_FUNCTION_END = re.compile(r"\s*</function>")
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no client could send back
 
 
 class Reader:
@@ -101,13 +110,19 @@ class Reader:
         return named if name else self._format.begin
 
     def calls(
-        self, text: str, new_id: Callable[[], str], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        text: str,
+        new_id: Callable[[], str],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        ended: bool = True,
     ) -> tuple[str | None, list[dict[str, Any]]]:
         """Return the words before the calls, and the calls as OpenAI has them.
 
         Args:
           new_id: makes an id for each call.
           tools: of the request, whose schemas tell texts from numbers where calls do not.
+          ended: whether the model ended the text, and no limit did.
 
         Returns:
           (None where there are calls and only blanks before them, calls).
@@ -115,13 +130,14 @@ class Reader:
         if self._foreign:
             before, found = self._foreign(text, tools)
         elif self._format:
-            before, found = _split(text, self._format, tools)
+            before, found = _split(text, self._format, tools, ended)
         else:
             return text, []
-        functions = [
-            {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            for name, arguments in found
-        ]
+        try:
+            written = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in found]
+        except ValueError:  # a number that JSON does not have
+            return text, []
+        functions = [{"name": _sent(name), "arguments": _sent(given)} for name, given in written]
         calls = [{"id": new_id(), "type": "function", "function": f} for f in functions]
         return (before if before.strip() or not calls else None), calls
 
@@ -141,32 +157,30 @@ class Reader:
         return inside.lstrip("\n"), words.lstrip("\n")
 
 
-def _split(text: str, form: Format, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
+def _split(
+    text: str, form: Format, tools: Sequence[Mapping], ended: bool
+) -> tuple[str, list[Call]]:
     start = min((at for mark in form.opens if (at := text.find(mark)) >= 0), default=-1)
-    if start < 0:
-        return text, []
-    rest, calls = text[start:], []
-    if any(mark in re.sub(form.call, "", rest, flags=re.DOTALL) for mark in form.opens):
-        return text, []
-    for match in re.finditer(form.call, rest, re.DOTALL):
-        found = _read(match.groupdict(), tools)
-        if found is None:
+    before, after, at = re.compile(form.before), re.compile(form.after), start
+    calls: list[Call] = []
+    while at >= 0 and (begin := before.search(text, at)):
+        name = begin.groupdict().get("name")
+        try:
+            if name and form.xml:
+                found, at = _parameters(name, text, begin.end(), tools, ended)
+            else:
+                found, at = json.JSONDecoder().raw_decode(text, begin.end())
+        except (ValueError, RecursionError):
             return text, []
-        calls += found
-    return text[:start], calls
+        end, read = after.match(text, at), _read(name, found)
+        if end is None or read is None:
+            return text, []
+        at, calls = end.end(), calls + read
+    return (text[:start], calls) if calls else (text, [])
 
 
-def _read(parts: Mapping[str, str | None], tools: Sequence[Mapping]) -> list[Call] | None:
-    name, body = parts.get("name"), parts.get("json") or parts.get("arguments")
-    if name and (xml := parts.get("xml")) is not None:
-        return [(name, _parameters(name, xml, tools))]
-    try:
-        found = json.loads(body or "")
-    except (ValueError, RecursionError):
-        return None
-    if name:
-        found = {"name": name, "arguments": found}
-    calls = []
+def _read(name: str | None, found: Any) -> list[Call] | None:
+    calls, found = [], {"name": name, "arguments": found} if name else found
     for call in found if isinstance(found, list) else [found]:
         call = call if isinstance(call, dict) else {}
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
@@ -176,18 +190,25 @@ def _read(parts: Mapping[str, str | None], tools: Sequence[Mapping]) -> list[Cal
     return calls or None
 
 
-def _parameters(name: str, xml: str, tools: Sequence[Mapping]) -> dict[str, Any]:
-    """Return the parameters of a call in XML: JSON, but where the tool's schema wants a text."""
-    functions = [tool["function"] for tool in tools]
-    schema = next((f.get("parameters") for f in functions if f["name"] == name), None) or {}
-    known, out = schema.get("properties"), {}
-    for key, value in _PARAMETER.findall(xml):
-        about = known.get(key) if isinstance(known, dict) else None
-        out[key] = value
-        if not isinstance(about, dict) or about.get("type") != "string":
-            with suppress(ValueError, RecursionError):
-                out[key] = json.loads(value)
-    return out
+def _parameters(
+    name: str, text: str, at: int, tools: Sequence[Mapping], ended: bool
+) -> tuple[dict[str, Any], int]:
+    """Return the parameters in XML from a place on, and where they end; ValueError: nowhere."""
+    functions = (tool["function"] for tool in tools)
+    schema = next((f.get("parameters") for f in functions if f["name"] == name), None)
+    out = {}
+    while found := _PARAMETER.match(text, at):
+        key, at = found[1], found.end()
+        out[key] = argument_types.typed(found[2], argument_types.part(schema, key, schema), schema)
+    if end := _FUNCTION_END.match(text, at):
+        return out, end.end()
+    if ended and not text[at:].strip():
+        return out, at
+    raise ValueError
+
+
+def _sent(text: str) -> str:
+    return _HALF.sub("\ufffd", text)
 
 
 def _vllm_parser(

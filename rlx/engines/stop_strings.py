@@ -66,6 +66,16 @@ class StopStrings:
         return None
 
     def _ends(self, ids: Sequence[int]) -> bool:
-        """Return whether a stop string ends in the last token."""
-        text, known = self._decode(ids), len(self._decode(ids[:-1]).rstrip("\ufffd"))
-        return any(text.find(stop, max(0, known + 1 - len(stop))) >= 0 for stop in self._stop)
+        return bool(cut(self._decode(ids), self._stop, self._decode(ids[:-1]))[1])
+
+
+def cut(text: str, stop: Sequence[str], before: str) -> tuple[str, str]:
+    """Return a text up to the stop string that its last token ended, and that; "" where none did.
+
+    Args:
+      before: the text without the last token.
+    """
+    known = len(before.rstrip("\ufffd"))  # half a character stands for as many as it has bytes
+    places = ((text.find(s, max(0, known + 1 - len(s))), s) for s in stop)
+    at, ended = min(((at, s) for at, s in places if at >= 0), default=(len(text), ""))
+    return text[:at], ended

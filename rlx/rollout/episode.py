@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import Trajectory, UserError
+from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall
@@ -53,7 +54,8 @@ class Episode:
             seen, before = self._turns[-1]
             self._turns[-1] = seen, _continued(before, sampled)
         self._shown = ()
-        self.ended = self.left <= 0 or not any(text in self.words for text in stop)
+        before = self._decode(self._turns[-1][1].tokens[:-1], special=True)
+        self.ended = self.left <= 0 or not cut(self.words, stop, before)[1]
 
     async def sample(self, fleet: Generator, stop: Sequence[str] = ()) -> None:
         """Let the model go on until its end, one of the texts `stop`, or that of its tokens."""

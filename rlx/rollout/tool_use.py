@@ -88,7 +88,7 @@ class ToolUse:
                 over = "calls"
                 break
             start, body = self._call(episode.words)
-            if body is None:
+            while body is None and not episode.ended:
                 await episode.sample(fleet, [self._ends[start]])
                 start, body = self._call(episode.words)
             if body is None or not episode.left:
@@ -116,11 +116,28 @@ class ToolUse:
         return {f"tools/{name}": float(value) for name, value in told.items()}
 
     def _call(self, words: str) -> tuple[str, str | None]:
-        """Return the first start marker, and the call behind it, None where it has no end yet."""
+        """Return the first start marker, and the call behind it, None where it has no end yet.
+
+        JSON ends where it is whole: an end marker in one of its texts ends nothing.
+        """
         starts = [start for start in self._ends if start in words]
         start = min(starts, key=lambda each: (words.index(each), -len(each)))
-        body, end, _ = words.partition(start)[2].partition(self._ends[start])
-        return start, body if end else None
+        rest, unfinished = words.partition(start)[2], False
+        if self._argument(start) is None:
+            try:
+                blank = len(rest) - len(rest.lstrip())
+                return start, rest[: json.JSONDecoder().raw_decode(rest, blank)[1]]
+            except json.JSONDecodeError as error:
+                unfinished = error.msg.startswith("Unterminated string")
+            except (ValueError, RecursionError):  # it is told what is wrong
+                pass
+        body, end, _ = rest.partition(self._ends[start])
+        return start, body if end and not unfinished else None
+
+    def _argument(self, start: str) -> str | None:
+        """Return the only argument of a marked tool, which its text is; None: calls are JSON."""
+        known = self._marked[start].parameters["properties"] if start in self._marked else {}
+        return next(iter(known)) if [a.get("type") for a in known.values()] == ["string"] else None
 
     async def _run(self, start: str, body: str) -> tuple[str, bool]:
         """Return what a call says, and whether it succeeded."""
@@ -133,14 +150,14 @@ class ToolUse:
     def _read(self, start: str, body: str) -> tuple[toolbox.Tool, Mapping[str, Any]]:
         """Return tool and arguments of a call; ToolError where they cannot be read."""
         tool = self._marked.get(start)
-        known = tool.parameters["properties"] if tool else {}
-        if tool and [about.get("type") for about in known.values()] == ["string"]:
-            return tool, {next(iter(known)): body.strip("\n")}
+        if tool and (name := self._argument(start)):
+            return tool, {name: body.strip("\n")}
         try:
             found = json.loads(body)
             name, arguments = (tool.name, found) if tool else (found["name"], found["arguments"])
             return self._tools[name], {**arguments}
         except (ValueError, TypeError, KeyError, RecursionError):
+            known = tool.parameters["properties"] if tool else {}
             wanted = ", ".join(known) if tool else f"name: {' or '.join(self._tools)}, arguments"
             raise toolbox.ToolError(f"a call is a JSON object of {wanted}") from None
 

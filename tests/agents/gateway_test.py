@@ -8,6 +8,7 @@ import time
 import urllib.request
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 
@@ -306,6 +307,58 @@ def test_tool_calls_are_read_and_the_conversation_goes_on_in_the_models_words(ag
     assert first.tool_calls == 1
     assert "tools <tool_call>: add" in first.prompt_text
     assert "<|tool|>3<|end|>" in second.prompt_text
+
+
+HARD = '<tool_call>{"name": "add", "arguments": {"a": "</tool_call> \\ud83d <tool_call>"}}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_with_markers_and_half_a_character_in_it_goes_round(agents, stream):
+    """Its own end marker is missing, and every client can send it back."""
+    said = iter([HARD, "ok"] * 3)
+    wanted = {"a": "</tool_call> \ufffd <tool_call>"}
+
+    async def main():
+        async with (
+            agents.gateway(agents.engine(lambda *_: next(said))) as g,
+            agents.client(g) as client,
+            anthropic.AsyncAnthropic(
+                base_url=g.gateway.base_url(g.session), api_key="any"
+            ) as claude,
+        ):
+            got = await ask(client, tools=[ADD], stream=stream)
+            calls = (await read(got))[1] if stream else got.choices[0].message.tool_calls
+            (call,) = calls
+            assert json.loads(call.function.arguments) == wanted
+            own = {"id": call.id, "type": "function", "function": call.function.model_dump()}
+            talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [own]},
+                    {"role": "tool", "tool_call_id": call.id, "content": "3"}]  # fmt: skip
+            await client.chat.completions.create(model="m", messages=talk, tools=[ADD])
+
+            tool = {"name": "add", "input_schema": {"type": "object"}}
+            asked = {"model": "m", "max_tokens": 150, "messages": [*HELLO], "tools": [tool]}
+            async with claude.messages.stream(**asked) as events:
+                message = await events.get_final_message()
+            assert message.content[0].input == wanted
+            result = {"type": "tool_result", "tool_use_id": message.content[0].id}
+            asked["messages"] += [
+                {"role": "assistant", "content": message.to_dict()["content"]},
+                {"role": "user", "content": [result]},
+            ]
+            await claude.messages.create(**asked)
+
+            tool = {"type": "function", **ADD["function"], "strict": False}
+            asked = {"model": "m", "input": [*HELLO], "tools": [tool]}
+            async with client.responses.stream(**asked) as events:
+                (item,) = (await events.get_final_response()).output
+            assert json.loads(item.arguments) == wanted
+            output = {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+            asked["input"] += [item.model_dump(exclude_none=True), output]
+            await client.responses.create(**asked)
+            return g.session.interactions
+
+    kept = agents.run(main())
+    assert [i.parent for i in kept] == [None, 0, None, 0, None, 0]
 
 
 def test_an_agent_that_edits_its_own_tool_call_is_taken_at_its_word(agents):

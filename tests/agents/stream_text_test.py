@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.agents.stream_text import StreamText, cut
+from rlx.agents.stream_text import StreamText
 from rlx.agents.tool_calls import Reader
+from rlx.engines.stop_strings import cut
 
 
 def text(pieces):
@@ -24,7 +25,7 @@ def test_pieces_add_up_to_the_text_before_the_stop(words, sizes):
     pieces = []
     found = [words.find(s) + len(s) for s in stop if s in words]
     words = words[: min(found)] if found else words
-    whole, ended = cut(words, stop, len(words) - 1)
+    whole, ended = cut(words, stop, words[:-1])
     assert (ended in stop) == bool(found)
     ids = list(words.encode())
     stream, k = StreamText(decode, stop), 0

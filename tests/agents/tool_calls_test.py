@@ -47,13 +47,16 @@ def test_what_is_not_well_formed_is_words(text):
     assert split(text) == (text, [])
 
 
-@given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), st.integers())),
+WORDS = st.text(st.sampled_from('é<>{}[]/ "\n')) | st.sampled_from(
+    ["</tool_call>", "<tool_call>", "[TOOL_CALLS]", '{"name"', "; {", "</function>", "a"]
+)
+
+
+@given(st.lists(st.tuples(WORDS.filter(bool), st.dictionaries(WORDS, st.integers() | WORDS)),
                 min_size=1, max_size=3))  # fmt: skip
 def test_every_written_call_is_read_back(wanted):
     wanted = [(name, args) for name, args in wanted]
     text = "".join(written(name, args) for name, args in wanted)
-    if "</tool_call>" in json.dumps(wanted) or "<tool_call>" in json.dumps(wanted):
-        return
     _, calls = split(text)
     got = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
     assert got == wanted
@@ -92,7 +95,7 @@ def test_the_calls_of_each_family_are_read_alike(form):
     if form in NEWER:
         assert [c["function"] for c in split(NEWER[form], form)[1]] == [wanted]
         assert [c["function"] for c in split(NEWER["mistral"] * 2, "mistral")[1]] == [wanted] * 2
-    for end in (1, 5, 12):
+    for end in (1, 5, 14 if form != "qwen3_xml" else 26):
         broken = "So: " + WRITTEN[form][:-end]
         assert split(broken, form) == (broken, [])
 
@@ -114,6 +117,59 @@ def test_no_text_of_any_format_is_lost_or_raises(form, text):
     for said in (text, FORMATS[form].opens[0] + text):
         words, calls = split(said, form)
         assert calls or words == said
+
+
+MARKS = (
+    "</tool_call>", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "parameters": {}}; {', "}]",
+    "</function>", "<function=f>", "</parameter>", "<|python_tag|>", "</tool_call><tool_call>",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_marker_within_an_argument_is_text(form, mark):
+    city = f"a {mark} b\n{mark}"
+    body = {"name": "weather", "arguments": {"city": city, "days": 3}}
+    one = {
+        "hermes": f"<tool_call>\n{json.dumps(body)}\n</tool_call>",
+        "qwen3_xml": WRITTEN["qwen3_xml"].replace("\n7\n", f"\n{city}\n"),
+        "mistral": f"[TOOL_CALLS]{json.dumps([body])}",
+        "llama3_json": json.dumps({"name": "weather", "parameters": body["arguments"]}),
+    }[form]
+    both = {
+        "mistral": f"[TOOL_CALLS]{json.dumps([body, body])}", "llama3_json": f"{one}; {one}",
+    }.get(form, f"{one}\n{one}")  # fmt: skip
+    for text, count in ((one, 1), (both, 2)):
+        words, calls = split(f"So: {text}", form)
+        assert words == "So: "
+        found = [json.loads(c["function"]["arguments"]) for c in calls]
+        assert found == [body["arguments"]] * count
+    newer = f"[TOOL_CALLS]weather[ARGS]{json.dumps(body['arguments'])}"
+    if form == "mistral":
+        assert len(split(newer * 2, form)[1]) == 2
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_xml"])
+def test_the_end_token_ends_a_call_whose_own_end_is_missing(form):
+    wanted = split(WRITTEN[form], form)
+    ends = ["\n</tool_call>", "</tool_call>"]
+    ends += ["\n</function>\n</tool_call>"] if form == "qwen3_xml" else []
+    for end in ends:
+        assert split(WRITTEN[form].removesuffix(end), form) == wanted
+    first = WRITTEN[form].removesuffix("\n</tool_call>")
+    assert len(split(f"{first}\n{WRITTEN[form]}", form)[1]) == 2
+    cut = WRITTEN["qwen3_xml"].removesuffix("\n</function>\n</tool_call>")
+    assert Reader("", "qwen3_xml").calls(cut, str, [WEATHER], ended=False) == (cut, [])
+
+
+def test_half_a_surrogate_pair_is_never_sent():
+    half = '<tool_call>{"name": "f\\ud83d", "arguments": {"\\ude0a": ["\\ud83d\\ude0a\\ud83d"]}}'
+    _, (call,) = split(half + "</tool_call>")
+    assert call["function"] == {"name": "f\ufffd", "arguments": '{"\ufffd": ["😊\ufffd"]}'}
+    json.dumps(call, ensure_ascii=False).encode()
+    for number in ("NaN", "-Infinity", "1e999"):  # which no JSON has
+        text = written("f", {"a": 5}).replace("5", number)
+        assert split(text) == (text, [])
 
 
 def test_json_that_names_no_call_is_an_answer():

@@ -54,7 +54,7 @@ def test_what_came_before_a_continuation_counts():
 def test_a_character_that_ends_none_of_them_hides_no_stop_string():
     watch = StopStrings(decode, ["END"], minimum=4)
     assert watch(list("END é".encode())) is None
-    assert watch(list("END".encode())) == 3
+    assert watch(list(b"END")) == 3
 
 
 def test_a_continued_completion_goes_on_where_it_was(tiny_model_dir):

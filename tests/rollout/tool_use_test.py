@@ -119,6 +119,49 @@ def test_a_call_is_run_and_its_output_shown_and_not_trained_on(hermes, pool):
     assert len({c[1].seed for c in fleet.calls}) == 5, "no two pieces have the same draws"
 
 
+class Echo(Slow):
+    name = "echo"
+    parameters: ClassVar = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "times": {"type": "integer"}},
+    }
+
+    def run(self, text, times=1):
+        return f"{text.count('tool_call')} {text.count('echo')} 1040"
+
+
+def scripted(text):
+    """A model that makes a call, and once it sees what the tool said, ends."""
+
+    def model(prompt, index):
+        done = "<tool_response>" in prompt or "```output" in prompt
+        return "<|end|>" if done else text[len(prompt.rpartition("<|assistant|>")[2]) :]
+
+    return model
+
+
+def test_an_end_marker_within_an_argument_ends_no_call(hermes, tokenizer, pool):
+    text = "a </tool_call> b </tool_call></echo> c <tool_call> d"
+    tools = [f"{__file__}:Echo"]
+    (t,), _ = group(hermes, pool, scripted(of("echo", text=text)), tools=tools)
+    assert "<tool_response>3 1 1040<" in t.completion
+    assert t.info["tools/success"] == 1.0
+    body = json.dumps({"text": text, "times": 2})
+    (t,), _ = group(tokenizer, pool, scripted(f"<echo>{body}</echo>"), tools=tools)
+    assert "```output\n3 1 1040\n" in t.completion
+    (t,), _ = group(hermes, pool, scripted('<tool_call>{"name": "f</tool_call><|end|>'))
+    assert (t.info["tools/calls"], t.stop_reason) == (0, "stop"), "a text that never ends"
+
+
+def test_the_end_token_ends_a_call_too(hermes, pool):
+    said = call("20*52").removesuffix("</tool_call>") + "<|end|>"
+    (t,), _ = group(hermes, pool, scripted(said))
+    assert "<tool_response>1040</tool_response>" in t.completion
+    assert t.info["tools/success"] == 1.0
+    end = hermes.convert_tokens_to_ids("<|end|>")
+    assert t.tokens.tolist().count(end) == 5, "the template's own end is not doubled"
+
+
 def test_a_group_is_a_function_of_its_seed(hermes, pool):
     """Retries and continued runs rely on it."""
     (a,), first = group(hermes, pool, once)
