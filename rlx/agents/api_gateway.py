@@ -35,7 +35,7 @@ from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
 from rlx.agents.online import OnlineSessions
 from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction, Session, Sessions
-from rlx.agents.stream_text import StreamText
+from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
 from rlx.base import UserError, install
 from rlx.engines.stop_strings import cut
@@ -118,6 +118,7 @@ class Gateway:
         marks = {*self._reader.opens, *(self._reader.tags or ())}
         added = tokenizer.added_tokens_decoder.items()
         self._hidden = {k for k, t in added if t.special and t.content not in marks}
+        self._token_bytes = token_bytes(tokenizer)
         self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token, at most
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._modules: dict[str, Any] = {}
@@ -375,10 +376,14 @@ class Gateway:
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
                 time.monotonic() - p.began, memory,
             ))  # fmt: skip
-            cut_off, own = completion.stop_reason == "length", self._logprobs(p, completion)
+            logprobs, begin = self._logprobs(p), len(text) - len(spoken) - len(plain(p.forced))
+            if p.chat.logprobs:
+                logprobs.add(completion)
+            own_tokens = logprobs.sent(begin, begin + len(content or ""), last=True)
+            cut_off = completion.stop_reason == "length"
             reason = "length" if cut_off else "tool_calls" if calls else "stop"
             count = len(completion.tokens)
-            said.append(Said(content, calls, reason, stop, count, own, thoughts))
+            said.append(Said(content, calls, reason, stop, count, own_tokens, thoughts))
         return said
 
     def _thoughts(self, p: Prepared, text: str) -> tuple[str, str]:
@@ -390,20 +395,9 @@ class Gateway:
         shown = [int(i) for i in ids if special or i not in self._hidden]
         return self._tokenizer.decode(shown, clean_up_tokenization_spaces=False)
 
-    def _logprobs(self, p: Prepared, drawn: Completion | Chunk) -> list[dict]:
-        """Return the `logprobs.content` of tokens, where the request wants it."""
-        if not p.chat.logprobs:
-            return []
-
-        def told(tokens: Any, logprobs: Any) -> list[dict]:
-            write = self._modules[_CHAT].token_logprob
-            pairs = zip(tokens, logprobs, strict=True)
-            return [write(self._decode([token], special=True), float(v)) for token, v in pairs]
-
-        every, most = told(drawn.tokens, drawn.logprobs), p.chat.sampling.top_logprobs
-        likely = told(drawn.top_tokens, drawn.top_logprobs) if most else []
-        tops = [likely[k * most : (k + 1) * most] for k in range(len(every))]
-        return [{**one, "top_logprobs": top} for one, top in zip(every, tops, strict=True)]
+    def _logprobs(self, p: Prepared) -> Logprobs:
+        write, most = self._modules[_CHAT].token_logprob, p.chat.sampling.top_logprobs
+        return Logprobs(self._decode, self._token_bytes, write, most, self._hidden)
 
     async def _stream(
         self, request: web.Request, events: AsyncGenerator[list[Event], None]
@@ -438,35 +432,40 @@ class Gateway:
         marks, stop = self._reader.opens if p.chat.tools else (), p.chat.sampling.stop
         thoughts, tags = partial(self._thoughts, p), self._reader.tags or ()
         texts = [StreamText(self._decode, stop, marks, thoughts, tags) for _ in range(p.chat.n)]
-        unsaid: list[list[dict]] = [[] for _ in texts]
+        logprobs, told = [self._logprobs(p) for _ in texts], [0] * len(texts)
         coming: asyncio.Queue[Chunk | None] = asyncio.Queue()
         work = asyncio.create_task(self._generate(p, watch=coming.put_nowait))
         work.add_done_callback(lambda _: coming.put_nowait(None))
         begun = False
 
-        def events(index: int, pieces: Iterator[tuple[str, str]]) -> list[Event]:
-            found: list[Event] = []
-            for kind, words in pieces:
-                found += reply.words(index, kind, words, unsaid[index])
-                unsaid[index] = []
-            return found
+        def events(index: int, pieces: Sequence[tuple[str, str]], own: Sequence) -> list[Event]:
+            told[index] += len(own)
+            return [
+                event
+                for kind, words in pieces
+                for event in reply.words(index, kind, words, own if kind == "text" else ())
+            ]
 
         try:
             while (chunk := await coming.get()) is not None:
                 if not begun:
                     yield list(reply.begin())
                 begun, index = True, chunk.index
-                unsaid[index] += self._logprobs(p, chunk)
-                # A call that was begun for the model is known as one when it is whole.
-                if not p.forced and (new := events(index, texts[index].add(list(chunk.tokens)))):
-                    yield new
+                if p.chat.logprobs:
+                    logprobs[index].add(chunk)
+                if p.forced:  # a call that was begun for the model is one when it is whole
+                    continue
+                if pieces := list(texts[index].add(list(chunk.tokens))):
+                    own = logprobs[index].sent(*texts[index].span)
+                    yield events(index, pieces, own)
             said = self._keep(p, name, await work)
             for index, one in enumerate(said):
-                last = events(index, texts[index].rest(one.thoughts, one.content or ""))
-                if unsaid[index]:  # of tokens that are no words
-                    last += reply.words(index, "text", "", unsaid[index])
+                last = list(texts[index].rest(one.thoughts, one.content or ""))
+                left = one.logprobs[told[index] :]
+                if left and "text" not in dict(last):
+                    last.append(("text", ""))
                 if last:
-                    yield last
+                    yield events(index, last, left)
             yield list(reply.end(said))
         finally:
             work.cancel()

@@ -121,10 +121,10 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     )
 
 
-def token_logprob(text: str, logprob: float) -> dict[str, Any]:
+def token_logprob(own: bytes, logprob: float) -> dict[str, Any]:
     """Return a token and its logprob (nats); −inf, which JSON cannot hold, is OpenAI's −9999."""
     finite = logprob if math.isfinite(logprob) else -9999.0
-    return {"token": text, "logprob": finite, "bytes": list(text.encode())}
+    return {"token": own.decode(errors="replace"), "logprob": finite, "bytes": list(own)}
 
 
 class ChatReply:

@@ -1,6 +1,8 @@
 """Text of a completion while its tokens come; what is sent never has to be taken back. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
 _HALF = "\ufffd"  # what a decoder writes for a character that has not all its bytes yet
@@ -19,6 +21,9 @@ class StreamText:
       marks: from the first of these on, nothing is text.
       thoughts: a text, or its beginning, to (thoughts, words); a longer one to longer ones.
       tags: around thoughts, held back as the marks are until they are whole.
+
+    Attributes:
+      span: where in the text the words begin that could be sent, and end.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class StreamText:
         self._text = ""
         self._safe = 0  # characters that no stop string or mark can reach any more
         self._said = [0, 0]
+        self.span = 0, 0
 
     def add(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
         """Take the next tokens; return what can be sent now, as `rest` does."""
@@ -47,7 +53,9 @@ class StreamText:
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._ids)
         self._safe = max(self._safe, self._until())
-        return self.rest(*self._thoughts(self._text[: self._safe]))
+        thoughts, words = self._thoughts(self._text[: self._safe])
+        self.span = self._safe - len(words), self._safe
+        return self.rest(thoughts, words)
 
     def rest(self, thoughts: str, words: str) -> Iterator[tuple[str, str]]:
         """Yield ("thinking" or "text", what of it has not been sent), neither empty."""
@@ -68,3 +76,92 @@ class StreamText:
                     until = min(until, len(self._text) - length)
                     break
         return until
+
+
+class Logprobs:
+    """Logprobs of the tokens of a text that grows, each with the bytes that it adds to the text.
+
+    Args:
+      decode: token ids to text; nothing for `hidden` ones.
+      own: a token to its bytes, of parts of characters too, which have no text.
+      write: bytes and nats to JSON.
+      most: how many of the likeliest tokens stand next to each.
+    """
+
+    def __init__(
+        self, decode: Decode, own: Callable[[int], bytes], write: Callable[[bytes, float], Any],
+        most: int, hidden: Set[int],
+    ):  # fmt: skip
+        self._decode, self._own, self._write, self._most = decode, own, write, most
+        self._hidden, self._ids = hidden, list[int]()
+        self._from = self._read = self._sent = 0
+        self._text, self._half = "", b""  # and the bytes of a character that is not whole
+        self._made: list[tuple[int, int, bytes, int, Any]] = []  # start, end, bytes, those before
+
+    def add(self, drawn: Any) -> None:
+        """Take a Chunk or a Completion."""
+        for k, (token, value) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
+            tops, own = slice(k * self._most, (k + 1) * self._most), int(token)
+            likely = (
+                zip(drawn.top_tokens[tops], drawn.top_logprobs[tops], strict=True)
+                if self._most
+                else ()
+            )
+            beside = [self._write(self._next(int(t))[0], float(v)) for t, v in likely]
+            new, text = self._next(own)
+            if own in self._hidden:
+                continue
+            self._ids.append(own)
+            if text == "":  # SentencePiece's first blank
+                continue
+            start, written = len(self._text), (float(value), beside)
+            self._made.append((start, start + len(text or "?"), new, len(self._half), written))
+            self._half = self._half + new if text is None else b""
+            if text:
+                self._text += text
+                self._from, self._read = self._read, len(self._ids)
+
+    def sent(self, begin: int, end: int, last: bool = False) -> list[dict]:
+        """Return the JSON of the next tokens that end in a part of the text.
+
+        Args:
+          last: there are no more; one that reaches beyond the part is cut.
+        """
+        found = []
+        for start, until, new, before, (value, beside) in self._made[self._sent :]:
+            if until > end and not last:
+                break
+            self._sent += 1
+            low, high = max(start, begin), min(until, end)
+            if (low, high) != (start, until):
+                new = self._text[low:high].encode()[before if low == start else 0 :]
+            if low < high and new:
+                found.append({**self._write(new, value), "top_logprobs": beside})
+        return found
+
+    def _next(self, token: int) -> tuple[bytes, str | None]:
+        """Return a next token's bytes and text; None: it ends within a character."""
+        before = self._decode(self._ids[self._from : self._read])
+        text = self._decode([*self._ids[self._from :], token])[len(before) :]
+        whole = text.encode()
+        if token in self._hidden or text.endswith(_HALF) or not whole.startswith(self._half):
+            return self._own(token), None if text.endswith(_HALF) else text
+        return whole[len(self._half) :], text
+
+
+def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
+    """Return a function from a token to its bytes, as the tokenizer's vocabulary writes them."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in visible]
+    table = {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(others)}
+    levels = "".join(tokenizer.tokenize("é")).endswith("Ã©")  # GPT-2's letters for bytes
+
+    def own(token: int) -> bytes:
+        piece = str(tokenizer.convert_ids_to_tokens(token))
+        if levels and all(letter in table for letter in piece):
+            return bytes(table[letter] for letter in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+    return own

@@ -115,7 +115,7 @@ def test_the_likeliest_tokens_stand_beside_each_drawn_one(agents):
 
     choices, streamed, response = agents.run(main())
     for found in (choices[0].logprobs.content, choices[1].logprobs.content, streamed, response):
-        assert "".join(t.token for t in found) == "What is 3 + 4?<|end|>"
+        assert "".join(t.token for t in found) == "What is 3 + 4?"
         for token in found:
             assert [t.token for t in token.top_logprobs] == [token.token, "!", '"']
             assert token.top_logprobs[0].logprob == token.logprob
@@ -184,6 +184,56 @@ def test_thoughts_have_their_own_place_and_go_back_as_they_were(agents, begun):
     else:
         assert last.parent is not None
         assert last.prompt_text.count(thought) == 1
+
+
+SAYS = {  # what the model says → the content that the agent gets
+    "plain": ("é😊漢!", "é😊漢!"),
+    "thoughts": ("<think>hm é</think>\n\n漢 42", "漢 42"),
+    "thoughts alone": ("<think>hm", ""),
+    "stop": ("漢 42 é END", "漢 42 é "),
+    "call": ('漢: <tool_call>{"name": "f", "arguments": {}}</tool_call>', "漢: "),
+    "call alone": ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', ""),
+    "cut": ("<think>a</think>漢漢", "漢\ufffd"),
+}
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_logprobs_are_those_of_the_contents_tokens(agents, case):
+    said, content = SAYS[case]
+    template = agents.engine().tokenizer.chat_template + "{# <think></think> #}"
+    tool = {"type": "function", "function": {"name": "f"}}
+    options = {"logprobs": True, "top_logprobs": 3, "tools": [tool], "stop": ["END"]}
+    options |= {"max_tokens": len(said.encode()) - 1} if case == "cut" else {}
+    asked = {"model": "m", "messages": ASK, **options}
+
+    async def main():
+        engine = agents.engine(lambda *_: said)
+        async with agents.gateway(engine, template=template) as g, agents.client(g) as client:
+            whole = (await client.chat.completions.create(**asked, n=2)).choices
+            stream = await client.chat.completions.create(**asked, stream=True)
+            choices = [c async for e in stream for c in e.choices]
+            items = {"model": "m", "input": ASK, "top_logprobs": 3}
+            tool = {"type": "function", "name": "f", "parameters": {}}
+            response = await client.responses.create(**items, tools=[tool])
+            return whole, choices, response, g.session.interactions[0].completion
+
+    whole, pieces, response, drawn = agents.run(main())
+    streamed = [t for c in pieces if c.logprobs for t in c.logprobs.content]
+    assert "".join(c.delta.content or "" for c in pieces) == content
+    late = 0  # tokens never come before their text
+    for c in pieces:
+        late += len((c.delta.content or "").encode())
+        late -= sum(len(t.bytes) for t in (c.logprobs.content if c.logprobs else []))
+        assert late >= 0 or case == "cut"
+    for found in (*(c.logprobs.content for c in whole), streamed):
+        assert b"".join(bytes(t.bytes) for t in found).decode(errors="replace") == content
+        first = said.encode().find(content.rstrip("\ufffd").encode())
+        wanted = drawn.logprobs[first : first + len(found)].tolist()
+        assert [t.logprob for t in found] == pytest.approx(wanted)
+        assert all(t.top_logprobs[0].bytes == t.bytes for t in found)
+    if case in ("plain", "thoughts", "call"):
+        (text,) = [p for i in response.output if i.type == "message" for p in i.content]
+        assert b"".join(bytes(t.bytes) for t in text.logprobs).decode() == text.text == content
 
 
 @pytest.mark.vllm

@@ -1,11 +1,15 @@
 """What a stream says is the beginning of what the whole text will be, whatever the pieces."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from rlx.agents.stream_text import StreamText
+from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
 from rlx.engines.stop_strings import cut
+from rlx.fleet.requests import Chunk
 
 
 def text(pieces):
@@ -50,6 +54,102 @@ def test_half_a_character_waits_for_the_rest():
     turtle = list("🐢!".encode())
     assert text(stream.add(turtle[:2])) == ""
     assert text(stream.add(turtle[2:])) == "🐢!"
+
+
+def byte_level():
+    """Letters, and tokens that are parts of characters, several characters, or both."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    words = ["é😊漢", "a 漢", "! ", "漢 é"]
+    trainer = trainers.BpeTrainer(vocab_size=275, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(words * 9, trainer)
+    return core
+
+
+def pieces():
+    """SentencePiece's: blanks in front of words, bytes for what it does not know."""
+    known = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *"▁atrueTh!é", "▁true", "▁T", "h漢"]
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(dict.fromkeys(known))}, [
+        ("▁", "T")], unk_token="<unk>", byte_fallback=True))  # fmt: skip
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    return core
+
+
+def made(core):
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|end|>", clean_up_tokenization_spaces=False
+    )
+
+
+TOKENIZERS = {"bytes": made(byte_level()), "pieces": made(pieces())}
+
+
+def logprobs(tokenizer, ids, most=0):
+    hidden = {tokenizer.eos_token_id}
+    decode = lambda ids: tokenizer.decode([i for i in ids if i not in hidden])  # noqa: E731
+    write = lambda own, value: {"bytes": own, "value": value}  # noqa: E731
+    found = Logprobs(decode, token_bytes(tokenizer), write, most, hidden)
+    return found, decode(ids)
+
+
+def drawn(ids, tops=()):
+    return Chunk(0, ids, [-float(k) for k in range(len(ids))], [0] * len(ids), None, tops,
+                 [0.0] * len(tops))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(words=st.text("é😊漢 aT!true", max_size=12), at=st.integers(0, 12), to=st.integers(0, 12),
+       sizes=st.lists(st.integers(1, 4), min_size=60, max_size=60))  # fmt: skip
+def test_the_bytes_of_tokens_joined_are_the_text(name, words, at, to, sizes):
+    tokenizer = TOKENIZERS[name]
+    ids = [*tokenizer(words)["input_ids"], tokenizer.eos_token_id]
+    whole, text = logprobs(tokenizer, ids)
+    whole.add(drawn(ids))
+    at, to = sorted((min(at, len(text)), min(to, len(text))))
+    every = whole.sent(at, to, last=True)
+    assert b"".join(t["bytes"] for t in every).decode() == text[at:to]
+    assert [t["value"] for t in every] == sorted((t["value"] for t in every), reverse=True)
+    grown, _ = logprobs(tokenizer, ids)
+    found, sent, places = [], 0, iter(sizes)
+    while sent < len(ids):  # as it grows, in pieces of any size
+        size = next(places)
+        grown.add(drawn(ids[sent : sent + size]))
+        sent += size
+        reached = len(tokenizer.decode(ids[:sent]).rstrip("\ufffd"))
+        if at < min(reached, to):
+            found += grown.sent(at, min(reached, to))
+    found += grown.sent(at, to, last=True)
+    assert [t["bytes"] for t in found] == [t["bytes"] for t in every]
+
+
+def test_a_token_has_its_own_bytes_where_no_text_is_whole():
+    tokenizer = TOKENIZERS["bytes"]
+    ids = tokenizer.convert_tokens_to_ids([*"aæ¼"])  # 漢 without its last byte
+    whole, text = logprobs(tokenizer, ids)
+    whole.add(drawn(ids))
+    every = whole.sent(0, len(text), last=True)
+    assert [t["bytes"] for t in every] == [b"a", b"\xe6", b"\xbc"]
+    assert text == "a\ufffd"
+
+
+def test_the_likeliest_tokens_have_their_bytes_in_the_same_place():
+    for tokenizer in TOKENIZERS.values():
+        ids = tokenizer("true 漢true")["input_ids"]
+        others = [tokenizer.convert_tokens_to_ids("<|end|>"), ids[0]]
+        whole, text = logprobs(tokenizer, ids, most=3)
+        whole.add(drawn(ids, [t for own in ids for t in (own, *others)]))
+        for one in whole.sent(0, len(text), last=True):
+            same, end, _ = one["top_logprobs"]
+            assert same["bytes"] == one["bytes"]
+            assert end["bytes"] == b"<|end|>"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1))
