@@ -17,9 +17,10 @@ import importlib
 import inspect
 import json
 import math
+import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ import numpy as np
 from aiohttp import web
 
 from rlx.agents import dialects, http_errors, online_routes, returns
-from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said
+from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said, TooLong
 from rlx.agents.online import OnlineSessions
 from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction, Session, Sessions
@@ -42,7 +43,7 @@ from rlx.engines.stop_strings import cut
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
-from rlx.fleet.requests import Chunk
+from rlx.fleet.requests import TRUNCATED, Chunk, Sampling
 from rlx.fleet.sample import Completion
 from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
@@ -58,7 +59,10 @@ _DIALECTS = {  # route → module
     "/v1/messages": "rlx.agents.messages",
 }
 _COUNT = "/v1/messages/count_tokens"
-_FIELDS = {"guide": "response_format", "top_logprobs": "top_logprobs"}  # by Sampling's
+_NAMED = re.compile(rf"\b(?:{'|'.join(Sampling.__dataclass_fields__)})\b")  # by engines
+_FIELDS = {  # of the API, by those
+    "guide": "response_format", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
+}  # fmt: skip
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -122,6 +126,7 @@ class Gateway:
         self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token, at most
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._modules: dict[str, Any] = {}
+        self._warned = False
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
@@ -193,6 +198,9 @@ class Gateway:
     # The calls.
 
     async def _health(self, request: web.Request) -> web.Response:
+        """Answer 503 where no server could answer now."""
+        if self._fleet and not self._fleet.live:
+            raise ApiError(503, "no server is live; look at the servers' logs", code="no_server")
         return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -205,8 +213,9 @@ class Gateway:
 
     async def _answer(self, module: str, request: web.Request) -> web.StreamResponse:
         dialect = await self._dialect(module)
-        with self._under_way(request, dialect.NAMES) as session:
+        with self._under_way(request, dialect) as session:
             p = await self._read(request, session, dialect.to_chat)
+            self._warn(session, p.chat.sampling)
             # Here and not in a thread: two of them could count the same prompt as one.
             drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
             sampling = replace(p.chat.sampling, seed=drawn if seed is None else seed % 2**31)
@@ -236,9 +245,16 @@ class Gateway:
     async def _count(self, request: web.Request) -> web.Response:
         """Answer how many tokens the prompt of a request has."""
         dialect = await self._dialect(_DIALECTS["/v1/messages"])
-        with self._under_way(request, dialect.NAMES) as session:
+        with self._under_way(request, dialect) as session:
             p = await self._read(request, session, dialect.to_chat)
             return web.json_response({"input_tokens": len(p.tokens)})
+
+    def _warn(self, session: Session, sampling: Sampling) -> None:
+        """Report, once, that a request whose answer is trained on truncates its draws."""
+        cut = sampling.truncation if session.temperature_fixed else ""
+        if cut not in ("", session.defaults.truncation) and not self._warned:
+            self._warned = True
+            self._fleet.say(f"an agent asks for {cut} in training: {TRUNCATED}")
 
     async def _dialect(self, module: str) -> Any:
         """Return the module of an API, imported in a thread: that takes a second or more."""
@@ -252,7 +268,7 @@ class Gateway:
         return self._modules[module]
 
     @contextmanager
-    def _under_way(self, request: web.Request, names: Mapping[str, str]) -> Iterator[Session]:
+    def _under_way(self, request: web.Request, dialect: Any) -> Iterator[Session]:
         """Provide the request's session, whose end also ends the request."""
         session, task = self._session(request), asyncio.current_task()
         assert task is not None
@@ -261,8 +277,11 @@ class Gateway:
             yield session
         except ApiError as error:  # chat completions' name of a field to the API's own
             head, dot, rest = (error.param or "").partition(".")
-            error.param = names.get(head, head) + dot + rest or None
+            error.param = dialect.NAMES.get(head, head) + dot + rest or None
             raise
+        except TooLong as error:
+            message = dialect.TOO_LONG.format(tokens=error.tokens, context=error.context)
+            raise ApiError(400, message, "messages", "context_length_exceeded") from error
         finally:
             session.tasks.discard(task)
 
@@ -313,10 +332,7 @@ class Gateway:
             raise ApiError(400, message, "tool_choice")
         text, context = self._render(session, asked) + forced, self._fleet.context
         if context and len(text) > context * self._longest:  # sooner told than tokenised
-            raise ApiError(
-                400, f"the prompt has more than {context} tokens, and max_model_len is {context}; "
-                "shorten it", "messages", "context_length_exceeded",
-            )  # fmt: skip
+            raise TooLong(len(text) // self._longest, context)
         tokens, parent = session.prompt(text, partial(workflows.encode, self._tokenizer))
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
@@ -345,9 +361,11 @@ class Gateway:
                 priority=p.session.priority, **options,
             )  # fmt: skip
         except ValueError as error:
-            code = "context_length_exceeded" if "max_model_len" in str(error) else ""
-            field = _FIELDS.get(str(error).partition(":")[0], "messages")
-            raise ApiError(400, str(error), field, code) from error
+            if long := re.search(r"max_model_len(?: is |=)(\d+)", str(error)):
+                raise TooLong(len(p.tokens), int(long[1])) from error
+            named = _NAMED.search(str(error))
+            field = _FIELDS.get(named[0], named[0]) if named else "messages"
+            raise ApiError(400, str(error), field) from error
         except (UserError, Failed) as error:
             raise ApiError(503, str(error), code="no_server") from error
 
@@ -366,6 +384,7 @@ class Gateway:
                     spoken, partial(_new_id, "call_"), p.chat.tools,
                     ended=completion.stop_reason == "stop",
                 )  # fmt: skip
+                calls = calls if p.chat.parallel else calls[:1]
             memory = None
             if calls or (thoughts and spoken):
                 shown = [i for i in completion.tokens if i not in self._hidden]

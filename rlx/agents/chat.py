@@ -30,23 +30,26 @@ from rlx.fleet.requests import MOST_TOP_LOGPROBS, Sampling
 
 ID = "chatcmpl-"
 NAMES: dict[str, str] = {}
+TOO_LONG = (
+    "This model's maximum context length is {context} tokens. However, your messages resulted in "
+    "{tokens} tokens. Please reduce the length of the messages."
+)
 MAX_CHOICES = 128
 MAX_STOPS = 16
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "reasoning_effort",
-    "verbosity", "moderation",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "moderation",
 })  # fmt: skip
 _KNOWN = frozenset({*CompletionCreateParamsNonStreaming.__annotations__, "best_of"})
 _TAKEN = frozenset({
     "model", "messages", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens",
     "min_tokens", "n", "stop", "seed", "stream", "stream_options", "logprobs", "tools",
-    "tool_choice", "response_format", "chat_template_kwargs", "top_logprobs",
+    "tool_choice", "response_format", "chat_template_kwargs", "top_logprobs", "parallel_tool_calls",
 })  # fmt: skip
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda v: 0 <= v <= 100, "in [0, 100]"),
     "top_p": (float, lambda v: 0 < v <= 1, "in (0, 1]"),
-    "top_k": (int, lambda v: 0 <= v < 2**31, "in [0, 2³¹)"),
+    "top_k": (int, lambda v: -1 <= v < 2**31, "in [0, 2³¹), or −1: off"),
     "max_tokens": (int, lambda v: v >= 1, "≥ 1"),
     "max_completion_tokens": (int, lambda v: v >= 1, "≥ 1"),
     "min_tokens": (int, lambda v: v >= 0, "≥ 0"),
@@ -117,6 +120,7 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
         logprobs=logprobs,
         tools=tuple(tools),
         forced=forced,
+        parallel=take(data, "parallel_tool_calls", bool, True),
         template_kwargs=take(data, "chat_template_kwargs", dict, {}),
     )
 
@@ -212,7 +216,7 @@ def _sampling(data: Mapping[str, Any], defaults: Sampling, temperature_fixed: bo
         defaults,
         temperature=temperature,
         top_p=_number(data, "top_p", defaults.top_p),
-        top_k=_number(data, "top_k", defaults.top_k),
+        top_k=max(0, _number(data, "top_k", defaults.top_k)),
         max_new_tokens=most,
         min_new_tokens=min(most, _number(data, "min_tokens", defaults.min_new_tokens)),
         stop=(*defaults.stop, *(s for s in _stop(data.get("stop")) if s not in defaults.stop)),
@@ -258,6 +262,11 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     if message.get("tool_calls"):
         calls = take(message, "tool_calls", list, [])
         out["tool_calls"] = [_call(c, f"{name}.tool_calls[{i}]") for i, c in enumerate(calls)]
+    thoughts = (take(message, key, str, "") for key in ("reasoning_content", "reasoning"))
+    if role == "assistant" and (thought := next(filter(None, thoughts), "")):
+        out |= dict.fromkeys(("reasoning_content", "reasoning"), thought)  # as templates call it
+        if not (out["content"] and "tool_calls" in out):  # gpt-oss takes but one of both
+            out["thinking"] = thought
     for key in ("tool_call_id", "name"):
         if key in message:
             out[key] = message[key]

@@ -3,7 +3,8 @@
 Each API is a module of its own, imported when it is first asked, since the packages whose types
 check a request take seconds to import. It has ID (the beginning of an answer's id), `to_chat`
 (a request's JSON → that of a chat completion), NAMES (its names of fields that are called otherwise
-there) and REPLY (a class of the protocol `Reply`).
+there), TOO_LONG (its words for that, which clients look for) and REPLY (a class of the protocol
+`Reply`).
 """
 
 import json
@@ -46,6 +47,14 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
 
+class TooLong(Exception):
+    """A prompt of `tokens` that do not fit `context`; each API has its words for it."""
+
+    def __init__(self, tokens: int, context: int):
+        super().__init__(f"{tokens} tokens, {context} at most")
+        self.tokens, self.context = tokens, context
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A checked request.
@@ -56,6 +65,7 @@ class ChatRequest:
       sampling: what the request says over the session's defaults; `seed` None unless it has one.
       tools: as OpenAI describes them; empty where none may be called.
       forced: the tool that the answer must call, "" for any of them; None: it need not call one.
+      parallel: whether the answer may have more than one call.
     """
 
     model: str
@@ -67,6 +77,7 @@ class ChatRequest:
     logprobs: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     forced: str | None = None
+    parallel: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 

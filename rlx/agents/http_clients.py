@@ -6,6 +6,15 @@ import ssl
 from typing import Any
 
 
+def spare(host: str) -> None:
+    """Keep clients that follow HTTP_PROXY from asking it for the way to a host."""
+    names = (f"{kind}_proxy" for kind in ("http", "https", "all"))
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in names):
+        for name in ("NO_PROXY", "no_proxy"):
+            known = os.environ.get(name, "").split(",")
+            os.environ[name] = ",".join(filter(None, [*known, *({host} - set(known))]))
+
+
 class HttpClients:
     """Makes clients of the HTTP library that the installed `openai` is written for.
 

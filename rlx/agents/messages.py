@@ -1,7 +1,7 @@
 """Anthropic's messages in terms of chat completions, and an answer in its words. Pure.
 
 (https://docs.claude.com/en/api/messages) A `tool_use` is a tool call of the same id, a
-`tool_result` a message of the role tool; thoughts that come back are left out.
+`tool_result` a message of the role tool, a `thinking` block what templates call reasoning.
 """
 
 import json
@@ -26,6 +26,7 @@ from rlx.agents.dialects import (
 
 ID = "msg_"
 NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
+TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
 _SAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "chat_template_kwargs")
 _TAKEN = frozenset({
     *_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice", "output_config",
@@ -78,6 +79,7 @@ def to_chat(data: Any) -> dict[str, Any]:
         kind = member(choice, "type", _CHOICES, "tool_choice")
         named = {"type": "function", "function": {"name": choice.get("name")}}
         out["tool_choice"] = {"any": "required", "tool": named}.get(kind, kind)
+        out["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
     messages = data.get("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list with one message or more")
@@ -186,18 +188,22 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
 def _said(role: str, content: Any, name: str) -> list[dict[str, Any]]:
     """Return the messages that one of Anthropic's is: tools' results first, then the words."""
     out: list[dict[str, Any]] = []
-    calls, texts = [], []
+    calls, texts, thoughts = [], [], []
     for kind, block, at in _blocks(content, name, _BLOCKS[role]):
         if kind == "text":
             texts.append(block["text"])
+        elif kind == "thinking":
+            thoughts.append(block["thinking"])
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
             result = _texts(block.get("content") or "", f"{at}.content")
+            result = f"Error: {result}" if block.get("is_error") else result
             out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
     if texts or calls or not out:
         words = {"role": role, "content": "\n".join(texts)}
+        words |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         out.append({**words, "tool_calls": calls} if calls else words)
     return out
 

@@ -11,11 +11,15 @@ from typing import Any
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
+from rlx.agents.chat import TOO_LONG as TOO_LONG
 from rlx.agents.dialects import ApiError, Event, Head, Said, check_fields, take, wrong
 
 ID = "resp_"
 NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
-_SAME = ("model", "temperature", "top_p", "stream", "chat_template_kwargs", "top_logprobs")
+_SAME = (
+    "model", "temperature", "top_p", "stream", "chat_template_kwargs", "top_logprobs",
+    "parallel_tool_calls",
+)  # fmt: skip
 _KNOWN = frozenset(ResponseCreateParamsNonStreaming.__annotations__)
 _TAKEN = frozenset({
     *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text",
@@ -158,8 +162,8 @@ class ResponseReply:
         return {
             "id": head.id, "object": "response", "created_at": head.created, "error": None,
             "status": "in_progress", "incomplete_details": None, "model": head.asked.model,
-            "output": [], "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
-            "metadata": {}, **more,
+            "output": [], "parallel_tool_calls": head.asked.parallel, "tool_choice": "auto",
+            "tools": [], "metadata": {}, **more,
         }  # fmt: skip
 
 
@@ -187,17 +191,20 @@ def _messages(found: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list):
         raise wrong("input", found, "a text or a list")
     out: list[dict[str, Any]] = []
+    thoughts = ""  # that the next item goes on from
     for index, item in enumerate(found):
         name = f"input[{index}]"
         if not isinstance(item, dict):
             raise wrong(name, item, "an object")
         kind = item.get("type", "message")
+        own, thoughts = {"reasoning_content": thoughts} if thoughts else {}, ""
         if kind == "message":
-            out.append({"role": item.get("role"), "content": _content(item.get("content"))})
+            out.append({"role": item.get("role"), "content": _content(item.get("content")), **own})
         elif kind == "function_call":
             # What was one message goes on as one: words first, then its calls.
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": None})
+            out[-1].update(own)
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)
@@ -205,7 +212,11 @@ def _messages(found: Any) -> list[dict[str, Any]]:
             content = _content(item.get("output"))
             call_id = item.get("call_id")
             out.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            parts = take(item, "content", list, []) or take(item, "summary", list, [])
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
+            thoughts = "\n".join(text for text in texts if isinstance(text, str))
+        else:
             raise ApiError(400, f"{name} has type {kind!r}, which is not read here", name)
     return out
 

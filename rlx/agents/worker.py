@@ -1,6 +1,7 @@
 """A process that runs agents: `python -m rlx.agents.worker N`, by `workers.py` alone.
 
-    in    a line of JSON each: {"class", "kwargs", "path", "report": seconds} first, then
+    in    a line of JSON each: {"class", "kwargs", "path", "report": seconds, "no_proxy": host}
+          first, then
           {"id", "data", "base_url", "api_key"} starts a run and {"cancel": id} stops one
     out   {"ready": true} | {"wrong": text}, then {"id", "value"} | {"id", "error", "traceback"};
           {"blocked": text, "seconds": s} while a run keeps the loop from turning
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlx.agents import loading, returns
-from rlx.agents.http_clients import HttpClients
+from rlx.agents.http_clients import HttpClients, spare
 from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
 from rlx.base import UserError
 from rlx.cli.user_code import words
@@ -53,6 +54,7 @@ class Worker:
         reader, _ = await asyncio.open_connection(sock=self._end, limit=1 << 30)
         first = json.loads(await reader.readline())
         search_first(first["path"])
+        spare(first["no_proxy"])
         try:
             cls = loading.load_class(first["class"])
             loading.instance(cls, first["kwargs"])

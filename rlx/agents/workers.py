@@ -48,6 +48,7 @@ class Workers:
       block_seconds: how long an agent may keep its process's event loop from turning.
       limits: of each process. start: starts one, here or elsewhere.
       per_run: each run has a process that no other run was or will be in; at most `count` at once.
+      no_proxy: the gateway's host, which agents never ask a proxy for.
     """
 
     def __init__(
@@ -60,10 +61,14 @@ class Workers:
         cancel_seconds: float = CANCEL_SECONDS,
         limits: WorkerLimits = NO_LIMITS,
         per_run: bool = False,
+        no_proxy: str = "",
         start: StartWorker = start_worker,
     ):
         report = min(_REPORT_SECONDS, block_seconds / 2)
-        self._first = {"class": name, "kwargs": dict(kwargs), "path": sys.path, "report": report}
+        self._first = {
+            "class": name, "kwargs": dict(kwargs), "path": sys.path, "report": report,
+            "no_proxy": no_proxy,
+        }  # fmt: skip
         self._block_seconds, self._cancel_seconds = block_seconds, cancel_seconds
         self._limits, self._start = limits, start
         self._processes: list[_Process | None] = [None] * max(1, count)

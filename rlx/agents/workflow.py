@@ -136,6 +136,7 @@ class AgentWorkflow:
         self._new_workers = partial(
             Workers, name, kwargs or {}, options.workers, block_seconds=options.block_seconds,
             limits=options.limits, per_run=options.process_per_run, start=options.start,
+            no_proxy=options.host,
         )  # fmt: skip
         self._front: _Front | None = None
         self._starting = asyncio.Lock()

@@ -7,7 +7,6 @@ It runs in a thread of its own, so that a blocked loop does not hold calls up. I
 
 import contextlib
 import json
-import os
 import re
 import resource
 import secrets
@@ -18,7 +17,7 @@ import aiohttp
 import yarl
 from aiohttp import web
 
-from rlx.agents import http_errors
+from rlx.agents import http_clients, http_errors
 from rlx.debugger.model_call import ModelCall
 from rlx.rollout.loop_thread import LoopThread
 
@@ -52,7 +51,7 @@ class Recorder:
         self._thread = LoopThread("rlx-recorder")
 
     def __enter__(self) -> "Recorder":
-        _spare_loopback()
+        http_clients.spare(_HOST)
         with contextlib.suppress(ValueError, OSError):  # three sockets for each call in flight
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -152,11 +151,3 @@ class Recorder:
             if isinstance(found, dict) and "model" in found:
                 return json.dumps({**found, "model": self._model}).encode()
         return body
-
-
-def _spare_loopback() -> None:
-    """Keep clients that follow HTTP_PROXY from asking it for the way to this machine."""
-    if any(os.environ.get(name) for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")):
-        for name in ("NO_PROXY", "no_proxy"):
-            known = os.environ.get(name, "").split(",")
-            os.environ[name] = ",".join(filter(None, [*known, *({_HOST} - set(known))]))

@@ -118,6 +118,10 @@ class Fleet:
         if not self._members and not joining:
             raise UserError("the fleet has no server; give addresses as host:port")
 
+    def say(self, text: str) -> None:
+        """Report a line to whoever runs the fleet."""
+        self._say(text)
+
     @property
     def live(self) -> frozenset[str]:
         """Addresses of the servers that get requests."""

@@ -40,6 +40,21 @@ class Sampling:
     top_logprobs: int = 0
     unscored: bool = False
 
+    @property
+    def truncation(self) -> str:
+        """Return the options that keep some tokens from being drawn, "" where none does."""
+        options = (
+            ("top_p", self.top_p, 1), ("top_k", self.top_k, 0),
+            ("min_new_tokens", self.min_new_tokens, 0),
+        )  # fmt: skip
+        return ", ".join(f"{name}={value:g}" for name, value, off in options if value != off)
+
+
+TRUNCATED = (
+    "some tokens are never drawn, while losses take logprobs over all tokens, so that importance "
+    "weights are biased; leave it out"
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:

@@ -26,6 +26,7 @@ from rlx.evaluation.held_out import HeldOut, HeldOutOptions
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.no_fleet import NoFleet
+from rlx.fleet.requests import TRUNCATED
 from rlx.fleet.tls import client_tls
 from rlx.launch import available_memory, teacher
 from rlx.launch.local import CpuPlan, cpu_plan
@@ -147,6 +148,8 @@ def build(
         progress.message(text)
     if inputs.notes:
         progress.message(inputs.notes)
+    if served and (cut := training_sampling(config).truncation):
+        progress.message(f"{cut} of config.sampling: {TRUNCATED}")
     _warn_low_memory(config, workdir, inputs, killed, progress.message)
 
     def end_well() -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 
 import aiohttp
 import anthropic
@@ -502,19 +503,208 @@ def test_what_the_fleet_refuses_or_cannot_do_has_its_status(agents):
         engine = agents.engine(max_model_len=64)
         async with agents.gateway(engine) as g, agents.client(g) as client:
             for stream in (False, True):
-                with pytest.raises(openai.BadRequestError, match="max_model_len is 64") as error:
+                with pytest.raises(openai.BadRequestError) as error:
                     await ask(client, "x" * 80, stream=stream)
                 assert error.value.code == "context_length_exceeded"
+                assert error.value.param == "messages"
+                assert "maximum context length is 64 tokens" in error.value.message
+                assert "resulted in 83 tokens" in error.value.message
+                with pytest.raises(openai.BadRequestError, match="maximum context length is 64"):
+                    await client.responses.create(model="m", input="x" * 80)
+            assert (await post(g, None, "/health", "GET", key=""))[0] == 200
             await g.server.stop()
             with pytest.raises(openai.InternalServerError) as down:
                 await ask(client)
             assert down.value.status_code == 503
+            status, answer = await post(g, None, "/health", "GET", key="")
+            assert (status, answer["error"]["code"]) == (503, "no_server")
             await g.fleet.close()  # as at the end of a run, when applications still ask
             with pytest.raises(openai.InternalServerError, match="has ended") as down:
                 await ask(client)
             assert down.value.status_code == 503
 
     agents.run(main())
+
+
+REFUSED = {  # by vLLM, and the parameter that is to blame
+    "temperature: vLLM does not take the request: temperature must be in [0, 2], got 3.0": (
+        "temperature"
+    ),
+    "top_k must be 0 (disable), or at least 1": "top_k",
+    "guide: vLLM does not take the request: a schema": "response_format",
+    "min_new_tokens=5 is above": "min_tokens",
+    "token 5 is out of the vocabulary": "messages",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refusal_of_the_engine_blames_what_it_names(agents, words):
+    class Refusing(agents.engine):
+        async def generate(self, request):
+            raise ValueError(words)
+            yield
+
+    async def main():
+        async with agents.gateway(Refusing()) as g, agents.client(g) as client:
+            with pytest.raises(openai.BadRequestError) as error:
+                await ask(client, temperature=1.5)
+            assert error.value.param == REFUSED[words]
+
+    agents.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_first_is_kept(agents, stream):
+    said = CALL + "\n" + CALL.replace('"a": 1', '"a": 9')
+
+    def claude_of(g):
+        url = g.gateway.base_url(g.session)
+        return anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0)
+
+    async def main():
+        async with (
+            agents.gateway(agents.engine(lambda *_: said)) as g,
+            agents.client(g) as client,
+            claude_of(g) as claude,
+        ):
+            for wanted, options in (
+                (1, {"parallel_tool_calls": False}), (2, {"parallel_tool_calls": True}), (2, {}),
+            ):  # fmt: skip
+                got = await ask(client, tools=[ADD], stream=stream, **options)
+                calls = (await read(got))[1] if stream else got.choices[0].message.tool_calls
+                assert len(calls) == wanted
+                assert json.loads(calls[0].function.arguments)["a"] == 1
+                tool = {"type": "function", **ADD["function"], "strict": False}
+                asked = {"model": "m", "input": "x", "tools": [tool], **options}
+                if stream:
+                    async with client.responses.stream(**asked) as events:
+                        response = await events.get_final_response()
+                else:
+                    response = await client.responses.create(**asked)
+                assert len(response.output) == wanted
+                assert response.parallel_tool_calls == options.get("parallel_tool_calls", True)
+                choice = {"type": "auto", "disable_parallel_tool_use": wanted == 1}
+                asked = {
+                    "model": "m", "max_tokens": 150, "messages": HELLO, "tool_choice": choice,
+                    "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+                }  # fmt: skip
+                if stream:
+                    async with claude.messages.stream(**asked) as events:
+                        message = await events.get_final_message()
+                else:
+                    message = await claude.messages.create(**asked)
+                assert len(message.content) == wanted
+
+    agents.run(main())
+
+
+def test_one_call_of_two_goes_back_as_the_model_wrote_it(agents):
+    said = iter([CALL + CALL, "ok"])
+
+    async def main():
+        async with (
+            agents.gateway(agents.engine(lambda *_: next(said))) as g,
+            agents.client(g) as client,
+        ):
+            got = await ask(client, tools=[ADD], parallel_tool_calls=False)
+            reply = got.choices[0].message.model_dump(exclude_none=True)
+            (call,) = reply["tool_calls"]
+            talk = [*HELLO, reply, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+            await client.chat.completions.create(model="m", messages=talk, tools=[ADD])
+            return g.session.interactions
+
+    _, second = agents.run(main())
+    assert second.parent == 0
+
+
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m[field] %}<think>{{ m[field] }}</think>"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}<|assistant|>{# tools <tool_call> </think> #}"
+)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_that_are_not_the_models_reach_the_template(agents, field):
+    """Few-shot examples, say, or answers of another model."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    thought = "<think>hm <x></think>"
+
+    def claude_of(g):
+        url = g.gateway.base_url(g.session)
+        return anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0)
+
+    async def main():
+        template = "{% set field = '" + field + "' %}" + THINKS
+        async with (
+            agents.gateway(template=template) as g,
+            agents.client(g) as client,
+            claude_of(g) as claude,
+        ):
+            for name in ("reasoning_content", "reasoning"):
+                own = {"role": "assistant", "content": "yes", name: "hm <x>"}
+                talk = [*HELLO, own, *HELLO]
+                await client.chat.completions.create(model="m", messages=talk)
+            talk[1] = {"role": "assistant", "tool_calls": [call], "reasoning": "hm <x>"}
+            await client.chat.completions.create(model="m", messages=talk)
+            block = {"type": "thinking", "thinking": "hm <x>", "signature": ""}
+            text = {"type": "text", "text": "yes"}
+            use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+            for content in ([block, text], [block, use]):
+                talk[1] = {"role": "assistant", "content": content}
+                await claude.messages.create(model="m", max_tokens=9, messages=talk)
+            said = {"id": "rs", "type": "reasoning", "summary": []}
+            said["content"] = [{"type": "reasoning_text", "text": "hm <x>"}]
+            brief = {**said, "content": None}
+            brief["summary"] = [{"type": "summary_text", "text": "hm <x>"}]
+            answer = {"role": "assistant", "content": "yes"}
+            called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+            for before, after in ((said, answer), (brief, called)):
+                items = [*HELLO, before, after, *HELLO]
+                await client.responses.create(model="m", input=items)
+            await client.responses.create(model="m", input=[*HELLO, said, *HELLO])
+            return [i.prompt_text for i in g.session.interactions]
+
+    *texts, without = agents.run(main())
+    assert len(texts) == 7
+    for text in texts:
+        assert text.count(thought) == 1
+        assert f"<|assistant|>{thought}" in text
+    assert "<think>" not in without
+
+
+def test_no_top_k_is_minus_one(agents):
+    async def main():
+        async with agents.gateway() as g, agents.client(g) as client:
+            for value in (-1, 0, 5):
+                await ask(client, extra_body={"top_k": value})
+            with pytest.raises(openai.BadRequestError, match="top_k is -2"):
+                await ask(client, extra_body={"top_k": -2})
+            return [request.sampling.top_k for request in g.engine.requests]
+
+    assert agents.run(main()) == [0, 0, 5]
+
+
+def test_training_reports_draws_that_are_truncated_once(agents):
+    async def main(fixed, **defaults):
+        said, sampling = [], replace(agents.sampling, **defaults)
+        async with (
+            agents.gateway(sampling=sampling, temperature_fixed=fixed) as g,
+            agents.client(g) as client,
+        ):
+            g.fleet._say = said.append
+            for _ in range(2):
+                await ask(client)
+                await ask(client, top_p=0.5, extra_body={"top_k": 3, "min_tokens": 2})
+        return said
+
+    (line,) = agents.run(main(True))
+    assert "top_p=0.5, top_k=3, min_new_tokens=2" in line
+    assert "importance weights are biased" in line
+    assert agents.run(main(False)) == []
+    own = {"top_p": 0.5, "top_k": 3, "min_new_tokens": 2}
+    assert agents.run(main(True, **own)) == []  # the run's own has been reported at its start
 
 
 def test_a_template_that_raises_says_so(agents):

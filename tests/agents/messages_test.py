@@ -159,7 +159,8 @@ def test_errors_are_the_clients_own_exceptions(agents):
             async with client(g) as asking:
                 for stream in (False, True):
                     talk = [{"role": "user", "content": "x" * 80}]
-                    with pytest.raises(anthropic.BadRequestError, match="max_model_len is 64"):
+                    long = "prompt is too long: 83 tokens > 64 maximum"
+                    with pytest.raises(anthropic.BadRequestError, match=long):
                         await asking.messages.create(**{**ASK, "messages": talk}, stream=stream)
                 with pytest.raises(anthropic.BadRequestError) as wrong:
                     await asking.messages.create(**{**ASK, "messages": [{"role": "user"}]})
@@ -194,7 +195,7 @@ def test_errors_are_the_clients_own_exceptions(agents):
         ({"messages": [*ASK["messages"], {"role": "assistant", "content": "The"}]},
          "messages[1]"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"top_k": -1}, "top_k"), ({"stop_sequences": [5]}, "stop_sequences"),
+        ({"top_k": -2}, "top_k"), ({"stop_sequences": [5]}, "stop_sequences"),
         ({"system": 5}, "system"), ({"tools": [{"type": "web_search_20250305"}]}, "tools[0]"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -211,7 +212,22 @@ def test_a_field_that_is_wrong_is_named(agents, fields, param):
     json.dumps(error.value.body())
 
 
-def test_thoughts_that_come_back_are_left_out(agents):
+def test_a_result_that_is_an_error_says_so():
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    parts = [{"type": "text", "text": "no such file"}]
+    for content, error, text in (
+        ("no such file", True, "Error: no such file"), (parts, True, "Error: no such file"),
+        (parts, False, "no such file"), (None, True, "Error: "),
+    ):  # fmt: skip
+        result = {"type": "tool_result", "tool_use_id": "t", "is_error": error}
+        result |= {"content": content} if content else {}
+        talk = [*ASK["messages"], {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [result]}]  # fmt: skip
+        got = messages.to_chat({**ASK, "messages": talk})
+        assert got["messages"][-1] == {"role": "tool", "tool_call_id": "t", "content": text}
+
+
+def test_thoughts_that_come_back_are_what_templates_call_reasoning():
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     talk = [
         *ASK["messages"],
@@ -219,4 +235,5 @@ def test_thoughts_that_come_back_are_left_out(agents):
         {"role": "user", "content": "why?"},
     ]
     got = messages.to_chat({**ASK, "messages": talk, "thinking": {"type": "disabled"}})
-    assert got["messages"][1] == {"role": "assistant", "content": "yes"}
+    wanted = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert got["messages"][1] == wanted

@@ -296,7 +296,9 @@ class VllmEngine(ModelEngine):
                 priority=priority,
             )
         except (VLLMValidationError, ValueError, TypeError, OverflowError) as error:
-            field = "guide: " if sampling.get("structured_outputs") else ""
+            named = getattr(error, "parameter", None)
+            named = named or ("guide" if sampling.get("structured_outputs") else "")
+            field = f"{named}: " if named else ""
             raise ValueError(f"{field}vLLM does not take the request: {error}") from error
 
     def _for_sample(self, core: Any, request: Request, index: int) -> Any:
