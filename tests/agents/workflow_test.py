@@ -14,9 +14,11 @@ from rlx.agents.workflow import AgentOptions, AgentWorkflow
 from rlx.base import UserError
 from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling
+from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
+from rlx.rollout.workflows import Task
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]
 
@@ -409,3 +411,25 @@ def check_tokens(group):
         assert set(t.turn_ids.tolist()) == {0, 1}
         assert ((t.versions >= 0) == t.loss_mask).all()
         assert ((t.behaviour_logprobs < 0) == t.loss_mask).all()
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_agents_ask_no_proxy_for_the_gateway(agents, monkeypatch, name):
+    for each in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("NO_PROXY", "example.com")
+    options = AgentOptions(limits=WorkerLimits(environment=(name,)))
+    agent = f"{agents.classes}:OwnClient"
+    workflow = AgentWorkflow(agent, agents.tokenizer(), agents.sampling, 1, options=options)
+
+    async def main():
+        async with agents.fleet(agents.engine()) as (fleet, _):
+            try:
+                row = {"question": "q", "answer": "q"}
+                return await workflow.run(fleet, Task(row, 1, 1))
+            finally:
+                await workflow.aclose()
+
+    (trajectory,) = agents.run(main(), 60).trajectories
+    assert trajectory.reward == 1.0
