@@ -148,8 +148,7 @@ def build(
         progress.message(text)
     if inputs.notes:
         progress.message(inputs.notes)
-    if served and (cut := training_sampling(config).truncation):
-        progress.message(f"{cut} of config.sampling: {TRUNCATED}")
+    _warn_truncated(config, progress.message)
     _warn_low_memory(config, workdir, inputs, killed, progress.message)
 
     def end_well() -> None:
@@ -290,6 +289,12 @@ def disk_warning(config: ConfigDict, workdir: Path, inputs: Inputs) -> str:
         shutil.disk_usage(workdir).free,
         sum(path.stat().st_size for path in files),
     )
+
+
+def _warn_truncated(config: ConfigDict, say: Callable[[str], None]) -> None:
+    cut = training_sampling(config).truncation
+    if cut and has_servers(config):
+        say(f"{cut} in config.sampling: {TRUNCATED}")
 
 
 def _warn_low_memory(

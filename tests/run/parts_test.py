@@ -22,3 +22,21 @@ def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tm
     with pytest.raises(DiskFull):
         parts._warn_low_memory(default(), tmp_path, inputs, killed, said.append)
     assert said == [str(killed), "little memory"]
+
+
+def test_draws_that_are_truncated_are_reported_at_the_start():
+    def said(**sampling):
+        config, lines = default(), []
+        config.sampling.update(sampling)
+        parts._warn_truncated(config, lines.append)
+        return lines
+
+    assert said() == []
+    assert said(temperature=0.7, max_new_tokens=9) == []
+    for name, value in (("top_p", 0.9), ("top_k", 20), ("min_new_tokens", 4)):
+        (line,) = said(**{name: value})
+        assert f"{name}={value} in config.sampling: some tokens are never drawn" in line
+    config, lines = default(), []
+    config.sampling.top_p, config.fleet.num_servers = 0.5, 0
+    parts._warn_truncated(config, lines.append)
+    assert not lines, "without servers nothing is drawn"
