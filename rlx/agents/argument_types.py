@@ -1,18 +1,17 @@
 """Types of a tool call's arguments that were written as text, by the tool's JSON Schema. Pure."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 _KINDS = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
     dict: "object", type(None): "null",
 }  # fmt: skip
-_ALL = frozenset(_KINDS.values())
 _WORDS = {"true": True, "false": False, "null": None, "none": None}  # as Python writes them too
-_DEPTH = 16  # of references in references
+_COMBINED = ("anyOf", "oneOf", "allOf")
 
 
 def typed(text: str, schema: Any, root: Any) -> Any:
@@ -23,26 +22,28 @@ def typed(text: str, schema: Any, root: Any) -> Any:
     Args:
       schema: of the argument. root: of all arguments, for references in it.
     """
-    kinds, found = _kinds(schema, root), text
-    if kinds == {"string"}:
+    kinds, word = _kinds(schema, root), text.strip().lower()
+    try:
+        plain = kinds and "string" not in kinds and word in _WORDS
+        found = _WORDS[word] if plain else json.loads(text)
+    except (ValueError, RecursionError):
         return text
-    with suppress(ValueError, RecursionError):
-        word = text.strip() if "string" in kinds else text.strip().lower()
-        found = _WORDS[word] if word in _WORDS else json.loads(text)
     if isinstance(found, float) and "number" not in kinds and found.is_integer():
         found = int(found)
-    scalar = isinstance(found, str | int | float) and "string" in kinds and kinds != _ALL
-    return text if scalar or _KINDS[type(found)] not in kinds else _fitted(found, schema, root)
+    scalar = isinstance(found, str | int | float) and "string" in kinds
+    wrong = kinds and _KINDS[type(found)] not in kinds
+    return text if scalar or wrong else _fitted(found, schema, root)
 
 
 def part(schema: Any, key: str | int, root: Any) -> Any:
-    """Return the schema of a property or an item of what a schema describes; {}: unknown."""
+    """Return the schema of a property, or of an item, of what a schema describes."""
     for own in _schemas(schema, root):
-        known = own.get("properties") if isinstance(key, str) else {key: own.get("items")}
-        known = known if isinstance(known, Mapping) else {}
-        found = known.get(key, own.get("additionalProperties"))
-        if isinstance(found, Mapping):
-            return found
+        known = own.get("items" if isinstance(key, int) else "properties")
+        if isinstance(key, str):
+            named = known if isinstance(known, Mapping) else {}
+            known = named.get(key, own.get("additionalProperties"))
+        if isinstance(known, Mapping):
+            return known
     return {}
 
 
@@ -52,47 +53,39 @@ def _fitted(value: Any, schema: Any, root: Any) -> Any:
         return {k: _fitted(v, part(schema, k, root), root) for k, v in value.items()}
     if isinstance(value, list):
         return [_fitted(v, part(schema, k, root), root) for k, v in enumerate(value)]
-    kinds = _kinds(schema, root)
-    wrong = type(value) in (int, float) and _KINDS[type(value)] not in kinds
-    return json.dumps(value) if wrong and "string" in kinds else value
+    kinds = _kinds(schema, root) if type(value) in (int, float) else ()
+    return json.dumps(value) if "string" in kinds and _KINDS[type(value)] not in kinds else value
 
 
-def _kinds(schema: Any, root: Any, depth: int = _DEPTH) -> frozenset[str]:
-    """Return the types that a schema allows."""
-    if not isinstance(schema, Mapping) or not depth:
-        return _ALL
-    found, own = _ALL, schema.get("type")
-    if own:
-        found &= frozenset(own if isinstance(own, list) else [own])
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        found &= frozenset(_KINDS.get(type(value), "") for value in values)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(some := schema.get(key), list):
-            found &= frozenset().union(*(_kinds(each, root, depth - 1) for each in some))
-    for each in (*_list(schema, "allOf"), _target(schema, root)):
-        found &= _kinds(each, root, depth - 1)
+def _kinds(schema: Any, root: Any) -> set[str]:
+    """Return the types that a schema allows; none: it does not say."""
+    found = set[str]()
+    for own in _schemas(schema, root):
+        values = own.get("enum", [own["const"]] if "const" in own else [])
+        listed = [_KINDS[type(v)] for v in values] if isinstance(values, list) else []
+        named = own.get("type") or listed
+        found.update(map(str, named if isinstance(named, list) else [named]))
+        if not named and not {"$ref", *_COMBINED} & set(own):
+            return set()
     return found | {"integer"} if "number" in found else found
 
 
-def _schemas(schema: Any, root: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all that it is made of."""
-    if isinstance(schema, Mapping) and depth:
-        yield schema
-        alternatives = (each for key in ("allOf", "anyOf", "oneOf") for each in _list(schema, key))
-        for each in (_target(schema, root), *alternatives):
-            yield from _schemas(each, root, depth - 1)
-
-
-def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+def _schemas(schema: Any, root: Any) -> list[Mapping[str, Any]]:
+    """Return a schema and all that it is put together of."""
+    found, todo = list[Mapping[str, Any]](), [schema]
+    while todo:
+        own = todo.pop(0)
+        if isinstance(own, Mapping) and all(own is not each for each in found):
+            found.append(own)
+            lists = (own[key] for key in _COMBINED if isinstance(own.get(key), list))
+            todo += [_target(own, root), *chain(*lists)]
+    return found
 
 
 def _target(schema: Mapping[str, Any], root: Any) -> Any:
     """Return what `$ref` points to in the root; None: there is none."""
-    ref = schema.get("$ref")
-    if not isinstance(ref, str) or not ref.startswith("#"):
+    names = str(schema.get("$ref", "")).replace("~1", "\0").split("/")
+    if names[0] != "#":
         return None
-    names = [name.replace("~1", "/").replace("~0", "~") for name in ref[1:].split("/")[1:]]
+    names = [name.replace("\0", "/").replace("~0", "~") for name in names[1:]]
     return reduce(lambda at, name: at.get(name) if isinstance(at, Mapping) else None, names, root)

@@ -54,8 +54,8 @@ class Episode:
             seen, before = self._turns[-1]
             self._turns[-1] = seen, _continued(before, sampled)
         self._shown = ()
-        before = self._decode(self._turns[-1][1].tokens[:-1], special=True)
-        self.ended = self.left <= 0 or not cut(self.words, stop, before)[1]
+        but_one = self._decode(self._turns[-1][1].tokens[:-1], special=True)
+        self.ended = self.left <= 0 or not cut(self.words, stop, but_one)[1]
 
     async def sample(self, fleet: Generator, stop: Sequence[str] = ()) -> None:
         """Let the model go on until its end, one of the texts `stop`, or that of its tokens."""

@@ -52,7 +52,7 @@ SCHEMA = Arguments.model_json_schema()
 CASES = [
     ("zip", "10115", "10115"), ("zip", "true", "true"), ("zip", "null", "null"),
     ("zip", '{"a": 1}', '{"a": 1}'), ("maybe_zip", "10115", "10115"), ("maybe_zip", "01", "01"),
-    ("maybe_zip", "null", None), ("maybe_zip", "None", "None"), ("maybe_zip", '"x"', '"x"'),
+    ("maybe_zip", "null", None), ("maybe_zip", "None", "None"), ("maybe_zip", "none", "none"), ("maybe_zip", '"x"', '"x"'),
     ("maybe_zip", "[1]", "[1]"), ("number", "7", 7), ("number", "7.0", 7), ("number", "x", "x"),
     ("share", "7", 7), ("share", "0.5", 0.5), ("share", "None", None), ("flag", "True", True),
     ("flag", "false", False), ("flag", " FALSE", False), ("maybe_flag", "true", True),
@@ -89,7 +89,8 @@ def test_an_argument_has_the_type_that_its_schema_says(name, text, wanted):
         ({"oneOf": [{"anyOf": [{"$ref": "#/$defs/zip"}]}, {"type": "null"}]}, "1", "1"),
         ({"$ref": "#/$defs/zip"}, "1", "1"), ({"$ref": "#/$defs/flag"}, "True", True),
         ({"allOf": [{"$ref": "#/$defs/flag"}]}, "true", True), ({"enum": ["1", "2"]}, "1", "1"),
-        ({"enum": [1, None]}, "1", 1), ({"const": "1"}, "1", "1"),
+        ({"enum": [1, None]}, "1", 1), ({"enum": [1, None]}, "null", None),
+        ({"type": [{"type": "string"}]}, "x", "x"), ({"const": "1"}, "1", "1"),
         ({"$ref": "#/$defs/a~1b/c"}, "1", "1"), ({"$ref": "#/$defs/self"}, "1", 1),
         ({"$ref": "#/nowhere"}, "1", 1), ({"$ref": "https://example.com"}, "x", "x"),
         (True, "1", 1), (None, "True", "True"),
