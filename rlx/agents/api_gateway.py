@@ -276,12 +276,11 @@ class Gateway:
         try:
             yield session
         except ApiError as error:  # chat completions' name of a field to the API's own
+            if isinstance(error, TooLong) and (words := getattr(dialect, "TOO_LONG", "")):
+                raise TooLong(*error.sizes, words) from error
             head, dot, rest = (error.param or "").partition(".")
             error.param = dialect.NAMES.get(head, head) + dot + rest or None
             raise
-        except TooLong as error:
-            message = dialect.TOO_LONG.format(tokens=error.tokens, context=error.context)
-            raise ApiError(400, message, "messages", "context_length_exceeded") from error
         finally:
             session.tasks.discard(task)
 
@@ -374,8 +373,10 @@ class Gateway:
         said = []
         for number, completion in enumerate(completions):
             words = plain(p.forced) + self._decode(completion.tokens)
-            before = plain(p.forced) + self._decode(completion.tokens[:-1])
-            text, stop = cut(words, p.chat.sampling.stop, before)
+            text, stop, stops = words, "", p.chat.sampling.stop
+            if stops:
+                before = plain(p.forced) + self._decode(completion.tokens[:-1])
+                text, stop = cut(words, stops, before)
             thoughts, spoken = self._thoughts(p, text)
             content: str | None = spoken
             calls: list[dict[str, Any]] = []

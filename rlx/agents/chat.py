@@ -30,10 +30,6 @@ from rlx.fleet.requests import MOST_TOP_LOGPROBS, Sampling
 
 ID = "chatcmpl-"
 NAMES: dict[str, str] = {}
-TOO_LONG = (
-    "This model's maximum context length is {context} tokens. However, your messages resulted in "
-    "{tokens} tokens. Please reduce the length of the messages."
-)
 MAX_CHOICES = 128
 MAX_STOPS = 16
 IGNORED = frozenset({

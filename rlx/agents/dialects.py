@@ -3,8 +3,7 @@
 Each API is a module of its own, imported when it is first asked, since the packages whose types
 check a request take seconds to import. It has ID (the beginning of an answer's id), `to_chat`
 (a request's JSON → that of a chat completion), NAMES (its names of fields that are called otherwise
-there), TOO_LONG (its words for that, which clients look for) and REPLY (a class of the protocol
-`Reply`).
+there), REPLY (a class of the protocol `Reply`) and perhaps TOO_LONG (its words for `TooLong`).
 """
 
 import json
@@ -22,6 +21,12 @@ _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error",
 }  # fmt: skip
+
+
+_TOO_LONG = (  # OpenAI's
+    "This model's maximum context length is {context} tokens. However, your messages resulted in "
+    "{tokens} tokens. Please reduce the length of the messages."
+)
 
 
 class ApiError(Exception):
@@ -47,12 +52,17 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
 
-class TooLong(Exception):
-    """A prompt of `tokens` that do not fit `context`; each API has its words for it."""
+class TooLong(ApiError):
+    """A prompt that does not fit the context, in words by which clients know it.
 
-    def __init__(self, tokens: int, context: int):
-        super().__init__(f"{tokens} tokens, {context} at most")
-        self.tokens, self.context = tokens, context
+    Args:
+      words: OpenAI's, or those of another API, with {tokens} and {context}.
+    """
+
+    def __init__(self, tokens: int, context: int, words: str = _TOO_LONG):
+        message = words.format(tokens=tokens, context=context)
+        super().__init__(400, message, "messages", "context_length_exceeded")
+        self.sizes = tokens, context
 
 
 @dataclass(frozen=True, slots=True)

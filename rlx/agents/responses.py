@@ -11,7 +11,6 @@ from typing import Any
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
-from rlx.agents.chat import TOO_LONG as TOO_LONG
 from rlx.agents.dialects import ApiError, Event, Head, Said, check_fields, take, wrong
 
 ID = "resp_"

@@ -160,10 +160,14 @@ class Reader:
 def _split(
     text: str, form: Format, tools: Sequence[Mapping], ended: bool
 ) -> tuple[str, list[Call]]:
-    start = min((at for mark in form.opens if (at := text.find(mark)) >= 0), default=-1)
-    before, after, at = re.compile(form.before), re.compile(form.after), start
-    calls: list[Call] = []
-    while at >= 0 and (begin := before.search(text, at)):
+    def opened(at: int) -> int:
+        return min((k for mark in form.opens if (k := text.find(mark, at)) >= 0), default=-1)
+
+    before, after, calls = re.compile(form.before), re.compile(form.after), list[Call]()
+    at = start = opened(0)
+    while at >= 0:
+        if not (begin := before.match(text, at)):
+            return text, []
         name = begin.groupdict().get("name")
         try:
             if name and form.xml:
@@ -176,6 +180,8 @@ def _split(
         if end is None or read is None:
             return text, []
         at, calls = end.end(), calls + read
+        if not before.match(text, at):
+            at = opened(at)
     return (text[:start], calls) if calls else (text, [])
 
 

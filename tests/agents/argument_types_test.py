@@ -52,7 +52,8 @@ SCHEMA = Arguments.model_json_schema()
 CASES = [
     ("zip", "10115", "10115"), ("zip", "true", "true"), ("zip", "null", "null"),
     ("zip", '{"a": 1}', '{"a": 1}'), ("maybe_zip", "10115", "10115"), ("maybe_zip", "01", "01"),
-    ("maybe_zip", "null", None), ("maybe_zip", "None", "None"), ("maybe_zip", "none", "none"), ("maybe_zip", '"x"', '"x"'),
+    ("maybe_zip", "null", None), ("maybe_zip", "None", "None"), ("maybe_zip", "none", "none"),
+    ("maybe_zip", '"x"', '"x"'),
     ("maybe_zip", "[1]", "[1]"), ("number", "7", 7), ("number", "7.0", 7), ("number", "x", "x"),
     ("share", "7", 7), ("share", "0.5", 0.5), ("share", "None", None), ("flag", "True", True),
     ("flag", "false", False), ("flag", " FALSE", False), ("maybe_flag", "true", True),

@@ -162,6 +162,13 @@ def test_the_end_token_ends_a_call_whose_own_end_is_missing(form):
     assert Reader("", "qwen3_xml").calls(cut, str, [WEATHER], ended=False) == (cut, [])
 
 
+@pytest.mark.parametrize("form", ["hermes", "qwen3_xml"])
+def test_what_opens_and_is_no_call_makes_words_of_all(form):
+    for bad in ("<tool_call>\nhm\n</tool_call>\n", "<tool_call> "):
+        for text in (bad + WRITTEN[form], WRITTEN[form] + bad):
+            assert split(text, form) == (text, [])
+
+
 def test_half_a_surrogate_pair_is_never_sent():
     half = '<tool_call>{"name": "f\\ud83d", "arguments": {"\\ude0a": ["\\ud83d\\ude0a\\ud83d"]}}'
     _, (call,) = split(half + "</tool_call>")
