@@ -452,14 +452,14 @@ class Gateway:
         marks, stop = self._reader.opens if p.chat.tools else (), p.chat.sampling.stop
         thoughts, tags = partial(self._thoughts, p), self._reader.tags or ()
         texts = [StreamText(self._decode, stop, marks, thoughts, tags) for _ in range(p.chat.n)]
-        logprobs, told = [self._logprobs(p) for _ in texts], [0] * len(texts)
+        logprobs, sent = [self._logprobs(p) for _ in texts], [0] * len(texts)
         coming: asyncio.Queue[Chunk | None] = asyncio.Queue()
         work = asyncio.create_task(self._generate(p, watch=coming.put_nowait))
         work.add_done_callback(lambda _: coming.put_nowait(None))
         begun = False
 
         def events(index: int, pieces: Sequence[tuple[str, str]], own: Sequence) -> list[Event]:
-            told[index] += len(own)
+            sent[index] += len(own)
             return [
                 event
                 for kind, words in pieces
@@ -481,7 +481,7 @@ class Gateway:
             said = self._keep(p, name, await work)
             for index, one in enumerate(said):
                 last = list(texts[index].rest(one.thoughts, one.content or ""))
-                left = one.logprobs[told[index] :]
+                left = one.logprobs[sent[index] :]
                 if left and "text" not in dict(last):
                     last.append(("text", ""))
                 if last:

@@ -82,10 +82,11 @@ class Logprobs:
     """Logprobs of the tokens of a text that grows, each with the bytes that it adds to the text.
 
     Args:
-      decode: token ids to text; nothing for `hidden` ones.
+      decode: token ids to text.
       own: a token to its bytes, of parts of characters too, which have no text.
       write: bytes and nats to JSON.
       most: how many of the likeliest tokens stand next to each.
+      hidden: tokens that are not in the text.
     """
 
     def __init__(
@@ -102,19 +103,15 @@ class Logprobs:
         """Take a Chunk or a Completion."""
         for k, (token, value) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
             tops, own = slice(k * self._most, (k + 1) * self._most), int(token)
-            likely = (
-                zip(drawn.top_tokens[tops], drawn.top_logprobs[tops], strict=True)
-                if self._most
-                else ()
-            )
-            beside = [self._write(self._next(int(t))[0], float(v)) for t, v in likely]
+            likely = zip(drawn.top_tokens[tops], drawn.top_logprobs[tops], strict=True)
+            likeliest = [self._write(self._next(int(t))[0], float(v)) for t, v in likely]
             new, text = self._next(own)
             if own in self._hidden:
                 continue
             self._ids.append(own)
             if text == "":  # SentencePiece's first blank
                 continue
-            start, written = len(self._text), (float(value), beside)
+            start, written = len(self._text), (float(value), likeliest)
             self._made.append((start, start + len(text or "?"), new, len(self._half), written))
             self._half = self._half + new if text is None else b""
             if text:
@@ -128,7 +125,7 @@ class Logprobs:
           last: there are no more; one that reaches beyond the part is cut.
         """
         found = []
-        for start, until, new, before, (value, beside) in self._made[self._sent :]:
+        for start, until, new, before, (value, likeliest) in self._made[self._sent :]:
             if until > end and not last:
                 break
             self._sent += 1
@@ -136,7 +133,7 @@ class Logprobs:
             if (low, high) != (start, until):
                 new = self._text[low:high].encode()[before if low == start else 0 :]
             if low < high and new:
-                found.append({**self._write(new, value), "top_logprobs": beside})
+                found.append({**self._write(new, value), "top_logprobs": likeliest})
         return found
 
     def _next(self, token: int) -> tuple[bytes, str | None]:

@@ -1,7 +1,7 @@
 """Keep text from outside, which may spell `<|im_end|>`, from becoming control tokens of a prompt.
 
-`shielded` puts CUT into each such spelling before a chat template is rendered, so that the
-template's own markers alone are whole; `workflows.encode` cuts the rendered text there.
+`shielded` puts CUT into each such spelling before a chat template is rendered, so that only the
+template's own markers are whole; `workflows.encode` cuts the rendered text there.
 """
 
 import re

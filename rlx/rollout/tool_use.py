@@ -129,7 +129,7 @@ class ToolUse:
                 return start, rest[: json.JSONDecoder().raw_decode(rest, blank)[1]]
             except json.JSONDecodeError as error:
                 unfinished = error.msg.startswith("Unterminated string")
-            except (ValueError, RecursionError):  # it is told what is wrong
+            except (ValueError, RecursionError):  # `_read` raises the same
                 pass
         body, end, _ = rest.partition(self._ends[start])
         return start, body if end and not unfinished else None
