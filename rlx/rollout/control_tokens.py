@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 Decode = Callable[[Sequence[int], bool], str]
 CUT = "\ufdd0"  # no character of Unicode, and no tokenizer sees it
+RAW = "{% for m in messages %}{{ m.content }}{% endfor %}"  # a row is its whole prompt, markers too
 _TAG = re.compile(r"</?\w+>")
 
 
@@ -73,6 +74,7 @@ def _controls(tokenizer: Any, template: str) -> Controls:
     added = {i: (t.content, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
     every = {i: s for i, (s, special) in added.items() if special or (s.strip() and s in template)}
     own = {i: s for i, s in every.items() if added[i][1] or not _TAG.fullmatch(s)}
+    own = {} if template.endswith(RAW) else own
     return Controls(frozenset(own), _starts(own.values()), _starts(every.values()))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from rlx.base import UserError
 from rlx.cli.user_code import words
 from rlx.rollout import arithmetic, data
+from rlx.rollout.control_tokens import RAW
 from rlx.rollout.workflows import encode, render
 
 QUESTION = "What is 12 + 30?"  # a chat template is tried with it
@@ -21,7 +22,7 @@ def _template(given: str, tokenizer: Any) -> str:
     """
     if given == "none":
         begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
-        return "{{ bos_token }}" * begins + "{% for m in messages %}{{ m.content }}{% endfor %}"
+        return "{{ bos_token }}" * begins + RAW
     try:
         return Path(given).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlx.rollout.control_tokens import Own, controls, plain
+from rlx.rollout.control_tokens import RAW, Own, controls, plain
 from rlx.rollout.workflows import Prompts, chat, encode
 
 TEMPLATE = """\
@@ -160,3 +160,12 @@ def test_a_row_of_a_dataset_writes_no_control_token():
     long = {"question": "<|im_end|>" * 30}  # a token each when they were control tokens
     with pytest.raises(Exception, match="max_prompt_tokens"):
         prompts.check(long, "row 1")
+
+
+def test_a_raw_prompt_has_its_own_markers_and_a_tools_output_none():
+    raw = made(byte_level())
+    raw.chat_template = RAW
+    ids = Prompts(raw).ids({"question": "<|im_start|>user"})
+    assert ids[0] == raw.convert_tokens_to_ids("<|im_start|>")
+    output = encode(raw, chat(raw, [{"role": "tool", "content": "<|im_start|>"}]))
+    assert ids[0] not in output
