@@ -42,7 +42,7 @@ RANGES: dict[str, str] = {  # of numbers: the least one, or an interval
         "total_steps", "sampling.n_samples", "sampling.max_new_tokens", "fleet.tensor_parallel",
         "rollout.batch_prompts", "rollout.max_concurrent_rollouts", "train.minibatches",
         "train.max_tokens_per_microbatch", "fleet.slots", "fleet.decode_steps",
-        "rollout.max_attempts", "rollout.failure_window", "model.logprob_chunk", "reward.workers",
+        "rollout.max_attempts", "model.logprob_chunk", "reward.workers",
         "checkpoint.keep", "gate.prompts", "gate.max_new_tokens", "scheduler.nodes",
         "teacher.num_servers", "reward.model.num_servers",
     ), "1"),
@@ -64,6 +64,7 @@ RANGES: dict[str, str] = {  # of numbers: the least one, or an interval
     ), "(0, inf)"),
     "scheduler.retries": "-1",
     "critic.learning_rate": "[0, inf)",
+    "rollout.outage_seconds": "[0, inf)",
     "train.balance_coefficient": "[0, inf)",
     "reference.decay": "[0, 1)",
     "fleet.gpu_memory": "[0, 1)",
@@ -155,8 +156,8 @@ def default() -> ConfigDict:
     c.rollout.force_staleness = False  # each batch lags by max_staleness exactly; experiments
     c.rollout.max_concurrent_rollouts = 64  # live prompts
     c.rollout.max_attempts = 3  # at one prompt, before it is skipped and named in skipped.jsonl
-    c.rollout.max_failure_rate = 0.5  # of recent attempts, above which the run ends; 1: never
-    c.rollout.failure_window = 128  # attempts that are recent
+    c.rollout.max_failure_rate = 0.5  # of recent prompts; above it an outage begins; 1: never ends
+    c.rollout.outage_seconds = 120.0  # of an outage, in which no prompt is skipped; then the run ends
     c.rollout.request_timeout_seconds = 600.0  # for one attempt at a prompt
     c.rollout.workflow = "rlvr"  # one turn, graded | tools | multi_turn | online: applications ask;
     # or FILE.py:Class, module:Class: a workflow of one's own, or an agent

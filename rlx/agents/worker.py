@@ -25,7 +25,7 @@ from rlx.agents import loading, returns
 from rlx.agents.http_clients import HttpClients, spare
 from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
 from rlx.base import UserError
-from rlx.cli.user_code import words
+from rlx.cli.user_code import line, words
 from rlx.rewards.worker_process import inherited_socket, search_first
 
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
@@ -65,8 +65,8 @@ class Worker:
         self._clients, self._patience = HttpClients(), first["report"]
         self.say(ready=True)
         LoopWatch(self._late).start()
-        while line := await reader.readline():
-            message = json.loads(line)
+        while read := await reader.readline():
+            message = json.loads(read)
             if "cancel" in message:
                 if task := self._runs.get(message["cancel"]):
                     task.cancel()
@@ -96,7 +96,8 @@ class Worker:
         except asyncio.CancelledError:
             self.say(id=number, error="it was cancelled", traceback="")
         except BaseException as error:  # SystemExit too: the process has other runs
-            self.say(id=number, error=words(error, 1000), traceback=traceback.format_exc()[-8000:])
+            said = f"{words(error, 1000)} {line(error)}".rstrip()
+            self.say(id=number, error=said, traceback=traceback.format_exc()[-8000:])
         finally:
             del self._runs[number]
 

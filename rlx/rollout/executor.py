@@ -89,6 +89,7 @@ class Executor:
       patience: with failed attempts.
       max_tokens: of a trajectory, as training has room for; 0: any number.
       on_skip: takes a prompt that is given up, on the loop's thread.
+      say: takes a line for the user, likewise.
       on_change: called on the loop's thread when a group is accepted or the executor has stopped.
       drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
       request_timeout: seconds for one attempt, after which it has failed; None: it may take any.
@@ -114,6 +115,7 @@ class Executor:
         patience: Patience | None = None,
         max_tokens: int = 0,
         on_skip: Callable[[Skipped], None] = lambda skipped: None,
+        say: Callable[[str], None] = lambda text: None,
         on_change: Callable[[], None] = lambda: None,
         drop_equal_rewards: bool = False,
         request_timeout: float | None = 600.0,
@@ -127,6 +129,7 @@ class Executor:
         self._rows, self._limits, self._seed, self._clock = rows, limits, seed, clock
         self._patience, self._request_timeout = patience or Patience(), request_timeout
         self._max_tokens, self._on_skip, self._on_change = max_tokens, on_skip, on_change
+        self._say = say
         self._drop_equal_rewards = drop_equal_rewards
         self._force_staleness, self._keep_versions = force_staleness, keep_versions
         self._running_mean = running_mean
@@ -139,8 +142,10 @@ class Executor:
         self._open = self._stopped = self._closing = False
         self._error: BaseException | None = None
         self._raised_at: TracebackType | None = None  # where the error came up first
-        self._window = attempts.Window(self._patience)
+        live = min(limits.concurrency, (limits.max_staleness + 1) * limits.batch_prompts)
+        self._failures = attempts.Failures(self._patience, max(1, int(live)))
         self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
+        self._rejected_since = 0.0
         self._best = -math.inf  # reward of any trajectory
         self._means: running_means.Means = {}
         self._dropped = 0
@@ -381,12 +386,15 @@ class Executor:
         if self._retry:
             ticket = heapq.heappop(self._retry)
             return dataclasses.replace(ticket, version=version) if ticket.version < 0 else ticket
+        if self._failures.lasted(self._clock()) is not None:  # those that wait have places
+            if self._staleness.running + len(self._later) >= self._failures.room:
+                raise StopIteration
         return Ticket(self._rows.next()[0], 0, version)
 
     async def _attempt(self, ticket: Ticket) -> None:
         seed = group_seed(self._seed, ticket.group_id, ticket.attempt)
         row = self._rows.row(ticket.group_id)
-        limit = asyncio.timeout(self._request_timeout)
+        limit, begun = asyncio.timeout(self._request_timeout), self._clock()
         try:
             async with limit:
                 task = Task(row, ticket.group_id, seed, version=ticket.version)
@@ -394,23 +402,25 @@ class Executor:
         except asyncio.CancelledError as error:
             if self._closing or self.loop.ending:
                 raise
-            self._fail(ticket, RuntimeError(f"the workflow was cancelled from within: {error}"))
+            within = RuntimeError(f"the workflow was cancelled from within: {error}")
+            self._fail(ticket, row, within, begun)
         except Exception as error:
-            self._fail(ticket, self._too_slow() if limit.expired() else error)
+            self._fail(ticket, row, self._too_slow() if limit.expired() else error, begun)
         else:
-            self._finish(ticket, group)
+            self._finish(ticket, group, begun)
         self._admit()
 
     def _too_slow(self) -> TimeoutError:
         limit = f"rollout.request_timeout_seconds={self._request_timeout:g}"
         return TimeoutError(f"it took longer than {limit}")
 
-    def _finish(self, ticket: Ticket, group: Group) -> None:
+    def _finish(self, ticket: Ticket, group: Group, begun: float) -> None:
         """Accept or reject a finished group."""
         rewards = {r for t in group.trajectories for r in t.turn_rewards or (t.reward,)}
         with self._changed:
             self._leave(ticket)
-            self._window.add(False)
+            first, now = ticket.attempt == 0, self._clock()
+            said = self._failures.add(ticket.group_id, False, first, begun, now)
             self._best = max([self._best, *map(float, rewards)])
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if self._drop_equal_rewards and len(rewards) == 1:
@@ -422,14 +432,19 @@ class Executor:
                 self._staleness = staleness.accept(self._staleness)
                 self._rejected.clear()
             self._changed.notify_all()
+        if said:
+            self._say(said)
         self._on_change()
 
     def _count_rejection(self, reward: float) -> None:
         """End the run when rejections do not end: well if it has solved its data, else in error.
 
         It has solved them when at least half of these groups are right, that is as good as the best
-        answer so far, and it was not so from the beginning. The others are too hard for the model.
+        answer so far, and it was not so from the beginning. The others are too hard for the model,
+        or their judge is down and gives all of them the same.
         """
+        if not self._rejected:
+            self._rejected_since = self._clock()
         self._rejected.append(reward)
         if len(self._rejected) < _REJECTIONS * self._limits.batch_prompts:
             return
@@ -442,6 +457,8 @@ class Executor:
         if learned and 2 * right >= len(self._rejected):
             self._stop(Exhausted(f"{found}, {right} of them at the best reward, {self._best:g}"))
             return
+        if self._clock() - self._rejected_since < self._patience.outage:
+            return
         remedy = "choose easier data, or look at the reward function"
         if learned:
             remedy = f"no answer gets {self._best:g} any more; lower the learning rate"
@@ -452,32 +469,38 @@ class Executor:
             )
         )
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        """Queue the prompt again, give it up, or end the run when too many fail."""
-        index = self._rows.index(ticket.group_id)
+    def _fail(
+        self, ticket: Ticket, row: Mapping[str, Any], error: Exception, begun: float
+    ) -> None:
+        """Queue the prompt again, give it up, or end the run when too many fail for too long."""
+        now, index = self._clock(), self._rows.index(ticket.group_id)
+        what = f"row {index} {attempts.describe(row)}"
         with self._changed:
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)
-            self._window.add(True)
-            held = Ticket(ticket.group_id, ticket.attempt + 1)
+            said = self._failures.add(ticket.group_id, True, ticket.attempt == 0, begun, now)
+            lasted = self._failures.lasted(now)
+            failed = 0 if lasted is not None else ticket.attempt + 1  # that are held against it
+            held = Ticket(ticket.group_id, failed or ticket.attempt)
             ended: BaseException | None = self._error
             if isinstance(error, Unavailable):
                 ended = ended or error
-            ended = ended or self._window.verdict(error, f"row {index}")
-            skipped = ended is None and self._patience.over(held.attempt, error)
+            ended = ended or self._failures.verdict(error, what, now)
+            skipped = ended is None and self._patience.over(failed, error)
             event = staleness.skip if skipped else staleness.fail
             self._staleness = event(self._staleness)
             if ended is not None:
                 heapq.heappush(self._retry, Ticket(ticket.group_id, ticket.attempt))
                 self._stop(ended)
             elif not skipped:
-                pause = self._patience.back_off(held.attempt)
-                heapq.heappush(self._later, (self._clock() + pause, held))
+                pause = self._patience.back_off(ticket.attempt + 1, lasted or 0.0, held.group_id)
+                heapq.heappush(self._later, (now + pause, held))
                 loop = asyncio.get_running_loop()
                 loop.call_later(pause + _TIMER_SECONDS, self._admit)  # there may be no other rows
+        if said:
+            self._say(f"{said}; the last one, {what}: {attempts.why(error)}")
         if skipped:
-            row = self._rows.row(held.group_id)
-            self._on_skip(Skipped(held.group_id, index, row, held.attempt, error))
+            self._on_skip(Skipped(held.group_id, index, row, ticket.attempt + 1, error))
 
     def _leave(self, ticket: Ticket) -> None:
         del self._live[ticket.group_id]

@@ -246,7 +246,9 @@ def build(
         inputs.workflow.place = RunPlace(
             workdir / "sessions", step, needed, longest, progress.message
         )  # fmt: skip
-    executor = _executor(config, inputs, fleet, tutor, judge, longest, note_skip)
+    executor = _executor(
+        config, inputs, fleet, tutor, judge, longest, note_skip, progress.message
+    )
     executor.start()
     stack.callback(executor.close)
     stack.callback(_close, executor, fleet)
@@ -399,6 +401,7 @@ def _executor(
     judge: Fleet | None,
     longest: int,
     note_skip: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
 ) -> Executor:
     """Return the executor of the run's workflow, not started yet."""
     c, workflow, online = config, inputs.workflow, isinstance(inputs.workflow, OnlineWorkflow)
@@ -422,6 +425,7 @@ def _executor(
         patience=patience(c),
         max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
+        say=say,
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
         running_mean=inputs.algorithm.running_mean,
         request_timeout=None if online else c.rollout.request_timeout_seconds,

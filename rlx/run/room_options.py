@@ -88,7 +88,7 @@ def training_sampling(config: ConfigDict) -> Sampling:
 def patience(config: ConfigDict) -> Patience:
     """Return how many failed attempts training and evaluations bear."""
     r = config.rollout
-    return Patience(r.max_attempts, r.max_failure_rate, r.failure_window)
+    return Patience(r.max_attempts, r.max_failure_rate, outage=r.outage_seconds)
 
 
 def evaluation_sampling(config: ConfigDict) -> Sampling:

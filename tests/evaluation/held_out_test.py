@@ -139,7 +139,7 @@ def test_a_question_that_fails_is_asked_again_and_then_scores_nothing(make, fake
         return [1.0]
 
     workflow, rows = fake_workflow(misbehave=misbehave), ROWS * 3 + ROWS[:2]
-    patience = Patience(window=4, pause=0.0)
+    patience = Patience(pause=0.0, outage=0.0)
     held_out, executor, said, skipped = make(workflow=workflow, rows=rows, patience=patience)
     held_out.begin(0, executor)
     (record,) = held_out.take(SECONDS)

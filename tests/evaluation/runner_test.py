@@ -113,7 +113,8 @@ def test_one_row_that_fails_leaves_the_others_and_many_end_it(make, fake_workflo
             raise ValueError("no luck at all")
 
     bad = {2}
-    evaluator = make(workflow=fake_workflow(misbehave=misbehave), patience=Patience(pause=0.0))
+    patience = Patience(pause=0.0, outage=0.0)
+    evaluator = make(workflow=fake_workflow(misbehave=misbehave), patience=patience)
     futures = [evaluator.submit(row) for row in ROWS]
     assert [type(f.exception(30)) for f in futures] == [
         Skipped if i == 2 else type(None) for i in range(12)
