@@ -21,7 +21,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -45,6 +44,7 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
 from rlx.fleet.requests import TRUNCATED, Chunk, Sampling
 from rlx.fleet.sample import Completion
+from rlx.fleet.threads import DaemonThreads, in_thread
 from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
 from rlx.rollout.control_tokens import controls, own_text, plain, shielded
@@ -130,7 +130,7 @@ class Gateway:
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
-        self._threads = ThreadPoolExecutor(2, "gateway")
+        self._threads = DaemonThreads(2)
 
     async def start(self) -> None:
         """Begin to listen.
@@ -187,7 +187,6 @@ class Gateway:
         if self.online:
             self.online.close()
             self.online = None
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def base_url(self, session: Session | None = None) -> str:
         """Return the address for clients; with a session's key in it, any API key will do."""
@@ -261,7 +260,7 @@ class Gateway:
         if found := self._modules.get(module):
             return found
         try:
-            self._modules[module] = await asyncio.to_thread(importlib.import_module, module)
+            self._modules[module] = await in_thread(importlib.import_module, module)
         except ImportError as error:
             message = f"this API needs the extra: {install('agents')} ({error})"
             raise ApiError(501, message) from error

@@ -27,6 +27,7 @@ from rlx.agents.sessions import Interaction, Session
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
+from rlx.fleet.threads import in_thread
 from rlx.observe import jsonl
 from rlx.rollout import control_tokens
 
@@ -255,7 +256,7 @@ class OnlineSessions:
             await asyncio.sleep(SWEEP_SECONDS)
             with suppress(ApiError, UserError, OSError):  # a full disk: there may be room later
                 self.sweep()
-                await asyncio.to_thread(self._sync)
+                await in_thread(self._sync)
 
     def close(self) -> None:
         """Let another process have the journal."""

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlx.base import UserError
+from rlx.fleet.threads import in_thread
 from rlx.rewards.worker_process import (
     NO_LIMITS,
     StartWorker,
@@ -204,7 +205,7 @@ class _Process:
             with contextlib.suppress(ConnectionError):
                 while line := await reader.readline():
                     self._hear(json.loads(line))
-            code = await asyncio.to_thread(self._kept.end, _END_SECONDS)
+            code = await in_thread(self._kept.end, _END_SECONDS)
         except OSError as error:
             self._killed = AgentError(f"cannot start a process for agents: {error}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -217,7 +218,7 @@ class _Process:
                 self._writer.transport.abort()
             try:
                 if self._kept:
-                    await asyncio.to_thread(self._kept.end)
+                    await in_thread(self._kept.end)
             finally:
                 self._end(code)
 

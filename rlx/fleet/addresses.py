@@ -1,11 +1,11 @@
 """Addresses of servers: host:port as given, or from a file that may change during a run."""
 
-import asyncio
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.base import UserError
+from rlx.fleet.threads import in_thread
 
 FILE = "@"  # before the path of a file
 
@@ -49,7 +49,7 @@ async def require_name(address: str) -> None:
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise UserError(f"{address!r} is no address of a server; give host:port")
     try:
-        await asyncio.get_running_loop().getaddrinfo(host, int(port))
+        await in_thread(socket.getaddrinfo, host, int(port))
     except UnicodeError:
         raise UserError(f"{address}: {host!r} is no name of a host; correct it") from None
     except socket.gaierror as error:

@@ -25,6 +25,7 @@ from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused, Time
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
+from rlx.fleet.threads import in_thread
 from rlx.fleet.tls import Tls
 
 __all__ = ["Completion", "Fleet", "PublishReport", "Timeouts"]
@@ -150,7 +151,7 @@ class Fleet:
         for member in self._members:
             self._begin(self._keep(member))
         if self._joining:
-            await self._change(await asyncio.to_thread(self._look))
+            await self._change(await in_thread(self._look))
             self._begin(self._follow())
         waiting = asyncio.create_task(self._say_who_is_missing())
         try:
@@ -198,7 +199,7 @@ class Fleet:
             await asyncio.sleep(self._limits.probe_every)
             found = None
             try:
-                found = await asyncio.to_thread(self._look)
+                found = await in_thread(self._look)
                 if found == before:  # twice the same: not half written
                     await self._change(found)
                     said = ""
@@ -352,7 +353,7 @@ class Fleet:
         async with self._publishing:
             start = time.monotonic()
             staging = asyncio.create_task(
-                asyncio.to_thread(
+                in_thread(
                     stage, version, source, method, self._publish_dir, self._widespread()
                 )
             )

@@ -25,6 +25,7 @@ from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
 from rlx.fleet.requests import Chunk, Request, ScoreRequest, Scores
+from rlx.fleet.threads import in_thread
 
 _Code = grpc.StatusCode
 _BAD_REQUEST = (_Code.INVALID_ARGUMENT, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED)
@@ -425,7 +426,7 @@ class Member:
         if by_path:
             return
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
-        while part := await asyncio.to_thread(next, parts, None):
+        while part := await in_thread(next, parts, None):
             self._sent += len(part[1])
             yield pb.PublishRequest(chunk=pb.PublishChunk(offset=part[0], data=part[1]))
 

@@ -44,6 +44,7 @@ _ADMIT_AT_ONCE = 64  # tasks started before the loop serves the network again
 _POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor
 _COUNTED = ("admitted", "rejected", "failed", "skipped")  # since step 0, in checkpoints
 _REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
+_END_SECONDS = 6.0  # that rollouts and their workflow have to end once they are cancelled
 _TIMER_SECONDS = 0.01  # a timer may fire a little before its time
 
 
@@ -168,7 +169,9 @@ class Executor:
             self._changed.notify_all()
         try:
             if self.loop.alive:
-                self.loop.run(self._end_attempts())
+                self.loop.run(self._end_attempts(), _END_SECONDS)
+        except TimeoutError:
+            self._say("rollouts under way do not end; they are left to the end of the process")
         finally:
             if self._owns_loop:
                 self.loop.close()
@@ -177,9 +180,9 @@ class Executor:
         """Run `coroutine` on the loop, concurrently with everything else there."""
         return self.loop.submit(coroutine)
 
-    def run(self, coroutine: Coroutine) -> Any:
-        """Run `coroutine` on the loop and wait for its result; not from the loop itself."""
-        return self.loop.run(coroutine)
+    def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
+        """Run `coroutine` on the loop and wait for its result, as `LoopThread.run`."""
+        return self.loop.run(coroutine, seconds)
 
     # The trainer's side.
 
@@ -335,7 +338,8 @@ class Executor:
         under_way = list(self._tasks)
         for task in under_way:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        if under_way:
+            await asyncio.wait(under_way, timeout=_END_SECONDS / 2)
         await workflows.close(self.workflow)
 
     def _kept_versions(self, host: Mapping[str, Any], step: int) -> dict[int, int]:

@@ -7,16 +7,22 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from rlx.fleet.threads import DaemonThreads
+
+CLOSE_SECONDS = 3.0  # that the loop has to end, before its thread is left to the process's end
+_PLACES = 32  # for what users' code blocks in
+
 
 class LoopThread:
     """A thread that runs coroutines for other threads.
 
     Attributes:
+      threads: those of `asyncio.to_thread` on this loop, for users' code alone.
       ending: True once `close` has begun, so that cancelled work does not begin anew.
     """
 
     def __init__(self, name: str):
-        self.ending = False
+        self.ending, self.threads = False, DaemonThreads(_PLACES)
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -38,12 +44,21 @@ class LoopThread:
             raise RuntimeError("start the loop's thread before submitting to it")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine) -> Any:
-        """Run `coroutine` on the loop and wait for its result; not from the loop itself."""
+    @property
+    def ident(self) -> int:
+        """Return the number of its thread."""
+        return self._thread.ident or 0
+
+    def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
+        """Run `coroutine` on the loop and wait for its result; not from the loop itself.
+
+        Raises:
+          TimeoutError: it took longer than `seconds`, as where something blocks the loop.
+        """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("run() would wait for itself on the loop's own thread; await it")
-        return self.submit(coroutine).result()
+        return self.submit(coroutine).result(seconds)
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Call `function` on the loop; do nothing where the loop has ended or not begun."""
@@ -52,15 +67,16 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread."""
+        """Cancel what is under way and end the thread, if it can be ended."""
         self.ending = True
         if self._loop and self._end and self._thread.is_alive():
             self.call_soon(self._end.set)
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _run_loop(self) -> None:
         async def until_closed() -> None:
             self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+            self._loop.set_default_executor(self.threads)
             self._started.set()
             await self._end.wait()
 
@@ -68,3 +84,17 @@ class LoopThread:
             asyncio.run(until_closed())  # which cancels whatever is left
         finally:
             self._started.set()
+
+
+def run_alone(coroutine: Coroutine, name: str, seconds: float) -> Any:
+    """Run `coroutine` on a loop of its own, also where one runs already; return its result.
+
+    Raises:
+      TimeoutError: it took longer than `seconds`, though it were to block the loop for ever.
+    """
+    loop = LoopThread(name)
+    loop.start()
+    try:
+        return loop.run(asyncio.wait_for(coroutine, seconds), seconds + CLOSE_SECONDS)
+    finally:
+        loop.close()

@@ -5,12 +5,12 @@ import asyncio
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any, ClassVar
 
 from rlx.base import UserError
 from rlx.cli import user_code
+from rlx.rollout.loop_thread import run_alone
 from rlx.rollout.workflows import close
 from rlx.sandbox.sandbox import SandboxOptions
 
@@ -126,9 +126,8 @@ def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
                 tool = tool(**({"sandbox": sandbox} if "sandbox" in takes else {}))
             _check(tool, found)
             found[tool.name] = tool
-            with ThreadPoolExecutor(1) as thread:  # in this one a notebook's loop may be running
-                for example in tool.parameters.get("examples", [])[:1]:
-                    thread.submit(asyncio.run, _try(tool, example)).result()
+            for example in tool.parameters.get("examples", [])[:1]:
+                run_alone(_try(tool, example), "trial of a tool", _TRIAL_SECONDS)
         except Exception as error:
             what = user_code.where(error, getattr(tool, "run", None))
             raise UserError(f"{KEY}: {name} cannot be used: {what}") from error
@@ -148,7 +147,7 @@ def _check(tool: Any, others: Mapping[str, Tool]) -> None:
 
 async def _try(tool: Tool, example: Mapping[str, Any]) -> None:
     try:
-        await asyncio.wait_for(call(tool, example), _TRIAL_SECONDS)
+        await call(tool, example)
     finally:
         await close(tool)
 

@@ -14,7 +14,7 @@ from rlx.fleet.sample import Completion
 from rlx.rewards import reward_pool
 from rlx.rollout import workflows
 from rlx.rollout.attempts import describe
-from rlx.rollout.loop_thread import LoopThread
+from rlx.rollout.loop_thread import run_alone
 from rlx.rollout.workflows import Generator, Task, Workflow
 
 DRY_SECONDS = 60.0  # of a dry run, which waits for no model
@@ -48,21 +48,17 @@ def dry_run(workflow: Workflow, row: Mapping[str, Any], name: str, token: int) -
 
     async def once() -> None:
         try:
-            made = checked(workflow, _OneToken(token), Task(row, 0, 0))
-            await asyncio.wait_for(made, DRY_SECONDS)
+            await checked(workflow, _OneToken(token), Task(row, 0, 0))
         finally:
             await workflows.close(workflow)
 
-    loop, run = LoopThread("dry run"), type(workflow).run
-    loop.start()
     try:
-        loop.run(once())
+        run_alone(once(), "dry run", DRY_SECONDS)
     except Exception as error:
+        run = type(workflow).run
         why = str(error) if isinstance(error, TrajectoryError) else user_code.where(error, run)
         what = f"workflow {name} failed in a dry run on row {describe(row)}"
         raise UserError(f"{what}: {why}") from error
-    finally:
-        loop.close()
 
 
 class _OneToken:

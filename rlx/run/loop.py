@@ -55,6 +55,7 @@ LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation unde
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
 _ENDLESS = 1 << 62  # rows, where applications ask
 FRUITLESS = 5  # steps in a row that teach nothing and end a run
+SPAN_SECONDS = 10.0  # that servers have to answer for the timeline
 BUSY_SECONDS = 0.01  # how often it looks for a batch while the device computes
 
 
@@ -263,6 +264,9 @@ class _Loop:
             if not self._wanted():
                 return
         with self._phase("publish", version=self.step):
+            while self.publishing and not futures.wait([self.publishing], COLLECT_SECONDS).done:
+                if self.parts.stop.is_set():  # whoever goes on publishes what is saved
+                    return
             if self.publishing:
                 self.publishing.result()
             if self.served:
@@ -370,7 +374,10 @@ class _Loop:
 
     def _engines(self, process: str, fleet: Fleet | NoFleet) -> float:
         """Add the engines' spans since the last record to the timeline; return busy seconds."""
-        spans = list(self.executor.run(fleet.drain_spans()).values())
+        try:
+            spans = list(self.executor.run(fleet.drain_spans(), SPAN_SECONDS).values())
+        except TimeoutError:  # something blocks the loop, which the watchdog reports
+            spans = []
         for index, server in enumerate(spans):
             for text, start, end in server:
                 name, _, version = text.partition(" version ")  # one name, so that a viewer can sum

@@ -43,6 +43,7 @@ from rlx.observe.timeline import Timeline
 from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
+from rlx.rollout.loop_thread import CLOSE_SECONDS
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import resume, trainers
@@ -440,8 +441,8 @@ def _oldest_needed(checkpoints: Path, max_staleness: int) -> int:
 
 
 def _close(executor: Executor, fleet: Fleet | NoFleet) -> None:
-    with suppress(RuntimeError):  # the executor's thread has ended
-        executor.run(fleet.close())
+    with suppress(RuntimeError, TimeoutError):  # the executor's thread has ended, or is blocked
+        executor.run(fleet.close(), CLOSE_SECONDS)
 
 
 class _Skips:

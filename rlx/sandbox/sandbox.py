@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from rlx.base import UserError, unknown
 from rlx.cli import user_code
+from rlx.fleet.threads import in_thread
 from rlx.sandbox.layers import LEVELS, readable
 
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "lost"]
@@ -155,7 +156,7 @@ class Sandbox:
         self.notes, weakest = {}, LEVELS.index(self._require)
         for level in reversed(LEVELS[weakest : LEVELS.index(self._strongest) + 1]):
             try:
-                await asyncio.to_thread(self._launch, level)
+                await in_thread(self._launch, level)
                 trial = await self._ask("", ProgramLimits(wall_seconds=_START_SECONDS))
                 if trial.status == "ok":
                     self.level = level
