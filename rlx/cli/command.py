@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import TextIO
 
 from rlx.base import UserError
+from rlx.cli.signals import WHOLE, end_soon
 from rlx.cli.text import plain
+
+INTERRUPTED = 130  # exit status
 
 
 def say(text: object, file: TextIO | None = None) -> None:
@@ -37,6 +40,7 @@ def run(
         logging.getLogger("rlx").addHandler(logging.StreamHandler())
         logging.getLogger("rlx").setLevel(logging.DEBUG)
     sys.argv[:] = [argument for argument in sys.argv if argument != "--traceback"]
+    token = WHOLE.set(True)
     try:
         status = main() or 0
     except UserError as error:
@@ -45,7 +49,7 @@ def run(
         say(f"error: {error}", sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        status, teardown = 130, False  # which would wait for threads, as that of a save under way
+        status, teardown = INTERRUPTED, False  # which would wait for threads, as that of a save under way
     except BrokenPipeError:  # the reader of a pipe left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
@@ -53,6 +57,9 @@ def run(
         known = explain(error)
         say(f"error: {known}" if known else traceback.format_exc().rstrip(), sys.stderr)
         status = 2 if known else 1
+    if status == INTERRUPTED:
+        end_soon(status)  # a thread of users' code may not end
+    WHOLE.reset(token)
     if not teardown:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -95,6 +95,7 @@ class Fleet:
         self._say = on_message or (lambda text: None)
         self._balancer = Balancer(self._limits.outage, self._say)
         self._weights: Weights | None = None
+        self.tokens = 0
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
         self._given, self._connected = tuple(addresses), False
@@ -468,6 +469,7 @@ class Fleet:
                             f"{member.address} sent sample {chunk.index}, which nobody asked for"
                         )
                     samples[k].add(chunk)
+                    self.tokens += len(chunk.tokens)
                     if call.watch and len(chunk.tokens):
                         call.watch(chunk)
         finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
+from rlx.cli.signals import Cut
 from rlx.cli.user_code import where
 
 METHODS = {  # name → arguments
@@ -49,6 +50,7 @@ class Hooks:
     def __init__(self, named: Iterable[tuple[str, Any]] = (), say: Callable[[str], None] = print):
         """`named` has pairs of name and hook, which are checked."""
         self._named, self._begun, self.say = dict(named), dict[str, Any](), say
+        self.under_way: tuple[str, str] | None = None  # the call that the run waits for
         for name, hook in self._named.items():
             check(name, hook)
 
@@ -57,10 +59,13 @@ class Hooks:
         for name, hook in self._named.items():
             try:
                 if hasattr(hook, "on_begin"):
+                    self.under_way = (name, "on_begin")
                     hook.on_begin(copy.deepcopy(config), workdir, step)
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit, Cut) as error:
                 what = f"{name}: on_begin fails: {where(error)}"
                 raise UserError(f"{what}; mend it, or leave it out") from error
+            finally:
+                self.under_way = None
             self._begun[name] = hook
 
     def tell(self, method: str, *arguments: Any) -> None:
@@ -68,14 +73,17 @@ class Hooks:
         for name, hook in list(self._begun.items()):
             try:
                 if hasattr(hook, method):
+                    self.under_way = (name, method)
                     getattr(hook, method)(*copy.deepcopy(arguments))
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit, Cut) as error:
                 logging.getLogger(__name__).debug("%s: %s", name, method, exc_info=error)
                 del self._begun[name]
                 self.say(
                     f"{name}: {method} fails and the hook is called no more, the run goes on: "
                     f"{where(error)}"
                 )
+            finally:
+                self.under_way = None
 
     def end(self, reason: str) -> None:
         """Tell all that the run has ended; do nothing the second time."""

@@ -89,6 +89,13 @@ class Progress:
         with self._lock:
             self._phase = (name, self._clock())
 
+    def doing(self) -> tuple[int, str, float]:
+        """Return the step that is done, the phase, and its seconds."""
+        with self._lock:
+            name, since = self._phase
+            step = self._history[-1].get("step", 0) if self._history else 0
+            return step, name, self._clock() - since
+
     def message(self, text: str) -> None:
         """Print `text`, never as markup, above the panel."""
         self._line(text)

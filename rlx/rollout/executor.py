@@ -152,7 +152,7 @@ class Executor:
         self._dropped = 0
         self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
         self._idle_since: float | None = None
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: dict[asyncio.Task, tuple[str, float]] = {}  # row, and when it began
 
     # Life.
 
@@ -269,6 +269,10 @@ class Executor:
                 "idle_seconds": idle,
             }
 
+    def under_way(self) -> list[tuple[asyncio.Task, str, float]]:
+        """Return task, row, and time of its begin of each attempt under way, oldest first."""
+        return [(task, *about) for task, about in list(self._tasks.items())]
+
     # Checkpoints.
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
@@ -374,7 +378,8 @@ class Executor:
                 self._live[ticket.group_id] = ticket
                 self._stop_idling()
                 task = asyncio.get_running_loop().create_task(self._attempt(ticket))
-                self._tasks.add(task)  # the loop itself keeps only weak references
+                row = f"row {self._rows.index(ticket.group_id)}"
+                self._tasks[task] = row, self._clock()  # the loop itself keeps weak references
                 task.add_done_callback(self._ended)
         asyncio.get_running_loop().call_soon(self._admit)
 
@@ -518,7 +523,7 @@ class Executor:
 
     def _ended(self, task: asyncio.Task) -> None:
         """Pass an exception that got out of an attempt, which is a bug, to the trainer."""
-        self._tasks.discard(task)
+        del self._tasks[task]
         if not task.cancelled() and task.exception():
             self._stop(task.exception())
 

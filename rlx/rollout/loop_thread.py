@@ -23,6 +23,7 @@ class LoopThread:
 
     def __init__(self, name: str):
         self.ending, self.threads = False, DaemonThreads(_PLACES)
+        self._turned = self._asked = 0
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -48,6 +49,16 @@ class LoopThread:
     def ident(self) -> int:
         """Return the number of its thread."""
         return self._thread.ident or 0
+
+    def turned(self) -> int:
+        """Return how often the loop has turned when it was asked here; ask it again."""
+        if self._turned == self._asked:
+            self._asked += 1
+            self.call_soon(self._turn)
+        return self._turned
+
+    def _turn(self) -> None:
+        self._turned = self._asked
 
     def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
         """Run `coroutine` on the loop and wait for its result; not from the loop itself.

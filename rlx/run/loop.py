@@ -48,6 +48,7 @@ from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build
 from rlx.run.room_options import has_servers, is_online, sizes_of
 from rlx.run.saves import Saves
+from rlx.run.watchdog import watched
 from rlx.train import conductor
 from rlx.train.contract import State
 
@@ -101,7 +102,7 @@ def run(
     keep_freed_memory()
     trainers.library(config).set_up()
     stop = stop or Event()
-    with dealt(config) as gpus, trainers.together(config, stop) as hosts:
+    with dealt(config) as gpus, trainers.together(config, stop) as hosts, watched(workdir) as watch:
         if hosts.index:
             return RunResult(workdir, *trainers.follow(config, hosts), [], [])
         hooks = Hooks(writers.load(config.observe.writers, callbacks))
@@ -117,6 +118,7 @@ def run(
                 built = build(
                     config, workdir, inputs, stack, killed, said, hooks, stop, hosts, gpus
                 )
+            watch(built[0])
             step, complete = _Loop(*built).main()
         conductor.stop(hosts, step=step, complete=complete)
     records = (list(read_jsonl(workdir / name)) for name in ("metrics.jsonl", "eval.jsonl"))

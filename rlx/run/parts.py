@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread, current_thread, main_thread
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -157,8 +157,7 @@ def build(
         progress.message("finishing this step, then saving; once more to stop at once")
 
     if current_thread() is main_thread():  # signals reach no other
-        # In a thread: what a signal interrupts may hold the lock of the terminal or the event.
-        stack.enter_context(interrupts(Thread(target=end_well, daemon=True).start))
+        stack.enter_context(interrupts(end_well, lambda: hooks.under_way))
     cores = sorted(os.sched_getaffinity(0))
     token = wire.take_token(os.environ)
     if token:  # whoever runs again in this process has it again

@@ -1,0 +1,156 @@
+"""Report what hangs in a run, in one line, with the stacks of all threads in WORKDIR/stacks.txt.
+
+    every second   signs of life ─▶ look(state, now, signs) ─▶ state, lines
+
+It ends nothing. A sign of life is late after several times its longest quiet so far.
+"""
+
+import asyncio
+import faulthandler
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlx.agents.loop_watch import Place, blamed, debugging, places
+from rlx.cli.command import say
+
+# Seconds that are never late: nothing was measured yet.
+SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
+_TICK, _STOPPED = 1.0, 10.0  # seconds between two looks; above them the process was stopped
+_TIMES, _AGAIN = 5.0, 4.0  # the longest quiet is late; the last one said is said again
+_BUSY = 30.0  # seconds of CPU that show life before the first step, as its compilation does
+
+
+class Sign(NamedTuple):
+    """A sign of life: `mark` differs after each; None: there is nothing to do, so it may be quiet.
+
+    `what` gives the words for one that is late; `since` is when the mark came, where it is known.
+    """
+
+    mark: Hashable
+    what: Callable[[], str]
+    since: float = 0.0
+
+
+class Quiet(NamedTuple):
+    """Since when a mark is the same, the longest quiet before, and the last that was said."""
+
+    mark: Hashable
+    since: float
+    longest: float = 0.0
+    said: float = 0.0
+
+
+def look(
+    state: Mapping[str, Quiet], now: float, signs: Mapping[str, Sign], least: Mapping[str, float]
+) -> tuple[dict[str, Quiet], list[str]]:
+    """Return the state after a look at all signs, and a line for each that is late.
+
+    Args:
+      now: seconds, monotonic. least: seconds that are never late, of each sign.
+    """
+    after, lines = {}, []
+    for name, sign in signs.items():
+        begun = sign.since or now
+        was = state.get(name, Quiet(sign.mark, begun))
+        if was.mark != sign.mark:
+            lasted = 0.0 if was.mark is None else now - was.since
+            was = Quiet(sign.mark, begun, max(was.longest, lasted))
+        quiet = now - was.since
+        late = max(least[name], _TIMES * was.longest, _AGAIN * was.said)
+        if sign.mark is not None and quiet >= late:
+            lines.append(f"{sign.what()}, for {quiet:.0f} s")
+            was = was._replace(said=quiet)
+        after[name] = was
+    return {**state, **after}, lines
+
+
+@contextmanager
+def watched(workdir: Path) -> Iterator[Callable[[Any], None]]:
+    """Watch this thread until the block ends; yield what takes the parts of the run to watch too.
+
+    Args:
+      workdir: gets the stacks; it need not exist yet.
+    """
+    held: list[Any] = []
+    ended, own = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        state: dict[str, Quiet] = {}
+        woken = last = time.monotonic()
+        while not ended.wait(_TICK):
+            now = time.monotonic()
+            if now - last > _STOPPED:  # nothing could move meanwhile
+                state, woken = {}, now
+            last, signs = now, _signs(own, held[0] if held else None, woken)
+            state, lines = look(state, now, signs, SECONDS)
+            for line in lines if not ended.is_set() else ():
+                with suppress(OSError):
+                    workdir.mkdir(parents=True, exist_ok=True)
+                    with (workdir / "stacks.txt").open("a") as file:
+                        print(f"{time.ctime()}: {line}", file=file, flush=True)
+                        faulthandler.dump_traceback(file)
+                text = f"{line}; {workdir}/stacks.txt has the stacks of all threads"
+                (held[0].progress.message if held else say)(text)
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    try:
+        yield held.append
+    finally:
+        ended.set()
+
+
+def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
+    """Return the signs of life of the thread `main`, and of a run's parts where they are built."""
+    stack = _stack(main)
+    run = max((i for i, (_, p) in enumerate(stack) if p.function == "run" and p.owner == "rlx"),
+              default=-1)  # fmt: skip
+    inside = [place for _, place in stack]
+    users = [id(frame) for frame, p in stack[run + 1 :] if p.owner == "user"]
+    mark = users[0] if users and not debugging(inside) else None
+    found = {"user": Sign(mark, lambda: f"{blamed(inside)[0]} does not return")}
+    if parts is None:
+        return found
+    executor, loop = parts.executor, parts.executor.loop
+    blocked = [place for _, place in _stack(loop.ident)]
+    turned = None if debugging(blocked) else loop.turned()
+    at = "the loop of all rollouts is blocked at"
+    found["loop"] = Sign(turned, lambda: f"{at} {blamed(blocked)[0]}")
+    for name, since in list(loop.threads.calls.values())[:1]:
+        since = max(since, woken)
+        found["call"] = Sign((name, since), lambda: f"{name} does not return", since)
+    counts = executor.counters()
+    for task, row, since in executor.under_way()[:1]:
+        waits = _waits_at(task)
+        words = f"the rollout of {row} is not done, it is at {blamed(waits)[0] if waits else '?'}"
+        moved = 0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)  # none was measured
+        asks = not counts["accepted"] and waits and "/fleet/" in waits[-1].file  # it may compile
+        mark, begun = None if asks else (row, since, moved), 0.0 if moved else max(since, woken)
+        found["rollout"] = Sign(mark, lambda: words, begun)
+    step, phase, since = parts.progress.doing()
+    busy = 0 if step else int(time.process_time() / _BUSY)
+    queues = ", ".join(f"{counts[name]} {name}" for name in ("running", "buffered", "failed"))
+    found["step"] = Sign(
+        (step, busy), lambda: f"no step after {step}; {phase} since {since:.0f} s; {queues}"
+    )
+    return found
+
+
+def _stack(thread: int) -> list[tuple[Any, Place]]:
+    """Return the frames of a thread, outermost first, and their places."""
+    frames = list(traceback.walk_stack(sys._current_frames().get(thread)))[::-1]
+    return list(zip((frame for frame, _ in frames), places(frames), strict=True))
+
+
+def _waits_at(task: asyncio.Task) -> list[Place]:
+    """Return the places at which a task's coroutines wait for one another, outermost first."""
+    found, each = [], task.get_coro()
+    while frame := getattr(each, "cr_frame", None):
+        found.append((frame, frame.f_lineno))
+        each = getattr(each, "cr_await", None)
+    return places(found)
