@@ -156,8 +156,8 @@ def default() -> ConfigDict:
     c.rollout.force_staleness = False  # each batch lags by max_staleness exactly; experiments
     c.rollout.max_concurrent_rollouts = 64  # live prompts
     c.rollout.max_attempts = 3  # at one prompt, before it is skipped and named in skipped.jsonl
-    c.rollout.max_failure_rate = 0.5  # of recent prompts; above it an outage begins; 1: never ends
-    c.rollout.outage_seconds = 120.0  # of an outage, in which no prompt is skipped; then the run ends
+    c.rollout.max_failure_rate = 0.5  # of recent prompts; above it an outage begins; 1: never
+    c.rollout.outage_seconds = 120.0  # in which no prompt is skipped; then an outage ends the run
     c.rollout.request_timeout_seconds = 600.0  # for one attempt at a prompt
     c.rollout.workflow = "rlvr"  # one turn, graded | tools | multi_turn | online: applications ask;
     # or FILE.py:Class, module:Class: a workflow of one's own, or an agent

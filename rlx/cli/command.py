@@ -49,7 +49,7 @@ def run(
         say(f"error: {error}", sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        status, teardown = INTERRUPTED, False  # which would wait for threads, as that of a save under way
+        status, teardown = INTERRUPTED, False  # which would wait for a save under way
     except BrokenPipeError:  # the reader of a pipe left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0

@@ -354,9 +354,7 @@ class Fleet:
         async with self._publishing:
             start = time.monotonic()
             staging = asyncio.create_task(
-                in_thread(
-                    stage, version, source, method, self._publish_dir, self._widespread()
-                )
+                in_thread(stage, version, source, method, self._publish_dir, self._widespread())
             )
             try:
                 weights = await asyncio.shield(staging)

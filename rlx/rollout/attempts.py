@@ -18,7 +18,7 @@ _CHARACTERS = 200  # of a row in a message
 
 
 class RolloutError(UserError):
-    """More prompts failed, and for longer, than `Patience` allows; its cause is the last failure."""
+    """More prompts fail, for longer, than `Patience` allows; its cause is the last failure."""
 
 
 class Skipped(RolloutError):

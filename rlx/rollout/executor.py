@@ -395,9 +395,9 @@ class Executor:
         if self._retry:
             ticket = heapq.heappop(self._retry)
             return dataclasses.replace(ticket, version=version) if ticket.version < 0 else ticket
-        if self._failures.lasted(self._clock()) is not None:  # those that wait have places
-            if self._staleness.running + len(self._later) >= self._failures.room:
-                raise StopIteration
+        held = self._staleness.running + len(self._later)
+        if held >= self._failures.room and self._failures.lasted(self._clock()) is not None:
+            raise StopIteration  # what waits for the end of an outage has places
         return Ticket(self._rows.next()[0], 0, version)
 
     async def _attempt(self, ticket: Ticket) -> None:
@@ -478,9 +478,7 @@ class Executor:
             )
         )
 
-    def _fail(
-        self, ticket: Ticket, row: Mapping[str, Any], error: Exception, begun: float
-    ) -> None:
+    def _fail(self, ticket: Ticket, row: Mapping[str, Any], error: Exception, begun: float) -> None:
         """Queue the prompt again, give it up, or end the run when too many fail for too long."""
         now, index = self._clock(), self._rows.index(ticket.group_id)
         what = f"row {index} {attempts.describe(row)}"

@@ -246,9 +246,7 @@ def build(
         inputs.workflow.place = RunPlace(
             workdir / "sessions", step, needed, longest, progress.message
         )  # fmt: skip
-    executor = _executor(
-        config, inputs, fleet, tutor, judge, longest, note_skip, progress.message
-    )
+    executor = _executor(config, inputs, fleet, tutor, judge, longest, note_skip, progress.message)
     executor.start()
     stack.callback(executor.close)
     stack.callback(_close, executor, fleet)

@@ -121,17 +121,18 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     turned = None if debugging(blocked) else loop.turned()
     at = "the loop of all rollouts is blocked at"
     found["loop"] = Sign(turned, lambda: f"{at} {blamed(blocked)[0]}")
-    for name, since in list(loop.threads.calls.values())[:1]:
-        since = max(since, woken)
+    if calls := list(loop.threads.calls.values()):
+        name, since = calls[0][0], max(calls[0][1], woken)
         found["call"] = Sign((name, since), lambda: f"{name} does not return", since)
     counts = executor.counters()
-    for task, row, since in executor.under_way()[:1]:
+    if attempts := executor.under_way():
+        task, row, begun = attempts[0]
         waits = _waits_at(task)
         words = f"the rollout of {row} is not done, it is at {blamed(waits)[0] if waits else '?'}"
         moved = 0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)  # none was measured
         asks = not counts["accepted"] and waits and "/fleet/" in waits[-1].file  # it may compile
-        mark, begun = None if asks else (row, since, moved), 0.0 if moved else max(since, woken)
-        found["rollout"] = Sign(mark, lambda: words, begun)
+        mark = None if asks else (row, begun, moved)
+        found["rollout"] = Sign(mark, lambda: words, 0.0 if moved else max(begun, woken))
     step, phase, since = parts.progress.doing()
     busy = 0 if step else int(time.process_time() / _BUSY)
     queues = ", ".join(f"{counts[name]} {name}" for name in ("running", "buffered", "failed"))

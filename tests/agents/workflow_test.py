@@ -330,7 +330,12 @@ def test_the_executor_trains_on_agents_by_the_same_workflow(agents):
 def test_an_agent_s_conversation_that_training_has_no_room_for_is_a_failure(agents):
     wanted = r"workflow Repeat \(.*agent_classes.py, line \d+\) gave, for row .*what is \d+.*, "
     with pytest.raises(RolloutError, match=wanted + r"trajectory .* tokens, .* room for 30 "):
-        collected(agents, repeat(agents), max_tokens=30, patience=Patience(rate=0.0, attempts=1, outage=0.0))
+        collected(
+            agents,
+            repeat(agents),
+            max_tokens=30,
+            patience=Patience(rate=0.0, attempts=1, outage=0.0),
+        )
 
 
 class Counted(Rows):

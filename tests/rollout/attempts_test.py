@@ -30,7 +30,9 @@ class World:
                 _, group_id, held = heapq.heappop(later)
                 heapq.heappush(running, (self.now + seconds(group_id), group_id, held, self.now))
             out = self.failures.lasted(self.now) is not None
-            while len(running) < live and not (out and len(running) + len(later) >= self.failures.room):
+            while len(running) < live and not (
+                out and len(running) + len(later) >= self.failures.room
+            ):
                 group_id = next(fresh)
                 heapq.heappush(running, (self.now + seconds(group_id), group_id, 0, self.now))
             if later and (not running or later[0][0] < running[0][0]) and len(running) < live:
@@ -39,7 +41,9 @@ class World:
             self.now, group_id, held, begun = heapq.heappop(running)
             if not (failed := fails(group_id, begun, self.now)):
                 self.done[group_id] = self.now
-            self.said += filter(None, [self.failures.add(group_id, failed, held == 0, begun, self.now)])
+            self.said += filter(
+                None, [self.failures.add(group_id, failed, held == 0, begun, self.now)]
+            )
             if not failed:
                 continue
             error, lasted = ConnectionError("503"), self.failures.lasted(self.now)
@@ -57,7 +61,7 @@ def spread(group_id):
     return 1.0 + group_id * 0.618 % 1.0
 
 
-@pytest.mark.parametrize("live", [1, 2, 10, 100, 10_000])
+@pytest.mark.parametrize("live", [1, 2, 10, 100, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("outage", [0.5, 60.0])
 def test_an_outage_costs_its_own_time_and_no_prompt(live, outage):
     down, up = 20.0, 20.0 + outage

@@ -323,9 +323,7 @@ def test_other_prompts_go_before_one_that_failed(make, fake_fleet, fake_workflow
 
 
 @pytest.mark.parametrize("attempts", [1, 9])
-def test_what_has_failed_is_remembered_by_a_continuation(
-    attempts, make, fake_fleet, fake_workflow
-):
+def test_what_has_failed_is_remembered_by_a_continuation(attempts, make, fake_fleet, fake_workflow):
     """Also one that was tried more often than is allowed now: it has one attempt, not none."""
 
     def misbehave(group_id, attempt):

@@ -88,6 +88,21 @@ class Tools(RLVR):
         return await super().run(fleet, task)
 
 
+class Once(RLVR):
+    """A tool that hangs in the first rollout, whose time is soon up."""
+
+    hung = False
+
+    async def run(self, fleet, task):
+        import asyncio
+        from rlx.rollout import tools
+
+        if task.group_id == 1 and not self.hung:
+            self.hung = True
+            await asyncio.gather(*(tools.call(Search(), {"q": "x"}) for _ in range(40)))
+        return await super().run(fleet, task)
+
+
 class Agent:
     async def run(self, data, *, base_url, api_key, http_client):
         import asyncio
@@ -204,3 +219,13 @@ def test_a_second_signal_ends_it_within_ten_seconds(what, tmp_path):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         assert ends(process, signal.SIGTERM, 12) == 130
+
+
+@pytest.mark.slow
+def test_calls_of_a_tool_that_hang_keep_nothing_else_waiting(tmp_path):
+    """Neither what is published, though they had all threads, nor the end of the process."""
+    flags = ("--config.total_steps=4", "--config.rollout.request_timeout_seconds=5")
+    workflow = f"--config.rollout.workflow={tmp_path}/hang.py:Once"
+    with started(tmp_path, workflow, *flags) as (process, lines, _):
+        assert process.wait(100) == 0, lines
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
