@@ -131,8 +131,8 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
         words = f"the rollout of {row} is not done, it is at {blamed(waits)[0] if waits else '?'}"
         moved = 0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)  # none was measured
         asks = not counts["accepted"] and waits and "/fleet/" in waits[-1].file  # it may compile
-        mark = None if asks else (row, begun, moved)
-        found["rollout"] = Sign(mark, lambda: words, 0.0 if moved else max(begun, woken))
+        about = None if asks else (row, begun, moved)
+        found["rollout"] = Sign(about, lambda: words, 0.0 if moved else max(begun, woken))
     step, phase, since = parts.progress.doing()
     busy = 0 if step else int(time.process_time() / _BUSY)
     queues = ", ".join(f"{counts[name]} {name}" for name in ("running", "buffered", "failed"))
@@ -150,7 +150,8 @@ def _stack(thread: int) -> list[tuple[Any, Place]]:
 
 def _waits_at(task: asyncio.Task) -> list[Place]:
     """Return the places at which a task's coroutines wait for one another, outermost first."""
-    found, each = [], task.get_coro()
+    found: list[tuple[Any, int]] = []
+    each: Any = task.get_coro()
     while frame := getattr(each, "cr_frame", None):
         found.append((frame, frame.f_lineno))
         each = getattr(each, "cr_await", None)
