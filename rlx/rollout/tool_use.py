@@ -18,7 +18,7 @@ from rlx.rollout import tools as toolbox
 from rlx.rollout.control_tokens import controls, shielded
 from rlx.rollout.episode import Episode, begin, behind, together
 from rlx.rollout.workflows import Generator, Prompts, Task, close, encode
-from rlx.sandbox.sandbox import SandboxOptions
+from rlx.sandbox.sandbox import SandboxLost, SandboxOptions
 
 _OUTPUT = "@@OUTPUT@@"  # stands for what a tool says
 
@@ -143,6 +143,8 @@ class ToolUse:
         """Return what a call says, and whether it succeeded."""
         try:
             return await toolbox.call(*self._read(start, body)), True
+        except SandboxLost:  # no fault of the model: the attempt fails
+            raise
         except Exception as error:  # of a user's tool, whatever it likes
             known = isinstance(error, toolbox.ToolError)
             return f"Error: {error if known else user_code.words(error)}", False

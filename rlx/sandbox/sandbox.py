@@ -52,6 +52,10 @@ class ProgramLimits:
 DEFAULT_LIMITS = ProgramLimits()
 
 
+class SandboxLost(ConnectionError):
+    """No host of a sandbox can be reached; one may be back later."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of one call.

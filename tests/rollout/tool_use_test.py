@@ -13,7 +13,7 @@ from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Task
-from rlx.sandbox.sandbox import SandboxOptions
+from rlx.sandbox.sandbox import SandboxLost, SandboxOptions
 from tests.rollout.scripted import Scripted
 
 ROW = {"question": "20 * 52?", "answer": "1040"}
@@ -60,6 +60,13 @@ class Broken(Slow):
         raise ValueError("out of order\nfor ever")
 
 
+class Away(Slow):
+    name = "away"
+
+    def run(self, seconds=0.0):
+        raise SandboxLost("no sandbox on a")
+
+
 def group(tokenizer, pool, model, tokens=400, n=1, tools=("calculator",), **options):
     fleet = Scripted(tokenizer, model)
     sampling = Sampling(max_new_tokens=tokens)
@@ -88,6 +95,16 @@ def once(prompt, index):
         begun = prompt.rpartition("<|assistant|>")[2]
         return ("I compute: " + call("20*52") + "never said")[len(begun) :]
     return "so " + prompt.split("<tool_response>")[-1].split("<")[0] + "<|end|>"
+
+
+def test_a_sandbox_that_is_away_fails_the_attempt_and_is_told_to_no_model(hermes, pool):
+    """Else the model would be trained on the errors of a host that was down."""
+
+    def asks(prompt, index):
+        return of("away")[len(prompt.rpartition("<|assistant|>")[2]) :]
+
+    with pytest.raises(SandboxLost, match="no sandbox on a"):
+        group(hermes, pool, asks, tools=[f"{__name__}:Away"])
 
 
 def test_a_call_is_run_and_its_output_shown_and_not_trained_on(hermes, pool):
