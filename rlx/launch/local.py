@@ -272,7 +272,7 @@ class LocalServers:
                 said = server.last_words() or f"its log is {server.log}"
                 self._say(f"{what} after {self._max_restarts} restarts: {said}")
                 return
-            server.retry_at = now + 0.25 * 2 ** (server.restarts - 1)
+            server.retry_at = now + 0.25 * 4 ** (server.restarts - 1)  # five outlast a minute
             said = server.last_words()
             self._say(f"{what}{f' ({said})' if said else ''}; starting it again")
         if now >= server.retry_at:

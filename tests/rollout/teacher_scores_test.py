@@ -97,11 +97,14 @@ def test_evaluations_are_not_scored(fake_workflow, fake_fleet, fake_executor):
 
 @pytest.fixture
 def fake_executor():
+    from rlx.rollout.attempts import Patience
     from rlx.rollout.data import Cursor
     from rlx.rollout.executor import Executor
 
     def make(workflow, fleet):
-        executor = Executor(workflow, Cursor([ROW], 0, False), Limits(1, 0, 1), fleet, seed=0)
+        patience = Patience(pause=0.0, outage=0.0)
+        rows, limits = Cursor([ROW], 0, False), Limits(1, 0, 1)
+        executor = Executor(workflow, rows, limits, fleet, seed=0, patience=patience)
         executor.start()
         return executor
 
