@@ -2,9 +2,7 @@
 
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,13 +19,10 @@ class Cut(BaseException):
 def end_soon(status: int) -> None:
     """End this process after LAST_SECONDS, where it is a command's, though a thread may block."""
 
-    def end() -> None:
-        time.sleep(LAST_SECONDS)
-        print("error: something does not end; the process is ended", file=sys.stderr, flush=True)
-        os._exit(status)
-
     if WHOLE.get():
-        threading.Thread(target=end, daemon=True).start()
+        timer = threading.Timer(LAST_SECONDS, os._exit, (status,))
+        timer.daemon = True
+        timer.start()
 
 
 @contextmanager

@@ -87,13 +87,13 @@ def forget_edited() -> None:
             del sys.modules[name]
 
 
-def where(error: BaseException, function: Any = None) -> str:
+def where(error: BaseException, function: Any = None, most: int = 1) -> str:
     """Return an exception in one line with the user's `line`, else `function`'s, else any."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    return f"{words(error)} {line(error) or place(function) or line(error, ())}".rstrip()
+    return f"{words(error)} {line(error, most=most) or place(function) or line(error, ())}".rstrip()
 
 
 def words(error: BaseException, most: int = 300) -> str:
@@ -101,11 +101,12 @@ def words(error: BaseException, most: int = 300) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:most]
 
 
-def line(error: BaseException, libraries: tuple[str, ...] = _LIBRARIES) -> str:
-    """Return `(FILE, line N)` of the last line of the user's that an exception came by, or ""."""
+def line(error: BaseException, libraries: tuple[str, ...] = _LIBRARIES, most: int = 1) -> str:
+    """Return `(FILE, line N)` of the last `most` lines of the user's that an exception came by."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(part in f.filename for part in libraries)]
-    return f"({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    places = "; ".join(f"{f.filename}, line {f.lineno}" for f in own[-most:])
+    return f"({places})" if own else ""
 
 
 def _by_name(name: str) -> ModuleType:

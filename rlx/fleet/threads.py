@@ -16,33 +16,31 @@ from rlx.base import place
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Runs at most `most` calls at one time; their threads never outlive the process.
-
-    A call that nobody waits for any more, as an attempt's time was up, leaves its place to others.
+    """Runs at most `most` calls at one time, in threads that end with the process.
 
     Attributes:
       calls: those under way: name, and when it began, seconds, monotonic.
     """
 
     def __init__(self, most: int):
-        self._most, self._lock = most, Lock()
+        self._most, self._lock, self._held = most, Lock(), set[Future]()
         self._queued: deque[tuple[Future, Callable[[], Any]]] = deque()
-        self._held: set[Future] = set()
         self.calls: dict[Future, tuple[str, float]] = {}
 
     def submit(self, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
         """Call `function` in a thread, as soon as there is a place."""
-        future = _Call(self._leave)
-        with self._lock:
-            self._queued.append((future, partial(function, *args, **kwargs)))
+        future = _Call()
+        future.leave = partial(self._fill, future)
+        self._queued.append((future, partial(function, *args, **kwargs)))
         self._fill()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Return at once: calls under way end with the process."""
 
-    def _fill(self) -> None:
+    def _fill(self, ended: Future | None = None) -> None:
         with self._lock:
+            self._held -= {ended}
             while self._queued and len(self._held) < self._most:
                 future, call = self._queued.popleft()
                 self._held.add(future)
@@ -52,31 +50,22 @@ class DaemonThreads(ThreadPoolExecutor):
         if future.set_running_or_notify_cancel():
             self.calls[future] = _name(call), time.monotonic()
             try:
-                found = call()
+                future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(found)
             del self.calls[future]
-        self._leave(future)
-
-    def _leave(self, future: Future) -> None:
-        with self._lock:
-            self._held.discard(future)
-        self._fill()
+        self._fill(future)
 
 
 class _Call(Future):
-    """A call whose `leave` is called when it is cancelled while it runs."""
+    """A call that leaves its place to others once nobody waits for it, though it runs on."""
 
-    def __init__(self, leave: Callable[[Future], None]):
-        super().__init__()
-        self._leave = leave
+    leave: Callable[[], None]
 
     def cancel(self) -> bool:
         """Cancel it where it has not begun."""
         if self.running():
-            self._leave(self)
+            self.leave()
         return super().cancel()
 
 

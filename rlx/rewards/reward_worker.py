@@ -156,7 +156,7 @@ def _message(function: Callable, index: int | None, start: int, found: Any) -> d
     message = {"index": index, "start": start, "end": time.monotonic_ns(), "traceback": ""}
     if isinstance(found, BaseException):
         message["traceback"] = "".join(traceback.format_exception(found))[-_MOST:]
-        return {**message, "error": user_code.where(found, function)}
+        return {**message, "error": user_code.where(found, function, 4)}
     if error := problem(found):
         return {**message, "error": f"it returned {error} {place(function)}"}
     return {**message, "value": float(found)}

@@ -184,7 +184,7 @@ def why(error: BaseException) -> str:
     """Return an exception in one line: kind, message, the lines of the user's that it came by."""
     first = str(error).partition("\n")[0]
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{kind}{first} {user_code.line(error)}".rstrip()
+    return f"{kind}{first} {user_code.line(error, most=4)}".rstrip()
 
 
 def _told(error: BaseException | None) -> str:

@@ -481,7 +481,8 @@ class Executor:
     def _fail(self, ticket: Ticket, row: Mapping[str, Any], error: Exception, begun: float) -> None:
         """Queue the prompt again, give it up, or end the run when too many fail for too long."""
         now, index = self._clock(), self._rows.index(ticket.group_id)
-        what = f"row {index} {attempts.describe(row)}"
+        about = attempts.describe(row)
+        what = f"row {index}" if about in str(error) else f"row {index} {about}"
         with self._changed:
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,14 +18,14 @@ class LoopThread:
     """A thread that runs coroutines for other threads.
 
     Attributes:
-      threads: those of `asyncio.to_thread` on this loop, for users' code alone.
+      thread: the loop's. threads: those of `asyncio.to_thread` on this loop, for users' code alone.
       ending: True once `close` has begun, so that cancelled work does not begin anew.
     """
 
     def __init__(self, name: str):
         self.ending, self.threads = False, DaemonThreads(_PLACES)
-        self._turned = self._asked = 0
-        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
+        self._turned = 0.0
+        self.thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
@@ -32,11 +33,11 @@ class LoopThread:
     @property
     def alive(self) -> bool:
         """Return whether the thread runs."""
-        return self._thread.is_alive()
+        return self.thread.is_alive()
 
     def start(self) -> None:
         """Start the thread; coroutines may be submitted from now on."""
-        self._thread.start()
+        self.thread.start()
         self._started.wait()
 
     def submit(self, coroutine: Coroutine) -> Future:
@@ -45,20 +46,10 @@ class LoopThread:
             raise RuntimeError("start the loop's thread before submitting to it")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    @property
-    def ident(self) -> int:
-        """Return the number of its thread."""
-        return self._thread.ident or 0
-
-    def turned(self) -> int:
-        """Return how often the loop has turned when it was asked here; ask it again."""
-        if self._turned == self._asked:
-            self._asked += 1
-            self.call_soon(self._turn)
+    def turned(self) -> float:
+        """Return when the loop has turned last, as far as was asked here; ask again."""
+        self.call_soon(lambda: setattr(self, "_turned", time.monotonic()))
         return self._turned
-
-    def _turn(self) -> None:
-        self._turned = self._asked
 
     def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
         """Run `coroutine` on the loop and wait for its result; not from the loop itself.
@@ -66,7 +57,7 @@ class LoopThread:
         Raises:
           TimeoutError: it took longer than `seconds`, as where something blocks the loop.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             coroutine.close()
             raise RuntimeError("run() would wait for itself on the loop's own thread; await it")
         return self.submit(coroutine).result(seconds)
@@ -80,9 +71,9 @@ class LoopThread:
     def close(self) -> None:
         """Cancel what is under way and end the thread, if it can be ended."""
         self.ending = True
-        if self._loop and self._end and self._thread.is_alive():
+        if self._loop and self._end and self.thread.is_alive():
             self.call_soon(self._end.set)
-            self._thread.join(CLOSE_SECONDS)
+            self.thread.join(CLOSE_SECONDS)
 
     def _run_loop(self) -> None:
         async def until_closed() -> None:

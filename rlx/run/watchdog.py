@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from rlx.agents.loop_watch import Place, blamed, debugging, places
 from rlx.cli.command import say
+from rlx.run.room_options import is_online
 
 # Seconds that are never late: nothing was measured yet.
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
@@ -112,23 +113,26 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
               default=-1)  # fmt: skip
     inside = [place for _, place in stack]
     users = [id(frame) for frame, p in stack[run + 1 :] if p.owner == "user"]
-    mark = users[0] if users and not debugging(inside) else None
-    found = {"user": Sign(mark, lambda: f"{blamed(inside)[0]} does not return")}
+    call = users[0] if users else parts and parts.hooks.under_way
+    mark = None if debugging(inside) else call
+    found = {"user": Sign(mark, lambda: f"{_at(inside)} does not return")}
     if parts is None:
         return found
     executor, loop = parts.executor, parts.executor.loop
-    blocked = [place for _, place in _stack(loop.ident)]
+    blocked = [place for _, place in _stack(loop.thread.ident)]
     turned = None if debugging(blocked) else loop.turned()
     at = "the loop of all rollouts is blocked at"
-    found["loop"] = Sign(turned, lambda: f"{at} {blamed(blocked)[0]}")
+    found["loop"] = Sign(turned, lambda: f"{at} {_at(blocked)}")
     if calls := list(loop.threads.calls.values()):
         name, since = calls[0][0], max(calls[0][1], woken)
         found["call"] = Sign((name, since), lambda: f"{name} does not return", since)
+    if is_online(parts.config):  # applications may be quiet
+        return found
     counts = executor.counters()
     if attempts := executor.under_way():
         task, row, begun = attempts[0]
         waits = _waits_at(task)
-        words = f"the rollout of {row} is not done, it is at {blamed(waits)[0] if waits else '?'}"
+        words = f"the rollout of {row} is not done, it is at {_at(waits)}"
         moved = 0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)  # none was measured
         asks = not counts["accepted"] and waits and "/fleet/" in waits[-1].file  # it may compile
         about = None if asks else (row, begun, moved)
@@ -140,6 +144,11 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
         (step, busy), lambda: f"no step after {step}; {phase} since {since:.0f} s; {queues}"
     )
     return found
+
+
+def _at(stack: list[Place]) -> str:
+    """Return the line of a stack that does not return, the user's where there is one."""
+    return next(iter(blamed(stack)), "its end")
 
 
 def _stack(thread: int) -> list[tuple[Any, Place]]:

@@ -219,6 +219,26 @@ def test_the_budget_ends_the_run_with_the_traceback(make, fake_fleet, fake_workf
     assert len(set(frames)) == 1, "frames of one call are added to the next one's"
 
 
+def test_what_ends_a_run_is_a_line_with_the_row_the_users_lines_and_a_remedy(make, fake_workflow):
+    def parse(text):
+        return int(text)
+
+    def misbehave(group_id, attempt):
+        parse("nothing\nat all")
+
+    executor = make(Limits(4, 0, 8), workflow=fake_workflow(misbehave=misbehave), patience=PRECISE)
+    executor.set_version(0)
+    with pytest.raises(UserError) as caught:
+        collect(executor)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert re.search(r"the last one, row \d+ \{'question': 'q\d+'\}: ValueError: ", text)
+    first = parse.__code__.co_firstlineno
+    places = f"{__file__}, line {first + 4}; {__file__}, line {first + 1})"
+    assert places in text
+    assert text.endswith("mend that and give the same command, which goes on")
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), None, "1.0", 1e39, 10**400])
 def test_a_reward_that_is_none_names_the_workflow_and_the_row(bad, make, fake_fleet, fake_workflow):
     """Whichever workflow it is from: a NaN in one reward would be one in the whole batch."""
