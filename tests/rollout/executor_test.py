@@ -499,6 +499,22 @@ def test_endless_rejection_ends_the_run(make, fake_workflow):
         collect(executor)
 
 
+def test_a_judge_that_is_down_and_gives_all_the_same_ends_no_run_before_its_time(
+    make, fake_workflow
+):
+    now = [0.0]
+    executor = make(
+        Limits(2, 0, 8), workflow=fake_workflow(misbehave=lambda *_: [0.0, 0.0]),
+        drop_equal_rewards=True, clock=lambda: now[0],
+    )  # fmt: skip
+    executor.set_version(0)
+    wait_for(lambda: executor.counters()["rejected"] > 60)
+    assert executor.counters()["accepted"] == 0
+    now[0] = 130.0
+    with pytest.raises(UserError, match="groups were all rejected"):
+        executor.collect(timeout=None)
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_run_that_has_solved_its_data_hands_out_what_is_left_and_says_so(
     resumed, make, fake_fleet, fake_workflow

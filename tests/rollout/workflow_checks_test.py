@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
-from rlx.rollout import workflow_checks
+from rlx.rollout import loop_thread, workflow_checks
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.rollout.workflow_checks import TrajectoryError, checked
 from rlx.rollout.workflows import Prompts, Task
@@ -93,6 +94,20 @@ def test_a_workflow_that_asks_until_it_is_content_ends_too(own, tokenizer, monke
     named = NamedWorkflow(own, {"mistake": "never ends"}, Prompts(tokenizer), Sampling(), 3)
     with pytest.raises(UserError, match=r"TimeoutError: .*own\.py, line \d+\)"):
         named.try_out(ROW)
+
+
+def test_a_workflow_that_blocks_its_loop_ends_too(monkeypatch):
+    monkeypatch.setattr(workflow_checks, "DRY_SECONDS", 0.05)
+    monkeypatch.setattr(loop_thread, "CLOSE_SECONDS", 0.05)
+    end = threading.Event()
+
+    class Blocks:
+        async def run(self, fleet, task):
+            end.wait()
+
+    with pytest.raises(UserError, match="TimeoutError"):
+        workflow_checks.dry_run(Blocks(), ROW, "blocks", 1)
+    end.set()
 
 
 def changed(**what):
