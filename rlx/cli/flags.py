@@ -168,7 +168,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 
 def _place(error: BaseException, argv: list[str]) -> str:
     """Return `FILE:LINE` of the config that an exception came through; empty where it did not."""
-    file = _config_file(argv)
+    file = config_file(argv)
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -176,15 +176,16 @@ def _place(error: BaseException, argv: list[str]) -> str:
     return f"{file}:{lines[-1]}" if lines else ""
 
 
-def _config_file(argv: list[str]) -> Path:
-    given = (a.split("=", 1)[1].split(":", 1)[0] for a in argv if a.startswith("--config="))
+def config_file(argv: list[str]) -> Path:
+    """Return the config's file on a command line; the working directory where there is none."""
+    given = (a.split("=", 1)[1].split(":", 1)[0] for a in _joined(argv) if a[:9] == "--config=")
     return Path(next(given, ""))
 
 
 @contextmanager
 def _neighbours(argv: list[str]) -> Iterator[None]:
     """Let DIR/configs/x.py import `configs.y`, its neighbour or one of rlx, wherever it is run."""
-    root, embedded = str(_config_file(argv).absolute().parent.parent), str(_embedded())
+    root, embedded = str(config_file(argv).absolute().parent.parent), str(_embedded())
     last = [embedded] if embedded not in sys.path else []
     sys.path[:] = [root, *sys.path, *last]
     try:

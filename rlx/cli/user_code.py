@@ -87,6 +87,13 @@ def forget_edited() -> None:
             del sys.modules[name]
 
 
+def own_files() -> list[Path]:
+    """Return the files of the modules in this process that are a user's, not of a library."""
+    files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+    own = (f for f in files if f.endswith(".py") and not any(part in f for part in _LIBRARIES))
+    return [Path(file) for file in dict.fromkeys(own)]
+
+
 def where(error: BaseException, function: Any = None, most: int = 1) -> str:
     """Return an exception in one line with the user's `line`, else `function`'s, else any."""
     if isinstance(error, UserError):

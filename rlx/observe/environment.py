@@ -5,18 +5,18 @@ speed or devices.
 """
 
 import contextlib
-import json
 import os
 import platform
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlx.observe.jsonl import write_atomically
-
+_HERE = Path(__file__).parent
 PACKAGES = (
     "rlx", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers",
     "safetensors", "math-verify", "grpcio", "torch", "vllm",
@@ -31,6 +31,14 @@ SAME = (  # facts, as dotted names, that decide a run's bits
 )  # fmt: skip
 
 
+def again(workdir: Path) -> str:
+    """Return what continues a run in `workdir`: this process's command, as a shell takes it."""
+    given = {word.partition("=")[0] for word in sys.orig_argv}
+    if "--config" not in given:
+        return f"rlx.run with the same config and workdir={str(workdir)!r}"
+    return shlex.join([*sys.orig_argv, *[f"--workdir={workdir}"] * ("--workdir" not in given)])
+
+
 def describe(place: Mapping[str, Any]) -> dict[str, Any]:
     """Return the environment as a JSON-able dict, without what cannot be found out.
 
@@ -38,7 +46,7 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
       place: facts that the caller knows better; they replace or extend those found here.
     """
     description = {
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(sys.orig_argv),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
@@ -52,10 +60,23 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in description.items() if value not in ("", {})}
 
 
-def write(workdir: str | os.PathLike, place: Mapping[str, Any]) -> None:
-    """Write WORKDIR/environment.json."""
-    text = json.dumps(describe(place), indent=2) + "\n"
-    write_atomically(Path(workdir) / "environment.json", text.encode())
+def keep(place: Path, files: Iterable[Path]) -> None:
+    """Copy a user's own files to `place`, and what differs from the last commit there and in rlx.
+
+    What cannot be copied is left out: a run does not end for it.
+    """
+    here = Path.cwd()
+    for file in (file.absolute() for file in files if file.is_file()):
+        copy = place / (file.relative_to(here) if file.is_relative_to(here) else file.name)
+        with contextlib.suppress(OSError):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    tops = [_git(directory, "rev-parse", "--show-toplevel") for directory in (here, _HERE)]
+    for top in filter(None, dict.fromkeys(tops)):
+        if diff := _git(Path(top), "diff", "HEAD"):
+            with contextlib.suppress(OSError):
+                place.mkdir(parents=True, exist_ok=True)
+                (place / f"{Path(top).name}.diff").write_text(f"{diff}\n", errors="replace")
 
 
 def _packages() -> dict[str, str]:
@@ -76,17 +97,18 @@ def _processor() -> str:
 
 def _commit() -> str:
     """Return the commit of the checkout this package runs from, with `+` if files differ."""
-    here = Path(__file__).parent
-    if not _git(here, "ls-files", "--error-unmatch", Path(__file__).name):
+    if not _git(_HERE, "ls-files", "--error-unmatch", Path(__file__).name):
         return ""  # installed, or inside somebody else's repository
-    commit = _git(here, "rev-parse", "--short=12", "HEAD")
-    return commit + ("+" if _git(here, "status", "--porcelain", "-uno") else "")
+    commit = _git(_HERE, "rev-parse", "--short=12", "HEAD")
+    return commit + ("+" if _git(_HERE, "status", "--porcelain", "-uno") else "")
 
 
 def _git(directory: Path, *arguments: str) -> str:
     command = ["git", "-C", str(directory), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=5, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.rstrip("\n") if done.returncode == 0 else ""

@@ -3,10 +3,12 @@
 The loop calls `update` after each step. Messages scroll above the panel, in a notebook below it.
 """
 
+import contextlib
 import io
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlx.cli.text import duration, number, plain, shares, sparkline
+from rlx.cli.user_code import words
 from rlx.observe.key_metrics import HELD_OUT, TRAINED, present
 
 PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan",
@@ -38,8 +41,15 @@ class Progress:
         *,
         title: str = "",
         clock: Callable[[], float] = time.monotonic,
+        log: Path | None = None,
     ):
-        """`title` names the run; `clock` gives seconds and only measures since `__enter__`."""
+        """Show a run of `total_steps`.
+
+        Args:
+          title: names the run. clock: gives seconds and only measures since `__enter__`.
+          log: a file that gets each message too, with its time.
+        """
+        self._log = log
         self._total = total_steps
         self._console = console or Console(highlight=False)
         self._live: Live | _NotebookPanel | None = None
@@ -63,7 +73,11 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        if error:
+            self._keep(f"ended by {words(error)}")
         done = self._history and self._history[-1]["step"] >= self._total
         self.phase(
             "finished" if done else "interrupted" if kind is KeyboardInterrupt else "stopped"
@@ -98,7 +112,13 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print `text`, never as markup, above the panel."""
+        self._keep(text)
         self._line(text)
+
+    def _keep(self, text: str) -> None:
+        if self._log:
+            with contextlib.suppress(OSError), open(self._log, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {plain(text)}\n")
 
     def _show(self, line: str) -> None:
         """Show what has changed in the panel, or the line that says it."""

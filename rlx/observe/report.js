@@ -93,6 +93,15 @@
       });
       if (where !== null) showTip(u.cursor.event);
     };
+    const marks = (u) => { // a line where settings changed
+      for (const [step, time] of JSON.parse(root.dataset.changes)) {
+        const place = u.valToPos(by === "times" ? time ?? 0 : step + 0.5, "x", true);
+        const { left, top, width, height } = u.bbox;
+        if (place < left || place > left + width) continue;
+        u.ctx.fillStyle = style(box, "color")();
+        for (let y = top; y < top + height; y += 8) u.ctx.fillRect(place, y, 1, 4);
+      }
+    };
     const axis = { stroke: style(box, "color"), font: "11px system-ui, sans-serif", ticks: { show: false } };
     return new uPlot({
       width: box.clientWidth,
@@ -125,7 +134,7 @@
         },
       ],
       series,
-      hooks: { setCursor: [hover] },
+      hooks: { setCursor: [hover], draw: [marks] },
     }, uPlot.join(tables), box);
   };
   const redraw = () => {

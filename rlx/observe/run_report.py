@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 from rlx.cli.text import duration, number, visible
 from rlx.observe import report_learning, report_samples, report_speed, report_timeline
 from rlx.observe.charts import percent
-from rlx.observe.jsonl import write_atomically
-from rlx.observe.rundir import Run, finite, load
+from rlx.observe.jsonl import has_step, write_atomically
+from rlx.observe.rundir import Run, finite, gaps, load
 
 _SKIPPED = 20  # rows named
 
@@ -73,6 +74,7 @@ def page(run: Run) -> str:
         sampled=any(report_samples.trained_versions(sample) for sample in run.samples),
         top_lag=int(min(5, max((v for v in run.series("staleness_max") if v), default=0))),
         config=_config(run),
+        changes=_changes(run),
         environment=flatten(run.environment),
         skipped=_skipped(run),
         num_skipped=len(run.skipped),
@@ -93,9 +95,25 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 def _header(run: Run) -> dict[str, Any]:
     """Return the run's state and the facts under its name."""
-    total, done = finite(run.setting("total_steps")), _last(run, "step") or 0
+    total, done = run.total, _last(run, "step") or 0
     finished = total is not None and done >= total
     state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
+    each = [_facts(replace(run, config=start["config"])) for start in run.starts]
+    facts = [" → ".join(dict.fromkeys(filter(None, fact))) for fact in zip(*each, strict=True)]
+    holes = gaps(run.metrics, int(done))
+    facts += [
+        f"no record of {holes}" if holes else "",
+        time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)) if run.ended_at else "",
+    ]
+    return {
+        "finished": finished,
+        "state": "finished" if finished else state,
+        "facts": [fact for fact in facts if fact],
+    }
+
+
+def _facts(run: Run) -> list[str]:
+    """Return what the settings of one start say in the header, as many for each; "" for none."""
     served = run.setting("fleet.num_servers") or run.setting("fleet.addresses")
     source = (
         [_fact(run, "{} rows a batch", "rollout.batch_prompts")]
@@ -108,7 +126,7 @@ def _header(run: Run) -> dict[str, Any]:
             _fact(run, "max staleness {}", "rollout.max_staleness"),
         ]
     )
-    facts = [
+    return [
         str(run.setting("algorithm.preset", "")).upper().replace("_", " "),
         Path(str(run.setting("model.path", ""))).name,
         *source,
@@ -116,13 +134,7 @@ def _header(run: Run) -> dict[str, Any]:
         if served
         else "no servers",
         _fact(run, "seed {}", "seed"),
-        time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)) if run.ended_at else "",
     ]
-    return {
-        "finished": finished,
-        "state": "finished" if finished else state,
-        "facts": [fact for fact in facts if fact],
-    }
 
 
 def _fact(run: Run, form: str, *keys: str) -> str:
@@ -160,6 +172,13 @@ def _config(run: Run) -> dict[str, Any]:
     rows, standard = flatten(run.config), dict(flatten(default().to_dict()))
     changed = [(key, value) for key, value in rows if standard.get(key) != value]
     return {"rows": rows, "changed": changed} if rows else {}
+
+
+def _changes(run: Run) -> list[tuple[int, float | None, str]]:
+    """Return step, seconds and words of each change of settings that steps were made after."""
+    found = [start for start in run.starts if start.get("changed") and has_step(start)]
+    times = {record["step"]: finite(record.get("elapsed_seconds")) for record in run.metrics}
+    return [(s["step"], times.get(s["step"]), "\n".join(map(str, s["changed"]))) for s in found]
 
 
 def _skipped(run: Run) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Read a run's files back for its report; broken or missing ones leave gaps."""
 
+import itertools
 import math
 import os
 import re
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rlx.base import UserError
 from rlx.observe.jsonl import has_step, read_json, read_jsonl
+from rlx.observe.timeline import read
 
 _VERSION = re.compile(r"(?:(.+) )?version (\d+)")  # in the names of older runs' spans
 MAX_SAMPLE_FILES = 400  # of a longer run, the first and the last half of this many
@@ -24,6 +26,9 @@ class Run:
       samples: transcripts of rollouts/, oldest first.
       skipped: the rows of skipped.jsonl, which no attempt got through, each once.
       spans: complete events of timeline.json, by start; times in microseconds.
+      starts: those of starts.jsonl that made the steps of `metrics`, oldest first; the last one
+        where there is no step. total: steps that the newest start wants; None if unknown.
+      config, environment: of the last of them.
       ended_at: when metrics.jsonl was last written, seconds since the epoch; 0 if unknown.
     """
 
@@ -35,6 +40,8 @@ class Run:
     spans: list["TraceSpan"] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    total: float | None = None
     ended_at: float = 0.0
 
     def series(self, key: str) -> list[float | None]:
@@ -76,17 +83,38 @@ def load(workdir: str | os.PathLike) -> Run:
         raise UserError(
             f"{path} has no metrics.jsonl, eval.jsonl or config.json; give the WORKDIR of a run"
         )
+    steps = _by_step(read_jsonl(metrics))
+    # A run of an older rlx has numbered no start; these files are of its first.
+    first = {name: read_json(path / f"{name}.json") for name in ("config", "environment")}
+    starts: dict[Any, dict[str, Any]] = {None: first}
+    for start in read_jsonl(path / "starts.jsonl"):
+        if isinstance(number := start.get("start"), int):
+            starts[number] = {**first, **{name: value for name, value in start.items() if value}}
+    newest = list(starts.values())[-1]
+    made = [starts.get(n, first) for n in dict.fromkeys(r.get("start") for r in steps)] or [newest]
     return Run(
         path=path.resolve(),
-        metrics=_by_step(read_jsonl(metrics)),
+        metrics=steps,
         evals=_by_step(read_jsonl(path / "eval.jsonl")),
         samples=_samples(path / "rollouts"),
         skipped=_by_row(read_jsonl(path / "skipped.jsonl")),
         spans=_spans(read_json(path / "timeline.json")),
-        config=read_json(path / "config.json"),
-        environment=read_json(path / "environment.json"),
+        config=made[-1]["config"],
+        environment=made[-1]["environment"],
+        starts=made,
+        total=finite(lookup(newest, "config.total_steps")),
         ended_at=metrics.stat().st_mtime if metrics.exists() else 0.0,
     )
+
+
+def gaps(records: Iterable[Mapping[str, Any]], last: int) -> str:
+    """Return `steps 4–7, 9`: those up to `last` that have no record; "" where all have one."""
+    there = {record.get("step") for record in records}
+    missing = [step for step in range(1, last + 1) if step not in there]
+    runs = itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])
+    parts = [[step for _, step in run] for _, run in runs]
+    found = ", ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+    return f"step{'s' * (len(missing) > 1)} {found}" if found else ""
 
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
@@ -134,23 +162,12 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
 
 def _spans(trace: Mapping[str, Any]) -> list[TraceSpan]:
     """Return the complete events by start, outer ones before those inside them."""
-    events = trace.get("traceEvents")
-    events = [e for e in events if isinstance(e, dict)] if isinstance(events, list) else []
-    processes = {
-        event.get("pid"): str(lookup(event, "args.name"))
-        for event in events
-        if event.get("ph") == "M" and event.get("name") == "process_name"
-    }
     spans = []
-    for event in events:
-        start, length = finite(event.get("ts")), finite(event.get("dur"))
-        if event.get("ph") != "X" or start is None or not length:
-            continue
-        process = processes.get(event.get("pid"), str(event.get("pid")))
-        name, args = str(event.get("name")), event.get("args")
-        args = args if isinstance(args, dict) else {}
+    for span, lane in read(trace):
+        process, name, args = span.process, span.name, span.args
         if version := _VERSION.fullmatch(name):
             name, args = version[1] or process, {"version": int(version[2])} | args
-        lane = event.get("tid", 0)
-        spans.append(TraceSpan(process, lane, name, start, start + length, args))
+        if span.end_ns > span.start_ns:
+            start, end = span.start_ns / 1000, span.end_ns / 1000
+            spans.append(TraceSpan(process, lane, name, start, end, args))
     return sorted(spans, key=lambda span: (span.start, -span.end))

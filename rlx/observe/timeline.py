@@ -5,16 +5,19 @@ nanoseconds, which all processes of one machine share, so a server's spans need 
 translation. Memory is bounded: the oldest spans are let go, and their number is kept.
 """
 
+import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.observe.jsonl import jsonable, write_atomically
+from rlx.observe.jsonl import jsonable, read_json, write_atomically
 
 PROCESSES = ("trainer", "server", "teacher", "rewards", "publish", "evaluation")  # top to bottom
 
@@ -33,12 +36,33 @@ class Span(NamedTuple):
 class Timeline:
     """Records spans from any thread; `save` may be called at any time, also repeatedly."""
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, capacity: int = 200_000):
-        """`clock` gives nanoseconds; `capacity` is how many spans are kept."""
+    def __init__(
+        self,
+        clock: Callable[[], int] = time.monotonic_ns,
+        capacity: int = 200_000,
+        earlier: Path | None = None,
+    ):
+        """Begin a timeline, or go on with the one that an earlier start has saved.
+
+        Args:
+          clock: gives nanoseconds. capacity: how many spans are kept. earlier: a saved timeline,
+            where there is one.
+        """
         self._clock = clock
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._recorded = 0
         self._lock = threading.Lock()
+        if earlier and earlier.exists():
+            trace = read_json(earlier)
+            spans = [span for span, _ in read(trace)]
+            # Another boot or host has another clock: the file's age says how long ago it ended.
+            ago = max(0, time.time_ns() - earlier.stat().st_mtime_ns)
+            later = clock() - ago - max((span.end_ns for span in spans), default=0)
+            for span in spans:
+                self.add(*span[:3], span.start_ns + later, span.end_ns + later, **span.args)
+            about = trace.get("otherData")
+            lost = about.get("discarded_events") if isinstance(about, dict) else 0
+            self._recorded += lost if isinstance(lost, int) else 0
 
     @contextmanager
     def span(self, process: str, name: str, *, track: str = "main", **args: Any) -> Iterator[None]:
@@ -99,6 +123,23 @@ def process_order(process: str) -> tuple[int, int, str]:
     kind, _, number = process.partition(" ")
     rank = PROCESSES.index(kind) if kind in PROCESSES else len(PROCESSES)
     return rank, int(number) if number.isdigit() else -1, process
+
+
+def read(trace: Mapping[str, Any]) -> Iterator[tuple[Span, int]]:
+    """Yield each span of a saved trace, and its lane; events that cannot be read are left out."""
+    names, events = dict[Any, str](), trace.get("traceEvents")
+    for event in events if isinstance(events, list) else []:
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            process, lane = event["pid"], event.get("tid", 0)
+            if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
+                key = process if event["name"] == "process_name" else (process, lane)
+                names[key] = str(event["args"]["name"])
+            elif event["ph"] == "X":
+                start, length = round(event["ts"] * 1000), round(event["dur"] * 1000)
+                track = re.sub(r" \d+$", "", names.get((process, lane), "main"))
+                args = {**event.get("args", {})}
+                named = names.get(process, str(process)), track, str(event["name"])
+                yield Span(*named, start, start + length, args), lane
 
 
 def _document(spans: list[Span], discarded: int) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from rlx.observe.jsonl import write_atomically
 BOARD_ID = "board_id"  # file of a WORKDIR that names its run on W&B and trackio
 # The board's sections; a name that is not here goes under `other`.
 SECTIONS = {
-    "run": ("epoch", "global_step", "version", "elapsed_seconds"),
+    "run": ("epoch", "global_step", "version", "elapsed_seconds", "start"),
     "reward": ("task_reward", "kl_reward", "final_reward", "advantage"),
     "loss": ("actor_loss", "actor_clip_ratio", "importance_weight", "ppo_approx_kl", "entropy",
              "grad_norm", "behaviour_weight", "behaviour_kl", "learning_rate"),

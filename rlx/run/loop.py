@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from rlx.base import Group, UserError
+from rlx.cli.command import say
 from rlx.cli.user_code import forget_edited
 from rlx.config import check
 from rlx.doctor import failures, memory
@@ -38,7 +39,7 @@ from rlx.fleet.no_fleet import NoFleet
 from rlx.launch.host_memory import keep_freed_memory
 from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.mismatch.gate import sentence
-from rlx.observe import writers
+from rlx.observe import environment, writers
 from rlx.observe.hooks import Hooks
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.executor import Exhausted
@@ -105,6 +106,10 @@ def run(
     with dealt(config) as gpus, trainers.together(config, stop) as hosts, watched(workdir) as watch:
         if hosts.index:
             return RunResult(workdir, *trainers.follow(config, hosts), [], [])
+        if step := resume.finished(config, workdir):
+            say(f"all {step} steps are done; raise --config.total_steps to train on in {workdir}")
+            conductor.stop(hosts, step=step, complete=True)
+            return _result(workdir, step, True)
         hooks = Hooks(writers.load(config.observe.writers, callbacks))
         inputs = prepare(config)
         make_directory(workdir)
@@ -121,6 +126,10 @@ def run(
             watch(built[0])
             step, complete = _Loop(*built).main()
         conductor.stop(hosts, step=step, complete=complete)
+    return _result(workdir, step, complete)
+
+
+def _result(workdir: Path, step: int, complete: bool) -> RunResult:
     records = (list(read_jsonl(workdir / name)) for name in ("metrics.jsonl", "eval.jsonl"))
     return RunResult(workdir, step, complete, *records)
 
@@ -350,7 +359,7 @@ class _Loop:
             step,
             metrics,
             self.seconds,
-            {**counters, **self.published, **busy},
+            {**counters, **self.published, **busy, "start": self.writer.start},
             version=self.executor.version,
             epoch=groups[-1].group_id // self.rows,
             step_seconds=now - self.last_record,
@@ -458,10 +467,12 @@ class _Loop:
         if report := self.saves.show():
             self.progress.message(f"report: {report}")
         if not complete:
-            again = f"python -m rlx.main with the same --config and --workdir={self.parts.workdir}"
+            again = environment.again(self.parts.workdir)
             self.progress.message(f"stopped after step {self.step}; to go on: {again}")
         if complete and self.held_out.due(self.step):
             self.progress.message("the last evaluation is missing; the same command makes it")
+        elif complete:
+            self.writer.end(self.step)
         self.parts.hooks.end("finished" if complete else "stopped")
         return self.step, complete
 

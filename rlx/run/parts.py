@@ -6,6 +6,7 @@ servers start ─▶ trainer is built ─▶ records open ─▶ fleet connects 
 import dataclasses
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +21,9 @@ from ml_collections import ConfigDict
 
 from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
 from rlx.base import UserError
+from rlx.cli import flags
 from rlx.cli.signals import interrupts
+from rlx.cli.user_code import own_files
 from rlx.doctor import memory
 from rlx.evaluation.held_out import HeldOut, HeldOutOptions
 from rlx.fleet import wire
@@ -35,10 +38,12 @@ from rlx.launch.teacher import ScorerOptions
 from rlx.launch.workdir_lock import Killed
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
+from rlx.observe import environment
 from rlx.observe.hooks import Hooks
-from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl
+from rlx.observe.jsonl import append_jsonl, read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
+from rlx.observe.rundir import gaps
 from rlx.observe.timeline import Timeline
 from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
@@ -142,9 +147,10 @@ def build(
       UserError: servers, teacher, checkpoint or storage that cannot work.
     """
     begun, served = time.monotonic(), has_servers(config)
-    timeline = Timeline()
+    timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
-    progress = stack.enter_context(Progress(config.total_steps, title=workdir.name))
+    log = workdir / "console.log"
+    progress = stack.enter_context(Progress(config.total_steps, title=workdir.name, log=log))
     for text in said:
         progress.message(text)
     if inputs.notes:
@@ -376,9 +382,12 @@ def _records(
     say: Callable[[str], None],
 ) -> MetricsWriter:
     """Open the run's records after `step`; say what a continued run does again, and where."""
-    path = workdir / "environment.json"
-    before, last = read_json(path), resume.last_step(workdir)
-    writer = MetricsWriter(workdir, hooks, step + 1, place)
+    last, now = resume.last_step(workdir), as_json(config)
+    before = restored.host.get("config", now) if restored else now
+    changed = list(resume.differences(before, now))
+    writer = MetricsWriter(workdir, hooks, step + 1, place, now, changed)
+    own = [*own_files(), flags.config_file(sys.argv), Path(config.data.chat_template)]
+    environment.keep(workdir / "code" / f"start-{writer.start}", own)
     if writer.unreadable:
         say(
             f"{writer.unreadable} lines of the run's records could not be read; they are kept in "
@@ -386,8 +395,12 @@ def _records(
         )
     if restored:
         say(resume.done_again(restored.host, last))
-        if text := resume.moved(before, read_json(path)):
+        for text in resume.told(before, now, step):
             say(text)
+        if text := resume.moved(writer.before, writer.environment):
+            say(text)
+        if holes := gaps(read_jsonl(workdir / "metrics.jsonl"), step):
+            say(f"metrics.jsonl has lost its records of {holes}; charts leave them out")
     return writer
 
 

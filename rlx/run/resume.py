@@ -6,11 +6,13 @@ config is never touched.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
@@ -18,11 +20,12 @@ from rlx.cli.flags import leaves
 from rlx.model import atomic_directory
 from rlx.observe.environment import SAME
 from rlx.observe.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
-from rlx.observe.metrics import RECORDS, forget
+from rlx.observe.metrics import RECORDS, STARTS, forget
 from rlx.observe.writers import BOARD_ID
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
 from rlx.train import checkpoint
+from rlx.train.optimizer_options import OptimizerOptions, rate_at
 
 # Keys that may change while the run stays the same.
 _FREE = (
@@ -44,8 +47,7 @@ def claim(config: ConfigDict, workdir: Path) -> list[str]:
     new = as_json(config)
     before = read_json(workdir / "config.json")
     changed = [text for text in differences(before, new) if not text.startswith(_FREE)]
-    checkpoints = workdir / "checkpoints"
-    found = checkpoint.checkpoints(checkpoints)
+    found = checkpoint.checkpoints(workdir / "checkpoints")
     off = config.checkpoint.recover_mode == "off"
     said = []
     if off and any(checkpoint.verify(path) is None for path in found):
@@ -53,13 +55,8 @@ def claim(config: ConfigDict, workdir: Path) -> list[str]:
             f"{workdir} holds another run, with a checkpoint to continue, and "
             "checkpoint.recover_mode=off; leave that out to continue it, or give a fresh --workdir"
         )
-    if found and not off:
-        if changed:
-            said.append(
-                f"not the config that the run began with, so it is another from here on: "
-                f"{'; '.join(changed)}"
-            )
-    elif found or any((workdir / name).exists() for name in RECORDS):
+    goes_on = bool(found) and not off
+    if not goes_on and (found or any((workdir / name).exists() for name in RECORDS)):
         if (changed or not before) and (workdir / "metrics.jsonl").exists():
             raise UserError(
                 f"{workdir} holds another run ({(changed or ['of an unknown config'])[0]}) and no "
@@ -69,9 +66,19 @@ def claim(config: ConfigDict, workdir: Path) -> list[str]:
         for path in found:  # none is whole
             path.rename(path.with_name(f"damaged-{path.name}"))
             said.append(f"{path} is damaged and is kept as damaged-{path.name}")
-    text = json.dumps(new, indent=2, sort_keys=True)
-    write_atomically(workdir / "config.json", text.encode())
+    if not (goes_on and before):  # else it stays the config of the first steps
+        text = json.dumps(new, indent=2, sort_keys=True)
+        write_atomically(workdir / "config.json", text.encode())
     return said
+
+
+def finished(config: ConfigDict, workdir: Path) -> int:
+    """Return the steps of a run in `workdir` that has ended and has all it wants; else 0."""
+    *_, last = {}, *read_jsonl(workdir / STARTS)
+    done = last["step"] if last.get("ended") and has_step(last) else 0
+    kept = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
+    auto = config.checkpoint.recover_mode == "auto"
+    return done if auto and done >= config.total_steps and done in kept else 0
 
 
 def _begin_anew(workdir: Path) -> str:
@@ -108,6 +115,25 @@ def done_again(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
         f"continuing after step {step}; done again: {steps} step{'s' * (steps != 1)}, "
         f"{prompts} prompt{'s' * (prompts != 1)}"
     )
+
+
+def told(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[str]:
+    """Yield what to say of settings that change after `step`: which, and how the rate moves.
+
+    Args:
+      before, now: configs as JSON, of the steps so far and of those to come.
+    """
+    if changed := list(differences(before, now)):
+        yield f"settings change after step {step}: {'; '.join(changed)}"
+        done = step * before["train"]["minibatches"]
+        last, same, new = _rate(before, done - 1), _rate(before, done), _rate(now, done)
+        if not math.isclose(same, new, rel_tol=0.01):
+            yield f"learning rate {last:.3g} at the last update, {new:.3g} at the next"
+
+
+def _rate(config: Mapping[str, Any], update: int) -> float:
+    updates = config["total_steps"] * config["train"]["minibatches"]
+    return float(rate_at(OptimizerOptions(**config["optimizer"]), updates, update, np))
 
 
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

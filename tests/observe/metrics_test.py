@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlx.base import UserError
+from rlx.observe import environment
 from rlx.observe.jsonl import append_jsonl, jsonable, read_jsonl, set_aside, write_atomically
 from rlx.observe.metrics import MetricsWriter, forget
 
@@ -96,6 +99,42 @@ def test_the_environment_says_what_the_caller_knows_better(tmp_path):
     assert (found["cores"], found["servers"]) == (99, 3)
 
 
+def test_the_command_to_go_on_is_one_that_a_shell_takes(monkeypatch, tmp_path):
+    flags = ["/usr/bin/python3", "my main.py", "--config=a.py", "--config.data.train=a b.jsonl"]
+    monkeypatch.setattr(sys, "orig_argv", flags)
+    wanted = [*flags, f"--workdir={tmp_path}"]
+    assert shlex.split(environment.again(tmp_path)) == wanted
+    assert shlex.split(environment.describe({})["command"]) == flags
+    monkeypatch.setattr(sys, "orig_argv", wanted)
+    assert shlex.split(environment.again(tmp_path)) == wanted
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher"])
+    assert environment.again(Path("a")) == "rlx.run with the same config and workdir='a'"
+
+
+def test_a_users_files_and_what_differs_from_the_commit_are_kept(monkeypatch, tmp_path):
+    work = tmp_path / "work"
+    (work / "sub").mkdir(parents=True)
+    for name in ("config.py", "sub/reward.py"):
+        (work / name).write_text("a = 1\n")
+    outside = tmp_path / "agent.py"
+    outside.write_text("b = 2\n")
+    git = ["git", "-C", str(work), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *command], check=True)
+    (work / "config.py").write_text("a = 3\n\n")
+    monkeypatch.chdir(work)
+    files = [Path("config.py"), work / "sub/reward.py", outside, Path("gone.py"), Path()]
+    environment.keep(tmp_path / "kept", files)
+    kept = {str(p.relative_to(tmp_path / "kept")) for p in (tmp_path / "kept").rglob("*.*")}
+    assert kept - {f"{Path(__file__).parents[2].name}.diff"} == {
+        "config.py", "sub/reward.py", "agent.py", "work.diff"
+    }  # fmt: skip
+    assert (tmp_path / "kept/config.py").read_text() == "a = 3\n\n"
+    subprocess.run([*git, "checkout", "-q", "."], check=True)
+    subprocess.run([*git, "apply", str(tmp_path / "kept/work.diff")], check=True)
+    assert (work / "config.py").read_text() == "a = 3\n\n"
+
+
 def test_text_of_a_model_survives_even_when_it_is_not_unicode(tmp_path):
     path = tmp_path / "rows.jsonl"
     append_jsonl(path, {"completion": "线 \ud800 </script>\u2028\n"})
@@ -109,6 +148,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_record(tmp_path):
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+from rlx.observe import environment
 from rlx.observe.jsonl import append_jsonl
 from rlx.base import UserError
 for step in range(1, 100):

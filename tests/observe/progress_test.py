@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from rlx.base import UserError
 from rlx.observe.progress import Progress
 
 
@@ -57,6 +58,20 @@ def test_without_a_terminal_each_step_is_one_line_of_named_values(record):
     assert second.endswith("left 36 s"), "18 steps of the second step's 2 s"
     for name in ("generated/s", "trained/s", "seconds", "train ", "failed 0", "dropped 0"):
         assert name in second
+
+
+def test_messages_and_the_end_are_also_in_a_file(tmp_path):
+    log = tmp_path / "console.log"
+    for error in (UserError("no server answers; start one"), KeyboardInterrupt()):
+        progress = Progress(20, terminal(), log=log)
+        progress.message("listening on [::1]:80\x1b[2J")
+        progress.__exit__(type(error), error, None)
+    assert [line[20:] for line in log.read_text().splitlines()] == [
+        "listening on [::1]:80⟨ESC⟩[2J", "ended by UserError: no server answers; start one",
+        "listening on [::1]:80⟨ESC⟩[2J", "ended by KeyboardInterrupt: ",
+    ]  # fmt: skip
+    with Progress(20, terminal(), log=tmp_path / "nowhere" / "console.log") as progress:
+        progress.message("a file that cannot be written ends nothing")
 
 
 def test_the_panel_shows_everything_and_fits(record):

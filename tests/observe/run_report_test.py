@@ -177,6 +177,33 @@ def test_partial_runs_make_partial_pages(make_run, tmp_path):
     assert "Held-out accuracy" not in text
 
 
+def test_a_start_with_other_settings_does_not_claim_the_steps_before_it(make_run, tmp_path):
+    run = make_run(tmp_path / "run", steps=6)
+    config = json.loads((run / "config.json").read_text())
+    first = (run / "environment.json").read_bytes()
+    config["algorithm"]["preset"], config["total_steps"] = "dapo", 9
+    changed = ["algorithm.preset grpo → dapo", "total_steps 6 → 9"]
+    given = {"config": config, "changed": changed, "place": {"cores": 77}}
+    writer = MetricsWriter(run, None, 7, **given)
+    text = " ".join(Page(write_report(run).read_text()).text)
+    assert "6 of 9 steps" in text
+    assert "GRPO" in text
+    assert "DAPO" not in text, "it has made no step"
+    writer.write("metrics.jsonl", {"step": 7, "start": writer.start})
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2] + lines[4:5] + lines[6:]))
+    page = Page(write_report(run).read_text())
+    text = " ".join(page.text)
+    for part in ("GRPO → DAPO", "7 of 9 steps", "after step 6", changed[0], "77",
+                 "no record of steps 3–4, 6"):  # fmt: skip
+        assert part in text, part
+    (marks,) = [value for key, value in page.attributes if key == "data-changes"]
+    assert json.loads(marks) == [[6, None, "\n".join(changed)]]
+    assert (run / "environment.json").read_bytes() == first
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [(s["start"], s["step"], s["changed"]) for s in starts] == [(1, 0, []), (2, 6, changed)]
+
+
 def test_a_run_without_a_step_yet_has_a_page(tmp_path):
     (tmp_path / "config.json").write_text('{"total_steps": 5, "seed": 0}')
     assert "No step is finished yet" in " ".join(Page(write_report(tmp_path).read_text()).text)

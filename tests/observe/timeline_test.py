@@ -1,12 +1,15 @@
 """The trace is what Perfetto expects: one clock, named tracks, no two boxes on each other."""
 
 import json
+import os
 import threading
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.observe.timeline import Span, Timeline, assign_lanes, process_order
+from rlx.observe.timeline import Span, Timeline, assign_lanes, process_order, read
 
 
 def saved(timeline, path):
@@ -137,3 +140,27 @@ def test_processes_have_a_natural_order():
     assert sorted(names, key=process_order) == [
         "trainer", "server 2", "server 10", "teacher 0", "rewards", "publish", "evaluation", "other"
     ]  # fmt: skip
+
+
+def test_a_second_start_goes_on_with_the_timeline_of_the_first(tmp_path):
+    """Also on a machine whose clock began anew: the file's age says how long ago the first was."""
+    path = tmp_path / "timeline.json"
+    first = Timeline(clock=lambda: 10**15, capacity=3)
+    for start in (0, 1_000, 2_000, 2_500):
+        first.add("server 0", "engine", "decode", start * 10**6, (start + 1_000) * 10**6, version=1)
+    first.save(path)
+    os.utime(path, ns=(time.time_ns() - 60 * 10**9,) * 2)
+    now = 100 * 10**9
+    second = Timeline(clock=lambda: now, earlier=path)
+    second.add("trainer", "main", "train", now, now + 10**9)
+    spans = {(s.name, s.track): [] for s, _ in read(saved(second, path))}
+    for span, _ in read(saved(second, path)):
+        spans[span.name, span.track].append((span.start_ns / 1e9, span.end_ns / 1e9, span.args))
+    decodes = spans["decode", "engine"]
+    assert [args for _, _, args in decodes] == [{"version": 1}] * 3
+    assert decodes[-1][1] == pytest.approx(40, abs=10)
+    assert decodes[-1][1] - decodes[0][0] == pytest.approx(2.5)
+    assert spans["train", "main"] == [(100.0, 101.0, {})]
+    assert json.loads(path.read_text())["otherData"]["discarded_events"] == 1
+    path.write_text('{"traceEvents": [1, {"ph": "X"}, {"ph": "X", "pid": 1, "ts": "a", "dur": 1}]}')
+    assert [s.name for s, _ in read(saved(Timeline(earlier=path), path))] == []

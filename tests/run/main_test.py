@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlx import main
 from tests.fixtures.commands import RLX_MAIN
 
 COMMAND = [
@@ -324,6 +325,43 @@ def test_a_missing_model_file_is_named_and_nothing_is_written(tmp_path):
     assert len(out.strip().splitlines()) == 1, out
     assert "model.safetensors" in out
     assert not workdir.exists()
+
+
+def test_a_finished_run_says_so_before_anything_starts(finished_run, monkeypatch, capsys):
+    workdir, _ = finished_run
+    before = {p: p.read_bytes() for p in workdir.iterdir() if p.is_file()}
+    flags = [f"--workdir={workdir}", "--config.total_steps=3", "--config.algorithm.preset=dapo"]
+    monkeypatch.setattr(sys, "argv", ["rlx.main", *COMMAND[3:], *flags])
+    assert main.main() == 0
+    said = f"all 3 steps are done; raise --config.total_steps to train on in {workdir}\n"
+    assert capsys.readouterr().out == said
+    assert {p: p.read_bytes() for p in workdir.iterdir() if p.is_file()} == before
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_other_settings_keeps_what_it_was(finished_run, tmp_path):
+    workdir, reward = tmp_path / "run", tmp_path / "mine.py"
+    shutil.copytree(finished_run[0], workdir)
+    reward.write_text("def score(prompt, completion, *ids, **row):\n    return 1.0\n")
+    before = {name: (workdir / name).read_bytes() for name in ("config.json", "environment.json")}
+    spans = len(json.loads((workdir / "timeline.json").read_text())["traceEvents"])
+    flags = (f"--config.reward.name={reward}:score", "--config.total_steps=4")
+    status, out = finish(start(workdir, "--config.optimizer.schedule=linear", *flags))
+    assert status == 0, out
+    change = f"reward.name arithmetic → {reward}:score"
+    assert "settings change after step 3: total_steps 3 → 4; " in out
+    assert change in out
+    assert "learning rate " in out
+    assert {name: (workdir / name).read_bytes() for name in before} == before
+    assert [r["start"] for r in records(workdir / "metrics.jsonl")] == [1, 1, 1, 2]
+    first, end, second, _ = records(workdir / "starts.jsonl")
+    assert (first["step"], end["step"], second["step"]) == (0, 3, 3)
+    assert change in second["changed"]
+    assert second["config"]["reward"]["name"] == f"{reward}:score"
+    assert len(json.loads((workdir / "timeline.json").read_text())["traceEvents"]) > spans
+    assert "settings change after step 3" in (workdir / "console.log").read_text()
+    assert (workdir / "code/start-2/mine.py").read_text() == reward.read_text()
+    assert (workdir / "code/start-1/configs/arithmetic.py").exists()
 
 
 def test_a_workdir_that_holds_another_run_is_refused(finished_run, refused):

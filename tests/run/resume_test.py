@@ -47,7 +47,8 @@ def test_an_attempt_without_a_checkpoint_is_begun_anew(tmp_path, config):
     attempt(tmp_path, config)
     (line,) = resume.claim(config, tmp_path)
     assert line == "begun anew: the attempt before ended after step 3 and left no checkpoint"
-    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "environment.json", "rollouts"}
+    kept = {"config.json", "environment.json", "rollouts", "starts.jsonl"}
+    assert {p.name for p in tmp_path.iterdir()} == kept
     assert not list((tmp_path / "rollouts").iterdir())
     assert resume.claim(config, tmp_path) == []
 
@@ -89,9 +90,38 @@ def test_a_whole_checkpoint_is_never_begun_anew(tmp_path, config):
     with pytest.raises(UserError, match="holds another run, with a checkpoint"):
         resume.claim(config, tmp_path)
     config.checkpoint.recover_mode = "auto"
+    before = (tmp_path / "config.json").read_bytes()
     config.fleet.num_servers, config.eval.every_steps = 2, 7
-    (line,) = resume.claim(config, tmp_path)
-    assert line.endswith(": fleet.num_servers 1 → 2")
+    assert resume.claim(config, tmp_path) == []
+    assert (tmp_path / "config.json").read_bytes() == before, "the settings of the first steps"
+
+
+def test_settings_that_change_are_told_with_the_learning_rates_before_and_after(config):
+    config.optimizer.schedule, config.total_steps, config.train.minibatches = "cosine", 6, 2
+    before = as_json(config)
+    assert list(resume.told(before, before, 6)) == []
+    config.total_steps = 12
+    first, rates = resume.told(before, as_json(config), 6)
+    assert first == "settings change after step 6: total_steps 6 → 12"
+    assert rates == "learning rate 1.7e-08 at the last update, 5e-07 at the next"
+    config.optimizer.schedule, config.eval.every_steps = "constant", 3
+    constant = as_json(config)
+    config.total_steps = 24
+    assert list(resume.told(constant, as_json(config), 6)) == [
+        "settings change after step 6: total_steps 12 → 24"
+    ]
+
+
+def test_a_run_that_has_all_its_steps_is_not_begun_again(tmp_path, config):
+    config.total_steps = 3
+    assert resume.finished(config, tmp_path) == 0
+    attempt(tmp_path, config)
+    checkpoint_of(tmp_path, 3, whole=True)
+    assert resume.finished(config, tmp_path) == 0, "its last evaluation may be missing"
+    MetricsWriter(tmp_path, first_step=4).end(3)
+    assert resume.finished(config, tmp_path) == 3
+    config.total_steps = 4
+    assert resume.finished(config, tmp_path) == 0
 
 
 def test_what_is_done_again_is_counted():
