@@ -68,6 +68,7 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
     attention = kernel(device, compute_dtype, known(path).model_type)
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attention, device_map=device,
+        trust_remote_code=False,
     )  # fmt: skip
     ready(model, remat)
     return model
@@ -100,7 +101,7 @@ def layers(model: Any) -> list[nn.Module]:
 def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
     """Return the model of an HF directory with whatever its parameters' memory holds."""
     return AutoModelForCausalLM.from_config(
-        known(path), dtype=torch.float32, attn_implementation=kernel
+        known(path), dtype=torch.float32, attn_implementation=kernel, trust_remote_code=False
     )
 
 
@@ -110,7 +111,7 @@ def known(path: str | Path) -> Any:
     That is a model that attends by code of its own, or has layers that are not attention.
     """
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # one class for each of these
     except (KeyError, ValueError) as error:
         text = f"{path} is of no causal language model that transformers has"

@@ -252,7 +252,9 @@ class Ranks:
         wanted = {k.replace(".base_layer", ""): x for k, x in named.items() if ".lora_" not in k}
         source: Any = tensors
         if wanted.keys() - {"score.weight"} - tensors.keys():  # transformers has other names
-            whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            whole = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, trust_remote_code=False
+            )
             source = _Whole(whole.state_dict())
         for name, tensor in wanted.items():
             local, index = _own(tensor)

@@ -26,7 +26,7 @@ def load_decode(model: Path) -> Decode:
     try:
         from transformers import AutoTokenizer
 
-        slow = AutoTokenizer.from_pretrained(model)
+        slow = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{model} has no tokenizer, which stop strings need; add tokenizer.json"

@@ -242,7 +242,9 @@ def transformers_logprobs(
 
     logging.disable_progress_bar()
     kind: Any = getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=kind).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=kind, trust_remote_code=False
+    ).eval()
     scores = []
     for sample in samples:
         tokens = np.concatenate([sample.prompt, sample.completion.tokens])

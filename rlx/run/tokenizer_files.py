@@ -47,7 +47,7 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
     if not any((model_dir / name).exists() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(f"no tokenizer.json in {model_dir}; copy the model's tokenizer files there")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # of any kind, from whatever the files hold
         raise UserError(
             f"the tokenizer in {model_dir} cannot be read ({words(error)}); get its files again"
