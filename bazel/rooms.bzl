@@ -36,6 +36,8 @@ COMMANDS = [
     "gateway",
     "cluster",
     "areal",
+    "keys",
+    "configs",
 ]
 
 def _package(room):

@@ -4,14 +4,11 @@ Words are the comments in `rlx.config.default`, choices and ranges those that `r
 goes by, and keys of `config.algorithm` the fields of `Algorithm`. A key without words is an error.
 """
 
-import ast
-import inspect
-import textwrap
-
 from ml_collections import ConfigDict
 
 from rlx import config
 from rlx.algorithms.algorithm import FIELDS
+from rlx.cli.key_words import comments
 from rlx.train.optimizer_options import OPTIMIZERS
 
 UNITS = {
@@ -34,27 +31,6 @@ TYPES = {
     str: "text",
     tuple: "tuple",
 }
-
-
-def comments(source: str) -> dict[str, str]:
-    """Return the comment of each key and each part (`model.path`, `model`) that `default` sets."""
-    tree, lines = ast.parse(source), source.splitlines()
-    found: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
-            continue
-        first, last = lines[node.lineno - 1], lines[node.end_lineno - 1]
-        words = [line.partition("  # ")[2] for line in dict.fromkeys((first, last))]
-        for line in lines[node.end_lineno :]:
-            if not line.strip().startswith("# "):
-                break
-            words.append(line.strip()[2:])
-        name = ast.unparse(node.targets[0])
-        owners = ("reward", "agents") if name.startswith("workers.") else ("",)
-        for owner in owners:
-            key = name.replace("workers", owner) if owner else name.removeprefix("c.")
-            found[key] = " ".join(w for w in words if w and w != "fmt: skip")
-    return found
 
 
 def interval(text: str) -> str:
@@ -110,7 +86,7 @@ def page() -> str:
     Raises:
       ValueError: a key or part has no comment; it is named.
     """
-    words = comments(textwrap.dedent(inspect.getsource(config.default)))
+    words = comments()
     out, order = [HEAD], list(words)  # as the source has them; a ConfigDict is sorted
 
     def part(tree: ConfigDict, prefix: str) -> None:

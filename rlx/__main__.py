@@ -19,6 +19,8 @@ COMMANDS = {  # module, what it does
     "compare": ("rlx.compare", "an engine's logprobs beside the trainer's and transformers'"),
     "convert": ("rlx.convert", "a checkpoint to an HF directory or the other trainer's, or back"),
     "areal": ("rlx.areal", "a YAML file of AReaL's as a config"),
+    "keys": ("rlx.keys", "every key of a config: default, choices or range, what it is"),
+    "configs": ("rlx.configs", "the configs that come with rlx, for --config=rlx:NAME"),
     "report": ("rlx.report", "write a run's report again"),
     "doctor": ("rlx.doctor", "what would keep rlx, or a run, from working"),
     "debug-workflow": ("rlx.debug_workflow", "an agent against any OpenAI-compatible server"),

@@ -19,13 +19,14 @@ class UserError(Exception):
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     """Return the error for a name that is not among `choices`, suggesting the nearest."""
     names = sorted(choices)
-    if near := difflib.get_close_matches(name, names, n=1):
-        return UserError(f"unknown {kind} {name!r}; did you mean {near[0]!r}?")
-    section = name.rpartition(".")[0] + "."
-    names = [other for other in names if other.startswith(section)] or names
+    section, _, last = name.rpartition(".")
+    own = {o.removeprefix(f"{section}."): o for o in names if o.startswith(f"{section}.")}
+    if near := difflib.get_close_matches((last if own else name).lower(), own or names, n=1):
+        return UserError(f"unknown {kind} {name!r}; did you mean {own.get(near[0], near[0])!r}?")
+    names = list(own.values()) or names
     if len(names) > 30:  # those of a config, of no known section
         sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))
-        hint = f"rlx/config.py has all {len(names)}, under {sections}"
+        hint = f"`rlx keys` lists all {len(names)}, under {sections}"
         return UserError(f"unknown {kind} {name!r}; {hint}")
     return UserError(f"unknown {kind} {name!r}; choose one of {', '.join(names)}")
 

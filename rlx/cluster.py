@@ -3,7 +3,6 @@
 `status` shows what runs, `down` ends it. What follows -- are flags of rlx.serve.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ RAY_PORT = 6379  # of its head
 def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int:
     """Check, start, show or end; return the exit status."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    p = argparse.ArgumentParser("rlx.cluster", description=__doc__, allow_abbrev=False)
+    p = command.Parser("rlx.cluster", description=__doc__, allow_abbrev=False)
     p.add_argument("action", choices=("up", "status", "down"))
     p.add_argument("--hosts", default="", help="a,b,c, by names that ssh knows")
     p.add_argument("--shared", default="cluster", help="a directory that all hosts see")

@@ -4,7 +4,6 @@ Starts one local server (or asks the one at --address), has it complete prompts,
 with rlx's decoder and, where torch is installed, with transformers. Exit status 1: they differ.
 """
 
-import argparse
 import os
 import tempfile
 
@@ -21,7 +20,7 @@ DTYPES = ("float32", "bfloat16")
 
 def main() -> int:
     """Print the table; return 0 when every pair agrees."""
-    p = argparse.ArgumentParser("rlx.compare", description=__doc__, allow_abbrev=False)
+    p = command.Parser("rlx.compare", description=__doc__, allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory or hub name")
     p.add_argument("--engine", default="vllm", choices=("jax", "vllm"))
     p.add_argument("--address", default="", help="host:port of a running server of this model")

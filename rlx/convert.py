@@ -8,7 +8,6 @@ config.json; TARGET gets one checkpoint of its parameters. TARGET must not exist
 --gguf=FILE --hf=DIR, in place of both, makes an HF directory of a GGUF file.
 """
 
-import argparse
 from pathlib import Path
 
 from rlx.base import UserError
@@ -19,7 +18,7 @@ from rlx.model import gguf_files
 
 def main() -> None:
     """Convert SOURCE to TARGET and print both."""
-    parser = argparse.ArgumentParser("rlx.convert", description=__doc__, allow_abbrev=False)
+    parser = command.Parser("rlx.convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", nargs="?", help="checkpoint, HF directory or hub name")
     parser.add_argument("target", nargs="?", type=Path, help="directory to make")
     parser.add_argument("--gguf", type=Path, help="GGUF file, in place of SOURCE")

@@ -4,7 +4,6 @@ Starts one local server (or asks running ones, --servers). Prints one JSON line,
 "pid": …}, once it answers; SIGTERM or SIGINT ends it. Anthropic's clients take the same base_url.
 """
 
-import argparse
 import asyncio
 import os
 import tempfile
@@ -21,7 +20,7 @@ from rlx.run import serving
 
 def main() -> None:
     """Answer until a signal."""
-    p = argparse.ArgumentParser("rlx.gateway", description=__doc__, allow_abbrev=False)
+    p = command.Parser("rlx.gateway", description=__doc__, allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory or hub name")
     p.add_argument("--servers", default="", help="running ones of the model: host:port,host:port,…")
     p.add_argument("--tls", default="", help="of --servers: ca.pem, or ca.pem,cert.pem,key.pem")

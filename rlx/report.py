@@ -1,6 +1,5 @@
 """Write WORKDIR/report.html again and print its path: `python -m rlx.report WORKDIR`."""
 
-import argparse
 from pathlib import Path
 
 from rlx.cli import command
@@ -9,7 +8,7 @@ from rlx.doctor import failures
 
 def main() -> None:
     """Write the reports of one or more runs; a run still going shows what it has so far."""
-    parser = argparse.ArgumentParser("rlx.report", description=__doc__, allow_abbrev=False)
+    parser = command.Parser("rlx.report", description=__doc__, allow_abbrev=False)
     parser.add_argument("workdir", nargs="+", type=Path, help="the --workdir of a run")
     arguments = parser.parse_args()
 

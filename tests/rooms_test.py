@@ -20,7 +20,7 @@ PACKAGE = Path(rlx.__file__).parent
 README = PACKAGE.parent / "README.md"
 COMMANDS = (
     "main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow", "gateway",
-    "cluster", "areal", "__main__",
+    "cluster", "areal", "keys", "configs", "__main__",
 )  # fmt: skip
 ORDER = (
     "", "base", "algorithms", "config", "cli", "model", "train", "observe", "fleet", "engines",

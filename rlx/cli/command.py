@@ -1,11 +1,12 @@
 """Run a command's `main`: a UserError becomes one line on stderr and exit status 2."""
 
+import argparse
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from rlx.base import UserError
 from rlx.cli.signals import WHOLE, end_soon
@@ -17,6 +18,14 @@ INTERRUPTED = 130  # exit status
 def say(text: object, file: TextIO | None = None) -> None:
     """Print `text` to stdout or `file` and flush; control characters are written out."""
     print(plain(str(text)), file=file, flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line; a mistake in it is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
+        raise UserError(f"{message}; python -m {self.prog} --help lists the flags")
 
 
 def run(

@@ -8,15 +8,17 @@ import difflib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rlx.base import UserError, unknown
+from rlx.base import UserError
+from rlx.cli.key_names import embedded, meant, unknown_key
+from rlx.config import default
 
 
 def parse(
@@ -47,16 +49,24 @@ def parse(
     overrides = [a for a in argv if a.startswith("--config.")]
     asked = config_needed or config_file or overrides
     if asked and "--help" not in argv and "-h" not in argv:
-        _check_file(config_file)
+        _check_file(config_file, argv[1:])
+    _check_flags(plain, ("config", *strings, *(switches or {})))
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"{override} has no value; write {override}=VALUE")
     values = _flags(strings, switches or {}, plain)
     if "--help" in argv or "-h" in argv:
-        name = Path(argv[0]).name.removesuffix(".py").removeprefix("rlx.")
-        print(f"usage: python -m rlx.{name} --config=FILE[:ARG] [--config.KEY=VALUE …] "
-              f"[--traceback]\n{values}")  # fmt: skip
+        path = Path(argv[0])
+        name = path.parent.name if path.name == "__main__.py" else path.name.removesuffix(".py")
+        print(f"usage: python -m rlx.{name.removeprefix('rlx.')} --config=FILE[:ARG] "
+              f"[--config.KEY=VALUE …] [--traceback]\n{values}\n\n"
+              "`rlx keys` lists every KEY, `rlx configs` each rlx:NAME")  # fmt: skip
         raise SystemExit(0)
     rest = _parse(values, plain)[1:]
     if rest:
-        raise UserError(f"unexpected argument {rest[0]!r}; flags start with --, see --help")
+        key = meant(rest[0].partition("=")[0].lstrip("+"), _known()) if "=" in rest[0] else ""
+        hint = f"did you mean --config.{key}=…?" if key else "flags start with --, see --help"
+        raise UserError(f"unexpected argument {rest[0]!r}; {hint}")
     if not asked:
         return None, values
     if not isinstance(values["config"].value, ConfigDict):
@@ -66,16 +76,24 @@ def parse(
         )
     known = dict(leaves(values["config"].value))
     for override in overrides:
-        key = override.removeprefix("--config.").split("=", 1)[0]
-        if "=" not in override:
-            raise UserError(f"{override} has no value; write {override}=VALUE")
+        key, _, text = override.removeprefix("--config.").partition("=")
         if key not in known:
-            raise unknown("config key", key, known)
+            raise unknown_key(key, known)
+        _check_value(key, text, known[key])
         if isinstance(known[key], tuple):
             argv[argv.index(override)] = _as_tuple(override)
     values = _flags(strings, switches or {}, argv)
     _parse(values, argv)
     return values["config"].value, values
+
+
+def _check_value(key: str, text: str, default: Any) -> Any:
+    """Raise UserError where the text of a flag is no number, or no truth value, as the default."""
+    kind, words = type(default), {int: "a whole number", float: "a number", bool: "True or False"}
+    with suppress(ValueError):
+        read = flags.BooleanParser().parse if kind is bool else kind
+        return kind in words and read(text)
+    raise UserError(f"--config.{key}={text} is not {words[kind]}; give one like {default}")
 
 
 def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> Any:
@@ -105,20 +123,20 @@ def _joined(argv: list[str]) -> list[str]:
 def _located(argument: str) -> str:
     """Return `--config=rlx:NAME[:ARG]` with the path of the file in place of rlx:NAME."""
     name, *more = argument.removeprefix("--config=rlx:").split(":", 1)
-    place = _embedded() / "configs"
-    paths = [path.relative_to(place) for path in place.glob("**/*.py")]
-    names = {str(p.with_suffix("")) for p in paths if p.parts[0] not in ("agents", "data")}
+    names = shipped()
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean rlx:{near[0]}?" if near else f"they are the files in {place}"
+        hint = f"did you mean rlx:{near[0]}?" if near else "`rlx configs` lists them"
         raise UserError(f"no config rlx:{name}; {hint}")
-    return ":".join([f"--config={place / name}.py", *more])
+    return ":".join([f"--config={names[name]}", *more])
 
 
-def _embedded() -> Path:
-    """Return the directory that comes with rlx and has `configs/`: of a wheel, else of a clone."""
-    wheel = Path(__file__).parents[1] / "embedded"
-    return wheel if wheel.is_dir() else wheel.parents[1]
+def shipped() -> dict[str, Path]:
+    """Return name → file of each config that comes with rlx."""
+    place = embedded() / "configs"
+    paths = [path.relative_to(place) for path in sorted(place.glob("**/*.py"))]
+    own = [path for path in paths if path.parts[0] not in ("agents", "data")]
+    return {str(path.with_suffix("")): place / path for path in own}
 
 
 def _as_tuple(override: str) -> str:
@@ -154,16 +172,39 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     except UserError:
         raise
     except Exception as error:
-        inner: BaseException = error
-        while inner.__context__ is not None:  # the flag libraries wrap a ValueError twice
-            inner = inner.__context__
-        if place := _place(inner, argv):
-            what = " ".join(f"{type(inner).__name__}: {inner}".split())
-            raise UserError(f"{place}: {what}; mend the config, --traceback shows more") from error
+        chain: list[BaseException] = [error]
+        while chain[-1].__context__ is not None:  # the flag libraries wrap what was raised
+            chain.append(chain[-1].__context__)
+        for inner in reversed(chain):
+            if place := _place(inner, argv):
+                raise UserError(f"{place}: {_mistake(inner)}") from error
+        if re.search("attribute 'get_config'|is not callable", str(error)):
+            what = "define get_config(), which returns a ConfigDict"
+            raise UserError(f"{config_file(argv)} has no function get_config; {what}") from error
         if not isinstance(error, flags.Error | OSError | TypeError | ValueError):
             raise
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise UserError(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}") from error
+
+
+def _mistake(error: BaseException) -> str:
+    """Return what is wrong in a config file, with the key that was meant."""
+    text, frame = " ".join(str(error).split()), traceback.extract_tb(error.__traceback__)[-1]
+    if cast := re.search(r"'(\w+)'.*?\. (.*) is of .*?'([\w.]+)'.* to .*?'([\w.]+)'", text):
+        key, value, *kinds = cast.groups()
+        got, wanted = (kind.rpartition(".")[2] for kind in kinds)
+        return f"{key}={value} is of type {got}; give {wanted}"
+    key = re.search(r"""["'\\]+(\w+)["'\\]+""", text)
+    if key and frame.filename.endswith("config_dict.py"):
+        source = "\n".join(f.line or "" for f in traceback.extract_tb(error.__traceback__))
+        source = re.sub(r"""\[["'](\w+)["']\]""", r".\1", source)
+        whole = re.search(rf"\w\.((?:\w+\.)*{key[1]}(?:\.\w+)*)", source)
+        return str(unknown_key(whole[1] if whole else key[1], _known()))
+    return f"{type(error).__name__}: {text}; mend the config, --traceback shows more"
+
+
+def _known() -> list[str]:
+    return [key for key, _ in leaves(default())]
 
 
 def _place(error: BaseException, argv: list[str]) -> str:
@@ -185,8 +226,8 @@ def config_file(argv: list[str]) -> Path:
 @contextmanager
 def _neighbours(argv: list[str]) -> Iterator[None]:
     """Let DIR/configs/x.py import `configs.y`, its neighbour or one of rlx, wherever it is run."""
-    root, embedded = str(config_file(argv).absolute().parent.parent), str(_embedded())
-    last = [embedded] if embedded not in sys.path else []
+    root, own = str(config_file(argv).absolute().parent.parent), str(embedded())
+    last = [own] if own not in sys.path else []
     sys.path[:] = [root, *sys.path, *last]
     try:
         yield
@@ -195,13 +236,33 @@ def _neighbours(argv: list[str]) -> Iterator[None]:
             sys.path.remove(path)
 
 
-def _check_file(config_file: str) -> None:
+def _check_flags(arguments: list[str], names: Sequence[str]) -> None:
+    """Raise UserError for a flag that is none of `names`, where it is clear which was meant."""
+    for argument in arguments[1:]:
+        name = argument.lstrip("-").partition("=")[0]
+        if argument[:2] != "--" or {name, name.removeprefix("no")} & {*names, "help", "helpfull"}:
+            continue
+        near = difflib.get_close_matches(name.replace("-", "_"), names, n=1)
+        key = f"--{near[0]}" if near else meant(name.removeprefix("config_"), _known())
+        if key and key.strip("-") in names:
+            raise UserError(f"unknown flag --{name}; did you mean {key}?")
+        if key and "config" in names and key[:2] != "--":
+            raise UserError(f"unknown flag --{name}; did you mean --config.{key}=…?")
+
+
+def _check_file(config_file: str, arguments: Sequence[str]) -> None:
     if not config_file:
-        raise UserError("no --config=FILE given; try --config=rlx:arithmetic")
+        bare = [f"rlx:{a}" if a in shipped() else a for a in arguments if a[:1] != "-"]
+        given = [a for a in bare if a.endswith((".py", ".yaml", ".yml")) or a[:4] == "rlx:"]
+        raise UserError(f"no --config=FILE given; try --config={[*given, 'rlx:arithmetic'][0]}")
     path = Path(config_file.split(":", 1)[0])
+    if path.is_dir():
+        raise UserError(f"--config={path} is a directory; give one of its .py files")
     if not path.is_file():
         here = [str(p) for p in sorted(path.parent.glob("*.py"))]
         near = difflib.get_close_matches(str(path), here, n=1)
+        own = difflib.get_close_matches(path.stem, shipped(), n=1, cutoff=0.8)
+        near = near or [f"rlx:{name}" for name in own]
         hint = f"did you mean {near[0]}?" if near else "give the path of a .py with get_config()"
         raise UserError(f"no config file {path}; {hint}")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlx.base import UserError
+from rlx.cli import command
 from rlx.fleet import tls, wire
 from rlx.fleet.requests import KV_POLICIES
 
@@ -35,7 +36,7 @@ ENGINES: Mapping[str, Callable[[argparse.Namespace], Any]] = {"jax": _jax, "vllm
 
 def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser:
     """Return the parser; `rlx.launch.local` makes command lines for the servers of a run."""
-    p = argparse.ArgumentParser("rlx.serve", allow_abbrev=False)
+    p = command.Parser("rlx.serve", allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory")
     p.add_argument("--engine", default=next(iter(engines)), choices=sorted(engines))
     p.add_argument("--slots", type=int, default=64, help="sequences decoded together")

@@ -71,7 +71,10 @@ def load_config(path: str | Path) -> ModelConfig:
         if list(path.glob("*.safetensors")):
             with open_tensors(path) as tensors:
                 numbers = sum(math.prod(tensors.shape(name)) for name in tensors)
-        config = ModelConfig.from_foreign(record, str(error), numbers)
+        try:
+            config = ModelConfig.from_foreign(record, str(error), numbers)
+        except UserError as lack:
+            raise UserError(f"{error}; trainer=torch may take it, but {lack}") from None
     generation = path / "generation_config.json"
     ends = end_tokens(read_json(generation)) if generation.exists() else ()
     merged = tuple(dict.fromkeys((*config.eos_token_ids, *ends)))

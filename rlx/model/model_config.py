@@ -349,7 +349,7 @@ _OTHER_NAMES = {
     "num_attention_heads": ("n_head", "n_heads"),
     "num_key_value_heads": ("num_kv_heads",),
     "intermediate_size": ("n_inner", "ffn_dim"),
-    "max_position_embeddings": ("n_positions", "max_sequence_length", "max_seq_len"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_sequence_length", "max_seq_len"),
 }
 
 

@@ -254,4 +254,10 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
 def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
     """Return what `python` does of a file, with overrides, here and now."""
     leaves = load(Path(path), overrides, datetime.datetime.now(), os.environ)
+    ours = leaves.keys() & dict(flags.leaves(default())).keys() - {row.key for row in ROWS}
+    if 2 * len(ours) > len(leaves):
+        raise UserError(
+            f"{path} has keys of rlx ({', '.join(sorted(ours)[:3])}), and YAML is read as AReaL's; "
+            "set them in a .py file with get_config(), or as --config.KEY=VALUE"
+        )
     return python(modern(leaves), _line(Path(path).name))

@@ -1,12 +1,15 @@
 """A wrong command line ends in one line that says got, wanted and remedy."""
 
+import sys
+
 import pytest
 
 from rlx.base import UserError
-from rlx.cli import flags
-from rlx.config import check
+from rlx.cli import flags, key_names, key_words
+from rlx.config import check, default
 
 CONFIG = "--config=configs/gsm8k.py"
+BODY = "from rlx.config import default\ndef get_config():\n    c = default()\n    c."
 
 
 def parsed(*arguments):
@@ -20,11 +23,11 @@ def parsed(*arguments):
     [
         ([], ["--config=FILE", "rlx:arithmetic"]),
         (["--config"], ["--config=FILE"]),
-        ([CONFIG, "--config.zzz=1"], ["'zzz'", "rlx/config.py", "sampling, "]),
+        ([CONFIG, "--config.zzz=1"], ["'zzz'", "`rlx keys`", "sampling, "]),
         ([CONFIG, "--config.fleet.qqqqqqqq=1"], ["fleet.slots", "fleet.engine"]),
         (["--config=rlx:gsm8"], ["no config rlx:gsm8; did you mean rlx:gsm8k?"]),
         (["--config=rlx:cluster/math_7b_n5"], ["did you mean rlx:cluster/math_7b_n4?"]),
-        (["--config=rlx:zzzzzzzz"], ["rlx:zzzzzzzz; they are the files in", "configs"]),
+        (["--config=rlx:zzzzzzzz"], ["rlx:zzzzzzzz; `rlx configs` lists them"]),
         (["--config=rlx:arithmetic:argument"], ["get_config() takes 0"]),
         (["--config=configs/gsm8.py"], ["no config file configs/gsm8.py", "configs/gsm8k.py"]),
         ([CONFIG, "--config.samplng.n_samples=3"], ["'samplng.n_samples'", "'sampling.n_samples'"]),
@@ -53,6 +56,32 @@ def parsed(*arguments):
         ([CONFIG, "--config.eval.max_new_tokens=-1"], ["max_new_tokens=-1", "0 or more"]),
         ([CONFIG, "--workdri=x"], ["workdri", "workdir"]),
         ([CONFIG, "stray"], ["'stray'"]),
+        (["--config=arithmetic"], ["did you mean rlx:arithmetic?"]),
+        (["--config=nowhere/arithmetic.py"], ["did you mean rlx:arithmetic?"]),
+        (["--config=configs"], ["--config=configs is a directory", ".py"]),
+        (["configs/mine.py"], ["no --config=FILE given; try --config=configs/mine.py"]),
+        (["arithmetic"], ["no --config=FILE given; try --config=rlx:arithmetic"]),
+        ([CONFIG, "--learning_rate=1"], ["--learning_rate", "--config.optimizer.learning_rate=…?"]),
+        ([CONFIG, "--learning-rate", "1"], ["did you mean --config.optimizer.learning_rate=…?"]),
+        ([CONFIG, "--lr=1"], ["did you mean --config.optimizer.learning_rate=…?"]),
+        ([CONFIG, "--output_dir=x"], ["did you mean --workdir?"]),
+        ([CONFIG, "--model=gpt2"], ["did you mean --config.model.path=…?"]),
+        ([CONFIG, "--seed=3"], ["did you mean --config.seed=…?"]),
+        ([CONFIG, "--optimizer.learning_rate=1"], ["--config.optimizer.learning_rate=…?"]),
+        ([CONFIG, "actor.optimizer.lr=1"], ["did you mean --config.optimizer.learning_rate=…?"]),
+        ([CONFIG, "--gradient_checkpointing"], ["gradient_checkpointing"]),
+        ([CONFIG, "--config.optimizer.lr=1"], ["did you mean 'optimizer.learning_rate'?"]),
+        ([CONFIG, "--config.optimiser.lr=1"], ["did you mean 'optimizer.learning_rate'?"]),
+        ([CONFIG, "--config.rollout.n_samples=1"], ["did you mean 'sampling.n_samples'?"]),
+        ([CONFIG, "--config.rollout.n=1"], ["did you mean 'sampling.n_samples'?"]),
+        ([CONFIG, "--config.num_generations=1"], ["did you mean 'sampling.n_samples'?"]),
+        ([CONFIG, "--config.optimizer.zzz=1"], ["choose one of optimizer.b1, optimizer.b2, "]),
+        ([CONFIG, "--config.model.name=a"], ["choose one of ", "model.path"]),
+        ([CONFIG, "--config.total_steps", "3"], ["has no value; write --config.total_steps=VALUE"]),
+        ([CONFIG, "--config.total_steps=1.5"], ["=1.5 is not a whole number; give one like"]),
+        ([CONFIG, "--config.total_steps="], ["total_steps= is not a whole number"]),
+        ([CONFIG, "--config.optimizer.learning_rate=high"], ["=high is not a number"]),
+        ([CONFIG, "--config.data.shuffle=maybe"], ["=maybe is not True or False"]),
         ([CONFIG + ":argument"], ["get_config() takes 0"]),
     ],
 )
@@ -89,9 +118,22 @@ def test_overrides_arrive_with_their_types():
         ("def get_config():\n    c = {}\n    c.x = 1", "config.py:3: AttributeError:"),
         ("def get_config():\n    pass", "config.py returns None; let it return a ConfigDict"),
         ("def get_config():\n    return int('a')", "config.py:2: ValueError:"),
+        ("x = 1", "config.py has no function get_config; define get_config()"),
+        ("get_config = 3", "config.py has no function get_config; define get_config()"),
+        (f"{BODY}optimizer.learning_rte = 1",
+         "config.py:4: unknown config key 'optimizer.learning_rte'; did you mean 'optimizer.lear"),
+        (f"{BODY}optimizer.lr = 1", "config.py:4: unknown config key 'optimizer.lr'; did you "),
+        (f"{BODY}optimiser.lr = 1", "did you mean 'optimizer.learning_rate'?"),
+        (f"{BODY}lr = 1", "config.py:4: unknown config key 'lr'; did you mean 'optimizer.learning"),
+        (f"{BODY}__getitem__('optimizer')['lr'] = 1", "did you mean 'optimizer.learning_rate'?"),
+        (f"{BODY}update(optimizer=dict(lr=3))", "config.py:4: unknown config key 'lr'; did you"),
+        (f"{BODY}total_steps = 1.5", "config.py:4: total_steps=1.5 is of type float; give int"),
+        (f"{BODY}optimizer.learning_rate = 'a'", "config.py:4: learning_rate=a is of type str; "),
+        (f"{BODY}optimizer = 3", "config.py:4: optimizer=3 is of type int; give ConfigDict"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_config_is_told_with_its_line(body, words, tmp_path):
+def test_a_mistake_in_a_config_is_told_with_its_line(body, words, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)  # the library loads into it
     file = tmp_path / "config.py"
     file.write_text(body)
     with pytest.raises(UserError) as error:
@@ -135,3 +177,36 @@ def test_help_names_the_command(capsys):
     with pytest.raises(SystemExit):
         flags.parse(["/somewhere/rlx/evaluate.py", "--help"])
     assert "python -m rlx.evaluate --config=FILE" in capsys.readouterr().out
+
+
+def test_every_name_of_other_packages_leads_to_a_key_or_flag_that_there_is():
+    known = dict(flags.leaves(default()))
+    names = key_names.elsewhere(known)
+    assert set(names.values()) <= known.keys() | {"--workdir", "--dry_run"}
+    assert len(names) > 100
+    for name, key in {
+        "num_generations": "sampling.n_samples", "beta": "algorithm.kl_coefficient",
+        "actor.optim.lr": "optimizer.learning_rate", "lr": "optimizer.learning_rate",
+        "epsilon_high": "algorithm.clip_high", "loss_type": "algorithm.reduction",
+        "output_dir": "--workdir", "save_steps": "checkpoint.every_steps",
+    }.items():  # fmt: skip
+        assert names[name] == key, name
+    for key in known:
+        assert key_names.meant(key, known) == key
+
+
+def test_help_leads_to_the_keys_and_names_a_command_that_is_a_directory(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["/somewhere/rlx/doctor/__main__.py", "--help"])
+    out = capsys.readouterr().out
+    assert "python -m rlx.doctor --config=FILE" in out
+    assert "`rlx keys` lists every KEY, `rlx configs` each rlx:NAME" in out
+
+
+def test_each_key_is_described_in_a_line():
+    lines = key_words.described()
+    assert lines.keys() == dict(flags.leaves(default())).keys() - {"observe.tensorboard"}
+    assert lines["optimizer.b1"] == "optimizer.b1=0.9  what the first moment keeps at each update"
+    assert "(0.0 … 1.0)" in lines["algorithm.clip_low"]
+    assert "sampling.top_p=1.0  (in (0, 1])  share" in lines["sampling.top_p"]
+    assert not [line for line in lines.values() if "\n" in line or line.endswith("  ")]

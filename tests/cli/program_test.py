@@ -27,6 +27,12 @@ ROOT = Path(__file__).parents[2]
         (["-h"], 0, ["usage: rlx COMMAND", *(f"\n  {name} " for name in COMMANDS)]),
         ([], 0, ["usage: rlx COMMAND"]),
         (["report", "--help"], 0, ["usage: rlx.report", "workdir"]),
+        (["report"], 2, ["error: the following arguments are required: workdir; python -m"]),
+        (["serve", "--modl=x"], 2, ["error: the following arguments are required: --model; "]),
+        (["convert", "--zz"], 2, ["error: unrecognized arguments: --zz; python -m"]),
+        (["keys", "optimizer"], 0, ["optimizer.learning_rate=1e-06  the peak", "optimizer.b2=0.9"]),
+        (["keys", "optimizer.lr"], 2, ["did you mean 'optimizer.learning_rate'?\n"]),
+        (["configs"], 0, ["rlx:arithmetic ", "GRPO on chains", "rlx:cluster/math_7b_n4 "]),
     ],
 )  # fmt: skip
 def test_it_runs_the_command_named_first(arguments, status, words, tmp_path):
@@ -37,6 +43,7 @@ def test_it_runs_the_command_named_first(arguments, status, words, tmp_path):
     assert done.returncode == status, done.stderr
     for word in words:
         assert word in (done.stderr if status else done.stdout)
+    assert status == 0 or "--traceback" in arguments or len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -33,7 +33,7 @@ def test_a_key_without_words_is_named(key, monkeypatch):
     source = inspect.getsource(module.default)
     line = next(line for line in source.splitlines() if key in line)
     bare = source.replace(line, line.split("  # ")[0])
-    monkeypatch.setattr(docs.inspect, "getsource", lambda function: bare)
+    monkeypatch.setattr(inspect, "getsource", lambda function: bare)
     named = key.split(" ")[0].removeprefix("c.")
     with pytest.raises(ValueError, match=f"rlx/config.py says nothing of {named};"):
         docs.page()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import transformers
 
 from rlx.base import UserError
 from rlx.config import LORA_TARGETS
+from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.config_forms import NotOurs
 from rlx.model.model_config import ARCHITECTURES, TRAITS, ModelConfig
@@ -375,3 +377,17 @@ def test_a_file_around_a_text_model_may_leave_out_the_defaults_of_its_class():
         theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, theirs.vocab_size,
     )  # fmt: skip
     assert config.max_position == theirs.max_position_embeddings
+
+
+def test_a_model_of_another_architecture_says_so_though_its_file_leaves_sizes_out(tmp_path):
+    hf = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_head": 2,
+          "n_layer": 2, "vocab_size": 100, "n_ctx": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = directory.load_config(tmp_path)
+    assert config.max_position == 64
+    with pytest.raises(UserError, match=r"'GPT2LMHeadModel'; .*trainer=torch with fleet.engine=vl"):
+        config.require_ours("trainer=jax")
+    del hf["n_ctx"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(UserError, match=r"'GPT2LMHeadModel'; .*; trainer=torch may take it, but"):
+        directory.load_config(tmp_path)

@@ -438,3 +438,12 @@ def test_a_recipe_runs_for_two_steps(name, servers, tmp_path, monkeypatch):
     assert rlx.run(config, tmp_path / name).complete
     lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_a_yaml_of_rlxs_own_keys_is_not_read_as_areals(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {path: x}\ntotal_steps: 3\noptimizer: {learning_rate: 1e-5}\n")
+    with pytest.raises(
+        UserError, match=r"has keys of rlx .model.path, optimizer.learning_rate, to"
+    ):
+        areal_yaml.convert(str(file), ())

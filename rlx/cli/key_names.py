@@ -1,0 +1,69 @@
+"""The key of a config that somebody meant: by other packages' names for it, or the nearest.
+
+docs/coming_from.md, which comes with rlx, is the table of those names.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlx.base import UserError, unknown
+
+
+def embedded() -> Path:
+    """Return the directory that comes with rlx and has `configs/`: of a wheel, else of a clone."""
+    wheel = Path(__file__).parents[1] / "embedded"
+    return wheel if wheel.is_dir() else wheel.parents[1]
+
+
+def elsewhere(known: Iterable[str]) -> dict[str, str]:
+    """Return other packages' names → a key of `known`, or `--flag`, by the page's tables.
+
+    A name with dots is there by its last part too, where no key ends so. The first row counts.
+    """
+    keys, names, prefix = set(known), dict[str, str](), ""
+    ends = {key.rpartition(".")[2] for key in keys}
+    for line in (embedded() / "docs/coming_from.md").read_text(encoding="utf-8").splitlines():
+        first, *cells = line.strip("|").split(" | ") if line.startswith("| ") else ("", "")
+        if first.strip().startswith("rlx"):  # a heading, perhaps with the section of its keys
+            prefix = "".join(_codes(first))
+        given = [key if key[:2] == "--" else prefix + key for key in _codes(first)]
+        ours = [key for key in given if key.partition("=")[0] in keys or key[:2] == "--"]
+        ours = [key for key in ours if "=" not in key] or [key.split("=")[0] for key in ours]
+        for cell in cells if ours else ():
+            for n, name in enumerate(code.partition("=")[0] for code in _codes(cell)):
+                for each in {name, *{name.rpartition(".")[2]} - ends}:
+                    names.setdefault(each, ours[min(n, len(ours) - 1)])
+    return names
+
+
+def _codes(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the key of `known`, or `--flag`, that `name` stands for; "" where it stands for none.
+
+    It may be misspelt, without its section, or as another package has it.
+    """
+    name, keys = name.replace("-", "_").lower(), sorted(known)
+    names, (section, _, last) = elsewhere(keys), name.rpartition(".")
+    own = {k.removeprefix(f"{section}."): k for k in keys if k.startswith(f"{section}.")}
+    ends = [key.rpartition(".")[2] for key in keys]
+    alone = {end: key for end, key in zip(ends, keys, strict=True) if ends.count(end) == 1}
+    if name in keys or name in names:
+        return name if name in keys else names[name]
+    sections = {key.rpartition(".")[0] for key in keys}
+    if section and not own and (near := difflib.get_close_matches(section, sections, n=1)):
+        return meant(f"{near[0]}.{last}", keys)
+    choices = own if section else alone | names
+    near = difflib.get_close_matches(last, choices, n=1)
+    return choices[near[0]] if near else names.get(last, alone.get(last, ""))
+
+
+def unknown_key(name: str, known: Iterable[str]) -> UserError:
+    """Return the error for a key that is none of `known`, with the one that was meant."""
+    if key := meant(name, keys := list(known)):
+        return UserError(f"unknown config key {name!r}; did you mean {key!r}?")
+    return unknown("config key", name, keys)

@@ -1,0 +1,19 @@
+"""List keys of a config: default, choices or range, what each is: `rlx keys [PREFIX]`."""
+
+from rlx.cli import command
+from rlx.cli.key_names import unknown_key
+from rlx.cli.key_words import described
+
+
+def main() -> None:
+    """Print a line for each key that begins with the prefix."""
+    parser = command.Parser("rlx.keys", description=__doc__)
+    parser.add_argument("prefix", nargs="?", default="", help="of keys, as optimizer; default: all")
+    prefix, lines = parser.parse_args().prefix, described()
+    if not any(key.startswith(prefix) for key in lines):
+        raise unknown_key(prefix, lines)
+    command.say("\n".join(line for key, line in lines.items() if key.startswith(prefix)))
+
+
+if __name__ == "__main__":
+    command.run(main)
