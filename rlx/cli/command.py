@@ -64,6 +64,8 @@ def run(
         status = 0
     except Exception as error:
         known = explain(error)
+        if known and trace:
+            say(traceback.format_exc().rstrip(), sys.stderr)
         say(f"error: {known}" if known else traceback.format_exc().rstrip(), sys.stderr)
         status = 2 if known else 1
     if status == INTERRUPTED:

@@ -17,6 +17,18 @@ from rlx.engines.kv_memory import device_is_full
 from rlx.launch import available_memory
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PLACES = {  # errors of a path → what helps
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable, or give another"),
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT),
+        "its disk or server fails: mend or mount it again, or give another",
+    ),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+        "a file is where a directory should be, or the reverse: move it away, or give another",
+    ),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "give another"),
+}
 _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORECASE)
 
 
@@ -63,6 +75,8 @@ def explain(
             return UserError(
                 f"too many open files ({each}); raise the limit with `ulimit -n 65536`"
             )
+        if (number := _errno(each)) in _PLACES and (name := getattr(each, "filename", None)):
+            return UserError(f"{os.fsdecode(name)}{when}: {os.strerror(number)}; {_PLACES[number]}")
     return None
 
 

@@ -93,6 +93,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not JSON ({error.reason}); get it again") from None
+    except (OSError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); get it again") from None
     if not isinstance(record, dict):
         raise UserError(f"{path} holds no JSON object; get it again")
     return record

@@ -6,6 +6,7 @@ skips it. Before a run goes on, `set_aside` moves lines that a disk has spoilt t
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -165,7 +166,8 @@ def _append_whole(handle: int, line: bytes) -> None:
 
 
 def _unwritable(path: str | os.PathLike, error: OSError) -> UserError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return UserError(
         f"cannot write {os.fspath(path)}: {error.strerror or error}; "
-        "free some space or give another --workdir"
+        f"{'free some space' if full else 'move what is there'} or give another --workdir"
     )

@@ -127,7 +127,7 @@ def checkpoints(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
@@ -210,7 +210,7 @@ def verify(path: Path) -> str | None:
     path = Path(path)
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"manifest.json: {error}"
     if not isinstance(manifest, dict):
         return "manifest.json: no JSON object"
@@ -239,12 +239,12 @@ def _manifest(path: Path) -> dict[str, list]:
 def _rename(temporary: Path, final: Path) -> None:
     """Put the new checkpoint in place; one of the same step makes way first, by a rename too."""
     if final.exists() and exchange(temporary, final):
-        shutil.rmtree(temporary)
+        _remove(temporary)
     elif final.exists():
         replaced = final.with_name(f"{_REPLACED}{final.name}")
         final.rename(replaced)
         temporary.rename(final)
-        shutil.rmtree(replaced)
+        _remove(replaced)
     else:
         temporary.rename(final)
     flush([final.parent])
@@ -257,7 +257,15 @@ def _remove_temporary(directory: Path) -> None:
         if path.name.startswith(_REPLACED) and not final.exists():
             path.rename(final)
         else:
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or a stray file in the place of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _remove_failed(temporary: Path, patience: float = 10.0) -> None:

@@ -129,6 +129,37 @@ def test_what_is_known_is_found_behind_other_errors():
     assert "ulimit -n" in str(failures.explain(files))
 
 
+@pytest.mark.parametrize("number", [
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENODEV, errno.EEXIST,
+    errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+])  # fmt: skip
+def test_a_place_that_cannot_be_used_is_named_in_one_line(number):
+    for place in ("/nfs/a.jsonl", b"/nfs/a.jsonl"):
+        words = str(failures.explain(OSError(number, "x", place), doing="checkpoint step=2"))
+        assert words.startswith(f"/nfs/a.jsonl (checkpoint step=2): {os.strerror(number)}")
+        assert words.endswith("give another")
+    assert failures.explain(OSError(number, "of a socket")) is None
+
+
+@pytest.mark.parametrize("name", ["running.json", "checkpoints", "logs"])
+def test_a_file_where_a_directory_should_be_and_the_reverse_are_one_line(name, tmp_path):
+    (tmp_path / name).mkdir() if name == "running.json" else (tmp_path / name).touch()
+    script = (
+        "import sys; from pathlib import Path; from rlx.cli import command\n"
+        "from rlx.doctor import failures; from rlx.launch import workdir_lock\n"
+        "path = Path(sys.argv[1])\n"
+        "def main():\n"
+        "    with workdir_lock.occupied(path):\n"
+        "        for name in ('checkpoints', 'logs'): (path / name).mkdir(exist_ok=True)\n"
+        "command.run(main, explain=failures.explain)\n"
+    )
+    done = run(script, str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path / name}: ")
+    assert "a file is where a directory should be, or the reverse: move it away" in line
+
+
 @pytest.mark.parametrize(
     "error",
     [

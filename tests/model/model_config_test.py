@@ -391,3 +391,11 @@ def test_a_model_of_another_architecture_says_so_though_its_file_leaves_sizes_ou
     (tmp_path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(UserError, match=r"'GPT2LMHeadModel'; .*; trainer=torch may take it, but"):
         directory.load_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, None])
+def test_a_config_without_end_or_that_is_a_directory_is_one_line(tmp_path, text):
+    file = tmp_path / "config.json"
+    file.mkdir() if text is None else file.write_text(text)
+    with pytest.raises(UserError, match=r"config.json cannot be read .*; get it again"):
+        directory.load_config(tmp_path)

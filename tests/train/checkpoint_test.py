@@ -90,6 +90,22 @@ def test_a_replacement_killed_between_its_renames_is_undone(tmp_path):
     assert checkpoint.restore_latest(tmp_path, into(state_of(0))).host == {"try": 1}
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_a_stray_file_ends_neither_a_save_nor_a_start(tmp_path, link):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    saves = tmp_path / "checkpoints"
+    saves.mkdir()
+    for name in ("step_00000002", "step_00000009", ".writing-00000002", ".writing-replaced-x"):
+        (saves / name).symlink_to(outside) if link and name[0] == "." else (saves / name).touch()
+    assert checkpoint.restore_latest(saves, into(state_of(0))) is None
+    for name in (".writing-00000002", ".writing-replaced-step_00000002"):
+        (saves / name).touch()
+    checkpoint.save(saves, 2, state_of(2), {"step": 2})
+    assert checkpoint.restore_latest(saves, into(state_of(0))).host == {"step": 2}
+    assert outside.is_dir()
+
+
 def test_nothing_to_restore(tmp_path):
     assert checkpoint.restore_latest(tmp_path / "none", into(state_of(0))) is None
 
