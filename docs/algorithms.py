@@ -75,7 +75,9 @@ def row(a: Algorithm) -> str:
     more = [f"{n}={v}" for n, v in settings(a).items()
             if getattr(a, n) != FIELDS[n].default and n not in ("loss", "reduction")]  # fmt: skip
     source = f"[{a.source.rsplit('/', 1)[1]}]({a.source})"
-    return table(f"[{a.name}](#{a.name})", a.data, a.loss, a.reduction, ", ".join(more), source)
+    return table(
+        f"[{a.name}](#{a.name})", a.data, f"{a.loss},<br>{a.reduction}", ", ".join(more), source
+    )
 
 
 def section(a: Algorithm) -> str:

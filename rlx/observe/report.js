@@ -31,6 +31,11 @@
     if (size >= 1e4) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
     return value.toLocaleString("en", { maximumSignificantDigits: 4 });
   };
+  const tick = (place, step) => { // as many digits as tell neighbours apart: 0.99998, 1, 1.00002
+    const size = Math.abs(place), digits = size ? Math.ceil(Math.log10(size / step) - 1e-9) + 1 : 1;
+    if (digits <= 4 || size >= 1e4) return number(place);
+    return place.toLocaleString("en", { maximumSignificantDigits: Math.min(21, digits) });
+  };
   const clock = (seconds) => {
     if (seconds < 60) return `${Math.round(seconds)} s`;
     const parts = [seconds / 3600, (seconds / 60) % 60, seconds % 60];
@@ -129,8 +134,9 @@
           values: (u, places) => places.map((place) => (by === "times" ? clock(place) : place)),
         },
         {
-          ...axis, size: 46, gap: 6, space: 26, grid: { stroke: "rgb(128 128 128 / .14)", width: 1 },
-          values: (u, places) => places.map(number),
+          ...axis, gap: 6, space: 26, grid: { stroke: "rgb(128 128 128 / .14)", width: 1 },
+          size: (u, texts) => Math.max(46, 14 + 6.5 * Math.max(0, ...(texts ?? []).map((text) => text.length))),
+          values: (u, places, index, space, step) => places.map((place) => tick(place, step)),
         },
       ],
       series,

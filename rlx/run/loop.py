@@ -150,6 +150,7 @@ class _Loop:
       whole: False while `state` cannot be saved: the device may have failed to make it, or a step
         before it has no record.
       now: the position of `step`. rows: of an epoch.
+      compiles: until the first step here is done, where its program has to be made.
       solved: no prompt is left that could teach anything.
       fruitless: how many steps up to the last record taught nothing.
       seconds: of each phase since the last record. published: record of the last publish.
@@ -165,6 +166,7 @@ class _Loop:
         self.last_record, self.now = time.monotonic(), parts.begun
         self.rows = _ENDLESS if is_online(parts.config) else max(1, len(parts.inputs.train_rows))
         self.generated, self.fruitless, self.whole, self.solved = 0, 0, True, False
+        self.compiles = self.config.trainer == "jax" or self.config.train.compile
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
@@ -368,6 +370,7 @@ class _Loop:
             data=self.data,
         )
         self.last_record, self.generated, self.seconds = now, generated, {}
+        self.compiles = False
         self.writer.write("metrics.jsonl", record)
         why = run_records.fruitless(record, self.config.train.minibatches)
         self.fruitless = self.fruitless + 1 if why else 0
@@ -479,7 +482,8 @@ class _Loop:
     @contextmanager
     def _phase(self, name: str, **args) -> Iterator[None]:
         """Time a phase of this thread for the record, the timeline and the terminal."""
-        self.progress.phase(name)
+        first = name == "train" and self.compiles
+        self.progress.phase("train, compiling" if first else name)
         start = time.monotonic()
         doing = " ".join([name, *(f"{key} {value}" for key, value in args.items())])
         try:

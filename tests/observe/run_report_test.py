@@ -110,6 +110,13 @@ def test_a_finished_run_shows_all_it_has(run):
         assert part in text, part
 
 
+def test_the_question_is_shown_with_the_answer(run):
+    text = write_report(run).read_text()
+    shown = Page(text)
+    assert ("data-prompts", "on") in shown.attributes
+    assert text.count('<details class="prompt" open>') == text.count('<details class="prompt"') > 0
+
+
 def test_the_page_asks_for_nothing_and_runs_one_known_script(run):
     text = write_report(run).read_text()
     shown = Page(text)

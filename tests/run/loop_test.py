@@ -128,6 +128,19 @@ def test_a_step_that_is_done_at_once_is_recorded_before_the_next(loop, monkeypat
     assert order[:5] == ["update", "record 1", "update", "record 2", "update"]
 
 
+@pytest.mark.parametrize(("trainer", "first"), [("jax", "train, compiling"), ("torch", "train")])
+def test_the_first_step_says_that_it_compiles(loop, monkeypatch, trainer, first):
+    made = steps_at_once(loop, monkeypatch)
+    made.config.trainer = trainer
+    made = _Loop(made.parts, state=object(), step=0)
+    for _ in range(2):
+        with made._phase("train", step=1):
+            pass
+        made.compiles = False  # as a record leaves it
+    phases = [call.args[0] for call in made.progress.phase.call_args_list]
+    assert phases == [first, "train"]
+
+
 def test_a_step_whose_record_cannot_be_written_is_in_no_checkpoint(loop, monkeypatch):
     """Who goes on after such a checkpoint would never have the record."""
     made, saves = steps_at_once(loop, monkeypatch), []
