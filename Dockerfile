@@ -17,6 +17,7 @@ WORKDIR /work
 FROM base AS wheel
 COPY pyproject.toml README.md LICENSE ./
 COPY configs configs
+COPY docs/coming_from.md docs/
 COPY rlx rlx
 COPY rlx_torch rlx_torch
 RUN uv build --wheel --out-dir /dist

@@ -24,7 +24,8 @@ def elsewhere(known: Iterable[str]) -> dict[str, str]:
     """
     keys, names, prefix = set(known), dict[str, str](), ""
     ends = {key.rpartition(".")[2] for key in keys}
-    for line in (embedded() / "docs/coming_from.md").read_text(encoding="utf-8").splitlines():
+    page = embedded() / "docs/coming_from.md"
+    for line in page.read_text(encoding="utf-8").splitlines() if page.exists() else ():
         first, *cells = line.strip("|").split(" | ") if line.startswith("| ") else ("", "")
         if first.strip().startswith("rlx"):  # a heading, perhaps with the section of its keys
             prefix = "".join(_codes(first))

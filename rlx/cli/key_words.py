@@ -17,9 +17,9 @@ def comments() -> dict[str, str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
             continue
-        first, last = lines[node.lineno - 1], lines[node.end_lineno - 1]
+        first, last = lines[node.lineno - 1], lines[(end := node.end_lineno or node.lineno) - 1]
         words = [line.partition("  # ")[2] for line in dict.fromkeys((first, last))]
-        for line in lines[node.end_lineno :]:
+        for line in lines[end:]:
             if not line.strip().startswith("# "):
                 break
             words.append(line.strip()[2:])
