@@ -32,6 +32,7 @@ from aiohttp import web
 
 from rlx.agents import dialects, http_errors, online_routes, returns
 from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said, TooLong
+from rlx.agents.http_listener import HttpListener
 from rlx.agents.online import OnlineSessions
 from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction, Session, Sessions
@@ -51,7 +52,6 @@ from rlx.rollout.control_tokens import controls, own_text, plain, shielded
 
 MAX_BODY = 16 << 20  # bytes of a request
 _SMALL = 8 << 10  # bytes of a body that is read and tokenised on the event loop
-_BACKLOG = 4096  # connections that a burst of agents may open at once
 _CHAT = "rlx.agents.chat"
 _DIALECTS = {  # route → module
     "/v1/chat/completions": _CHAT,
@@ -129,7 +129,7 @@ class Gateway:
         self._warned = False
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        self._listener = HttpListener()
         self._threads = DaemonThreads(2)
 
     async def start(self) -> None:
@@ -138,7 +138,9 @@ class Gateway:
         Raises:
           UserError: the port cannot be had.
         """
-        app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY)
+        await in_thread(self._import)
+        around = (self._listener.watch, _errors_as_json)
+        app = web.Application(middlewares=around, client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
         # Anthropic's clients add /v1 to a base_url, OpenAI's do not: both may use the same.
         for prefix in ("", "/v1", "/{key}", "/{key}/v1"):
@@ -157,30 +159,22 @@ class Gateway:
         await runner.setup()
         assert runner.server is not None
         try:
-            self._listening = await asyncio.get_running_loop().create_server(
-                runner.server, self._host, self._port, backlog=_BACKLOG, ssl=self._tls
-            )
+            self._port = self._listener.open(runner.server, self._host, self._port, self._tls)
         except OSError as error:
             await runner.cleanup()
             raise UserError(
                 f"cannot listen at {self._host}:{self._port}: {error.strerror}; choose another port"
             ) from None
-        self._runner, self._port = runner, self._listening.sockets[0].getsockname()[1]
+        self._runner = runner
         if self.online:
             self._sweeping.add(asyncio.create_task(self.online.run()))
 
     async def stop(self) -> None:
         """End its connections and everything under way."""
-        if self._listening and self._runner:
-            # No more are accepted, those that were become connections: asyncio forgets, open and
-            # without an answer, what was accepted in the turn of the loop in which a server closes.
-            for listening in self._listening.sockets:
-                asyncio.get_running_loop().remove_reader(listening.fileno())
-            for _ in range(2):
-                await asyncio.sleep(0)
-            self._listening.close()
+        if self._runner:
+            await self._listener.close()
             await self._runner.cleanup()
-            self._listening = self._runner = None
+            self._runner = None
         for task in self._sweeping:
             task.cancel()
         await asyncio.gather(*self._sweeping, return_exceptions=True)
@@ -255,16 +249,21 @@ class Gateway:
             self._warned = True
             self._fleet.say(f"an agent asks for {cut} in training: {TRUNCATED}")
 
+    def _import(self) -> None:
+        """Import the modules of the APIs, which takes a second or more."""
+        for module in _DIALECTS.values():
+            try:
+                self._modules[module] = importlib.import_module(module)
+            except ImportError as error:
+                self._modules[module] = error
+
     async def _dialect(self, module: str) -> Any:
-        """Return the module of an API, imported in a thread: that takes a second or more."""
-        if found := self._modules.get(module):
-            return found
-        try:
-            self._modules[module] = await in_thread(importlib.import_module, module)
-        except ImportError as error:
-            message = f"this API needs the extra: {install('agents')} ({error})"
-            raise ApiError(501, message) from error
-        return self._modules[module]
+        """Return the module of an API; raise ApiError where its package is missing."""
+        found = self._modules[module]
+        if isinstance(found, ImportError):
+            message = f"this API needs the extra: {install('agents')} ({found})"
+            raise ApiError(501, message) from found
+        return found
 
     @contextmanager
     def _under_way(self, request: web.Request, dialect: Any) -> Iterator[Session]:

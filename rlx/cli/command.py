@@ -3,9 +3,11 @@
 import argparse
 import logging
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, TextIO
 
 from rlx.base import UserError
@@ -44,6 +46,9 @@ def run(
       teardown: whether Python cleans up at exit, but of an interrupt. With torch and vLLM that
         takes seconds, in which a dead server could have been started again.
     """
+    with suppress(ValueError, OSError):  # sockets of agents, mapped files; by default 1,024
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     trace = "--traceback" in sys.argv
     if trace:  # also of what a run says in one line and survives, as of a hook that fails
         logging.getLogger("rlx").addHandler(logging.StreamHandler())

@@ -8,7 +8,6 @@ It runs in a thread of its own, so that a blocked loop does not hold calls up. I
 import contextlib
 import json
 import re
-import resource
 import secrets
 import time
 import urllib.parse
@@ -18,6 +17,7 @@ import yarl
 from aiohttp import web
 
 from rlx.agents import http_clients, http_errors
+from rlx.agents.http_listener import HttpListener
 from rlx.debugger.model_call import ModelCall
 from rlx.rollout.loop_thread import LoopThread
 
@@ -52,9 +52,6 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         http_clients.spare(_HOST)
-        with contextlib.suppress(ValueError, OSError):  # three sockets for each call in flight
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._thread.start()
         self._thread.run(self._start())
         return self
@@ -77,17 +74,19 @@ class Recorder:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
             cookie_jar=aiohttp.DummyCookieJar(),
         )  # fmt: skip
-        app = web.Application(client_max_size=1 << 30)
+        self._listener = HttpListener()
+        app = web.Application(middlewares=[self._listener.watch], client_max_size=1 << 30)
         app.router.add_route("*", f"/{self.api_key}/{{run:\\d+}}/{{rest:.*}}", self._handle)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, logger=http_errors.LOGGER,
             handle_signals=False, shutdown_timeout=0,
         )  # fmt: skip
         await self._runner.setup()
-        await web.TCPSite(self._runner, _HOST, 0, backlog=4096).start()
-        self._port = self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        self._port = self._listener.open(self._runner.server, _HOST, 0, None)
 
     async def _stop(self) -> None:
+        await self._listener.close()
         await self._runner.cleanup()
         await self._session.close()
 

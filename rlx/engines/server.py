@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -26,6 +27,10 @@ _SERVER_OPTIONS = (
     # A burst of admissions may wait; beyond these numbers (default 1000, 3000) gRPC cancels calls.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
+    # Anyone may connect, and each connection takes a descriptor. A client that is at work asks for
+    # the status every second.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 60_000),
 )
 
 
@@ -87,7 +92,11 @@ class Server:
                 server_metrics.CallMeter(self.meters),
                 *((_TokenCheck(token),) if token else ()),
             ),
-            options=(*wire.OPTIONS, *_SERVER_OPTIONS),
+            options=(
+                *wire.OPTIONS,
+                *_SERVER_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", getrlimit(RLIMIT_NOFILE)[0] // 2),
+            ),
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:

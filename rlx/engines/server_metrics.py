@@ -14,6 +14,7 @@ on another address scrapers must show a client certificate.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -35,6 +36,7 @@ from rlx.fleet.tls import Tls, is_loopback
 
 _METHODS = ("Generate", "Score", "Publish", "Pause", "Resume", "Status")
 _STATUS_SECONDS = 5.0  # that the event loop may take to answer a scrape
+_SCRAPE_SECONDS, _MOST_SCRAPES = 10.0, 64  # without a byte of a request; at one time
 _CALL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -161,6 +163,14 @@ def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
         raise UserError(
             f"cannot serve metrics on {host}:{port}: {error}; choose another --metrics-port"
         ) from None
+    # Anyone may connect: handshake and request have their time, on threads that are not many.
+    if options:
+        server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
+    scrape = type("Scrape", (server.RequestHandlerClass,), {"timeout": _SCRAPE_SECONDS})
+    most = threading.active_count() + _MOST_SCRAPES
+    server.RequestHandlerClass = scrape
+    server.verify_request = lambda *_: threading.active_count() < most  # type: ignore[method-assign]
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
     return server
 
 

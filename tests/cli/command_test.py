@@ -110,3 +110,14 @@ def test_nothing_that_is_shown_commands_the_terminal(speaker, term):
     assert "stolen" in said
     for order in ("\x1b]", "\x07", "\x1b[2J", "\x9b", "\x1bc", "\u202e", "y\rz"):
         assert order not in said
+
+
+def test_a_command_may_open_as_many_files_as_the_user_may(tmp_path):
+    """A soft limit of 1,024, which is usual, is less than the connections of a run's agents."""
+    code = (
+        "import resource as r; most = r.getrlimit(r.RLIMIT_NOFILE)[1];"
+        "r.setrlimit(r.RLIMIT_NOFILE, (200, most)); from rlx.cli import command;"
+        "command.run(lambda: print(r.getrlimit(r.RLIMIT_NOFILE) == (most, most)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n"

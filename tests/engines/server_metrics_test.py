@@ -12,6 +12,7 @@ import trustme
 from prometheus_client.parser import text_string_to_metric_families as families
 
 from rlx.base import UserError
+from rlx.engines import server_metrics
 from rlx.engines.engine import EngineStopped
 from rlx.engines.server import Server
 from rlx.engines.server_metrics import Meters, listen
@@ -160,3 +161,39 @@ def test_a_taken_metrics_port_is_one_line(tools, port):
         taken.listen()
         with pytest.raises(UserError, match=f"cannot serve metrics on 127.0.0.1:{port}"):
             tools.run(main())
+
+
+def test_idle_connections_neither_keep_scrapes_out_nor_stay(monkeypatch, port):
+    """Half a handshake kept every later scrape waiting, and each half request a thread."""
+    monkeypatch.setattr(server_metrics, "_SCRAPE_SECONDS", 0.5)
+    monkeypatch.setattr(server_metrics, "_MOST_SCRAPES", 4)
+    server = listen(Meters(), "127.0.0.1", port, None)
+    try:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for one in idle:
+            one.sendall(b"GET /metr")
+        for one in idle:
+            one.settimeout(30)
+            assert one.recv(1) == b""
+            one.close()
+        assert ("process_open_fds",) in samples(f"http://127.0.0.1:{port}/metrics")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_half_a_handshake_keeps_no_scrape_waiting(tmp_path, port):
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    made.private_key_and_cert_chain_pem.write_to_path(tmp_path / "own.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    own, ca = str(tmp_path / "own.pem"), str(tmp_path / "ca.pem")
+    server = listen(Meters(), "0:0:0:0:0:ffff:127.0.0.1", port, Tls(own, own, ca))
+    try:
+        with socket.create_connection(("127.0.0.1", port)):
+            context = ssl.create_default_context(cafile=ca)
+            context.load_cert_chain(own)
+            assert ("process_open_fds",) in samples(f"https://127.0.0.1:{port}/metrics", context)
+    finally:
+        server.shutdown()
+        server.server_close()
