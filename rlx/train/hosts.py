@@ -32,6 +32,7 @@ from rlx.cli.user_code import words
 _CALL, _BEGUN, _DONE, _STOP, _ALIVE = b"C", b"B", b"D", b"S", b"A"
 _FAILED, _UNSAVED, _ENDED = b"F", b"U", b"E"
 _HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # for who connects to say who it is
+_MOST_STRANGERS = 256  # that may be about to do so
 _ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
 _NEWS_SECONDS = 2.0  # between the ends of two connections of a process that is gone
 _SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
@@ -400,24 +401,28 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
     bind = host if host in ("localhost", "127.0.0.1", "::1") else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((bind, port), family=family, backlog=cluster.count)
+        listener = socket.create_server((bind, port), family=family, backlog=_MOST_STRANGERS)
     except OSError as error:
         raise UserError(
             f"cannot listen on cluster.coordinator={cluster.coordinator}: {error.strerror}; give "
             "the host of process 0 and a port of it that is free"
         ) from error
-    with listener:
+    hellos: queue.SimpleQueue[tuple[_Peer, bytes, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_answer, args=(listener, hellos), daemon=True).start()
+    try:
         while len(found) < cluster.count - 1:
-            listener.settimeout(max(1e-3, deadline - time.monotonic()))
             try:
-                peer = _Peer.at(listener.accept()[0])
-            except TimeoutError:
+                peer, kind, hello = hellos.get(timeout=max(1e-3, deadline - time.monotonic()))
+            except queue.Empty:
                 late = ", ".join(str(n) for n in range(1, cluster.count) if n not in found)
                 _refuse(found, f"process {late} of {cluster.count} did not come to "
                         f"{cluster.coordinator} in {cluster.join:g} s; start each with the same "
                         "command and its own cluster.process")  # fmt: skip
-            with suppress(OSError, EOFError, ValueError, KeyError, TypeError):  # of somebody else
-                _admit(peer, identity, found)
+            with suppress(ValueError, KeyError, TypeError):  # of somebody else
+                _admit(peer, kind, hello, identity, found)
+    finally:
+        with listener, suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
     with socket.create_server((bind, 0), family=family) as free:
         shown = f"[{host}]" if ":" in host else host
         service = f"{shown}:{free.getsockname()[1]}"
@@ -426,9 +431,25 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
     return [found[index] for index in sorted(found)], service
 
 
-def _admit(peer: _Peer, own: Mapping[str, str], found: dict[int, _Peer]) -> None:
+def _answer(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
+    """Put the first message of each connection into `hellos`; who sends none keeps nobody out."""
+    free = threading.Semaphore(_MOST_STRANGERS)
+
+    def hear(peer: _Peer) -> None:
+        with suppress(OSError, EOFError, ValueError):
+            hellos.put((peer, *peer.first(_HELLO_SECONDS)))
+        free.release()
+
+    with suppress(OSError):  # until it is shut down
+        while free.acquire():
+            peer = _Peer.at(listener.accept()[0])
+            threading.Thread(target=hear, args=(peer,), daemon=True).start()
+
+
+def _admit(
+    peer: _Peer, kind: bytes, hello: Any, own: Mapping[str, str], found: dict[int, _Peer]
+) -> None:
     """Add who has connected to `found`; raise UserError, on all, where it is not of this run."""
-    kind, hello = peer.first(_HELLO_SECONDS)
     if kind == _FAILED:
         _refuse(found, str(hello))
     index, peer.name, theirs = int(hello["index"]), str(hello["name"]), dict(hello["identity"])

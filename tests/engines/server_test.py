@@ -3,6 +3,8 @@
 import asyncio
 import os
 import random
+import resource
+import sys
 import zlib
 from contextlib import suppress
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
+from rlx.engines import server as server_module
 from rlx.engines.server import Server
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
@@ -435,3 +438,51 @@ async def _drained(call):
             call.cancel()
             return CODE.CANCELLED
     return await call.code()
+
+
+STRANGERS = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+kept = [socket.socket() for _ in range(400)]
+for one in kept:
+    one.setblocking(False)
+    one.connect_ex(("127.0.0.1", int(sys.argv[1])))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_connections_that_say_nothing_keep_no_client_out(tools, monkeypatch):
+    """More of them than this process may open files."""
+    short = ("grpc.server_handshake_timeout_ms", "grpc.max_connection_idle_ms")
+    options = [(k, 1000 if k in short else v) for k, v in server_module._SERVER_OPTIONS]
+    monkeypatch.setattr(server_module, "_SERVER_OPTIONS", tuple(options))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def among_strangers(server):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STRANGERS, str(server.port),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert await process.stdout.readline() == b"open\n"
+            async with tools.stub(server) as stub:
+                await stub.Status(pb.StatusRequest(), wait_for_ready=True, timeout=30)
+        finally:
+            process.kill()
+            await process.wait()
+        # An HTTP/2 connection without a call, too.
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+        await reader.read()
+        writer.close()
+
+    async def main():
+        async with tools.server() as (_, server):
+            await asyncio.wait_for(among_strangers(server), 60)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        tools.run(main())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -232,6 +232,34 @@ def test_who_says_half_a_word_and_stays_is_not_waited_for():
     far.close()
 
 
+def test_strangers_who_connect_and_say_nothing_keep_nobody_waiting(monkeypatch):
+    """More of them than may be listened to at one time."""
+    monkeypatch.setattr(hosts, "_HELLO_SECONDS", 1.0)
+    monkeypatch.setattr(hosts, "_MOST_STRANGERS", 40)
+    strangers, connected = [], threading.Event()
+
+    def crowd(address):
+        while len(strangers) < 60:
+            try:
+                strangers.append(socket.create_connection(address))
+            except OSError:
+                time.sleep(0.01)
+        connected.set()
+
+    def one(index):
+        if index:
+            assert connected.wait(SECONDS)
+        return join(Cluster(f"127.0.0.1:{port}", 2, index, 60.0, SECONDS), {}, print)
+
+    port, began = free_port(), time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(crowd, ("127.0.0.1", port))
+        leave(*pool.map(one, range(2)))
+    assert time.monotonic() - began < 30  # one stranger after the other takes 60 s
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_a_stop_may_be_asked_for_while_this_very_thread_sends():
     near, far = socket.socketpair()
     peer, ended = hosts._Peer.at(near), queue.Queue()
