@@ -4,12 +4,15 @@ Everything here runs on one event loop.
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
 from rlx.base import Unavailable
 from rlx.fleet.member import Member
+from rlx.fleet.silence import silent_seconds
 
+_LEAST = 12  # times the seconds to answer Status, that a server has for a token: it may compile
 MAX_SESSIONS = 1 << 16  # remembered; the longest unused is forgotten
 
 
@@ -18,6 +21,7 @@ class Balancer:
 
     Args:
       outage: seconds that a call waits while no server is alive.
+      hang: seconds that a server has to answer Status.
       say: takes one line for the user.
 
     Attributes:
@@ -25,10 +29,10 @@ class Balancer:
       admitted: (address, instance) of those that calls may go to; None: all.
     """
 
-    def __init__(self, outage: float, say: Callable[[str], None]):
+    def __init__(self, outage: float, hang: float, say: Callable[[str], None]):
         self.members: list[Member] = []
         self.admitted: frozenset[tuple[str, str]] | None = None
-        self._outage, self._say = outage, say
+        self._outage, self._hang, self._say = outage, hang, say
         self._sessions: OrderedDict[str, Member] = OrderedDict()
         self._news = asyncio.Event()
         self._said = self._closed = False
@@ -47,13 +51,13 @@ class Balancer:
             await self._news.wait()
 
     async def pick(
-        self, session: str | None, last: Member | None, full: Member | None = None
+        self, session: str | None, last: Member | None, avoid: Member | None = None
     ) -> Member:
         """Return the session's or request's own server while it lives, else the least loaded one.
 
         Args:
           session: name of the session, if the call has one. last: the request's own server.
-          full: a server to avoid where there is another.
+          avoid: a server to take only where there is no other.
 
         Raises:
           Unavailable: as `alive`.
@@ -63,14 +67,26 @@ class Balancer:
         if chosen not in live:
             self._turn += 1
             order = live[self._turn % len(live) :] + live[: self._turn % len(live)]
-            order = [member for member in order if member is not full] or order
-            chosen = min(order, key=lambda member: member.load / max(1, member.status.slots))
+            chosen = min(order, key=lambda m: (
+                m is avoid, m.status.paused, m.load / max(1, m.status.slots)
+            ))  # fmt: skip
         if session is not None:
             self._sessions[session] = chosen
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return chosen
+
+    def leave(self, session: str | None, member: Member) -> None:
+        """Forget that `member`, which failed a call of `session`, is the session's own."""
+        if session is not None and self._sessions.get(session) is member:
+            del self._sessions[session]
+
+    def silent(self, member: Member) -> float:
+        """Return for how long `member` has sent no token while others did; 0.0 while it may."""
+        others = [other.waits for other in self.members if other is not member]
+        least = _LEAST * self._hang
+        return silent_seconds(member.waits, others, time.monotonic(), least)
 
     async def alive(
         self, check: Callable[[], None] = lambda: None, admitted: bool = False

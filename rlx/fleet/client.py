@@ -74,6 +74,7 @@ class Fleet:
       publish_dir: directory of the weights file that is written once for all servers.
       kv_on_update: one of KV_POLICIES; None: as each server was started.
       on_message: takes one line for the user when a server is lost or none is alive.
+      restart: ends the server at an address that answers and sends no token, if it is ours.
       joining: where further servers are found, now and later, as in a file of addresses; there may
         be none yet. One that cannot be reached, or refuses us, is left out and named.
     """
@@ -88,12 +89,13 @@ class Fleet:
         publish_dir: str = "/dev/shm",
         kv_on_update: str | None = None,
         on_message: Callable[[str], None] | None = None,
+        restart: Callable[[str], None] | None = None,
         joining: Joining | None = None,
     ):
         self._limits = limits or Timeouts()
         self._publish_dir = publish_dir
         self._say = on_message or (lambda text: None)
-        self._balancer = Balancer(self._limits.outage, self._say)
+        self._balancer = Balancer(self._limits.outage, self._limits.probe, self._say)
         self._weights: Weights | None = None
         self.tokens = 0
         self._publishing = asyncio.Lock()
@@ -111,6 +113,8 @@ class Fleet:
                 token=token,
                 tls=joining.tls if joining and joined else tls,
                 joined=joined,
+                silent=self._balancer.silent,
+                restart=restart or (lambda address: None),
                 kv=wire.KV_NUMBERS[kv_on_update],
             )
 
@@ -297,9 +301,9 @@ class Fleet:
           UserError, Failed: as `generate`.
         """
         request = ScoreRequest(np.asarray(tokens, np.int32), first, temperature)
-        member, full, attempts, busy = None, None, 0, 0
+        member, avoid, attempts, busy = None, None, 0, 0
         while True:
-            member = await self._balancer.pick(None, member, full)
+            member = await self._balancer.pick(None, member, avoid)
             try:
                 scores = await member.score(request)
                 if scores.values != values:
@@ -309,10 +313,10 @@ class Fleet:
                     )
                 return np.concatenate([np.zeros(first, np.float32), scores.logprobs])
             except Busy:
-                member, full, busy = None, member, busy + 1
+                member, avoid, busy = None, member, busy + 1
                 await _wait(busy)
             except (Lost, Failed) as error:
-                attempts += 1
+                member, avoid, attempts = None, member, attempts + 1
                 await _back_off(attempts, "a score", error)
 
     async def probe(
@@ -405,38 +409,45 @@ class Fleet:
             self._weights = None
 
     async def _finish(
-        self, call: GenerateCall, samples: list[PartialSample], only: Member | None = None
+        self,
+        call: GenerateCall,
+        samples: list[PartialSample],
+        only: Member | None = None,
+        avoid: Member | None = None,
     ) -> None:
         """Send requests until each of `samples` has a stop reason.
 
         Args:
           only: ask no other server, and raise Lost when it is.
+          avoid: a server that failed them; asked where there is no other.
         """
-        member, full, idle, busy = only, None, 0, 0
+        member, context, idle, busy = only, 0, 0, 0
         while True:
-            context = member.status.max_model_len if member else 0
             todo = [s for s in samples if not call.finished(s, context)]
             if not todo:
                 return
             parts = split(todo)
             if len(parts) > 1:
-                await _together([self._finish(call, part, only) for part in parts])
+                await _together([self._finish(call, part, only, avoid) for part in parts])
                 return
             before = sum(s.length for s in todo)
             if call.sampling.guide and before:
                 raise Failed("a guided completion was cut off and cannot go on; ask again")
-            member = only or await self._balancer.pick(call.session, member, full)
+            member = only or await self._balancer.pick(call.session, member, avoid)
+            context = member.status.max_model_len
             try:
                 await self._attempt(member, call, todo)
                 error: Exception = Failed(f"{member.address} keeps aborting the request")
             except Busy:  # no failed attempt: the caller decides how long that may last
-                member, full, busy = only, member, busy + 1
+                member, avoid, busy = only, member, busy + 1
                 await _wait(busy)
                 continue
             except (Lost, Failed) as caught:
                 if only and isinstance(caught, Lost):
                     raise
                 error = caught
+                self._balancer.leave(call.session, member)
+                member, avoid = only, member
             idle = 0 if sum(s.length for s in todo) > before else idle + 1
             if idle:
                 await _back_off(idle, "a token", error)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import rollout_pb2 as pb
@@ -24,7 +25,8 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
-from rlx.fleet.requests import Chunk, Request, ScoreRequest, Scores
+from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores
+from rlx.fleet.silence import TokenWaits
 from rlx.fleet.threads import in_thread
 
 _Code = grpc.StatusCode
@@ -32,6 +34,8 @@ _BAD_REQUEST = (_Code.INVALID_ARGUMENT, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED)
 _GONE = (_Code.UNAVAILABLE, _Code.CANCELLED, _Code.DEADLINE_EXCEEDED)
 _REFUSED = (_Code.FAILED_PRECONDITION, _Code.INVALID_ARGUMENT, _Code.PERMISSION_DENIED,
             _Code.NOT_FOUND, _Code.RESOURCE_EXHAUSTED, _Code.DATA_LOSS)  # fmt: skip
+_MUTE = "it answers and sends no token, while others do"
+_TRY_OUT = Request("try out", np.zeros(1, np.int32), Sampling(temperature=0.0, max_new_tokens=1))
 _MAX_SPANS = 100_000
 _RTT_FORGETTING = 1.02  # per probe: an old clock estimate gives way to one a little worse
 
@@ -118,6 +122,8 @@ class Member:
       wanted: returns the weights it must have before its first request; None: whatever it has.
       changed: called whenever `live` changes.
       say: takes one line for the user.
+      silent: returns for how long it has sent no token that was due; 0.0 while none is.
+      restart: is called with its address when it is left out for that.
       joined: it joined by itself; an address that was left behind, or is another's now, is no
         mistake of the run's.
 
@@ -125,7 +131,7 @@ class Member:
       live: whether it may get requests. reason: why not, while it is not.
       fatal: error that no retry with these options can mend.
       foreign: error that says another client published weights to it.
-      load: samples and scores in flight.
+      load: samples and scores in flight. waits: for its tokens.
       status: its last answer to Status.
       offset_ns: its CLOCK_MONOTONIC minus ours.
       refusal: the last weights it refused, and the reason.
@@ -144,13 +150,15 @@ class Member:
         tls: transport.Tls | None = None,
         kv: int = pb.SERVER_DEFAULT,
         joined: bool = False,
+        silent: Callable[["Member"], float] = lambda member: 0.0,
+        restart: Callable[[str], None] = lambda address: None,
     ):
         transport.check_address(address, token, tls)
         self.address, self.joined = address, joined
         self.live = False
         self.fatal: UserError | None = None
         self.foreign: UserError | None = None
-        self.load = 0
+        self.load, self.waits = 0, TokenWaits()
         self.status = pb.StatusReply()
         self.offset_ns = 0
         self.reason = "not connected yet"
@@ -160,6 +168,8 @@ class Member:
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._kv, self._tls = kv, tls
+        self._silent, self._restart = silent, restart
+        self._mute = ""  # the life of it that sent no token
         self._has: Weights | None = None
         self._serves: tuple[int, int] | None = None  # version and checksum, unless in doubt
         self._updating = asyncio.Lock()
@@ -215,6 +225,8 @@ class Member:
                 if _cancelled_by_caller():
                     raise
                 raise Lost(self.reason) from None
+            finally:
+                self.waits = self.waits.updated(time.monotonic())
 
     async def generate(self, request: Request) -> AsyncGenerator[list[Chunk], None]:
         """Stream the chunks of `request`, those of one message together.
@@ -230,6 +242,7 @@ class Member:
             with self._in_flight(request.n) as progress:
                 async for reply in call:
                     progress.replied = True
+                    self.waits = self.waits.token(time.monotonic())
                     yield wire.chunks_from(reply)
         finally:
             call.cancel()
@@ -242,6 +255,7 @@ class Member:
             reply = await self._stub.Score(
                 message, timeout=self._limits.request, metadata=self._metadata
             )
+            self.waits = self.waits.token(time.monotonic())
             return wire.scores_from(reply, request)
 
     @contextmanager
@@ -251,7 +265,7 @@ class Member:
         The call sets `replied` of what this yields once the server has sent something.
         """
         progress = SimpleNamespace(replied=False)
-        self.load += samples
+        self.load, self.waits = self.load + samples, self.waits.began(time.monotonic())
         try:
             yield progress
         except grpc.aio.AioRpcError as error:
@@ -261,7 +275,7 @@ class Member:
                 raise
             raise Lost(self.reason) from None
         finally:
-            self.load -= samples
+            self.load, self.waits = self.load - samples, self.waits.ended()
 
     def _translated(self, error: grpc.aio.AioRpcError, replied: bool) -> Exception:
         code, text = error.code(), wire.describe(error)
@@ -332,6 +346,8 @@ class Member:
         self._stub = rpc.RolloutStub(channel)
         try:
             await self.probe()
+            if self._mute == self.status.instance:
+                await self._try_out()
             await self.update()
             was_live = self.live = True
             self._serves = self._serves or (self.status.version, self.status.weights_crc32)
@@ -366,8 +382,27 @@ class Member:
 
     async def _watch(self) -> None:
         while True:
+            begun = time.monotonic()
             await asyncio.sleep(self._limits.probe_every)
             await self.probe()
+            if (now := time.monotonic()) - begun > self._limits.probe_every + self._limits.probe:
+                self.waits = self.waits.updated(now)  # this process was stopped meanwhile
+            if not self._updating.locked() and (late := self._silent(self)):
+                self._mute = self.status.instance
+                self.fail(f"{_MUTE} for {late:.0f} s; it is left out until it sends one")
+                self._restart(self.address)
+
+    async def _try_out(self) -> None:
+        """Ask for one token; raise Lost where none comes."""
+        try:
+            async with asyncio.timeout(self._limits.connect):
+                async for _ in self.generate(_TRY_OUT):
+                    return
+        except ValueError:  # it scores, and says so
+            return
+        except (TimeoutError, Failed, Busy):
+            pass
+        raise Lost(_MUTE)
 
     async def _publish(
         self, weights: Weights, had: Weights | None

@@ -158,6 +158,7 @@ class LocalServers:
         ]
         self._ready_timeout, self._max_restarts = ready_timeout, max_restarts
         self._answer_timeout, self._joining = answer_timeout, joining
+        self._mute = set[str]()  # addresses of servers to kill
         self._say = on_message or (lambda text: None)
         self._ready: Future[tuple[str, ...]] = Future()
         self._stopping = threading.Event()
@@ -186,6 +187,7 @@ class LocalServers:
             self.wait(),
             token=self.token,
             publish_dir=self.directory,
+            restart=self._mute.add,
             joining=self._joining,
             **options,
         )
@@ -243,17 +245,17 @@ class LocalServers:
         return tuple(f"127.0.0.1:{server.port}" for server in self._servers)
 
     def _end_if_hung(self, server: "_Server") -> None:
-        """Kill `server` if it runs and has not answered for too long."""
+        """Kill `server` if it runs and has not answered for too long, or sends no token."""
         probe = server.probe
         if probe is None or not server.pid:
             return
         probe.poll()
         limit = self._answer_timeout if probe.answered else self._ready_timeout
-        if probe.silent > limit:
-            self._say(
-                f"rollout server {server.log.stem} (port {server.port}) has not answered for "
-                f"{limit:g} s; killing it"
-            )
+        mute = (address := f"127.0.0.1:{server.port}") in self._mute
+        if mute or probe.silent > limit:
+            self._mute.discard(address)
+            what = "sends no token" if mute else f"has not answered for {limit:g} s"
+            self._say(f"rollout server {server.log.stem} (port {server.port}) {what}; killing it")
             server.drop_probe()
             server.signal(signal.SIGKILL)
 

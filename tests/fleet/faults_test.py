@@ -7,10 +7,14 @@ import os
 import signal
 import sys
 
+import grpc
 import numpy as np
 import pytest
 
 from rlx.config import default
+from rlx.fleet import balancer, silence
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
@@ -216,3 +220,37 @@ def test_a_server_started_by_hand_takes_weights_by_path(tools):
             await process.wait()
 
     assert len(tools.run(main())) == 1
+
+
+def test_an_own_server_that_sends_no_token_is_started_again(
+    tools, tmp_path, servers, arithmetic, monkeypatch
+):
+    """It is paused by another client, and answers all the while."""
+    monkeypatch.setattr(balancer, "_LEAST", 0.5)
+    monkeypatch.setattr(silence, "FACTOR", 2)
+
+    async def main():
+        victim, fleet = servers.pids[0], servers.fleet(limits=tools.limits)
+        channel = grpc.aio.insecure_channel(servers.wait()[0])
+        metadata = (("authorization", f"Bearer {servers.token}"),)
+
+        def ask():
+            sampling = [Sampling(seed=seed, max_new_tokens=MOST) for seed in SEEDS]
+            return asyncio.gather(
+                *(fleet.generate(PROMPT, s, 4, session=str(s.seed)) for s in sampling)
+            )
+
+        try:
+            await fleet.connect()
+            await fleet.publish(3, tools.weights(0.5))
+            await ask()  # now some of the sessions belong to the victim
+            pause = rpc.RolloutStub(channel).Pause
+            await pause(pb.PauseRequest(lease_seconds=600), metadata=metadata)
+            check(await ask(), arithmetic)
+            while servers.pids[0] == victim or len(fleet.live) < 2:
+                await asyncio.sleep(0.02)
+        finally:
+            await channel.close()
+            await fleet.close()
+
+    tools.run(main(), 60)
