@@ -57,8 +57,9 @@ class Engine(Protocol):
 
         Reading and checking (names, shapes, finite) go on while decoding; only the exchange
         happens between two decode steps. On ValueError nothing was touched: the old weights and
-        version still serve. Tokens decoded afterwards carry `version`. A new request never reads
-        the old weights' keys and values.
+        version still serve. Any other error ends the engine, whose weights may be mixed. Tokens
+        decoded afterwards carry `version`. A new request never reads the old weights' keys and
+        values.
 
         Args:
           kv: what becomes of running requests: `keep` their cache, `recompute` it with the new

@@ -418,6 +418,34 @@ def test_bad_weights_change_nothing(running, tiny_model_dir, tmp_path, change, n
     assert bits(running.ask(prompt_of(14), seed=1, max_new_tokens=8)) == wanted
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_update_that_fails_half_way_ends_the_engine(tiny_model_dir, tmp_path):
+    """Else tokens of one version come from a cache that is partly the other's."""
+    path = scaled(tiny_model_dir, tmp_path / "new.safetensors")
+    own = Running(tiny_model_dir)
+    try:
+
+        async def scenario():
+            task = asyncio.create_task(own.collect(prompt_of(13), n=4, seed=1, max_new_tokens=80))
+            while own.engine.status().tokens_generated < 8:
+                await asyncio.sleep(0)
+
+            def broken(*_):
+                raise RuntimeError("out of memory")
+
+            own.engine._programs.prefill = broken
+            with pytest.raises(EngineStopped, match="out of memory"):
+                await own.engine.load(path, 1, "recompute")
+            with pytest.raises(EngineStopped):
+                own.engine.status()
+            with pytest.raises(EngineStopped):
+                await task
+
+        own.do(scenario())
+    finally:
+        own.close()
+
+
 def test_finite_weights_that_overflow_do_not_outlive_their_version(changing, tiny_model_dir,
                                                                    tmp_path):  # fmt: skip
     """Infinities in a slot's cache would turn later sequences of that slot into NaN."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from functools import partial
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet.client import Timeouts
 from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
@@ -779,3 +781,54 @@ def test_an_engine_that_is_killed_leaves_its_tokens_and_ends_the_server(
             assert set(sample.versions) <= {0}
             assert sample.stop is None
             assert_scored(model, prompt_of(18, 40), sample, atol=LONG_ATOL)
+
+
+def test_an_exchange_that_fails_half_way_ends_the_engine(tiny_model_dir, tmp_path, model):
+    """Else new weights, or some of them, are served as the old version's."""
+    flag, script = tmp_path / "fail", tmp_path / "serve.py"
+    script.write_text(f"""
+import os, sys
+from rlx import serve
+from rlx.engines.vllm.vllm_engine import VllmEngine
+whole = VllmEngine._call
+async def call(self, method, *args):
+    found = await whole(self, method, *args)
+    if method == "rlx_exchange" and os.path.exists({str(flag)!r}):
+        os.remove({str(flag)!r})
+        await whole(self, method)  # raises in the worker: nothing is staged any more
+    return found
+VllmEngine._call = call
+if __name__ == "__main__":
+    from rlx.cli import command
+    command.run(lambda: serve.main(sys.argv[1:]), teardown=False)
+""")
+    new = {k: v * 1.5 for k, v in load_file(tiny_model_dir / "model.safetensors").items()}
+    prompt, out = prompt_of(18, 40), []
+    limits = Timeouts(probe_every=0.1, backoff=0.2, connect=60)
+    with servers_of(tiny_model_dir, tmp_path, command=(sys.executable, str(script))) as servers:
+        fleet = servers.fleet(limits=limits)
+
+        async def main():
+            await fleet.connect()
+            first = servers.pids[0]
+            flag.touch()
+            asking = asyncio.create_task(
+                fleet.generate(prompt, Sampling(seed=1, max_new_tokens=LONG), 4, watch=out.append)
+            )
+            while len(out) < 8:
+                await asyncio.sleep(0.01)
+            await fleet.publish(1, new)
+            done = await asking
+            assert servers.pids[0] != first
+            await fleet.close()
+            return done
+
+        done = asyncio.run(asyncio.wait_for(main(), 240))
+    config = model[0]
+    models = [model, (config, hf.from_hf(new, config, jnp.float32))]
+    for sample in done:
+        for version in set(sample.versions.tolist()):
+            wanted = teacher(models[version], prompt, sample.tokens)
+            own = sample.versions == version
+            np.testing.assert_allclose(sample.logprobs[own], wanted[own], atol=LONG_ATOL)
+    assert {v for sample in done for v in sample.versions.tolist()} == {0, 1}

@@ -138,7 +138,7 @@ class JaxEngine(ModelEngine):
         start = self._clock()
         weights = await asyncio.to_thread(self._read, path)
         self._spans.append(("read weights", start, self._clock()))
-        return await self._ask(lambda: self._swap(weights, version, kv))
+        return await self._ask(lambda: self._swap(weights, version, kv), fatal=True)
 
     def status(self) -> EngineStatus:
         """See EngineStatus."""
@@ -157,8 +157,12 @@ class JaxEngine(ModelEngine):
             await asyncio.to_thread(self._programs.close)
         self._end_all()
 
-    async def _ask(self, action: Callable[[], _T]) -> _T:
-        """Run `action` on the engine thread, between decode calls, and return its result."""
+    async def _ask(self, action: Callable[[], _T], fatal: bool = False) -> _T:
+        """Run `action` on the engine thread, between decode calls, and return its result.
+
+        Args:
+          fatal: its failure ends the engine, which may be half changed.
+        """
         done: Future[_T] = Future()
 
         def run():
@@ -168,6 +172,10 @@ class JaxEngine(ModelEngine):
                 self._check_alive()
                 result = action()
             except Exception as error:
+                if fatal and not self._failure:
+                    self._failure = error
+                    done.set_exception(self._stopped())
+                    raise
                 done.set_exception(error)
             else:
                 done.set_result(result)

@@ -210,9 +210,11 @@ class VllmEngine(ModelEngine):
                         sample.end("abort")
                 elif kv == "keep":
                     await self._readmit()
-            finally:
-                if not self._paused:
-                    await self._core(core.resume_scheduler_async())
+            except BaseException as error:  # some layers or workers may have the new weights
+                self._fail(error)
+                raise
+            if not self._paused:
+                await self._core(core.resume_scheduler_async())
             end = self._clock()
             self._spans.append(("swap weights", stopped, end))
             return end - stopped
