@@ -254,7 +254,7 @@ def default() -> ConfigDict:
     c.fleet.decode_steps = 8  # tokens a jitted decode call produces per sequence
     c.fleet.kv_on_update = "keep"  # keep | recompute | abort (and send again)
     c.fleet.publish = "path"  # path | stream | delta (what changed) | adapter (LoRA's alone)
-    c.fleet.publish_dir = "/dev/shm"  # where files of publish=path lie
+    c.fleet.publish_dir = "/dev/shm"  # where weights lie on their way; without room: the workdir
     c.fleet.threads = 0  # CPU threads a server; 0: cores divided by processes
     c.fleet.publish_timeout_seconds = 120.0  # for a server to take new weights, then it is lost
     c.fleet.connect_seconds = 60.0  # for running servers to answer, at the start

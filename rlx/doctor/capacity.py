@@ -38,11 +38,9 @@ def check(
             yield row
             host += needed
     if sizes.has_fleet:
-        copies = memory.published(sizes)
-        # The old file stays until the new one is taken; a delta is made of two files.
-        in_shm = copies * (4 if sizes.publish == "delta" else 2)
+        in_shm = memory.in_publish_dir(sizes)
         yield machine.check_shared_memory(in_shm, sizes.publish_dir)
-        host += copies + in_shm
+        host += memory.published(sizes) + in_shm
     yield judge_host(host, there, on_host)
     state = sum(memory.state(sizes).values())
     free = shutil.disk_usage(machine.existing(workdir)).free

@@ -265,6 +265,12 @@ def published(sizes: RunSizes) -> int:
     return exported(sizes)
 
 
+def in_publish_dir(sizes: RunSizes) -> int:
+    """Return the bytes of all files that `fleet.publish_dir` holds at one time."""
+    # The old file stays until the new one is taken; a delta is made of two files.
+    return published(sizes) * (4 if sizes.publish == "delta" else 2)
+
+
 def exported(sizes: RunSizes) -> int:
     """Return the bytes of the exported HF directory."""
     return parameters.count(sizes.model) * np.dtype(sizes.publish_dtype).itemsize

@@ -23,8 +23,10 @@ from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
 from rlx.base import UserError
 from rlx.cli import flags
 from rlx.cli.signals import interrupts
+from rlx.cli.text import size
 from rlx.cli.user_code import own_files
 from rlx.doctor import memory
+from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOut, HeldOutOptions
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet, Timeouts
@@ -182,6 +184,9 @@ def build(
         "on_message": progress.message,
         **server_options(config),
     }
+    if served:
+        sizes = sizes_of(config, inputs.model_config)
+        started["publish_dir"] = publish_dir(config, sizes, workdir, progress.message)
     servers = tutors = judges = None  # those started load and compile while the trainer is built
     if taught:
         tutors = teacher.servers(taught, plan.servers[own:first_judge], **given, **started)
@@ -301,6 +306,32 @@ def _warn_truncated(config: ConfigDict, say: Callable[[str], None]) -> None:
     cut = training_sampling(config).truncation
     if cut and has_servers(config):
         say(f"{cut} in config.sampling: {TRUNCATED}")
+
+
+def publish_dir(
+    config: ConfigDict, sizes: RunSizes, workdir: Path, say: Callable[[str], None]
+) -> str:
+    """Return where weights are published: `fleet.publish_dir`, or `workdir` if that has no room.
+
+    Raises:
+      UserError: neither has room, or running servers read files of `fleet.publish_dir` alone.
+    """
+    fleet, needed = config.fleet, memory.in_publish_dir(sizes)
+    try:
+        free = shutil.disk_usage(fleet.publish_dir).free
+    except OSError:  # `Scratch` says what is wrong
+        return fleet.publish_dir
+    if needed <= free:
+        return fleet.publish_dir
+    what = (
+        f"fleet.publish_dir={fleet.publish_dir} has {size(free)} free, and two versions of the "
+        f"weights need {size(needed)}"
+    )
+    own = not fleet.addresses and fleet.discover == "static"
+    if (own or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
+        say(f"{what}; they go to {workdir}, which is slower; in Docker give --shm-size=8g")
+        return str(workdir.absolute())
+    raise UserError(f"{what}; in Docker give --shm-size=8g, or set it to a disk with room")
 
 
 def _warn_low_memory(

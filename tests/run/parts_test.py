@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlx.base import DiskFull
+from rlx.base import DiskFull, UserError
 from rlx.config import default
 from rlx.launch.workdir_lock import Killed
+from rlx.model.directory import load_config, resolve
 from rlx.run import parts
+from rlx.run.room_options import sizes_of
 
 
 def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tmp_path):
@@ -40,3 +42,34 @@ def test_draws_that_are_truncated_are_reported_at_the_start():
     config.sampling.top_p, config.fleet.num_servers = 0.5, 0
     parts._warn_truncated(config, lines.append)
     assert not lines, "without servers nothing is drawn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "shm", "disk", "wanted"),
+    [
+        ({}, 8 << 30, 0, "/dev/shm"),
+        ({}, 64 << 10, 8 << 30, "workdir"),
+        ({"fleet.publish": "delta"}, 64 << 10, 8 << 30, "workdir"),
+        ({"fleet.addresses": ("a:1",), "fleet.publish": "stream"}, 64 << 10, 8 << 30, "workdir"),
+        ({"fleet.addresses": ("a:1",)}, 64 << 10, 8 << 30, "--shm-size"),  # it reads that place
+        ({}, 64 << 10, 64 << 10, "--shm-size"),
+    ],
+)
+def test_weights_go_to_a_disk_where_shared_memory_is_too_small(
+    monkeypatch, tmp_path, changes, shm, disk, wanted
+):
+    """It is checked before the first step; Docker gives 64 MB."""
+    config, said = default(), []
+    config.model.path = "rlx:arithmetic"
+    for key, value in changes.items():
+        config.update_from_flattened_dict({key: value})
+    free = {"/dev/shm": shm, tmp_path: disk}
+    monkeypatch.setattr(parts.shutil, "disk_usage", lambda place: SimpleNamespace(free=free[place]))
+    sizes = sizes_of(config, load_config(resolve("rlx:arithmetic")))
+    if wanted.startswith("--"):
+        with pytest.raises(UserError, match=f"66 kB free, and two versions .*{wanted}"):
+            parts.publish_dir(config, sizes, tmp_path, said.append)
+    else:
+        found = parts.publish_dir(config, sizes, tmp_path, said.append)
+        assert found == {"workdir": str(tmp_path)}.get(wanted, wanted)
+        assert len(said) == (wanted == "workdir")
