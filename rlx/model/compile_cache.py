@@ -5,9 +5,13 @@ per processor and jaxlib: an older processor that shares the home directory must
 code of a newer one.
 """
 
+import atexit
 import hashlib
+import json
 import os
 import platform
+import zlib
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,11 +32,34 @@ def options() -> dict[str, str | int | float]:
     path = directory()
     if path is None or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return {}
+    check()
+    atexit.register(check, True)
     return {
         "jax_compilation_cache_dir": path,
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
+
+
+def check(new: bool = False) -> None:
+    """Remove entries that have changed since they were seen first; `new`: only note new ones."""
+    # JAX runs what it finds: of zstd's format, which has no checksum, a flipped bit is machine code
+    # that ends every start by SIGSEGV. Of zlib's it is an error, and the program is compiled again.
+    path = Path(directory() or os.devnull)
+    index, known, found = path / "checksums.json", dict[str, int](), dict[str, int]()
+    with suppress(OSError, ValueError):
+        known = json.loads(index.read_text())
+    for entry in path.glob("*-cache"):
+        with suppress(OSError):  # another process has removed it
+            name, crc = entry.name, known.get(entry.name)
+            found[name] = crc if new and crc is not None else zlib.crc32(entry.read_bytes())
+            if crc not in (None, found[name]):
+                entry.unlink()
+                del found[name]
+    with suppress(OSError):  # a full disk: it is written another time
+        made = index.with_suffix(f".{os.getpid()}")
+        made.write_text(json.dumps(found))
+        made.replace(index)
 
 
 def _machine() -> str:

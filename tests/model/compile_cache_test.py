@@ -1,5 +1,7 @@
 """Where compiled programs are kept, and when they are not."""
 
+from pathlib import Path
+
 from rlx.model import compile_cache
 
 
@@ -22,3 +24,20 @@ def test_no_cache_where_none_can_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     assert compile_cache.options() == {}
+
+
+def test_a_damaged_entry_is_compiled_again(tmp_path, monkeypatch):
+    """A flipped bit of machine code ended every start by SIGSEGV."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    path = Path(compile_cache.options()["jax_compilation_cache_dir"])
+    good, bad = path / "jit_a-1-cache", path / "jit_b-2-cache"
+    for entry in (good, bad):
+        entry.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
+    compile_cache.check(new=True)  # at the end of the process that wrote them
+    bad.write_bytes(bad.read_bytes()[:-1] + b"\x01")
+    compile_cache.options()
+    assert [entry.name for entry in path.glob("*-cache")] == [good.name]
+    (path / "checksums.json").write_text("{")  # half of an index forgets, and that is all
+    compile_cache.options()
+    assert good.exists()

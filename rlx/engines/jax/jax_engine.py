@@ -155,6 +155,7 @@ class JaxEngine(ModelEngine):
             self._inbox.put(lambda: setattr(self, "_closing", True))
             await asyncio.to_thread(self._thread.join)
             await asyncio.to_thread(self._programs.close)
+            await asyncio.to_thread(compile_cache.check, True)  # a server ends without `atexit`
         self._end_all()
 
     async def _ask(self, action: Callable[[], _T], fatal: bool = False) -> _T:
