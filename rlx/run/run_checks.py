@@ -21,6 +21,7 @@ from rlx.fleet.addresses import read_addresses
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
 from rlx.run.allocate import allocated, changed_environment, gpus, notes, share
+from rlx.train.hosts import Cluster
 
 SEAMS = (  # keys of the config that may name a user's own code
     "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
@@ -47,6 +48,10 @@ def findings(
         row, made = attempt("config", "allocation", partial(_dealt, config, devices), itemgetter(2))
         yield row
         config, devices, _ = made or (config, devices, "")
+    place = partial(Cluster.of, os.environ, **config.cluster)
+    row, one = attempt("config", "cluster", place, lambda c: f"{c}; {c.source}".rstrip("; "))
+    if one is None or one.count > 1:
+        yield row
     sections = {
         "fleet": config.fleet,
         "teacher": config.teacher,

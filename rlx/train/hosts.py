@@ -36,6 +36,7 @@ _MOST_STRANGERS = 256  # that may be about to do so
 _ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
 _NEWS_SECONDS = 2.0  # between the ends of two connections of a process that is gone
 _SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+_ALONE = "--config.cluster.processes=1"
 _RANKS = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # Ray's, torchrun's
 
 
@@ -49,6 +50,7 @@ class Cluster:
       timeout: seconds of silence, or in one call after process 0 has made it, until one is lost.
       join: seconds in which all have to come, or to load or compile what only they have to.
       call: seconds in one call that process 0 is in too, until it hangs.
+      source: variables of the environment that say so, as `NAME=value, …`; "": the config does.
     """
 
     coordinator: str = ""
@@ -57,6 +59,7 @@ class Cluster:
     timeout: float = 60.0
     join: float = 300.0
     call: float = 1800.0
+    source: str = ""
 
     @classmethod
     def of(
@@ -74,20 +77,22 @@ class Cluster:
         Raises:
           UserError: some of it is missing or cannot be.
         """
-        found = ("", 1, -1) if processes == 1 else _found(environ)
+        found = ("", 1, -1, "") if processes == 1 else _found(environ)
         coordinator, count = coordinator or found[0], processes or found[1]
         index = found[2] if process < 0 else process
         if count == 1 and not coordinator and index <= 0:
             return cls()
         given = f"cluster.coordinator={coordinator!r}, processes={count}, process={index}"
-        if not re.fullmatch(r".+:\d{1,5}", coordinator) or count < 2 or index < 0:
+        port = re.fullmatch(r".+:(\d{1,5})", coordinator)
+        if not port or int(port[1]) >= 1 << 16 or count < 2 or index < 0:
             raise UserError(
                 f"{given}: wanted host:port of process 0, 2 processes or more, and a number for "
                 "each; give every process all three keys of config.cluster, or start it by srun"
             )
         if index >= count:
             raise UserError(f"{given}: processes are numbered from 0 to {count - 1}")
-        return cls(coordinator, count, index, timeout_seconds, join_seconds, call_seconds)
+        source = "" if processes else found[3]
+        return cls(coordinator, count, index, timeout_seconds, join_seconds, call_seconds, source)
 
     @staticmethod
     def found(environ: Mapping[str, str]) -> bool:
@@ -98,18 +103,36 @@ class Cluster:
         return f"process {self.index} of {self.count} on {socket.gethostname()}, pid {os.getpid()}"
 
 
-def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
-    """Return coordinator, count and index by the environment; ("", 1, −1) where it has none."""
-    if all(name in environ for name in _SLURM):
-        nodes, count, index = (environ[name] for name in _SLURM)
-        first = re.sub(r"\[(\w+).*", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
-        port = 20_000 + int(environ.get("SLURM_JOB_ID", 0)) % 10_000
-    elif all(name in environ for name in _RANKS):
-        first, count, index = (environ[name] for name in _RANKS)
-        port = int(environ.get("MASTER_PORT", 29_400)) + 1  # the launcher may listen on its own
-    else:
-        return "", 1, -1
-    return (f"{first}:{port}", int(count), int(index)) if int(count) > 1 else ("", 1, -1)
+def _found(environ: Mapping[str, str]) -> tuple[str, int, int, str]:
+    """Return coordinator, count, index by the environment, and its words; ("", 1, −1, "") by none.
+
+    Raises:
+      UserError: a variable that has to be a number is none.
+    """
+
+    def number(name: str, unset: str = "") -> int:
+        text = environ.get(name) or unset
+        if not re.fullmatch("[0-9]+", text):
+            raise UserError(
+                f"{name}={text!r} is no number, and it says where this process stands among "
+                f"several; unset it, or for a run of this process alone give {_ALONE}"
+            )
+        return int(text)
+
+    for names in (_SLURM, _RANKS):
+        if not all(environ.get(name) for name in names):
+            continue
+        first, count = environ[names[0]], number(names[1])
+        if count < 2:
+            break
+        index, source = number(names[2]), ", ".join(f"{name}={environ[name]}" for name in names)
+        if names is _SLURM:
+            first = re.sub(r"\[(\w+).*", r"\1", re.split(r",(?![^\[]*\])", first)[0])
+            port = 20_000 + number("SLURM_JOB_ID", "0") % 10_000
+        else:
+            port = number("MASTER_PORT", "29400") + 1  # the launcher may listen on its own
+        return f"{first}:{port}", count, index, source
+    return "", 1, -1, ""
 
 
 @dataclass
@@ -407,6 +430,13 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
             f"cannot listen on cluster.coordinator={cluster.coordinator}: {error.strerror}; give "
             "the host of process 0 and a port of it that is free"
         ) from error
+    alone = f"for a run of this process alone give {_ALONE} ({cluster.source})" * bool(
+        cluster.source
+    )
+    print(
+        f"waiting up to {cluster.join:g} s for the other {cluster.count - 1} processes at "
+        f"{cluster.coordinator}{alone and '; '}{alone}", file=sys.stderr, flush=True,
+    )  # fmt: skip
     hellos: queue.SimpleQueue[tuple[_Peer, bytes, Any]] = queue.SimpleQueue()
     threading.Thread(target=_answer, args=(listener, hellos), daemon=True).start()
     try:
@@ -415,9 +445,9 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
                 peer, kind, hello = hellos.get(timeout=max(1e-3, deadline - time.monotonic()))
             except queue.Empty:
                 late = ", ".join(str(n) for n in range(1, cluster.count) if n not in found)
+                how = "start each with the same command and its own cluster.process"
                 _refuse(found, f"process {late} of {cluster.count} did not come to "
-                        f"{cluster.coordinator} in {cluster.join:g} s; start each with the same "
-                        "command and its own cluster.process")  # fmt: skip
+                        f"{cluster.coordinator} in {cluster.join:g} s; {alone or how}")  # fmt: skip
             with suppress(ValueError, KeyError, TypeError):  # of somebody else
                 _admit(peer, kind, hello, identity, found)
     finally:

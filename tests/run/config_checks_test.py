@@ -18,7 +18,7 @@ from rlx.doctor.machine import Devices
 from rlx.launch.available_memory import MemoryLimit
 from rlx.model import hf
 from rlx.rollout.workflows import Prompts
-from rlx.run import config_checks, loop
+from rlx.run import config_checks, loop, run_checks
 from rlx.run.room_options import sizes_of
 from rlx.run.tokenizer_files import _template, load_tokenizer
 
@@ -389,3 +389,26 @@ def test_the_doctor_takes_a_config_and_refuses_what_it_does_not_know():
     done = run("rlx.doctor", "--config.model.path=x")
     assert done.returncode == 2
     assert "no --config=FILE given" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "rows"),
+    [
+        ({"WORLD_SIZE": "1"}, []),
+        ({"WORLD_SIZE": "2"}, [("problem", "MASTER_PORT='tcp://10.0.0.1:6379' is no number")]),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "1"}, [("ok", "process 0 of 2")]),
+    ],
+)
+def test_a_dry_run_shows_what_the_environment_says_of_other_processes(
+    monkeypatch, tmp_path, config, environ, rows
+):
+    monkeypatch.setattr(run_checks.packages, "check", lambda **_: ())
+    monkeypatch.setattr(run_checks.machine, "check", lambda *_: ())
+    monkeypatch.setattr(run_checks.machine, "devices", lambda: "none")
+    service = {"MASTER_ADDR": "a", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:6379"}
+    for name, value in {**service, **environ}.items():
+        monkeypatch.setenv(name, value)
+    found = list(run_checks.findings(config, tmp_path))
+    assert [row.level for row in found] == [level for level, _ in rows]
+    for row, (_, what) in zip(found, rows, strict=True):
+        assert what in row.found

@@ -42,6 +42,12 @@ RANKS = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK
         (of({k: v for k, v in slurm("a").items() if "STEP" not in k}), ("", 1, 0)),  # sbatch's own
         (of(RANKS), ("head:29501", 2, 1)),
         (of({**RANKS, "WORLD_SIZE": "1", "RANK": "0"}), ("", 1, 0)),
+        # Kubernetes gives a service called master a variable of this name, in every pod.
+        (of({**RANKS, "WORLD_SIZE": "1", "MASTER_PORT": "tcp://10.0.0.1:6379"}), ("", 1, 0)),
+        (of({**RANKS, "MASTER_PORT": "tcp://10.0.0.1:6379"}, processes=1), ("", 1, 0)),
+        (of({**RANKS, "MASTER_PORT": ""}), ("head:29401", 2, 1)),
+        (of({**slurm("a"), "SLURM_NTASKS": ""}), ("", 1, 0)),
+        (of({**slurm("a"), "SLURM_JOB_ID": ""}), ("a:20000", 4, 3)),
     ],
 )
 def test_a_place_comes_from_the_config_or_the_environment(cluster, wanted):
@@ -63,6 +69,32 @@ def test_half_a_cluster_is_refused(given, words):
     with pytest.raises(UserError, match=words) as raised:
         of(**given)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**RANKS, "MASTER_PORT": "tcp://10.0.0.1:6379"}, "MASTER_PORT='tcp://10.0.0.1:6379'"),
+        ({**RANKS, "MASTER_PORT": "65535"}, "host:port of process 0"),
+        ({**RANKS, "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is no number"),
+        ({**RANKS, "RANK": "-1"}, "RANK='-1' is no number"),
+        ({**slurm("a"), "SLURM_NTASKS": "4.0"}, "SLURM_NTASKS='4.0'.*cluster.processes=1"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(environ, words):
+    with pytest.raises(UserError, match=words) as raised:
+        of(environ)
+    assert "\n" not in str(raised.value)
+
+
+def test_process_0_says_at_once_for_whom_it_waits_and_why(capsys):
+    """Of four tasks of `srun --pty` one is typed into, and runs this alone."""
+    step = Cluster.of(slurm("localhost", index=0), f"127.0.0.1:{free_port()}", 0, -1, 60, 0.3, 60)
+    with pytest.raises(UserError, match=r"run of this process.*processes=1.*SLURM_NTASKS=4"):
+        join(step, {})
+    said = capsys.readouterr().err
+    assert "waiting up to 0.3 s for the other 3 processes" in said
+    assert "--config.cluster.processes=1 (SLURM_STEP_NODELIST=localhost, SLURM_NTASKS=4" in said
 
 
 def free_port(host="127.0.0.1"):
