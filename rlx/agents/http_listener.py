@@ -1,9 +1,7 @@
 """Listening socket of an HTTP server that strangers cannot exhaust. Imports aiohttp.
 
-    kernel's backlog ─▶ accepted while there is room ─▶ head, then body in time ─▶ handler
-                                                    └─▶ closed: late, or idle while others wait
-
-Opening a connection takes no key, and each one takes a descriptor of this process.
+Opening a connection takes no key, and each one takes a descriptor of this process. So connections
+wait in the kernel while there are too many, and those that are late or idle are closed.
 """
 
 import asyncio
@@ -87,7 +85,7 @@ class HttpListener:
             except BlockingIOError:
                 return
             except OSError as error:
-                why = error.strerror
+                why = str(error.strerror)
                 break
             connection.setblocking(False)
             task = asyncio.create_task(self._begin(connection))

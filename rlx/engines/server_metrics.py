@@ -166,7 +166,8 @@ def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
     # Anyone may connect: handshake and request have their time, on threads that are not many.
     if options:
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
-    scrape = type("Scrape", (server.RequestHandlerClass,), {"timeout": _SCRAPE_SECONDS})
+    handler: Any = server.RequestHandlerClass
+    scrape = type("Scrape", (handler,), {"timeout": _SCRAPE_SECONDS})
     most = threading.active_count() + _MOST_SCRAPES
     server.RequestHandlerClass = scrape
     server.verify_request = lambda *_: threading.active_count() < most  # type: ignore[method-assign]
