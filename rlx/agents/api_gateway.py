@@ -35,7 +35,7 @@ from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said,
 from rlx.agents.http_listener import HttpListener
 from rlx.agents.online import OnlineSessions
 from rlx.agents.session_state import Denied
-from rlx.agents.sessions import Interaction, Session, Sessions
+from rlx.agents.sessions import Interaction, Place, Session, Sessions, answer_key
 from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
 from rlx.base import UserError, install
@@ -63,6 +63,7 @@ _NAMED = re.compile(rf"\b(?:{'|'.join(Sampling.__dataclass_fields__)})\b")  # by
 _FIELDS = {  # of the API, by those
     "guide": "response_format", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
 }  # fmt: skip
+_RETRIES = "x-stainless-retry-count"  # a header of both vendors' clients
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -73,7 +74,9 @@ class Prepared:
     Attributes:
       text: the rendered prompt; `tokens`: [P] int32.
       forced: the end of the prompt that is the beginning of a tool call; "" where none is.
-      parent: number of the session's interaction that the prompt goes on from.
+      parent: number of the session's interaction whose tokens the prompt begins with.
+      place: in the session's conversations.
+      retry: whether it is sent again because an answer was lost.
     """
 
     session: Session
@@ -82,6 +85,8 @@ class Prepared:
     tokens: np.ndarray
     forced: str
     parent: int | None
+    place: Place
+    retry: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
@@ -212,12 +217,18 @@ class Gateway:
             # Here and not in a thread: two of them could count the same prompt as one.
             drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
             sampling = replace(p.chat.sampling, seed=drawn if seed is None else seed % 2**31)
-            p = replace(p, chat=replace(p.chat, sampling=sampling))
+            retry = request.headers.get(_RETRIES, "0") != "0" and session.answered_before(p.text)
+            p = replace(p, chat=replace(p.chat, sampling=sampling), retry=retry)
             head = Head(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
             reply: Reply = dialect.REPLY(head)
-            if p.chat.stream:
-                return await self._stream(request, self._events(p, head.id, reply))
-            return web.json_response(reply.whole(self._keep(p, head.id, await self._generate(p))))
+            try:
+                if p.chat.stream:
+                    return await self._stream(request, self._events(p, head.id, reply))
+                said = self._keep(p, head.id, await self._generate(p))
+                return web.json_response(reply.whole(said))
+            except BaseException:
+                session.failed(head.id, p.text)
+                raise
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Take the reward of a run that returns none, from the agent or from outside."""
@@ -327,16 +338,17 @@ class Gateway:
         if asked.forced is not None and not forced:
             message = "calls of this format cannot be begun for the model; take auto"
             raise ApiError(400, message, "tool_choice")
-        text, context = self._render(session, asked) + forced, self._fleet.context
+        messages, place = session.recognise(asked.messages)
+        text, context = self._render(asked, messages) + forced, self._fleet.context
         if context and len(text) > context * self._longest:  # sooner told than tokenised
             raise TooLong(len(text) // self._longest, context)
         tokens, parent = session.prompt(text, partial(workflows.encode, self._tokenizer))
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
             raise ApiError(400, message, "messages")
-        return Prepared(session, asked, text, tokens, forced, parent)
+        return Prepared(session, asked, text, tokens, forced, parent, place)
 
-    def _render(self, session: Session, asked: ChatRequest) -> str:
+    def _render(self, asked: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str:
         template = dict(asked.template_kwargs)
         if taken := self._template_own & set(template):
             message = f"{min(taken)} is not a variable of the chat template; leave it out"
@@ -344,7 +356,7 @@ class Gateway:
         if asked.tools:
             template["tools"] = list(asked.tools)
         try:
-            return workflows.chat(self._tokenizer, session.verbatim(asked.messages), **template)
+            return workflows.chat(self._tokenizer, messages, **template)
         except Exception as error:  # templates raise what they like
             why = " ".join(str(error).split())[:300]
             message = f"the model's chat template does not take these messages: {why}"
@@ -384,15 +396,14 @@ class Gateway:
                     ended=completion.stop_reason == "stop",
                 )  # fmt: skip
                 calls = calls if p.chat.parallel else calls[:1]
-            memory = None
-            if calls or (thoughts and spoken):
+            memory = ""
+            if (calls or spoken) and words != content:
                 shown = [i for i in completion.tokens if i not in self._hidden]
-                own = p.forced + own_text(shown, self._decode, controls(self._tokenizer))
-                memory = p.session.remember(p.chat.messages, content, calls, own)
+                memory = p.forced + own_text(shown, self._decode, controls(self._tokenizer))
             raw = own_text(completion.tokens, self._decode, controls(self._tokenizer))
             p.session.keep(Interaction(
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
-                time.monotonic() - p.began, memory,
+                time.monotonic() - p.began, p.place, answer_key(content, calls), memory, p.retry,
             ))  # fmt: skip
             logprobs, begin = self._logprobs(p), len(text) - len(spoken) - len(plain(p.forced))
             if p.chat.logprobs:

@@ -23,7 +23,7 @@ import numpy as np
 from rlx.agents import session_state, trajectories
 from rlx.agents.dialects import ApiError
 from rlx.agents.session_state import Denied, SessionEvent, SessionState, require_open
-from rlx.agents.sessions import Interaction, Session
+from rlx.agents.sessions import Interaction, Place, Session
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
@@ -37,7 +37,18 @@ _ROOM = 4 << 20  # bytes that the journal may grow, beyond its double, before it
 _KEYS = 100_000  # of sessions that are gone, remembered for a refresh
 _SHORTEST = 16  # characters of a key that somebody else made
 _ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
-_PLAIN = ("choice", "raw", "text", "parent", "tool_calls", "seconds", "memory")
+_PLAIN = (
+    "choice",
+    "raw",
+    "text",
+    "parent",
+    "tool_calls",
+    "seconds",
+    "place",
+    "said",
+    "memory",
+    "retry",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +395,9 @@ def _interaction(data: Mapping[str, Any], before: Sequence[Interaction]) -> Inte
     plain, prompt, drawn = data["plain"], data["prompt"], data["drawn"]
     text, tokens = _before(plain["parent"], before)
     arrays = {name: np.array(drawn[name], kind) for name, kind in _ARRAYS.items()}
-    plain["memory"] = plain["memory"] and tuple(plain["memory"])
+    if "place" not in plain:  # a journal of before: its conversations go by their text
+        plain["memory"] = ""
+    plain["place"] = Place(*plain.get("place", ()))
     return Interaction(
         data["completion"], prompt_text=text + prompt["text"],
         prompt_tokens=np.concatenate([tokens, np.array(prompt["tokens"], np.int32)]),

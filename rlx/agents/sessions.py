@@ -2,17 +2,19 @@
 
 Each prompt that goes on from an earlier one of the session, text for text, takes over that one's
 tokens, sampled ones included, so that a conversation is one sequence of tokens however a tokenizer
-would cut its text a second time.
+would cut its text a second time. Which completion a request goes on from is known by its messages,
+also where a template rewrites them and no tokens can be taken over.
 """
 
 import asyncio
 import hashlib
 import json
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,19 @@ from rlx.rollout.control_tokens import Own
 _REMEMBERED = 100_000  # keys of ended sessions, answered by 410 rather than 401
 _SEARCHED = 256  # interactions of an endless session that a prompt may go on from
 _MOST_TOKENS = 4_000_000  # prompts' and drawn, that an endless session keeps, then begins anew
+
+
+class Place(NamedTuple):
+    """The place of a request in the conversations of its session.
+
+    Attributes:
+      after: the interaction (its number) that it goes on from; None: it begins a conversation.
+      since: a digest of the messages that came since. last: the last of them, see `_key`.
+    """
+
+    after: int | None = None
+    since: str = ""
+    last: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +52,10 @@ class Interaction:
         included.
       parent: the interaction of the session (its number) whose tokens the prompt begins with.
       tool_calls: how many it has. seconds: from the request to the answer.
-      memory: see `Session.remember`.
+      place: in its conversation, which has an order also where `parent` is None.
+      said: the answer as a message, see `_key`; "": unknown.
+      memory: the model's own words, where the agent got others; "": it got these.
+      retry: whether the client asked again because it got no answer.
     """
 
     completion_id: str
@@ -50,7 +68,15 @@ class Interaction:
     parent: int | None = None
     tool_calls: int = 0
     seconds: float = 0.0
-    memory: tuple[str, str] | None = None
+    place: Place = Place()
+    said: str = ""
+    memory: str = ""
+    retry: bool = False
+
+    @property
+    def after(self) -> int | None:
+        """Return the interaction of the session that its conversation goes on from."""
+        return self.parent if self.place.after is None else self.place.after
 
     @property
     def whole(self) -> str:
@@ -84,7 +110,10 @@ class Session:
     on_keep: Callable[[Interaction], None] | None = None
     _asked: dict[bytes, int] = field(default_factory=dict)
     _tokens: int = 0
-    _said: dict[str, str] = field(default_factory=dict)
+    # Numbers of interactions by their place, and by their answer and the message before it.
+    _places: dict[tuple[int | None, str], list[int]] = field(default_factory=dict)
+    _answers: dict[tuple[str, str], int] = field(default_factory=dict)
+    _failed: Counter[str] = field(default_factory=Counter)  # requests without an answer, by prompt
 
     def prompt(
         self, text: str, encode: Callable[[str], list[int]]
@@ -98,11 +127,10 @@ class Session:
           ([P] int32, number of the interaction or None).
         """
         parent, length = None, 0
-        # Of a key that is let in for good the latest will do: it may have asked 100,000 times.
-        start = max(0, len(self.interactions) - _SEARCHED) if self.endless else 0
-        for number, earlier in enumerate(self.interactions[start:], start):
+        for number, earlier in self._searched():
             own, raw = earlier.prompt_text, earlier.raw
-            fits = length < len(own) + len(raw) <= len(text) and text.startswith(own)
+            # Of equal ones the latest: an answer that was lost came before the one that was not.
+            fits = length <= len(own) + len(raw) <= len(text) and text.startswith(own)
             if fits and text.startswith(raw, len(own)):
                 parent, length = number, len(own) + len(raw)
         if parent is None:
@@ -126,32 +154,80 @@ class Session:
         """Record what the agent is given."""
         if self.on_keep:
             self.on_keep(interaction)
-        if interaction.memory:
-            self._said.update([interaction.memory])
+        number, place = len(self.interactions), interaction.place
+        if interaction.said:
+            self._places.setdefault((place.after, place.since), []).append(number)
+            # Calls have ids, which no other answer has.
+            before = "" if _calls(interaction.said) else place.last
+            self._answers[before, interaction.said] = number
         self._tokens += len(interaction.completion.tokens)
         self.interactions.append(interaction)
+
+    def failed(self, name: str, prompt_text: str) -> None:
+        """Note that a request ended in an error, unless its answer `name` was kept."""
+        if not (self.endless or any(i.completion_id == name for i in self.interactions)):
+            self._failed[prompt_text] += 1
+
+    def answered_before(self, prompt_text: str) -> bool:
+        """Return whether a request that a client sends again had an answer, which was lost."""
+        failed = self._failed[prompt_text] > 0
+        self._failed[prompt_text] -= failed
+        return not failed
 
     @property
     def full(self) -> bool:
         """Whether it has been asked and has said more than an endless session keeps."""
         return self.endless and self._tokens > _MOST_TOKENS
 
-    def remember(
-        self, before: Sequence[Any], content: str | None, calls: Sequence[Any], raw: str
-    ) -> tuple[str, str]:
-        """Return what keeps the model's own words, where the agent gets calls or no thoughts."""
-        *_, key = _keys([*before, {"role": "assistant", "content": content, "tool_calls": calls}])
-        return key, raw
+    def recognise(self, messages: Sequence[Any]) -> tuple[list[Any], Place]:
+        """Return the messages, the model's own in its own words, and the place of the request."""
+        after, since, last, out = None, hashlib.blake2b(digest_size=16), "", list(messages)
+        for at, message in enumerate(messages):
+            own = _key(message)
+            found = None
+            if message["role"] == "assistant":
+                found = self._answer(after, since.hexdigest(), last, own)
+            if found is None:
+                since.update(own.encode())
+                last = own
+                continue
+            after, since, earlier = found, hashlib.blake2b(digest_size=16), self.interactions[found]
+            if earlier.memory and earlier.said == own:
+                out[at] = {"role": "assistant", "content": Own(earlier.memory)}
+        after = self._within(last) if after is None else after
+        return out, Place(after, since.hexdigest(), last)
 
-    def verbatim(self, messages: Sequence[Any]) -> list[Any]:
-        """Return the messages, with unchanged ones of the model in its own words again."""
-        if not self._said:
-            return list(messages)
-        found = [self._said.get(key) for key in _keys(messages)]
-        return [
-            message if raw is None else {"role": "assistant", "content": Own(raw)}
-            for message, raw in zip(messages, found, strict=True)
-        ]
+    def _answer(self, after: int | None, since: str, last: str, own: str) -> int | None:
+        """Return the interaction whose answer a message is, changed or not; None: no such one."""
+        several = self._places.get((after, since), [])[-_SEARCHED:]
+        said = {number: self.interactions[number].said for number in several}
+        same = [number for number in several if said[number] == own]
+        elsewhere = self._answers.get(("" if _calls(own) else last, own))
+        if same or elsewhere is not None or not several:
+            return same[-1] if same else elsewhere
+        # Agents send other words than they got: of several the most alike, or else the latest.
+        return max(several, key=lambda n: (len(commonprefix([said[n], own])), n))
+
+    def _within(self, last: str) -> int | None:
+        """Return the latest interaction that a message repeats, its answer included."""
+        best, found = 0, None
+        for number, earlier in self._searched():
+            head = earlier.place.last[: -len(_END)]
+            if best <= len(head) and earlier.said and last.startswith(head):
+                words, asked, answer = (
+                    json.loads(key)[1] for key in (last, earlier.place.last, earlier.said)
+                )
+                rest = words[len(asked) :].lstrip()
+                ends = rest.startswith(answer) and not rest[len(answer) :][:1].strip()
+                if asked and answer and ends:
+                    best, found = len(head), number
+        return found
+
+    def _searched(self) -> Iterator[tuple[int, Interaction]]:
+        """Return the interactions that a request may go on from, with their numbers."""
+        # Of a key that is let in for good the latest will do: it may have asked 100,000 times.
+        start = max(0, len(self.interactions) - _SEARCHED) if self.endless else 0
+        return enumerate(self.interactions[start:], start)
 
 
 class Sessions:
@@ -193,16 +269,24 @@ class Sessions:
         return session.interactions
 
 
-def _keys(messages: Sequence[Any]) -> Iterator[str]:
-    """Yield what each message is known by: what it says, and without calls all before it too."""
-    before = hashlib.blake2b()
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or ():
-            arguments = call["function"]["arguments"]
-            read = json.loads(arguments) if isinstance(arguments, str) else arguments
-            calls.append((call["id"], call["function"]["name"], read))
-        words = (message["content"] or "").strip()
-        own = json.dumps([message["role"], words, calls], sort_keys=True)
-        yield own if calls else own + before.hexdigest()
-        before.update(own.encode())
+_END = '", []]'  # of the key of a message without calls
+
+
+def answer_key(content: str | None, calls: Sequence[Any]) -> str:
+    """Return the key of an answer, as `Session.recognise` knows it again."""
+    return _key({"role": "assistant", "content": content, "tool_calls": calls})
+
+
+def _key(message: Mapping[str, Any]) -> str:
+    """Return role, words and calls of a message, in one form however they are written."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append((call["id"], call["function"]["name"], read))
+    words = (message["content"] or "").strip()
+    return json.dumps([message["role"], words, calls], sort_keys=True)
+
+
+def _calls(key: str) -> bool:
+    return not key.endswith(_END)

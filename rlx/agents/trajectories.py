@@ -9,9 +9,12 @@ one of three forms:
     concat      a row for each conversation from its beginning to its end, with the return of the
                 end on every completion in it: a common beginning is trained on in each
     individual  a row for each completion
+
+Rewards go back along the conversations (`Interaction.after`), which have an order also where a
+chat template rewrites what was said and each turn is a row of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -38,17 +41,39 @@ def turn_returns(
         rewards = [float(value.get(i.completion_id, 0.0)) for i in interactions]
     found, heights = list(rewards), [0] * len(interactions)
     for k in reversed(range(len(interactions))):  # a parent was finished before it was gone on from
-        made, parent = interactions[k], interactions[k].parent
-        if parent is not None:
-            found[parent] += discount * (found[k] - (rewards[k] if made.choice else 0.0))
-            heights[parent] = max(heights[parent], heights[k] + 1)
+        made, before = interactions[k], interactions[k].after
+        if before is not None:
+            found[before] += discount * (found[k] - (rewards[k] if made.choice else 0.0))
+            heights[before] = max(heights[before], heights[k] + 1)
     return found if isinstance(value, Mapping) else [discount**h * float(value) for h in heights]
 
 
-def _chains(interactions: Sequence[Interaction]) -> list[list[int]]:
+def lost(interactions: Sequence[Interaction], value: float | Mapping[str, float] = 0.0) -> set[int]:
+    """Return the completions that no agent saw: the client sent their requests again.
+
+    Each retry stands for the latest answer to its prompt before it that nothing went on from and
+    that has no reward of its own.
+    """
+    used = {interactions[k].completion_id for i in interactions for k in (i.after, i.parent)
+            if k is not None}  # fmt: skip
+    used |= set(value) if isinstance(value, Mapping) else set()
+    unused: dict[str, list[str]] = {}  # completion ids, by prompt
+    found: set[str] = set()
+    for i in interactions:
+        before = unused.setdefault(i.prompt_text, [])
+        if i.retry and not i.choice and before:
+            found.add(before.pop())
+        if not i.choice and i.completion_id not in used:
+            before.append(i.completion_id)
+    return {k for k, i in enumerate(interactions) if i.completion_id in found}
+
+
+def _chains(interactions: Sequence[Interaction], unseen: Collection[int]) -> list[list[int]]:
     """Return lines with each completion in one: of those that go on from one, the first does so."""
     found: list[list[int]] = []
     for number, interaction in enumerate(interactions):
+        if number in unseen:
+            continue
         chain = next((c for c in found if c[-1] == interaction.parent), None)
         if chain is None:
             found.append([number])
@@ -57,20 +82,22 @@ def _chains(interactions: Sequence[Interaction]) -> list[list[int]]:
     return found
 
 
-def _paths(interactions: Sequence[Interaction]) -> list[list[int]]:
+def _paths(interactions: Sequence[Interaction], unseen: Collection[int]) -> list[list[int]]:
     """Return the line from the beginning to each completion that nothing goes on from."""
     paths: list[list[int]] = []
     for number, interaction in enumerate(interactions):
         before = [] if interaction.parent is None else paths[interaction.parent]
         paths.append([*before, number])
-    parents = {interaction.parent for interaction in interactions}
-    return [path for number, path in enumerate(paths) if number not in parents]
+    inner = {interaction.parent for interaction in interactions} | set(unseen)
+    return [path for number, path in enumerate(paths) if number not in inner]
 
 
-_LINES = {
+_LINES: Mapping[str, Callable[[Sequence[Interaction], Collection[int]], list[list[int]]]] = {
     "tree": _chains,
     "concat": _paths,
-    "individual": lambda interactions: [[k] for k in range(len(interactions))],
+    "individual": lambda interactions, unseen: [
+        [k] for k in range(len(interactions)) if k not in unseen
+    ],
 }
 EXPORTS = tuple(_LINES)
 
@@ -99,9 +126,11 @@ def of_run(
     Returns:
       In the order of the completions; `info["run_reward"]` is `outcome(…)` in each.
     """
+    unseen = lost(interactions, value)
     info = {
         "run_reward": outcome(interactions, value),
-        "interactions": float(len(interactions)),
+        "interactions": float(len(interactions) - len(unseen)),
+        "lost_answers": float(len(unseen)),
         "tool_calls": float(sum(i.tool_calls for i in interactions)),
         "latency/run": seconds,
         "latency/call": sum(i.seconds for i in interactions) / len(interactions),
@@ -109,9 +138,9 @@ def of_run(
     returns = turn_returns(interactions, value, turn_discount)
     depths: list[int] = []
     for interaction in interactions:
-        depths.append(0 if interaction.parent is None else depths[interaction.parent] + 1)
+        depths.append(0 if interaction.after is None else depths[interaction.after] + 1)
     found: list[Trajectory] = []
-    for line in (lines := _LINES[export](interactions)):
+    for line in (lines := _LINES[export](interactions, unseen)):
         own = tuple(returns[k] for k in (line[-1:] if export == "concat" else line))
         name = run_id if len(lines) == 1 else f"{run_id}.{len(found)}"
         found.append(_trajectory(
