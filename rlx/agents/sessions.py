@@ -40,6 +40,9 @@ class Place(NamedTuple):
     last: str = ""
 
 
+_NOWHERE = Place()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Interaction:
     """One completion that an agent was given.
@@ -68,7 +71,7 @@ class Interaction:
     parent: int | None = None
     tool_calls: int = 0
     seconds: float = 0.0
-    place: Place = Place()
+    place: Place = _NOWHERE
     said: str = ""
     memory: str = ""
     retry: bool = False
@@ -206,7 +209,8 @@ class Session:
         if same or elsewhere is not None or not several:
             return same[-1] if same else elsewhere
         # Agents send other words than they got: of several the most alike, or else the latest.
-        return max(several, key=lambda n: (len(commonprefix([said[n], own])), n))
+        alike = {n: len(commonprefix([said[n], own])) for n in several}  # noqa: RUF071
+        return max(several, key=lambda n: (alike[n], n))
 
     def _within(self, last: str) -> int | None:
         """Return the latest interaction that a message repeats, its answer included."""

@@ -227,7 +227,7 @@ def test_an_answer_that_was_lost_on_the_way_is_not_trained_on(site):
     async def run():
         talk = site.opened("drops")
         for retries in range(3):
-            name, (message,) = await site.ask(talk, "chat", asked, ["north"], retries=retries)
+            _, (message,) = await site.ask(talk, "chat", asked, ["north"], retries=retries)
         await site.ask(talk, "chat", [*asked, message, asked[0]], ["on"])
         await site.ask(talk, "chat", asked, ["south"])  # asked for anew, and answered
         site.engine.max_model_len, before = 1, site.engine.max_model_len
