@@ -9,9 +9,11 @@ import asyncio
 import fcntl
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,6 +38,7 @@ ADMIN_VARIABLE = "RLX_ADMIN_KEY"
 _ROOM = 4 << 20  # bytes that the journal may grow, beyond its double, before it is written anew
 _KEYS = 100_000  # of sessions that are gone, remembered for a refresh
 _SHORTEST = 16  # characters of a key that somebody else made
+_SUM = b', "sum": '  # the end of a line of the journal is its checksum
 _ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
 _PLAIN = (
     "choice",
@@ -100,7 +103,7 @@ class OnlineSessions:
       directory: of the journal, made private; of one process at a time.
       defaults: of the requests; a session's seed is a function of its id.
       temperature_fixed: see `chat.read`.
-      clock: seconds since 1970.
+      clock: seconds, monotonic.
 
     Attributes:
       states: by id, in the order in which they began.
@@ -121,9 +124,9 @@ class OnlineSessions:
         defaults: Sampling,
         *,
         temperature_fixed: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.options, self._defaults, self._clock = options, defaults, clock
+        self.options, self._defaults = options, defaults
         self._temperature_fixed = temperature_fixed
         self.states: dict[str, SessionState] = {}
         self.live: dict[str, Session] = {}
@@ -135,18 +138,25 @@ class OnlineSessions:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(f"no sessions in {directory}: {error}; name another") from error
+        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(os.open(self._journal, os.O_WRONLY | os.O_CREAT, 0o600))
-        except OSError as error:
+            self._read()
+        except BaseException as error:
+            os.close(self._file)  # or the lock would outlive a start that failed
+            if not isinstance(error, OSError):
+                raise
             busy = "another process has it" if isinstance(error, BlockingIOError) else error
             raise UserError(f"no sessions in {directory}: {busy}; name another") from error
-        if jsonl.set_aside(self._journal, lambda record: "event" in record):
-            raise UserError(f"{self._journal} was spoilt; its bad lines are in *.unreadable")
-        for record in jsonl.read_jsonl(self._journal):
-            self._replay(record)
+        # Seconds since 1970 as of the start, and since then of a clock that nobody sets.
+        known = (state.touched for state in self.states.values())
+        epoch = max(time.time(), *known, 0.0) - clock()
+        self._clock = lambda: epoch + clock()
         for name, state in self.states.items():  # nobody could ask while nobody answered
             if not state.ended:
-                self.states[name] = replace(state, touched=clock())
+                self.states[name] = replace(state, touched=self._clock())
         self._compacted = 0  # bytes; the first sweep looks
 
     # Keys.
@@ -274,20 +284,12 @@ class OnlineSessions:
         self._sync()
         os.close(self._file)
 
-    def export(self, name: str, turn_discount: float, form: str) -> dict[str, Any]:
+    async def export(self, name: str, turn_discount: float, form: str) -> bytes:
         """Return an ended session as JSON: what it asked, what it got, and rows to train on."""
         state, made = self.state(name), self.live[name].interactions
         if not state.ended:
             raise Denied("open", f"session {name} has not ended; end it, or give wait=SECONDS")
-        value, rows = 0.0 if state.reward is None else state.reward, []
-        if made:
-            rows = trajectories.of_run(made, value, name, turn_discount=turn_discount, export=form)
-        completions = [
-            {"id": i.completion_id, "choice": i.choice, "parent": i.parent,
-             "prompt": control_tokens.plain(i.prompt_text), "completion": i.text} for i in made
-        ]  # fmt: skip
-        plain = [jsonl.jsonable({f.name: getattr(t, f.name) for f in fields(t)}) for t in rows]
-        return {**shown(state), "completions": completions, "trajectories": plain}
+        return await asyncio.to_thread(_exported, state, made, turn_discount, form)
 
     # The journal.
 
@@ -299,7 +301,9 @@ class OnlineSessions:
         gone = [key for key, known in self._keys.items() if known.session not in self.states]
         for key in gone[: max(0, len(gone) - _KEYS)]:
             del self._keys[key]
-        jsonl.write_atomically(self._journal, b"".join(map(jsonl.encode, self._records())))
+        jsonl.write_atomically(
+            self._journal, b"".join(jsonl.encode(_summed(r)) for r in self._records())
+        )
         self._journal.chmod(0o600)
         self._sync()
         self._compacted = self._journal.stat().st_size
@@ -312,7 +316,7 @@ class OnlineSessions:
         for s in self.states.values():
             made = self.live[s.id].interactions
             found = [("open", {"key": s.key, "task": s.task, "slot": s.slot})]
-            found += [("answer", _made(i, made)) for i in made]
+            found += [("answer", _made(i, made[:k])) for k, i in enumerate(made)]
             found += [("reward", {"value": s.reward})] * (s.reward is not None)
             found += [("end", {"by": s.ended})] * bool(s.ended)
             found += [("take", {"how": s.taken, "why": s.why})] * bool(s.taken)
@@ -335,7 +339,7 @@ class OnlineSessions:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         try:
-            jsonl.append_jsonl(self._journal, record)
+            jsonl.append_jsonl(self._journal, _summed(record))
         except UserError as error:
             raise ApiError(503, f"the session cannot be kept: {error}", code="no_space") from error
 
@@ -357,6 +361,30 @@ class OnlineSessions:
 
         session.on_keep = keep
         return session
+
+    def _read(self) -> None:
+        """Read the journal, without its last line where a kill has torn it.
+
+        Raises:
+          UserError: a line is not as it was written.
+        """
+        lines = self._journal.read_bytes().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            os.truncate(self._journal, sum(map(len, lines)) - len(lines.pop()))
+        before = b""
+        for number, line in enumerate(lines, 1):
+            try:
+                head, mark, rest = line.rpartition(_SUM)  # journals of before have none
+                if mark and zlib.crc32(head + b"}\n") != int(rest[:-2]):
+                    raise ValueError("its checksum is another")
+                if line != before:
+                    self._replay({k: v for k, v in json.loads(line).items() if k != "sum"})
+            except (Denied, ValueError, TypeError, LookupError, AttributeError) as error:
+                raise UserError(
+                    f"{self._journal}:{number} is not as it was written ({error!r:.100}); restore "
+                    "the file from a copy, or remove the line"
+                ) from error
+            before = line
 
     def _replay(self, record: dict[str, Any]) -> None:
         if record["event"] == "key":
@@ -381,18 +409,40 @@ def shown(state: SessionState) -> dict[str, Any]:
     return found
 
 
+def _exported(
+    state: SessionState, made: Sequence[Interaction], turn_discount: float, form: str
+) -> bytes:
+    """Return what `OnlineSessions.export` does, row by row: `json` holds up other threads."""
+    value, rows = 0.0 if state.reward is None else state.reward, []
+    if made:
+        rows = trajectories.of_run(made, value, state.id, turn_discount=turn_discount, export=form)
+    completions = (
+        {"id": i.completion_id, "choice": i.choice, "parent": i.parent, "after": i.after,
+         "prompt": control_tokens.plain(i.prompt_text), "completion": i.text} for i in made
+    )  # fmt: skip
+    plain = ({f.name: getattr(row, f.name) for f in fields(row)} for row in rows)
+    lists = (b",".join(map(jsonl.encode, each)) for each in (completions, plain))
+    head = jsonl.encode(shown(state))[:-2]
+    return head + b', "completions": [%b], "trajectories": [%b]}' % tuple(lists)
+
+
 def _made(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
     """Return the data of an event `answer`; what the parent has is left out."""
     text, tokens = _before(i.parent, before)
     prompt = {"text": i.prompt_text[len(text) :], "tokens": i.prompt_tokens[len(tokens) :]}
     drawn = {name: getattr(i.completion, name) for name in (*_ARRAYS, "stop_reason")}
     plain = {name: getattr(i, name) for name in _PLAIN}
-    return {"completion": i.completion_id, "plain": plain, "prompt": prompt, "drawn": drawn}
+    return {
+        "completion": i.completion_id, "plain": plain, "prompt": prompt, "drawn": drawn,
+        "number": len(before),
+    }  # fmt: skip
 
 
 def _interaction(data: Mapping[str, Any], before: Sequence[Interaction]) -> Interaction:
     """Return the interaction that `_made` wrote."""
     plain, prompt, drawn = data["plain"], data["prompt"], data["drawn"]
+    if (number := data.get("number", len(before))) != len(before):
+        raise ValueError(f"answer {len(before)} of its session is missing before answer {number}")
     text, tokens = _before(plain["parent"], before)
     arrays = {name: np.array(drawn[name], kind) for name, kind in _ARRAYS.items()}
     if "place" not in plain:  # a journal of before: its conversations go by their text
@@ -411,6 +461,11 @@ def _before(parent: int | None, before: Sequence[Interaction]) -> tuple[str, np.
         return "", np.zeros(0, np.int32)
     i = before[parent]
     return i.whole, np.concatenate([i.prompt_tokens, i.completion.tokens])
+
+
+def _summed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of the journal with its checksum."""
+    return {**record, "sum": zlib.crc32(jsonl.encode(record))}
 
 
 def _digest(key: str) -> str:

@@ -116,9 +116,11 @@ async def _export(online: OnlineSessions, request: web.Request) -> web.Response:
         if loop.time() > end:
             raise ApiError(408, f"session {name} has not ended within {seconds:g} s; ask again")
         await asyncio.sleep(min(_LOOK_SECONDS, seconds))
-    if online.state(name).slot < 0:  # those of a run are taken by its training
-        online.take(name, "exported")
-    return web.json_response(online.export(name, discount, form))
+    state = online.state(name)
+    if state.slot < 0 or state.why:  # those of a run are taken by its training
+        online.take(name, "exported", state.why)
+    body = await online.export(name, discount, form)
+    return web.Response(body=body, content_type="application/json")
 
 
 async def _mine(online: OnlineSessions, request: web.Request) -> web.Response:

@@ -128,7 +128,8 @@ def _end(state: SessionState, data: Mapping[str, Any]) -> SessionState:
 def _take(state: SessionState, data: Mapping[str, Any]) -> SessionState:
     if not state.ended:
         raise Denied("open", f"session {state.id} has not ended; end it first")
-    if state.taken not in ("", data["how"]):
+    exported = data["how"] == "exported" and state.why  # it could not be trained on
+    if state.taken not in ("", data["how"]) and not exported:
         raise Denied("taken", f"session {state.id} was {state.taken} already")
     return replace(state, taken=data["how"], why=data["why"])
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import stat
+import time
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -16,7 +17,9 @@ import pytest
 from rlx.agents.api_gateway import Gateway
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.session_state import Denied
+from rlx.agents.sessions import Interaction
 from rlx.base import UserError
+from rlx.fleet.sample import Completion
 from tests.fixtures.commands import without_torch
 
 ADMIN = "admin-key-of-the-tests"
@@ -208,9 +211,9 @@ def test_a_conversation_goes_on_after_a_restart_token_for_token(agents, tmp_path
             await s.ask(key, {"model": "m", "messages": turns})
             await s.call("POST", "/session/end", key)
             s.online.compact()
-            kept = s.online.export(name, 0.5, "tree")
+            kept = await s.online.export(name, 0.5, "tree")
         async with site(agents, tmp_path) as s:
-            assert s.online.export(name, 0.5, "tree") == kept
+            assert await s.online.export(name, 0.5, "tree") == kept
             s.online.take(name, "exported")
             s.online.compact()
             gone = s.online.states
@@ -226,7 +229,9 @@ def test_a_conversation_goes_on_after_a_restart_token_for_token(agents, tmp_path
             np.testing.assert_array_equal(a, b)
             assert a.dtype == b.dtype
         np.testing.assert_array_equal(one.prompt_tokens, two.prompt_tokens)
-    (row,) = kept["trajectories"]  # one conversation is one row, each turn with its own return
+    (row,) = json.loads(kept)[
+        "trajectories"
+    ]  # one conversation is one row, each turn with its own return
     assert row["turn_rewards"] == [1.0, 0.0]
     assert (gone, refreshed) == ([], 200)
     files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
@@ -234,9 +239,7 @@ def test_a_conversation_goes_on_after_a_restart_token_for_token(agents, tmp_path
     assert "a-key-of-an-application" not in (tmp_path / "journal.jsonl").read_text()
 
 
-def test_a_journal_that_is_spoilt_is_refused_and_one_that_grew_is_written_anew(
-    agents, tmp_path, monkeypatch
-):
+def test_a_journal_that_grew_is_written_anew(agents, tmp_path, monkeypatch):
     monkeypatch.setattr("rlx.agents.online._KEYS", 5)
 
     async def main():
@@ -258,10 +261,105 @@ def test_a_journal_that_is_spoilt_is_refused_and_one_that_grew_is_written_anew(
     assert max(sizes) < 5 << 20
     assert len(left) < 200
     assert min(sizes[150:]) < 3 << 20
-    path = tmp_path / "a" / "journal.jsonl"
-    path.write_bytes(b"spoilt\n" + path.read_bytes())
-    with pytest.raises(UserError, match="spoilt"):
-        OnlineSessions(tmp_path / "a", OnlineOptions(ADMIN), agents.sampling)
+
+
+def test_a_spoilt_journal_is_refused_by_each_start_and_left_as_it_is(agents, tmp_path):
+    async def main():
+        async with site(agents, tmp_path) as s:
+            for number in range(2):
+                name, key = await s.made(api_key=f"{number} is the key of an application")
+                for _ in range(2):
+                    _, body, _ = await s.ask(key)
+                    given = {"reward": 1, "completion_id": body["id"]}
+                    assert (await s.call("POST", "/rewards", key, given))[0] == 200
+                await s.call("POST", "/session/end", key)
+            return await s.online.export(name, 1.0, "tree")
+
+    def read():
+        online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+        online.close()
+        name = list(online.states)[-1]
+        return asyncio.run(online.export(name, 1.0, "tree"))
+
+    kept, journal, chance = agents.run(main(), 60), tmp_path / "journal.jsonl", random.Random(1)
+    good = journal.read_bytes()
+    lines = good.splitlines(keepends=True)
+    answer = next(k for k, line in enumerate(lines) if b'"answer"' in line)
+    spoilt = [[*lines[:k], b"spoilt\n", *lines[k:]] for k in (0, 3)]
+    spoilt.append([lines[0].replace(b'"session"', b'"extra": 1, "session"'), *lines[1:]])
+    spoilt.append([*lines, lines[0]])  # the same thing once more
+    spoilt.append(lines[:answer] + lines[answer + 1 :])  # a line is missing
+    spoilt.append([line.split(b', "sum"')[0] + b"}\n" for line in spoilt[-1]])  # also of before
+    texts = [b"".join(each) for each in spoilt]
+    for _ in range(40):
+        at, bit = chance.randrange(len(good) - 1), 1 << chance.randrange(8)
+        texts.append(good[:at] + bytes([good[at] ^ bit]) + good[at + 1 :])
+    for text in texts:
+        journal.write_bytes(text)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"journal.jsonl:\d+ is not as it was written"):
+                read()
+        assert journal.read_bytes() == text
+    for text in (good, b"".join(line for line in lines for _ in range(2)), good + lines[0][:-5]):
+        journal.write_bytes(text)  # each line doubled, and one torn by a kill, say the same
+        assert read() == kept
+    old = b"".join(line.split(b', "sum"')[0] + b"}\n" for line in lines)  # without checksums
+    journal.write_bytes(old)
+    assert read() == kept
+
+
+def test_the_wall_clock_ends_no_session_and_keeps_none(agents, tmp_path, monkeypatch):
+    wall, steady = [1e9], [50.0]
+    monkeypatch.setattr("time.time", lambda: wall[0])
+
+    def begun():
+        options = OnlineOptions(ADMIN, idle_seconds=60)
+        return OnlineSessions(tmp_path, options, agents.sampling, clock=lambda: steady[0])
+
+    online = begun()
+    (one, _), (two, _) = online.open(), online.open()
+    assert one.opened == 1e9
+    for step in (3600.0, -86400.0):
+        wall[0] += step
+        online.sweep()
+        assert not any(state.ended for state in online.states.values())
+    steady[0] += 30
+    online.end(two.id, "application")
+    online.close()
+    wall[0], steady[0] = 1e9 - 86400, 7.0  # another boot, with its clock a day back
+    online = begun()
+    assert online.states[two.id].touched == 1e9 + 30
+    online.sweep()
+    assert not online.states[one.id].ended
+    steady[0] += 61
+    online.sweep()
+    assert online.states[one.id].ended == "idle"
+    assert online.states[one.id].touched == 1e9 + 91
+    online.close()
+
+
+def test_an_export_of_many_rows_leaves_the_loop_free(agents, tmp_path):
+    async def main():
+        online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+        state, _ = online.open()
+        session = online.live[state.id]
+        session.on_keep = None
+        for number in range(40):  # as turns whose thoughts a template drops
+            tokens, some = np.full(40_000, number, np.int32), np.zeros(50, np.int32)
+            drawn = Completion(some, some.astype(np.float32), some, "stop")
+            session.keep(Interaction(f"c{number}", 0, tokens, "x", drawn, "y", "y"))
+        online.end(state.id, "application")
+        exporting = asyncio.create_task(online.export(state.id, 1.0, "tree"))
+        looks = [time.monotonic()]
+        while not exporting.done():
+            await asyncio.sleep(0.001)
+            looks.append(time.monotonic())
+        online.close()
+        return await exporting, looks
+
+    body, looks = asyncio.run(main())
+    assert len(json.loads(body)["trajectories"]) == 40
+    assert max(np.diff(looks)) < (looks[-1] - looks[0]) / 2
 
 
 def test_the_key_of_a_session_that_has_ended_can_be_withdrawn(agents, tmp_path):
