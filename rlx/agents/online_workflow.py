@@ -6,21 +6,26 @@
                                  group 17, every token of versions since slot 17 was admitted
 
 A slot is what admission control lets in, so its bound holds for sessions as for prompts. After a
-restart of the run a session goes on in the slot that it had.
+restart of the run a session goes on in the slot that it had. A run that goes on from before a kill
+comes by the same slots again and trains on the sessions that it has for them.
 """
 
 import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from rlx.agents import trajectories
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.session_state import Denied, SessionState
+from rlx.agents.sessions import Interaction
 from rlx.agents.workflow import AgentOptions, gateway_class
 from rlx.base import Group, Trajectory, Unavailable, UserError
 from rlx.fleet import tls
@@ -35,14 +40,17 @@ class RunPlace:
 
     Attributes:
       directory: of the journal.
-      step: that the run begins or goes on with: tokens of later versions are of lost policies.
+      dealt: groups that the run has begun before: sessions in the places of others are of a time
+        that a kill took with it.
+      version: returns the newest version that the servers have.
       needed: returns the oldest version whose tokens a restart may still ask for.
       max_tokens: of a row; 0: any number.
       say: takes a line for the terminal.
     """
 
     directory: Path
-    step: int
+    dealt: int
+    version: Callable[[], int]
     needed: Callable[[], int]
     max_tokens: int
     say: Callable[[str], None]
@@ -123,7 +131,8 @@ class OnlineWorkflow:
             state, made = online.states[name], online.live[name].interactions
             assert state.reward is not None
             found += trajectories.of_run(
-                made, state.reward, f"{task.group_id}.{number}", agent=self.name,
+                _of_now(made, self.place.version()), state.reward,
+                f"{task.group_id}.{number}", agent=self.name,
                 turn_discount=self._agents.turn_discount, export=self._agents.export,
                 seconds=state.touched - state.opened,
             )  # fmt: skip
@@ -154,21 +163,19 @@ class OnlineWorkflow:
                     raise Unavailable(str(error)) from error
                 self._gateway = gateway
                 online.admit, online.changed = self._admit, self._settle
-                online.covered = lambda state: (
-                    bool(state.why) or (_versions(online, state.id)[0] < self.place.needed())
-                )
-                self._give_up(online)
+                online.covered = partial(self._covered, online)
+                for state in list(online.states.values()):
+                    if not state.ended and state.slot >= self.place.dealt:
+                        online.end(state.id, "restart")  # its place may be long in coming
                 by = f"; certificate: {self._tls.cert}" if self._tls else ""
                 self.place.say(f"sessions at {gateway.base_url()}{by}")
             return self._gateway.online
 
-    def _give_up(self, online: OnlineSessions) -> None:
-        """Drop sessions with tokens of policies that a kill took with it."""
-        for state in list(online.states.values()):
-            if not state.why and _versions(online, state.id)[1] > self.place.step:
-                if not state.ended:
-                    online.end(state.id, "restart")
-                online.take(state.id, state.taken or "dropped", "its policy was lost by a restart")
+    def _covered(self, online: OnlineSessions, state: SessionState) -> bool:
+        """Return whether nothing asks for a session that was taken any more."""
+        if state.why:  # what users said and nobody could train on is kept until it is exported
+            return state.reward is None or state.taken == "exported"
+        return _oldest(online, state.id) < self.place.needed()
 
     def _admit(self, task: str) -> int:
         """Return the slot for a session of `task`; raise Denied where there is none."""
@@ -217,7 +224,7 @@ class OnlineWorkflow:
         made = online.live[state.id].interactions
         if not made or state.reward is None:
             return _NO_REWARD if made else "nothing was asked"
-        if _versions(online, state.id)[0] < version:
+        if _oldest(online, state.id) < version:
             return "it began before its place in training"
         longest = max(len(i.prompt_tokens) + len(i.completion.tokens) for i in made)
         if 0 < self.place.max_tokens < longest:
@@ -246,7 +253,19 @@ def expected_wait(admitted: Sequence[float], now: float) -> float:
     return mean - since if since < mean else since
 
 
-def _versions(online: OnlineSessions, name: str) -> tuple[int, int]:
-    """Return the oldest and the newest version of a session's tokens; (0, −1) without any."""
-    found = [int(v) for i in online.live[name].interactions for v in i.completion.versions]
-    return min(found, default=0), max(found, default=-1)
+def _oldest(online: OnlineSessions, name: str) -> int:
+    """Return the oldest version of a session's tokens; 0 without any."""
+    found = [i.completion.versions for i in online.live[name].interactions]
+    return min((int(v.min()) for v in found if len(v)), default=0)
+
+
+def _of_now(made: Sequence[Interaction], version: int) -> list[Interaction]:
+    """Return completions with versions as they are counted now, none beyond `version`.
+
+    Those beyond are of the same steps before a kill, which are done again from the same sessions.
+    """
+    return [
+        replace(i, completion=replace(i.completion, versions=np.minimum(
+            i.completion.versions, version
+        ))) for i in made
+    ]  # fmt: skip

@@ -252,12 +252,13 @@ def build(
     tutor = teacher.fleet(tutors, limits, progress.message) if tutors else None
     judge = teacher.fleet(judges, limits, progress.message, judged.name) if judges else None
     longest = min(TrainOptions.of(config).row_budget, max(config.train.row_buckets))
+    executor = _executor(config, inputs, fleet, tutor, judge, longest, note_skip, progress.message)
     if isinstance(inputs.workflow, OnlineWorkflow):
         needed = partial(_oldest_needed, workdir / "checkpoints", config.rollout.max_staleness)
+        dealt = restored.host["executor"]["cursor"]["position"] if restored else 0
         inputs.workflow.place = RunPlace(
-            workdir / "sessions", step, needed, longest, progress.message
+            workdir / "sessions", dealt, lambda: executor.version, needed, longest, progress.message
         )  # fmt: skip
-    executor = _executor(config, inputs, fleet, tutor, judge, longest, note_skip, progress.message)
     executor.start()
     stack.callback(executor.close)
     stack.callback(_close, executor, fleet)

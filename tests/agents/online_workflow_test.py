@@ -1,9 +1,11 @@
 """Groups that sessions of one task make, and when the next place in training is to be expected."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import aiohttp
+import numpy as np
 import pytest
 
 from rlx.agents.online import OnlineOptions
@@ -22,7 +24,7 @@ def test_sessions_of_one_task_make_a_group(agents, tmp_path):
             OnlineOptions(ADMIN), AgentOptions(), listen, agents.tokenizer(), agents.sampling, 2,
             judge=None,
         )  # fmt: skip
-        workflow.place = RunPlace(tmp_path, 0, lambda: 0, 0, lines.append)
+        workflow.place = RunPlace(tmp_path, 0, lambda: 0, lambda: 0, 0, lines.append)
         async with agents.fleet(agents.engine()) as (fleet, _), aiohttp.ClientSession() as http:
             groups = [
                 asyncio.create_task(workflow.run(fleet, Task({}, number, 0, version=0)))
@@ -50,6 +52,81 @@ def test_sessions_of_one_task_make_a_group(agents, tmp_path):
     rewards = [[t.reward for t in group.trajectories] for group in found]
     assert [group.group_id for group in found] == [7, 8]
     assert rewards == [[0.0, 2.0], [1.0, 3.0]]
+
+
+def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_path):
+    engine = agents.engine()
+
+    @asynccontextmanager
+    async def run(version, dealt, first, longest=0):
+        """A run at a version, with three groups under way; yields its site, groups and sessions."""
+        lines, engine.version = [], version
+        listen = SimpleNamespace(host="127.0.0.1", port=0, tls_cert="", tls_key="")
+        workflow = OnlineWorkflow(
+            OnlineOptions(ADMIN), AgentOptions(), listen, agents.tokenizer(), agents.sampling, 1,
+            judge=None,
+        )  # fmt: skip
+        workflow.place = RunPlace(
+            tmp_path, dealt, lambda: engine.version, lambda: 100, longest, lines.append
+        )
+        async with agents.fleet(engine) as (fleet, _), aiohttp.ClientSession() as http:
+            tasks = [Task({}, number, 0, version=version) for number in range(first, first + 3)]
+            groups = [asyncio.create_task(workflow.run(fleet, task)) for task in tasks]
+            try:
+                async with asyncio.timeout(60):
+                    while not lines:
+                        await asyncio.sleep(0.01)
+                    url = lines[0].removeprefix("sessions at ")
+                    yield Site(url, http), groups, workflow._gateway.online
+            finally:
+                for group in groups:
+                    group.cancel()
+                await asyncio.gather(*groups, return_exceptions=True)
+                await workflow.aclose()
+
+    async def rated(s, reward, end=True):
+        name, key = await s.made()
+        await s.ask(key)
+        assert (await s.call("POST", "/rewards", key, {"reward": reward}))[0] == 200
+        if end:
+            assert (await s.call("POST", "/session/end", key))[0] == 200
+        return name, key
+
+    async def main():
+        async with run(7, 4, 4) as (s, groups, online):  # later than the checkpoint, of version 2
+            names = [(await rated(s, k))[0] for k in range(2)]
+            last, key = await rated(s, 2, end=False)
+            before = await asyncio.gather(*groups[:2])
+        async with run(2, 4, 4) as (s, groups, online):  # the places 4, 5 and 6 once more
+            again = await asyncio.gather(*groups)
+            status = (await s.ask(key))[0]
+            states = [online.states[name] for name in (*names, last)]
+        async with run(9, 7, 4, longest=5) as (s, groups, online):  # and where they do not fit
+            async with asyncio.timeout(60):
+                while not all(online.states[name].why for name in (*names, last)):
+                    await asyncio.sleep(0.01)
+            online.compact()
+            found = [await s.call("GET", f"/sessions/{n}/trajectories") for n in (*names, last)]
+            listed = [state.taken for state in online.states.values()]
+            online.compact()
+            return before, again, status, states, found, listed, dict(online.states)
+
+    before, again, status, states, found, listed, left = agents.run(main(), 120)
+    rewards = [[t.reward for t in group.trajectories] for group in again]
+    assert rewards == [[0.0], [1.0], [2.0]]
+    for one, two in zip(before, again, strict=False):
+        (one,), (two,) = one.trajectories, two.trajectories
+        assert set(one.versions[one.loss_mask]) == {7}
+        assert set(two.versions[two.loss_mask]) == {2}  # no token is newer than the policy
+        for name in ("tokens", "behaviour_logprobs", "loss_mask"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+    assert (status, [state.taken for state in states]) == (410, ["trained"] * 3)
+    assert [state.ended for state in states] == ["application"] * 2 + ["restart"]
+    assert [(code, body["reward"], body["why"]) for code, body, _ in found] == [
+        (200, float(k), "it began before its place in training") for k in range(3)
+    ]
+    assert [len(body["trajectories"]) for _, body, _ in found] == [1] * 3
+    assert (listed, left) == (["exported"] * 3, {})
 
 
 def test_the_next_place_is_expected_by_the_rate_of_steps():
