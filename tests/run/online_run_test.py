@@ -1,7 +1,10 @@
 """A run that trains on what applications say, stopped in the middle of a session and continued."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
@@ -13,8 +16,11 @@ import pytest
 
 import rlx
 from configs import arithmetic_online
+from rlx.agents.online import OnlineOptions, OnlineSessions
+from rlx.fleet.requests import Sampling
 from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic
+from tests.fixtures.commands import RLX_MAIN
 
 ADMIN = "admin-key-of-the-tests"
 GONE = (ConnectionError, urllib.error.URLError)
@@ -44,6 +50,7 @@ class Users:
     def __init__(self, port):
         self.url, self.problems = f"http://127.0.0.1:{port}/v1", arithmetic.stream(3, "train")
         self.refused, self.over = 0, threading.Event()
+        self.rated = {}  # what the run has acknowledged, by session
 
     def call(self, path, key=ADMIN, body=None):
         """JSON of a POST's answer, or its status where that is an error."""
@@ -75,7 +82,9 @@ class Users:
         messages = [{"role": "user", "content": next(self.problems)["question"]}]
         got = self.call("/chat/completions", key, {"model": "m", "messages": messages})
         thumb = len(got["choices"][0]["message"]["content"]) % 2
-        self.call("/rewards", key, {"reward": thumb})
+        told = self.call("/rewards", key, {"reward": thumb})
+        if isinstance(told, dict):
+            self.rated[told["id"]] = thumb
         return got
 
     def play(self):
@@ -155,3 +164,63 @@ def test_sessions_are_trained_on_and_go_on_with_the_run(tmp_path, port, monkeypa
     assert [len(set(part)) for part in parts] == [len(part) for part in parts]
     assert len({*parts[0], *parts[1]}) >= 16
     assert min(np.bincount(slots)) >= 1
+
+
+@pytest.mark.slow
+def test_no_rating_is_lost_whatever_is_killed(tmp_path, port):
+    users, workdir = Users(port), tmp_path / "run"
+    flags = {
+        "total_steps": 12, "rollout.batch_prompts": 4, "rollout.max_staleness": 1,
+        "rollout.max_concurrent_rollouts": 16, "sampling.max_new_tokens": 24, "fleet.slots": 8,
+        "train.row_buckets": "(96,)", "eval.num_questions": 2, "gate.enabled": False,
+        "online.port": port, "observe.writers": "()",
+    }  # fmt: skip
+    command = [
+        *RLX_MAIN, "--config=configs/arithmetic_online.py", f"--workdir={workdir}",
+        *(f"--config.{key}={value}" for key, value in flags.items()),
+    ]  # fmt: skip
+
+    def attempt(steps, end):
+        """Has users ask until the run has done some steps, then ends it."""
+        users.over.clear()
+        crowd = [threading.Thread(target=users.play, daemon=True) for _ in range(12)]
+        with open(tmp_path / "log", "ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, "RLX_ADMIN_KEY": ADMIN},
+            )  # fmt: skip
+        try:
+            for thread in crowd:
+                thread.start()
+            deadline = time.monotonic() + 300
+            while process.poll() is None and time.monotonic() < deadline:
+                done = list(read_jsonl(workdir / "metrics.jsonl"))
+                if done and done[-1]["step"] >= steps:
+                    break
+                time.sleep(0.05)
+            end(process)
+            code = process.wait(120)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            users.over.set()
+        for thread in crowd:
+            thread.join(120)
+        return code
+
+    # The only checkpoint is of step 2, so that the kill takes eight steps with it.
+    assert attempt(10, lambda p: os.killpg(p.pid, signal.SIGKILL)) == -signal.SIGKILL
+    before = dict(users.rated)
+    assert len(before) >= 40
+    attempt(6, lambda p: p.terminate())
+    assert attempt(99, lambda p: None) == 0, (tmp_path / "log").read_text()[-3000:]
+    online = OnlineSessions(workdir / "sessions", OnlineOptions(ADMIN), Sampling())
+    online.close()
+    states = online.states
+    assert {name: states[name].reward for name in users.rated} == users.rated
+    kept = [states[name] for name in before]
+    trained = [state for state in kept if state.taken == "trained" and not state.why]
+    # Those of the last places had none, and a place may have come too late for one.
+    assert len(trained) >= 0.9 * len([state for state in kept if state.slot < 48])
+    for state in states.values():
+        assert state.reward is None or state.taken == "trained" or state.why or state.slot >= 44
