@@ -41,17 +41,8 @@ _SHORTEST = 16  # characters of a key that somebody else made
 _SUM = b', "sum": '  # the end of a line of the journal is its checksum
 _ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
 _PLAIN = (
-    "choice",
-    "raw",
-    "text",
-    "parent",
-    "tool_calls",
-    "seconds",
-    "place",
-    "said",
-    "memory",
-    "retry",
-)
+    "choice", "raw", "text", "parent", "tool_calls", "seconds", "place", "said", "memory", "retry",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

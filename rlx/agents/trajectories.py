@@ -14,7 +14,7 @@ Rewards go back along the conversations (`Interaction.after`), which have an ord
 chat template rewrites what was said and each turn is a row of its own.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -48,33 +48,31 @@ def turn_returns(
     return found if isinstance(value, Mapping) else [discount**h * float(value) for h in heights]
 
 
-def lost(interactions: Sequence[Interaction], value: float | Mapping[str, float] = 0.0) -> set[int]:
-    """Return the completions that no agent saw: the client sent their requests again.
+def seen(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> list[int]:
+    """Return the completions without those that were lost on the way to the agent.
 
-    Each retry stands for the latest answer to its prompt before it that nothing went on from and
-    that has no reward of its own.
+    Where a client sent a request again, it lost the latest answer to that prompt that nothing went
+    on from and that has no reward of its own.
     """
     used = {interactions[k].completion_id for i in interactions for k in (i.after, i.parent)
             if k is not None}  # fmt: skip
     used |= set(value) if isinstance(value, Mapping) else set()
     unused: dict[str, list[str]] = {}  # completion ids, by prompt
-    found: set[str] = set()
+    lost: set[str] = set()
     for i in interactions:
         before = unused.setdefault(i.prompt_text, [])
         if i.retry and not i.choice and before:
-            found.add(before.pop())
+            lost.add(before.pop())
         if not i.choice and i.completion_id not in used:
             before.append(i.completion_id)
-    return {k for k, i in enumerate(interactions) if i.completion_id in found}
+    return [k for k, i in enumerate(interactions) if i.completion_id not in lost]
 
 
-def _chains(interactions: Sequence[Interaction], unseen: Collection[int]) -> list[list[int]]:
+def _chains(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
     """Return lines with each completion in one: of those that go on from one, the first does so."""
     found: list[list[int]] = []
-    for number, interaction in enumerate(interactions):
-        if number in unseen:
-            continue
-        chain = next((c for c in found if c[-1] == interaction.parent), None)
+    for number in chosen:
+        chain = next((c for c in found if c[-1] == interactions[number].parent), None)
         if chain is None:
             found.append([number])
         else:
@@ -82,22 +80,20 @@ def _chains(interactions: Sequence[Interaction], unseen: Collection[int]) -> lis
     return found
 
 
-def _paths(interactions: Sequence[Interaction], unseen: Collection[int]) -> list[list[int]]:
+def _paths(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
     """Return the line from the beginning to each completion that nothing goes on from."""
     paths: list[list[int]] = []
     for number, interaction in enumerate(interactions):
         before = [] if interaction.parent is None else paths[interaction.parent]
         paths.append([*before, number])
-    inner = {interaction.parent for interaction in interactions} | set(unseen)
-    return [path for number, path in enumerate(paths) if number not in inner]
+    parents = {interaction.parent for interaction in interactions}
+    return [paths[number] for number in chosen if number not in parents]
 
 
-_LINES: Mapping[str, Callable[[Sequence[Interaction], Collection[int]], list[list[int]]]] = {
+_LINES = {
     "tree": _chains,
     "concat": _paths,
-    "individual": lambda interactions, unseen: [
-        [k] for k in range(len(interactions)) if k not in unseen
-    ],
+    "individual": lambda interactions, chosen: [[k] for k in chosen],
 }
 EXPORTS = tuple(_LINES)
 
@@ -126,11 +122,11 @@ def of_run(
     Returns:
       In the order of the completions; `info["run_reward"]` is `outcome(…)` in each.
     """
-    unseen = lost(interactions, value)
+    chosen = seen(interactions, value)
     info = {
         "run_reward": outcome(interactions, value),
-        "interactions": float(len(interactions) - len(unseen)),
-        "lost_answers": float(len(unseen)),
+        "interactions": float(len(chosen)),
+        "lost_answers": float(len(interactions) - len(chosen)),
         "tool_calls": float(sum(i.tool_calls for i in interactions)),
         "latency/run": seconds,
         "latency/call": sum(i.seconds for i in interactions) / len(interactions),
@@ -140,7 +136,7 @@ def of_run(
     for interaction in interactions:
         depths.append(0 if interaction.after is None else depths[interaction.after] + 1)
     found: list[Trajectory] = []
-    for line in (lines := _LINES[export](interactions, unseen)):
+    for line in (lines := _LINES[export](interactions, chosen)):
         own = tuple(returns[k] for k in (line[-1:] if export == "concat" else line))
         name = run_id if len(lines) == 1 else f"{run_id}.{len(found)}"
         found.append(_trajectory(

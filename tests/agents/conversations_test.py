@@ -238,7 +238,7 @@ def test_an_answer_that_was_lost_on_the_way_is_not_trained_on(site):
         return talk.session.interactions
 
     made = site.run(run())
-    assert trajectories.lost(made) == {0, 1}
+    assert trajectories.seen(made, 1.0) == [2, 3, 4, 5]
     assert [i.after for i in made] == [None, None, None, 2, None, None]
     for export in trajectories.EXPORTS:
         rows = trajectories.of_run(made, 1.0, "0.0", export=export)
@@ -247,7 +247,7 @@ def test_an_answer_that_was_lost_on_the_way_is_not_trained_on(site):
         )
         assert rows[0].info["lost_answers"] == 2.0
     own = {made[0].completion_id: 1.0}  # who rewards an answer has seen it
-    assert trajectories.lost(made, own) == {1}
+    assert trajectories.seen(made, own) == [0, 2, 3, 4, 5]
 
 
 STEPS = st.lists(
