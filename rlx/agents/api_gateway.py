@@ -35,7 +35,7 @@ from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said,
 from rlx.agents.http_listener import HttpListener
 from rlx.agents.online import OnlineSessions
 from rlx.agents.session_state import Denied
-from rlx.agents.sessions import Interaction, Place, Session, Sessions, answer_key
+from rlx.agents.sessions import Interaction, Session, Sessions, TurnPlace, message_key
 from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
 from rlx.base import UserError, install
@@ -85,7 +85,7 @@ class Prepared:
     tokens: np.ndarray
     forced: str
     parent: int | None
-    place: Place
+    place: TurnPlace
     retry: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -401,9 +401,10 @@ class Gateway:
                 shown = [i for i in completion.tokens if i not in self._hidden]
                 memory = p.forced + own_text(shown, self._decode, controls(self._tokenizer))
             raw = own_text(completion.tokens, self._decode, controls(self._tokenizer))
+            message = {"role": "assistant", "content": content, "tool_calls": calls}
             p.session.keep(Interaction(
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
-                time.monotonic() - p.began, p.place, answer_key(content, calls), memory, p.retry,
+                time.monotonic() - p.began, p.place, message_key(message), memory, p.retry,
             ))  # fmt: skip
             logprobs, begin = self._logprobs(p), len(text) - len(spoken) - len(plain(p.forced))
             if p.chat.logprobs:

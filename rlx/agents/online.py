@@ -25,7 +25,7 @@ import numpy as np
 from rlx.agents import session_state, trajectories
 from rlx.agents.dialects import ApiError
 from rlx.agents.session_state import Denied, SessionEvent, SessionState, require_open
-from rlx.agents.sessions import Interaction, Place, Session
+from rlx.agents.sessions import Interaction, Session, TurnPlace
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
@@ -404,9 +404,9 @@ def _exported(
     state: SessionState, made: Sequence[Interaction], turn_discount: float, form: str
 ) -> bytes:
     """Return what `OnlineSessions.export` does, row by row: `json` holds up other threads."""
-    value, rows = 0.0 if state.reward is None else state.reward, []
-    if made:
-        rows = trajectories.of_run(made, value, state.id, turn_discount=turn_discount, export=form)
+    rows = trajectories.of_run(
+        made, state.reward or 0.0, state.id, turn_discount=turn_discount, export=form
+    ) if made else []  # fmt: skip
     completions = (
         {"id": i.completion_id, "choice": i.choice, "parent": i.parent, "after": i.after,
          "prompt": control_tokens.plain(i.prompt_text), "completion": i.text} for i in made
@@ -422,23 +422,20 @@ def _made(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
     text, tokens = _before(i.parent, before)
     prompt = {"text": i.prompt_text[len(text) :], "tokens": i.prompt_tokens[len(tokens) :]}
     drawn = {name: getattr(i.completion, name) for name in (*_ARRAYS, "stop_reason")}
-    plain = {name: getattr(i, name) for name in _PLAIN}
-    return {
-        "completion": i.completion_id, "plain": plain, "prompt": prompt, "drawn": drawn,
-        "number": len(before),
-    }  # fmt: skip
+    plain = {"number": len(before), **{name: getattr(i, name) for name in _PLAIN}}
+    return {"completion": i.completion_id, "plain": plain, "prompt": prompt, "drawn": drawn}
 
 
 def _interaction(data: Mapping[str, Any], before: Sequence[Interaction]) -> Interaction:
     """Return the interaction that `_made` wrote."""
     plain, prompt, drawn = data["plain"], data["prompt"], data["drawn"]
-    if (number := data.get("number", len(before))) != len(before):
+    if (number := plain.pop("number", len(before))) != len(before):
         raise ValueError(f"answer {len(before)} of its session is missing before answer {number}")
     text, tokens = _before(plain["parent"], before)
     arrays = {name: np.array(drawn[name], kind) for name, kind in _ARRAYS.items()}
     if "place" not in plain:  # a journal of before: its conversations go by their text
         plain["memory"] = ""
-    plain["place"] = Place(*plain.get("place", ()))
+    plain["place"] = TurnPlace(*plain.get("place", ()))
     return Interaction(
         data["completion"], prompt_text=text + prompt["text"],
         prompt_tokens=np.concatenate([tokens, np.array(prompt["tokens"], np.int32)]),

@@ -25,7 +25,6 @@ import numpy as np
 from rlx.agents import trajectories
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.session_state import Denied, SessionState
-from rlx.agents.sessions import Interaction
 from rlx.agents.workflow import AgentOptions, gateway_class
 from rlx.base import Group, Trajectory, Unavailable, UserError
 from rlx.fleet import tls
@@ -131,13 +130,15 @@ class OnlineWorkflow:
             state, made = online.states[name], online.live[name].interactions
             assert state.reward is not None
             found += trajectories.of_run(
-                _of_now(made, self.place.version()), state.reward,
-                f"{task.group_id}.{number}", agent=self.name,
+                made, state.reward, f"{task.group_id}.{number}", agent=self.name,
                 turn_discount=self._agents.turn_discount, export=self._agents.export,
                 seconds=state.touched - state.opened,
             )  # fmt: skip
             online.take(name, "trained")
-        return Group(task.group_id, tuple(found), task.row)
+        # Later versions are of steps before a kill, which are done again from the same sessions.
+        now = self.place.version()
+        trained = (replace(t, versions=np.minimum(t.versions, now)) for t in found)
+        return Group(task.group_id, tuple(trained), task.row)
 
     async def aclose(self) -> None:
         """End the gateway; the sessions stay in the journal."""
@@ -257,15 +258,3 @@ def _oldest(online: OnlineSessions, name: str) -> int:
     """Return the oldest version of a session's tokens; 0 without any."""
     found = [i.completion.versions for i in online.live[name].interactions]
     return min((int(v.min()) for v in found if len(v)), default=0)
-
-
-def _of_now(made: Sequence[Interaction], version: int) -> list[Interaction]:
-    """Return completions with versions as they are counted now, none beyond `version`.
-
-    Those beyond are of the same steps before a kill, which are done again from the same sessions.
-    """
-    return [
-        replace(i, completion=replace(i.completion, versions=np.minimum(
-            i.completion.versions, version
-        ))) for i in made
-    ]  # fmt: skip

@@ -27,12 +27,12 @@ _SEARCHED = 256  # interactions of an endless session that a prompt may go on fr
 _MOST_TOKENS = 4_000_000  # prompts' and drawn, that an endless session keeps, then begins anew
 
 
-class Place(NamedTuple):
+class TurnPlace(NamedTuple):
     """The place of a request in the conversations of its session.
 
     Attributes:
       after: the interaction (its number) that it goes on from; None: it begins a conversation.
-      since: a digest of the messages that came since. last: the last of them, see `_key`.
+      since: a digest of the messages that came since. last: the last of them, see `message_key`.
     """
 
     after: int | None = None
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     last: str = ""
 
 
-_NOWHERE = Place()
+_NOWHERE = TurnPlace()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +56,7 @@ class Interaction:
       parent: the interaction of the session (its number) whose tokens the prompt begins with.
       tool_calls: how many it has. seconds: from the request to the answer.
       place: in its conversation, which has an order also where `parent` is None.
-      said: the answer as a message, see `_key`; "": unknown.
+      said: the answer see `message_key`; "": unknown.
       memory: the model's own words, where the agent got others; "": it got these.
       retry: whether the client asked again because it got no answer.
     """
@@ -71,7 +71,7 @@ class Interaction:
     parent: int | None = None
     tool_calls: int = 0
     seconds: float = 0.0
-    place: Place = _NOWHERE
+    place: TurnPlace = _NOWHERE
     said: str = ""
     memory: str = ""
     retry: bool = False
@@ -160,9 +160,7 @@ class Session:
         number, place = len(self.interactions), interaction.place
         if interaction.said:
             self._places.setdefault((place.after, place.since), []).append(number)
-            # Calls have ids, which no other answer has.
-            before = "" if _calls(interaction.said) else place.last
-            self._answers[before, interaction.said] = number
+            self._answers[_known_by(place.last, interaction.said)] = number
         self._tokens += len(interaction.completion.tokens)
         self.interactions.append(interaction)
 
@@ -182,14 +180,12 @@ class Session:
         """Whether it has been asked and has said more than an endless session keeps."""
         return self.endless and self._tokens > _MOST_TOKENS
 
-    def recognise(self, messages: Sequence[Any]) -> tuple[list[Any], Place]:
+    def recognise(self, messages: Sequence[Any]) -> tuple[list[Any], TurnPlace]:
         """Return the messages, the model's own in its own words, and the place of the request."""
         after, since, last, out = None, hashlib.blake2b(digest_size=16), "", list(messages)
         for at, message in enumerate(messages):
-            own = _key(message)
-            found = None
-            if message["role"] == "assistant":
-                found = self._answer(after, since.hexdigest(), last, own)
+            own, said = message_key(message), message["role"] == "assistant"
+            found = self._answer(after, since.hexdigest(), last, own) if said else None
             if found is None:
                 since.update(own.encode())
                 last = own
@@ -198,14 +194,14 @@ class Session:
             if earlier.memory and earlier.said == own:
                 out[at] = {"role": "assistant", "content": Own(earlier.memory)}
         after = self._within(last) if after is None else after
-        return out, Place(after, since.hexdigest(), last)
+        return out, TurnPlace(after, since.hexdigest(), last)
 
     def _answer(self, after: int | None, since: str, last: str, own: str) -> int | None:
         """Return the interaction whose answer a message is, changed or not; None: no such one."""
         several = self._places.get((after, since), [])[-_SEARCHED:]
         said = {number: self.interactions[number].said for number in several}
         same = [number for number in several if said[number] == own]
-        elsewhere = self._answers.get(("" if _calls(own) else last, own))
+        elsewhere = self._answers.get(_known_by(last, own))
         if same or elsewhere is not None or not several:
             return same[-1] if same else elsewhere
         # Agents send other words than they got: of several the most alike, or else the latest.
@@ -276,12 +272,7 @@ class Sessions:
 _END = '", []]'  # of the key of a message without calls
 
 
-def answer_key(content: str | None, calls: Sequence[Any]) -> str:
-    """Return the key of an answer, as `Session.recognise` knows it again."""
-    return _key({"role": "assistant", "content": content, "tool_calls": calls})
-
-
-def _key(message: Mapping[str, Any]) -> str:
+def message_key(message: Mapping[str, Any]) -> str:
     """Return role, words and calls of a message, in one form however they are written."""
     calls = []
     for call in message.get("tool_calls") or ():
@@ -292,5 +283,5 @@ def _key(message: Mapping[str, Any]) -> str:
     return json.dumps([message["role"], words, calls], sort_keys=True)
 
 
-def _calls(key: str) -> bool:
-    return not key.endswith(_END)
+def _known_by(last: str, said: str) -> tuple[str, str]:
+    return last if said.endswith(_END) else "", said  # calls have ids, which no other answer has

@@ -41,11 +41,8 @@ def jsonable(value: Any) -> Any:
         return os.fspath(value)
     if hasattr(value, "tolist"):
         plain = value.tolist()
-        kind = getattr(getattr(value, "dtype", None), "kind", "")
-        if kind in ("b", "i", "u") and isinstance(plain, list):
-            return plain
-        flat = kind == "f" and value.ndim == 1 and all(map(math.isfinite, plain))
-        return plain if flat else jsonable(plain)
+        whole = getattr(getattr(value, "dtype", None), "kind", "") in ("b", "i", "u")
+        return plain if whole else jsonable(plain)
     raise TypeError(f"cannot write {type(value).__name__} as JSON: {value!r}")
 
 

@@ -9,8 +9,11 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
 import aiohttp
+import anthropic
 import numpy as np
+import openai
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -248,6 +251,48 @@ def test_an_answer_that_was_lost_on_the_way_is_not_trained_on(site):
         assert rows[0].info["lost_answers"] == 2.0
     own = {made[0].completion_id: 1.0}  # who rewards an answer has seen it
     assert trajectories.seen(made, own) == [0, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("vendor", ["openai", "anthropic"])
+def test_a_vendor_s_client_asks_again_and_the_lost_answer_is_known(site, vendor):
+    asked = [{"role": "user", "content": "go"}]
+
+    async def run():
+        talk, passed, site.answers = site.opened("keeps"), [], ["north"]
+
+        async def relay(request):
+            """Passes everything on, and loses the first answer."""
+            url, body = talk.url.removesuffix("/v1") + request.path, await request.read()
+            headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
+            async with site.http.post(url, data=body, headers=headers) as answer:
+                passed.append(await answer.read())
+            if len(passed) == 1:
+                request.transport.close()
+            return web.Response(body=passed[-1], content_type="application/json")
+
+        app = web.Application()
+        app.router.add_post("/{path:.*}", relay)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        front = web.TCPSite(runner, "127.0.0.1", 0)
+        await front.start()
+        url = f"http://127.0.0.1:{front._server.sockets[0].getsockname()[1]}"
+        try:
+            if vendor == "openai":
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as client:
+                    got = await client.chat.completions.create(model="m", messages=asked)
+            else:
+                async with anthropic.AsyncAnthropic(base_url=url, api_key="any") as client:
+                    got = await client.messages.create(model="m", messages=asked, max_tokens=9)
+        finally:
+            await runner.cleanup()
+        return talk.session.interactions, got.id
+
+    made, name = site.run(run())
+    assert len(made) == 2
+    (row,) = trajectories.of_run(made, {name: 1.0}, "0.0")
+    assert (row.reward, row.num_trained) == (1.0, len(made[1].completion.tokens))
+    assert trajectories.seen(made, 1.0) == [1]
 
 
 STEPS = st.lists(

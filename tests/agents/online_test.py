@@ -344,8 +344,8 @@ def test_an_export_of_many_rows_leaves_the_loop_free(agents, tmp_path):
         state, _ = online.open()
         session = online.live[state.id]
         session.on_keep = None
-        for number in range(40):  # as turns whose thoughts a template drops
-            tokens, some = np.full(40_000, number, np.int32), np.zeros(50, np.int32)
+        for number in range(20):  # as turns whose thoughts a template drops
+            tokens, some = np.full(20_000, number, np.int32), np.zeros(50, np.int32)
             drawn = Completion(some, some.astype(np.float32), some, "stop")
             session.keep(Interaction(f"c{number}", 0, tokens, "x", drawn, "y", "y"))
         online.end(state.id, "application")
@@ -358,7 +358,7 @@ def test_an_export_of_many_rows_leaves_the_loop_free(agents, tmp_path):
         return await exporting, looks
 
     body, looks = asyncio.run(main())
-    assert len(json.loads(body)["trajectories"]) == 40
+    assert len(json.loads(body)["trajectories"]) == 20
     assert max(np.diff(looks)) < (looks[-1] - looks[0]) / 2
 
 
