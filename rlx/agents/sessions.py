@@ -56,7 +56,7 @@ class Interaction:
       parent: the interaction of the session (its number) whose tokens the prompt begins with.
       tool_calls: how many it has. seconds: from the request to the answer.
       place: in its conversation, which has an order also where `parent` is None.
-      said: the answer see `message_key`; "": unknown.
+      said: the key of the answer, see `message_key`; "": unknown.
       memory: the model's own words, where the agent got others; "": it got these.
       retry: whether the client asked again because it got no answer.
     """
