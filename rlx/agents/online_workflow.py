@@ -105,7 +105,6 @@ class OnlineWorkflow:
         self._admitted: deque[float] = deque(
             maxlen=_RECENT
         )  # when slots began, of the loop's clock
-        self._begun: set[int] = set()  # group ids; sessions of before a restart go on in the first
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the next sessions, or a held-out row's."""
@@ -115,11 +114,10 @@ class OnlineWorkflow:
         full = asyncio.get_running_loop().create_future()
         self._admitted.append(asyncio.get_running_loop().time())
         slot = self._slots[task.group_id] = _Slot(task.group_id, task.version, full)
-        if task.group_id not in self._begun:
-            self._begun.add(task.group_id)
-            before = [s for s in online.states.values() if s.slot == task.group_id and not s.why]
-            slot.sessions = [s.id for s in before if s.taken in ("", "trained")][: self._n]
-            slot.task = before[0].task if slot.sessions else ""
+        # Of before a restart, or of an attempt that failed after they had been taken.
+        before = [s for s in online.states.values() if s.slot == task.group_id and not s.why]
+        slot.sessions = [s.id for s in before if s.taken in ("", "trained")][: self._n]
+        slot.task = before[0].task if slot.sessions else ""
         try:
             self._settle(0.0)
             names = await full

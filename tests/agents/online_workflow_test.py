@@ -77,7 +77,8 @@ def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_p
                     while not lines:
                         await asyncio.sleep(0.01)
                     url = lines[0].removeprefix("sessions at ")
-                    yield Site(url, http), groups, workflow._gateway.online
+                    again = lambda k: workflow.run(fleet, tasks[k])  # noqa: E731
+                    yield Site(url, http), groups, workflow._gateway.online, again
             finally:
                 for group in groups:
                     group.cancel()
@@ -93,15 +94,22 @@ def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_p
         return name, key
 
     async def main():
-        async with run(7, 4, 4) as (s, groups, online):  # later than the checkpoint, of version 2
+        async with run(7, 4, 4) as (
+            s,
+            groups,
+            online,
+            again,
+        ):  # later than the checkpoint, of version 2
             names = [(await rated(s, k))[0] for k in range(2)]
             last, key = await rated(s, 2, end=False)
             before = await asyncio.gather(*groups[:2])
-        async with run(2, 4, 4) as (s, groups, online):  # the places 4, 5 and 6 once more
-            again = await asyncio.gather(*groups)
+            once_more = await again(1)  # where an attempt failed after it had its sessions
+            assert [t.reward for t in once_more.trajectories] == [1.0]
+        async with run(2, 4, 4) as (s, groups, online, _):  # the places 4, 5 and 6 once more
+            repeated = await asyncio.gather(*groups)
             status = (await s.ask(key))[0]
             states = [online.states[name] for name in (*names, last)]
-        async with run(9, 7, 4, longest=5) as (s, groups, online):  # and where they do not fit
+        async with run(9, 7, 4, longest=5) as (s, groups, online, _):  # and where they do not fit
             async with asyncio.timeout(60):
                 while not all(online.states[name].why for name in (*names, last)):
                     await asyncio.sleep(0.01)
@@ -109,7 +117,7 @@ def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_p
             found = [await s.call("GET", f"/sessions/{n}/trajectories") for n in (*names, last)]
             listed = [state.taken for state in online.states.values()]
             online.compact()
-            return before, again, status, states, found, listed, dict(online.states)
+            return before, repeated, status, states, found, listed, dict(online.states)
 
     before, again, status, states, found, listed, left = agents.run(main(), 120)
     rewards = [[t.reward for t in group.trajectories] for group in again]
