@@ -280,7 +280,7 @@ class OnlineSessions:
         state, made = self.state(name), self.live[name].interactions
         if not state.ended:
             raise Denied("open", f"session {name} has not ended; end it, or give wait=SECONDS")
-        return await asyncio.to_thread(_exported, state, made, turn_discount, form)
+        return await in_thread(_exported, state, made, turn_discount, form)
 
     # The journal.
 

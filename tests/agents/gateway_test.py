@@ -359,7 +359,7 @@ def test_a_call_with_markers_and_half_a_character_in_it_goes_round(agents, strea
             return g.session.interactions
 
     kept = agents.run(main())
-    assert [i.parent for i in kept] == [None, 0, None, 0, None, 0]
+    assert [i.parent for i in kept] == [None, 0, None, 2, None, 4]
 
 
 def test_an_agent_that_edits_its_own_tool_call_is_taken_at_its_word(agents):

@@ -254,9 +254,12 @@ def test_a_token_without_an_embedding_is_named():
     assert ids.max() == end
     with pytest.raises(UserError, match=r"completion of row 1 has token \d+ \('<.think>'\), the m"):
         demonstrated(known, end, THOUGHT)
+    known.check({"question": "</think>"}, "row 2")  # spelled in ordinary tokens
+    tokenizer.chat_template = "</think>" + CHATML
+    asked = Prompts(tokenizer, vocab_size=end + 1)
     with pytest.raises(UserError, match=r"prompt of row 2 has token \d+ \('</think>'\)"):
-        known.check({"question": "</think>"}, "row 2")
-    Prompts(tokenizer, vocab_size=len(tokenizer)).check({"question": "</think>"}, "row 2")
+        asked.check({"question": "x"}, "row 2")
+    Prompts(tokenizer, vocab_size=len(tokenizer)).check({"question": "x"}, "row 2")
 
 
 TRL = importlib.util.find_spec("trl") if importlib.util.find_spec("torch") else None
