@@ -1,4 +1,4 @@
-"""Each key of a config in words: the comments in `rlx.config.default`, choices and ranges."""
+"""Describe each key of a config: the comments in `rlx.config.default`, choices and ranges."""
 
 import ast
 import inspect

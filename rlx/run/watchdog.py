@@ -39,7 +39,7 @@ class Sign(NamedTuple):
 
 
 class Quiet(NamedTuple):
-    """Since when a mark is the same, the longest quiet before, and the last that was said."""
+    """When a mark last changed, the longest quiet before, and the last report."""
 
     mark: Hashable
     since: float
