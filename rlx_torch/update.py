@@ -174,7 +174,7 @@ class TorchUpdate(BatchUpdate):
         return self._writer.submit(self._together, dcp.save, tree, path)
 
     def restore(self, path: Path) -> TorchState:
-        """Return the state of a checkpoint; UserError where it is of another model."""
+        """Return the state of a checkpoint; UserError where it belongs to another model."""
         state = self.init()
         tree = state.tree()
         reader = Reader(path)

@@ -15,7 +15,7 @@ _COMBINED = ("anyOf", "oneOf", "allOf")
 
 
 def typed(text: str, schema: Any, root: Any) -> Any:
-    """Return an argument: a text where the schema allows one, else JSON if it is of its types.
+    """Return an argument as text where the schema allows text, else as JSON of an allowed type.
 
     A text that may also be an array, an object or null is that where it is written so.
 

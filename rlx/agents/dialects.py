@@ -53,7 +53,7 @@ class ApiError(Exception):
 
 
 class TooLong(ApiError):
-    """A prompt that does not fit the context, in words by which clients know it.
+    """A prompt longer than the context; clients recognise the error by its message.
 
     Args:
       words: OpenAI's, or those of another API, with {tokens} and {context}.

@@ -133,7 +133,7 @@ class OnlineWorkflow:
                 seconds=state.touched - state.opened,
             )  # fmt: skip
             online.take(name, "trained")
-        # Later versions are of steps before a kill, which are done again from the same sessions.
+        # A kill lost the steps that made later versions; they are repeated with the same sessions.
         now = self.place.version()
         trained = (replace(t, versions=np.minimum(t.versions, now)) for t in found)
         return Group(task.group_id, tuple(trained), task.row)

@@ -1,4 +1,4 @@
-"""The key of a config that somebody meant: by other packages' names for it, or the nearest.
+"""Suggest a config key for an unknown name, by other packages' names or the nearest of ours.
 
 docs/coming_from.md, which comes with rlx, is the table of those names.
 """

@@ -42,7 +42,7 @@ def options() -> dict[str, str | int | float]:
 
 
 def check(new: bool = False) -> None:
-    """Remove entries that have changed since they were seen first; `new`: only note new ones."""
+    """Remove cache entries whose checksum has changed; `new`: only record those of new ones."""
     # JAX runs what it finds: of zstd's format, which has no checksum, a flipped bit is machine code
     # that ends every start by SIGSEGV. Of zlib's it is an error, and the program is compiled again.
     path = Path(directory() or os.devnull)

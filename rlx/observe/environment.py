@@ -61,7 +61,7 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep(place: Path, files: Iterable[Path]) -> None:
-    """Copy a user's own files to `place`, and what differs from the last commit there and in rlx.
+    """Copy a user's own files to `place`, with the uncommitted changes there and in rlx.
 
     What cannot be copied is left out: a run does not end for it.
     """

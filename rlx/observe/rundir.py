@@ -84,7 +84,7 @@ def load(workdir: str | os.PathLike) -> Run:
             f"{path} has no metrics.jsonl, eval.jsonl or config.json; give the WORKDIR of a run"
         )
     steps = _by_step(read_jsonl(metrics))
-    # A run of an older rlx has numbered no start; these files are of its first.
+    # Runs of older releases have no numbered starts; these files describe the first one.
     first = {name: read_json(path / f"{name}.json") for name in ("config", "environment")}
     starts: dict[Any, dict[str, Any]] = {None: first}
     for start in read_jsonl(path / "starts.jsonl"):

@@ -239,7 +239,7 @@ class JaxUpdate(BatchUpdate):
     # The state as a whole.
 
     def restore(self, path: Path) -> TrainState:
-        """Return the state of a checkpoint; UserError where it is of another model."""
+        """Return the state of a checkpoint; UserError where it belongs to another model."""
         return state_files.read(path, self.abstract_state)
 
     def save(self, path: Path, state: TrainState) -> Future[None]:

@@ -42,7 +42,7 @@ TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"
 
 
 class Site:
-    """Gateways with each template in front of one engine that answers what it is told to."""
+    """Start a gateway for each template, in front of one engine with scripted answers."""
 
     def __init__(self, agents, loop):
         self.agents, self.loop, self.stack = agents, loop, AsyncExitStack()
@@ -368,7 +368,7 @@ class Play:
                     seen=retries == step["lost"],
                 ))  # fmt: skip
         taken = step["talk"] % choices
-        # What cannot be told from its words is sent back as it came.
+        # Answers that their words alone do not identify are sent back unchanged.
         echo = step["echo"] if not (unsure or run["clock"] or run["window"]) else "as it came"
         branch.append((asked, self.echo(echo, messages[taken], words[taken]), first + taken))
 

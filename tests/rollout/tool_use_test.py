@@ -148,7 +148,7 @@ class Echo(Slow):
 
 
 def scripted(text):
-    """A model that makes a call, and once it sees what the tool said, ends."""
+    """Make one tool call, then end once the tool's output is in the prompt."""
 
     def model(prompt, index):
         done = "<tool_response>" in prompt or "```output" in prompt

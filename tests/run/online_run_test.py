@@ -208,7 +208,7 @@ def test_no_rating_is_lost_whatever_is_killed(tmp_path, port):
             thread.join(120)
         return code
 
-    # The only checkpoint is of step 2, so that the kill takes eight steps with it.
+    # Step 2 has the only checkpoint, so the kill loses the eight steps after it.
     assert attempt(10, lambda p: os.killpg(p.pid, signal.SIGKILL)) == -signal.SIGKILL
     before = dict(users.rated)
     assert len(before) >= 40

@@ -1,4 +1,4 @@
-"""What hangs is reported in one line, and a signal ends it: by a clock passed in, and for real."""
+"""A hang is reported in one line and ended by a signal: with a simulated clock, and for real."""
 
 import contextlib
 import os
