@@ -5,6 +5,7 @@ load("@rules_python//python:defs.bzl", "py_binary", "py_library", "py_test")
 # From the ground up, as AGENTS.md has them; tests/bazel_test.py compares.
 ROOMS = [
     "base",
+    "system",
     "algorithms",
     "config",
     "cli",
@@ -14,6 +15,7 @@ ROOMS = [
     "fleet",
     "engines",
     "sandbox",
+    "workers",
     "rewards",
     "rollout",
     "agents",

@@ -15,8 +15,8 @@ from rlx.base import UserError
 from rlx.cli import command, flags
 from rlx.debugger import debugger
 from rlx.doctor import failures, table
-from rlx.observe.jsonl import jsonable, write_atomically
 from rlx.run import command_line
+from rlx.system.jsonl import jsonable, write_atomically
 
 FLAGS = {
     "workflow": "the agent: FILE.py:Class or module:Class; default: rollout.workflow of --config",

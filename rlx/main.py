@@ -16,10 +16,10 @@ from rlx.config import check
 from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
-from rlx.launch.workdir_lock import chosen_workdir
 from rlx.run import command_line, scheduler
 from rlx.run.allocate import allocated, notes
 from rlx.run.run_checks import findings
+from rlx.system.workdir_lock import chosen_workdir
 from rlx.train.hosts import Cluster
 
 INTERRUPTED = 130  # exit status

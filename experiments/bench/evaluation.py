@@ -27,11 +27,11 @@ from rlx.evaluation.question_sets import BENCHMARKS
 from rlx.evaluation.sample_files import Asked
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
-from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic
 from rlx.rollout.workflows import encode, render
 from rlx.run.score_models import score_models
 from rlx.run.tokenizer_files import load_tokenizer
+from rlx.system.jsonl import read_jsonl
 
 TARGET = 0.95
 

@@ -25,11 +25,11 @@ import numpy as np
 from experiments.bench.process import median_spread
 from experiments.bench.train_step_workers import MODELS
 from rlx.fleet import publish
-from rlx.launch.host_memory import keep_freed_memory
 from rlx.model import params as parameters
 from rlx.model.buckets import export
 from rlx.model.tensors import BUCKET, Buckets
 from rlx.run.export import hand_over
+from rlx.system.host_memory import keep_freed_memory
 
 SHAPES = {
     "0.5B": MODELS["0.5b"],

@@ -15,8 +15,8 @@ import numpy as np
 
 from rlx.base import Group, Trajectory
 from rlx.config import default
-from rlx.launch.host_memory import keep_freed_memory
 from rlx.model.model_config import ModelConfig
+from rlx.system.host_memory import keep_freed_memory
 
 Step = Callable[[], float]
 

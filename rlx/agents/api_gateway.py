@@ -45,10 +45,10 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
 from rlx.fleet.requests import TRUNCATED, Chunk, Sampling
 from rlx.fleet.sample import Completion
-from rlx.fleet.threads import DaemonThreads, in_thread
 from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
 from rlx.rollout.control_tokens import controls, own_text, plain, shielded
+from rlx.system.threads import DaemonThreads, in_thread
 
 MAX_BODY = 16 << 20  # bytes of a request
 _SMALL = 8 << 10  # bytes of a body that is read and tokenised on the event loop

@@ -29,9 +29,9 @@ from rlx.agents.sessions import Interaction, Session, TurnPlace
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.fleet.threads import in_thread
-from rlx.observe import jsonl
 from rlx.rollout import control_tokens
+from rlx.system import jsonl
+from rlx.system.threads import in_thread
 
 SWEEP_SECONDS = 1.0  # between two looks at idle sessions, and two syncs of the journal
 ADMIN_VARIABLE = "RLX_ADMIN_KEY"

@@ -26,7 +26,7 @@ from rlx.agents.http_clients import HttpClients, spare
 from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
 from rlx.base import UserError
 from rlx.cli.user_code import line, words
-from rlx.rewards.worker_process import inherited_socket, search_first
+from rlx.workers.worker_process import inherited_socket, search_first
 
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
 

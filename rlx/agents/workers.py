@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlx.base import UserError
-from rlx.fleet.threads import in_thread
-from rlx.rewards.worker_process import (
+from rlx.system.threads import in_thread
+from rlx.workers.worker_process import (
     NO_LIMITS,
     StartWorker,
     WorkerHandle,

@@ -25,9 +25,9 @@ from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install, place
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls, server_tls
-from rlx.rewards.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 from rlx.rollout.episode import together
 from rlx.rollout.workflows import Generator, Task, conversation
+from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 
 if TYPE_CHECKING:
     from rlx.agents.api_gateway import Gateway

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import NoReturn, TextIO
 
 from rlx.base import UserError
-from rlx.cli.signals import WHOLE, end_soon
 from rlx.cli.text import plain
+from rlx.system.signals import WHOLE, end_soon
 
 INTERRUPTED = 130  # exit status
 

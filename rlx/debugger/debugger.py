@@ -19,8 +19,8 @@ from rlx.debugger.debug_findings import Evidence, findings
 from rlx.debugger.model_call import ModelCall, shorten
 from rlx.doctor.findings import Finding, problems
 from rlx.observe.progress_bar import ProgressBar
-from rlx.rewards.worker_process import ending_children
 from rlx.rollout import arithmetic, data
+from rlx.workers.worker_process import ending_children
 
 if TYPE_CHECKING:
     from rlx.debugger.recorder import Recorder

@@ -19,7 +19,7 @@ from aiohttp import web
 from rlx.agents import http_clients, http_errors
 from rlx.agents.http_listener import HttpListener
 from rlx.debugger.model_call import ModelCall
-from rlx.rollout.loop_thread import LoopThread
+from rlx.system.loop_thread import LoopThread
 
 _HOST = "127.0.0.1"
 _PER_CONNECTION = {  # headers that are not for the other side, or are set anew

@@ -9,8 +9,8 @@ from rlx.doctor import machine, memory
 from rlx.doctor.findings import Finding
 from rlx.doctor.memory import RunSizes, listed
 from rlx.engines.vllm.vllm_start import on_cpu
-from rlx.launch import available_memory
-from rlx.launch.available_memory import MemoryLimit
+from rlx.system import available_memory
+from rlx.system.available_memory import MemoryLimit
 
 _TIGHT = 0.9  # of the memory there is
 _PROGRAM = {"trainer": 600 << 20, "jax": 400 << 20, "vllm": 1100 << 20}  # bytes beside its arrays

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlx.base import UserError
 from rlx.engines.kv_memory import device_is_full
-from rlx.launch import available_memory
+from rlx.system import available_memory
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PLACES = {  # errors of a path → what helps

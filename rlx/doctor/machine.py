@@ -20,8 +20,8 @@ from typing import Any
 from rlx.base import UserError, install
 from rlx.cli.text import size
 from rlx.doctor.findings import Finding
-from rlx.launch import available_memory
 from rlx.sandbox.sandbox import Outcome, Sandbox
+from rlx.system import available_memory
 
 DEVICE_SECONDS = 120.0
 _NOT_BEFORE = 1_750_000_000  # June 2025, seconds: no machine runs this with an earlier clock

@@ -20,11 +20,11 @@ from rlx.base import DiskFull
 from rlx.cli.text import size
 from rlx.doctor.machine import Devices
 from rlx.engines.jax.cache_plan import make_plan
-from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora_config, remat
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, mesh_axes, num_row_shards, share
 from rlx.model.model_config import ModelConfig, kernel_fits
+from rlx.system.available_memory import MemoryLimit
 from rlx.train.optimizer_options import OPTIMIZERS
 from rlx.train.train_options import TrainOptions
 

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 
 from rlx.base import install
 from rlx.doctor.findings import Finding
-from rlx.rewards.worker_process import SupervisedProcess
+from rlx.workers.worker_process import SupervisedProcess
 
 IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
 

@@ -26,10 +26,10 @@ from rlx.fleet.requests import Sampling
 from rlx.rollout import workflows
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.executor import Executor, group_seed
-from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
+from rlx.system.loop_thread import LoopThread
 
 
 @dataclass(eq=False, slots=True)

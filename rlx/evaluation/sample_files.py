@@ -18,7 +18,7 @@ from rlx.agents import trajectories
 from rlx.agents.named_workflow import RLVR_NAME
 from rlx.base import Group, UserError
 from rlx.evaluation import statistics
-from rlx.observe.jsonl import append_jsonl, read_json, read_jsonl, write_atomically
+from rlx.system.jsonl import append_jsonl, read_json, read_jsonl, write_atomically
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question
 GREEDY = -1  # the sample number of the answer at temperature 0

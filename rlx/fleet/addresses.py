@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.base import UserError
-from rlx.fleet.threads import in_thread
+from rlx.system.threads import in_thread
 
 FILE = "@"  # before the path of a file
 

@@ -25,8 +25,8 @@ from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused, Time
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
-from rlx.fleet.threads import in_thread
 from rlx.fleet.tls import Tls
+from rlx.system.threads import in_thread
 
 __all__ = ["Completion", "Fleet", "PublishReport", "Timeouts"]
 

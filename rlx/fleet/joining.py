@@ -16,7 +16,7 @@ from pathlib import Path
 from rlx.base import UserError
 from rlx.fleet.addresses import split_address
 from rlx.fleet.tls import Tls
-from rlx.observe.jsonl import write_atomically
+from rlx.system.jsonl import write_atomically
 
 _ANYWHERE = ("", "0.0.0.0", "::")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d+")

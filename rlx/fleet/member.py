@@ -27,7 +27,7 @@ from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
 from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores
 from rlx.fleet.silence import TokenWaits
-from rlx.fleet.threads import in_thread
+from rlx.system.threads import in_thread
 
 _Code = grpc.StatusCode
 _BAD_REQUEST = (_Code.INVALID_ARGUMENT, _Code.OUT_OF_RANGE, _Code.UNIMPLEMENTED)

@@ -18,8 +18,8 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.fleet import delta
-from rlx.model.atomic_directory import try_lock
 from rlx.model.tensors import Buckets
+from rlx.system.atomic_directory import try_lock
 
 _BLOCK = 8 << 20  # bytes hashed at a time
 METHODS = ("path", "stream", "delta", "adapter")

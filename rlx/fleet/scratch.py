@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlx.base import UserError
 from rlx.fleet.publish import sweep
-from rlx.model.atomic_directory import try_lock
+from rlx.system.atomic_directory import try_lock
 
 _PREFIX, _LOCK = "rlx-run-", "lock"
 _REMOVE_SECONDS = 5.0

@@ -1,7 +1,7 @@
 """Rollout servers on this machine: started, watched, restarted, stopped.
 
 One thread starts every server and stays until the last has ended, because the kernel ends a
-server when the *thread* that started it ends (see rlx/fleet/parent_death.py): whatever kills the
+server when the *thread* that started it ends (see rlx/system/parent_death.py): whatever kills the
 trainer, SIGKILL included, its servers go with it.
 
     start ─▶ spawn all ─▶ JSON ready lines in WORKDIR/logs/server-i.log ─▶ wait() has addresses
@@ -30,8 +30,8 @@ from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.joining import Joining
 from rlx.fleet.scratch import Scratch
-from rlx.launch import exit_reason
 from rlx.launch.liveness import LivenessProbe
+from rlx.system import exit_reason
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import rlx
 from rlx.base import UserError
-from rlx.launch import host_agent
+from rlx.system import host_agent
 
 PACKAGES = ("jax", "torch", "transformers", "vllm", "grpcio", "numpy", "safetensors")
 CHECKS = ("reach", "python", "packages", "GPUs", "clock", "shared", "ports")

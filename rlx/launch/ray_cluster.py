@@ -24,9 +24,9 @@ from typing import Any
 import rlx
 from rlx.base import UserError
 from rlx.fleet.addresses import split_address
-from rlx.launch import exit_reason
 from rlx.launch.processes import Process
-from rlx.rewards.kept_command import KeptCommand
+from rlx.system import exit_reason
+from rlx.workers.kept_command import KeptCommand
 
 ADDRESS = "RAY_ADDRESS"
 _OURS = ("JAX_", "XLA_", "RLX_", "HF_", "NCCL_", "WANDB_", "TOKENIZERS_", "PYTHON", "SSL_CERT_")

@@ -19,8 +19,8 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.launch import ray_cluster, run_secrets
-from rlx.rewards.kept_command import KeptWorker
-from rlx.rewards.worker_process import StartWorker, WorkerHandle, WorkerLimits, start_worker
+from rlx.workers.kept_command import KeptWorker
+from rlx.workers.worker_process import StartWorker, WorkerHandle, WorkerLimits, start_worker
 
 _CHUNK = 1 << 20  # bytes of a call
 _ANSWER_SECONDS = 10.0  # for a node to say how a worker ended; then it is lost

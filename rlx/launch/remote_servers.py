@@ -15,14 +15,14 @@ from threading import Event
 from typing import Any
 
 from rlx.base import UserError
-from rlx.cli.signals import interrupts
 from rlx.fleet import wire
 from rlx.fleet.addresses import split_address
 from rlx.fleet.joining import Joining, bracketed
 from rlx.launch import run_secrets
-from rlx.launch.exit_reason import last_words
 from rlx.launch.machines import HOME, Machines, aligned
-from rlx.observe.jsonl import read_json, write_atomically
+from rlx.system.exit_reason import last_words
+from rlx.system.jsonl import read_json, write_atomically
+from rlx.system.signals import interrupts
 
 Processes = dict[str, list[dict[str, Any]]]  # host → name, log and argv, env; then pid, begun
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.model import params as parameters
-from rlx.model.atomic_directory import atomic_directory
 from rlx.model.directory import load_config
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Row
 from rlx.model.tensors import WEIGHTS, Buckets, LazyTensors, open_tensors, save_tensors
+from rlx.system.atomic_directory import atomic_directory
 
 # Copied next to exported weights from the directory that the run started from.
 COMPANIONS = (

@@ -18,12 +18,12 @@ from rlx.base import UserError
 from rlx.config import LORA_TARGETS
 from rlx.model import lora_config
 from rlx.model import params as parameters
-from rlx.model.atomic_directory import atomic_directory
 from rlx.model.directory import read_json
 from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets, open_tensors, save_tensors
+from rlx.system.atomic_directory import atomic_directory
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

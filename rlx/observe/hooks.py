@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
-from rlx.cli.signals import Cut
 from rlx.cli.user_code import where
+from rlx.system.signals import Cut
 
 METHODS = {  # name → arguments
     "on_begin": ("config", "workdir", "step"),  # the step to go on after; 0: a new run. May raise

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlx.observe import environment
 from rlx.observe.hooks import Hooks
-from rlx.observe.jsonl import (
+from rlx.system.jsonl import (
     append_jsonl,
     encode,
     jsonable,

@@ -18,8 +18,8 @@ from typing import Any
 from rlx.cli.text import duration, number, visible
 from rlx.observe import report_learning, report_samples, report_speed, report_timeline
 from rlx.observe.charts import percent
-from rlx.observe.jsonl import has_step, write_atomically
 from rlx.observe.rundir import Run, finite, gaps, load
+from rlx.system.jsonl import has_step, write_atomically
 
 _SKIPPED = 20  # rows named
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.base import UserError
-from rlx.observe.jsonl import has_step, read_json, read_jsonl
 from rlx.observe.timeline import read
+from rlx.system.jsonl import has_step, read_json, read_jsonl
 
 _VERSION = re.compile(r"(?:(.+) )?version (\d+)")  # in the names of older runs' spans
 MAX_SAMPLE_FILES = 400  # of a longer run, the first and the last half of this many

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.observe.jsonl import jsonable, read_json, write_atomically
+from rlx.system.jsonl import jsonable, read_json, write_atomically
 
 PROCESSES = ("trainer", "server", "teacher", "rewards", "publish", "evaluation")  # top to bottom
 

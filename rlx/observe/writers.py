@@ -17,7 +17,7 @@ from typing import Any
 
 from rlx.base import UserError, install
 from rlx.cli import user_code
-from rlx.observe.jsonl import write_atomically
+from rlx.system.jsonl import write_atomically
 
 BOARD_ID = "board_id"  # file of a WORKDIR that names its run on W&B and trackio
 # The board's sections; a name that is not here goes under `other`.

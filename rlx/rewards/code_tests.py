@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from rlx.rewards.worker_process import worker_sandbox
 from rlx.sandbox.sandbox import ProgramLimits
+from rlx.workers.worker_process import worker_sandbox
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _LIMITS = ProgramLimits(wall_seconds=3.0, cpu_seconds=3.0)

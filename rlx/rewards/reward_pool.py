@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
-from rlx.rewards.worker_process import (
+from rlx.workers.worker_process import (
     NO_LIMITS,
     StartWorker,
     WorkerHandle,

@@ -23,7 +23,7 @@ from rlx.base import UserError, place
 from rlx.cli import user_code
 from rlx.rewards import rewards, symbolic
 from rlx.rewards.reward_pool import EACH, GROUP, TOGETHER, RewardCall, problem
-from rlx.rewards.worker_process import inherited_socket, search_first
+from rlx.workers.worker_process import inherited_socket, search_first
 
 _RESERVED = ("prompt", "completion", "prompt_ids", "completion_ids")  # of a call; no row's keys
 _MOST = 8000  # characters of a traceback

@@ -35,10 +35,10 @@ from rlx.rollout import attempts, staleness, workflows
 from rlx.rollout import buffer as buffers
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.data import Cursor
-from rlx.rollout.loop_thread import LoopThread
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
+from rlx.system.loop_thread import LoopThread
 
 _ADMIT_AT_ONCE = 64  # tasks started before the loop serves the network again
 _POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from rlx.base import UserError
 from rlx.cli import user_code
-from rlx.rollout.loop_thread import run_alone
 from rlx.rollout.workflows import close
 from rlx.sandbox.sandbox import SandboxOptions
+from rlx.system.loop_thread import run_alone
 
 KEY = "rollout.workflow_kwargs.tools"  # of the config, that names tools
 _TRIAL_SECONDS = 60.0

@@ -32,11 +32,11 @@ from rlx.model import directory, hf_files
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
-from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import encode, render
 from rlx.run import dataset_rows, model_checks, room_options, tokenizer_files
 from rlx.run.inputs import Inputs, prepare
 from rlx.run.room_options import sizes_of
+from rlx.system.jsonl import read_jsonl
 from rlx.train import packing
 
 SAMPLED_ROWS = 256  # whose prompts are counted in tokens

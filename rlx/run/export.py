@@ -19,11 +19,11 @@ from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
 from rlx.model import directory as directories
 from rlx.model import hf_files, peft
-from rlx.model.atomic_directory import atomic_directory
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 from rlx.run import checkpoint_tensors
 from rlx.run.inputs import INITIAL
+from rlx.system.atomic_directory import atomic_directory
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
 from rlx.train.train_options import lora_of

@@ -36,12 +36,9 @@ from rlx.config import check
 from rlx.doctor import failures, memory
 from rlx.fleet.client import Fleet
 from rlx.fleet.no_fleet import NoFleet
-from rlx.launch.host_memory import keep_freed_memory
-from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.mismatch.gate import sentence
 from rlx.observe import environment, writers
 from rlx.observe.hooks import Hooks
-from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import allocated, dealt
@@ -50,6 +47,9 @@ from rlx.run.parts import Parts, build
 from rlx.run.room_options import has_servers, is_online, sizes_of
 from rlx.run.saves import Saves
 from rlx.run.watchdog import watched
+from rlx.system.host_memory import keep_freed_memory
+from rlx.system.jsonl import read_jsonl
+from rlx.system.workdir_lock import make_directory, occupied
 from rlx.train import conductor
 from rlx.train.contract import State
 

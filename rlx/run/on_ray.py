@@ -16,17 +16,17 @@ from ml_collections import ConfigDict
 
 from rlx.base import UserError
 from rlx.cli.command import say
-from rlx.cli.signals import interrupts
 from rlx.fleet import wire
 from rlx.launch.processes import Process, addresses, table
 from rlx.launch.ray_cluster import RayCluster, Running, joined
 from rlx.launch.run_secrets import TOKEN, make_secrets
-from rlx.launch.workdir_lock import SILENT_SECONDS
-from rlx.observe.jsonl import write_atomically
 from rlx.run.inputs import INITIAL
 from rlx.run.on_hosts import ADDRESSES, processes_of
 from rlx.run.resume import last_step
 from rlx.run.scheduler import retries
+from rlx.system.jsonl import write_atomically
+from rlx.system.signals import interrupts
+from rlx.system.workdir_lock import SILENT_SECONDS
 
 _LOOK_SECONDS = 0.3
 _LAST_SECONDS = 60.0  # for Ray to say what became of each process, once one of the trainer's ended

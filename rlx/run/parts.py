@@ -22,7 +22,6 @@ from ml_collections import ConfigDict
 from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
 from rlx.base import UserError
 from rlx.cli import flags
-from rlx.cli.signals import interrupts
 from rlx.cli.text import size
 from rlx.cli.user_code import own_files
 from rlx.doctor import memory
@@ -33,16 +32,14 @@ from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.no_fleet import NoFleet
 from rlx.fleet.requests import TRUNCATED
 from rlx.fleet.tls import client_tls
-from rlx.launch import available_memory, teacher
+from rlx.launch import teacher
 from rlx.launch.local import CpuPlan, cpu_plan
 from rlx.launch.servers import servers_of
 from rlx.launch.teacher import ScorerOptions
-from rlx.launch.workdir_lock import Killed
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
 from rlx.observe import environment
 from rlx.observe.hooks import Hooks
-from rlx.observe.jsonl import append_jsonl, read_jsonl
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.rundir import gaps
@@ -50,7 +47,6 @@ from rlx.observe.timeline import Timeline
 from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
-from rlx.rollout.loop_thread import CLOSE_SECONDS
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import resume, trainers
@@ -67,6 +63,11 @@ from rlx.run.room_options import (
     sizes_of,
     training_sampling,
 )
+from rlx.system import available_memory
+from rlx.system.jsonl import append_jsonl, read_jsonl
+from rlx.system.loop_thread import CLOSE_SECONDS
+from rlx.system.signals import interrupts
+from rlx.system.workdir_lock import Killed
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Hosts

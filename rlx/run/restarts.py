@@ -10,10 +10,10 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from rlx.cli.command import say
-from rlx.cli.signals import interrupts
-from rlx.launch import exit_reason
 from rlx.run.resume import last_step
 from rlx.run.trainers import PARENT
+from rlx.system import exit_reason
+from rlx.system.signals import interrupts
 
 DONE, INTERRUPTED = 0, 130  # exit statuses of rlx.main
 

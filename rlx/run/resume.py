@@ -17,13 +17,13 @@ from ml_collections import ConfigDict
 
 from rlx.base import UserError
 from rlx.cli.flags import leaves
-from rlx.model import atomic_directory
 from rlx.observe.environment import SAME
-from rlx.observe.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
 from rlx.observe.metrics import RECORDS, STARTS, forget
 from rlx.observe.writers import BOARD_ID
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
+from rlx.system import atomic_directory
+from rlx.system.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
 from rlx.train import checkpoint
 from rlx.train.optimizer_options import OptimizerOptions, rate_at
 

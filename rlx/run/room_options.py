@@ -20,13 +20,13 @@ from rlx.fleet.joining import Joining
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
 from rlx.launch import ray_workers
-from rlx.launch.workdir_lock import make_directory
 from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardPool
-from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout.attempts import Patience
+from rlx.system.workdir_lock import make_directory
 from rlx.train.train_options import TrainOptions
+from rlx.workers.worker_process import WorkerLimits
 
 
 def is_online(config: ConfigDict) -> bool:

@@ -31,9 +31,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
 from rlx.launch.local import LocalServers, servers_plan
 from rlx.launch.servers import RunningServers, servers_of
-from rlx.launch.workdir_lock import make_directory, occupied
 from rlx.model.directory import load_config
-from rlx.observe.jsonl import set_aside, write_atomically
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
@@ -50,6 +48,8 @@ from rlx.run.room_options import (
 )
 from rlx.run.tokenizer_files import load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
+from rlx.system.jsonl import set_aside, write_atomically
+from rlx.system.workdir_lock import make_directory, occupied
 
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
 

@@ -25,18 +25,18 @@ from ml_collections import ConfigDict
 import rlx
 from rlx.base import UserError
 from rlx.cli.command import say
-from rlx.cli.signals import interrupts
 from rlx.launch import slurm
-from rlx.launch.exit_reason import last_words
 from rlx.launch.processes import addresses, table
 from rlx.launch.slurm import ENDINGS, Job
-from rlx.launch.workdir_lock import make_directory
-from rlx.observe.jsonl import read_json, write_atomically
 from rlx.run import resume
 from rlx.run.inputs import INITIAL
 from rlx.run.on_hosts import processes_of
 from rlx.run.room_options import as_json
 from rlx.run.scheduler import retries
+from rlx.system.exit_reason import last_words
+from rlx.system.jsonl import read_json, write_atomically
+from rlx.system.signals import interrupts
+from rlx.system.workdir_lock import make_directory
 
 INTERRUPTED = 130  # exit status
 _POLL_SECONDS = 1.0

@@ -24,13 +24,13 @@ import rlx
 from rlx.base import UserError
 from rlx.cli.command import say
 from rlx.cli.flags import leaves
-from rlx.cli.signals import interrupts
 from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
-from rlx.fleet.parent_death import end_with_parent
-from rlx.launch import exit_reason
 from rlx.run.inputs import INITIAL, Inputs
 from rlx.run.room_options import as_json
+from rlx.system import exit_reason
+from rlx.system.parent_death import end_with_parent
+from rlx.system.signals import interrupts
 from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join, tell_end

@@ -26,8 +26,8 @@ from typing import Any, Literal, Self
 
 from rlx.base import UserError, unknown
 from rlx.cli import user_code
-from rlx.fleet.threads import in_thread
 from rlx.sandbox.layers import LEVELS, readable
+from rlx.system.threads import in_thread
 
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "lost"]
 _ROOM = Path(__file__).parent

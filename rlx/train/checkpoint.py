@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.base import DiskFull, Group, UserError
-from rlx.model.atomic_directory import exchange, flush, is_full
+from rlx.system.atomic_directory import exchange, flush, is_full
 from rlx.train.archive import read_groups, write_groups
 
 _NAME = re.compile(r"step_(\d{8,})")

@@ -23,8 +23,8 @@ from typing import Any
 import jax
 
 from rlx.base import DiskFull, UserError
-from rlx.model.atomic_directory import flush, is_full
 from rlx.model.tensors import BUCKET
+from rlx.system.atomic_directory import flush, is_full
 from rlx.train.batch_update import require_same
 
 POLL_SECONDS = 0.05  # how often host 0 looks whether the others have written

@@ -11,8 +11,8 @@ from rlx.agents.workflow import AgentOptions, AgentWorkflow, with_messages
 from rlx.base import UserError
 from rlx.evaluation import sample_files
 from rlx.fleet.requests import Sampling
-from rlx.observe.jsonl import read_jsonl
 from rlx.rollout.workflows import RLVR, Prompts
+from rlx.system.jsonl import read_jsonl
 from tests.fixtures.commands import without_torch
 
 VOTE = "experiments/2026-11-agents/vote.py:Vote"

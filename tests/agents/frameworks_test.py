@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.observe.jsonl import read_jsonl
+from rlx.system.jsonl import read_jsonl
 
 pytestmark = pytest.mark.witnesses
 ROOT = Path(__file__).parents[2]

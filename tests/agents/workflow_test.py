@@ -14,11 +14,11 @@ from rlx.agents.workflow import AgentOptions, AgentWorkflow
 from rlx.base import UserError
 from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling
-from rlx.rewards.worker_process import WorkerLimits
 from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import Task
+from rlx.workers.worker_process import WorkerLimits
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]
 

@@ -20,7 +20,7 @@ from rlx.debugger.concurrent_runs import AgentRun, ConcurrentRuns
 from rlx.debugger.recorder import Recorder
 from rlx.launch.local import LocalServers
 from rlx.model.directory import resolve
-from rlx.observe.jsonl import jsonable
+from rlx.system.jsonl import jsonable
 
 pytest.importorskip("openai")
 pytest.importorskip("aiohttp")

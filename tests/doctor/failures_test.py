@@ -15,7 +15,7 @@ from rlx.base import UserError
 from rlx.config import default
 from rlx.doctor import failures
 from rlx.engines import kv_memory
-from rlx.launch import exit_reason
+from rlx.system import exit_reason
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
 

@@ -16,10 +16,10 @@ from rlx.config import default
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
 from rlx.engines.jax import kv_cache
-from rlx.launch.available_memory import MemoryLimit
 from rlx.model import lora, params
 from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.run.room_options import sizes_of
+from rlx.system.available_memory import MemoryLimit
 from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
 

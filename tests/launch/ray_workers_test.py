@@ -6,7 +6,7 @@ from rlx.agents.workflow import AgentOptions
 from rlx.base import UserError
 from rlx.config import default
 from rlx.launch import ray_workers
-from rlx.rewards.worker_process import start_worker
+from rlx.workers.worker_process import start_worker
 
 
 def test_without_resources_workers_are_on_this_machine():

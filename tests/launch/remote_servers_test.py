@@ -19,8 +19,9 @@ import pytest
 from rlx import cluster
 from rlx.base import UserError
 from rlx.doctor import __main__ as doctor
-from rlx.launch import host_agent, remote_servers
+from rlx.launch import remote_servers
 from rlx.launch.machines import PACKAGES, Machines, judge, table
+from rlx.system import host_agent
 from tests.fixtures.commands import ended
 
 SSHD, HOSTS = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin"), ("a", "b", "c")

@@ -13,8 +13,8 @@ import pytest
 
 from rlx.base import UserError
 from rlx.observe import environment
-from rlx.observe.jsonl import append_jsonl, jsonable, read_jsonl, set_aside, write_atomically
 from rlx.observe.metrics import MetricsWriter, forget
+from rlx.system.jsonl import append_jsonl, jsonable, read_jsonl, set_aside, write_atomically
 
 
 def lines(path):
@@ -149,7 +149,7 @@ import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 from rlx.observe import environment
-from rlx.observe.jsonl import append_jsonl
+from rlx.system.jsonl import append_jsonl
 from rlx.base import UserError
 for step in range(1, 100):
     try:

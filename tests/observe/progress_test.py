@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def record(make_run, tmp_path):
     """The records of a made-up run: `record(step)`."""
-    from rlx.observe.jsonl import read_jsonl
+    from rlx.system.jsonl import read_jsonl
 
     records = list(read_jsonl(make_run(tmp_path / "run", steps=20) / "metrics.jsonl"))
     return lambda step: records[step - 1] | {"queued": 5}

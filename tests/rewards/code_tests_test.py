@@ -5,8 +5,8 @@ from contextlib import closing
 import pytest
 
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
-from rlx.rewards.worker_process import WorkerLimits
 from rlx.sandbox.sandbox import SandboxOptions
+from rlx.workers.worker_process import WorkerLimits
 
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 PROGRAMS = {

@@ -11,10 +11,11 @@ import pytest
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
-from rlx.rollout import loop_thread, workflow_checks
+from rlx.rollout import workflow_checks
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.rollout.workflow_checks import TrajectoryError, checked
 from rlx.rollout.workflows import Prompts, Task
+from rlx.system import loop_thread
 
 ROW = {"question": "20 + 52?", "answer": "72"}
 OWN = """

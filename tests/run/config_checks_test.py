@@ -15,12 +15,12 @@ from rlx import main
 from rlx.base import UserError
 from rlx.doctor import capacity, machine, memory, packages
 from rlx.doctor.machine import Devices
-from rlx.launch.available_memory import MemoryLimit
 from rlx.model import hf
 from rlx.rollout.workflows import Prompts
 from rlx.run import config_checks, loop, run_checks
 from rlx.run.room_options import sizes_of
 from rlx.run.tokenizer_files import _template, load_tokenizer
+from rlx.system.available_memory import MemoryLimit
 
 GB = 10**9
 

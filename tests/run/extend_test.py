@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.observe.jsonl import read_jsonl
+from rlx.system.jsonl import read_jsonl
 from tests.fixtures.commands import RLX_MAIN
 
 ROOT = Path(__file__).parents[2]

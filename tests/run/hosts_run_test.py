@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from rlx.observe.jsonl import read_jsonl
+from rlx.system.jsonl import read_jsonl
 from tests.fixtures.commands import RLX_MAIN, ended
 
 pytestmark = pytest.mark.slow

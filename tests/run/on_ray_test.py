@@ -45,7 +45,7 @@ from rlx.base import UserError
 from rlx.config import default
 from rlx.launch.ray_workers import starter
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
-from rlx.rewards.worker_process import WorkerLimits
+from rlx.workers.worker_process import WorkerLimits
 
 config = default()
 config.reward.resources, config.reward.environment = "grader:1", ("RLX_TEST_WORKER",)

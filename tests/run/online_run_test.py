@@ -18,8 +18,8 @@ import rlx
 from configs import arithmetic_online
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.fleet.requests import Sampling
-from rlx.observe.jsonl import read_jsonl
 from rlx.rollout import arithmetic
+from rlx.system.jsonl import read_jsonl
 from tests.fixtures.commands import RLX_MAIN
 
 ADMIN = "admin-key-of-the-tests"

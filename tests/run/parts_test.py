@@ -6,10 +6,10 @@ import pytest
 
 from rlx.base import DiskFull, UserError
 from rlx.config import default
-from rlx.launch.workdir_lock import Killed
 from rlx.model.directory import load_config, resolve
 from rlx.run import parts
 from rlx.run.room_options import sizes_of
+from rlx.system.workdir_lock import Killed
 
 
 def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tmp_path):

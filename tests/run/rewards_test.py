@@ -11,9 +11,9 @@ from rlx.base import UserError
 from rlx.config import default
 from rlx.model import hf
 from rlx.model import params as parameters
-from rlx.rewards import worker_process
 from rlx.rollout.workflows import Prompts
 from rlx.run import inputs, tokenizer_files
+from rlx.workers import worker_process
 from tests.fixtures.commands import RLX_MAIN
 
 ROW = {"question": "q7", "answer": "x"}

@@ -16,13 +16,13 @@ from rlx.base import UserError
 from rlx.evaluation import question_sets, sample_files
 from rlx.evaluation.sample_files import GREEDY, Asked, SampleRange
 from rlx.launch.local import LocalServers
-from rlx.launch.workdir_lock import fresh_workdir, occupied
 from rlx.model import directory, hf
-from rlx.observe.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.run.export import named_models
 from rlx.run.room_options import server_options
 from rlx.run.score_models import score_models
+from rlx.system.jsonl import append_jsonl, read_jsonl, set_aside
+from rlx.system.workdir_lock import fresh_workdir, occupied
 from tests.fixtures.commands import RLX_MAIN, without_torch
 
 ASK = [

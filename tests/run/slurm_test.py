@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.observe.jsonl import read_json, read_jsonl
 from rlx.run import slurm_run
+from rlx.system.jsonl import read_json, read_jsonl
 
 pytestmark = pytest.mark.slurm
 

@@ -114,7 +114,8 @@ def rows():
     time.sleep(1e6)  # rows
 '''
 GO = """
-from rlx.cli import command, signals
+from rlx.cli import command
+from rlx.system import signals
 from rlx.doctor import failures
 from rlx.run import watchdog
 watchdog.SECONDS.update(dict.fromkeys(watchdog.SECONDS, 2.0), step=100.0)

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.sampler import Sampler
 
-from rlx.fleet.parent_death import end_with_parent
+from rlx.system.parent_death import end_with_parent
 
 Tensors = dict[str, torch.Tensor]
 _EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}

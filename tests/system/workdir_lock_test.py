@@ -9,13 +9,13 @@ import time
 import pytest
 
 from rlx.base import UserError
-from rlx.launch import workdir_lock
-from rlx.launch.workdir_lock import SILENT_SECONDS, occupied
+from rlx.system import workdir_lock
+from rlx.system.workdir_lock import SILENT_SECONDS, occupied
 
 HOLD = """
 import sys
 from pathlib import Path
-from rlx.launch.workdir_lock import occupied
+from rlx.system.workdir_lock import occupied
 with occupied(Path(sys.argv[1]), beat=0.05) as before:
     print(before, flush=True)
     input()
@@ -26,7 +26,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from rlx.base import UserError
-from rlx.launch.workdir_lock import occupied
+from rlx.system.workdir_lock import occupied
 print("ready", flush=True)
 for turn in range(200):
     while not (Path(sys.argv[1]) / f"go{turn}").exists():

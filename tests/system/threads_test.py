@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 
 import rlx
-from rlx.fleet.threads import DaemonThreads, in_thread
+from rlx.system.threads import DaemonThreads, in_thread
 
 SECONDS = 20.0
 

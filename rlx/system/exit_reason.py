@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlx.launch import available_memory
+from rlx.system import available_memory
 
 _VMSTAT = Path("/proc/vmstat")
 _LESS = "lower fleet.slots, fleet.max_model_len or fleet.num_servers"

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from rlx.model import atomic_directory as module
-from rlx.model.atomic_directory import atomic_directory, sweep
+from rlx.system import atomic_directory as module
+from rlx.system.atomic_directory import atomic_directory, sweep
 
 REPLACE = """
 import sys
 from pathlib import Path
-from rlx.model.atomic_directory import atomic_directory
+from rlx.system.atomic_directory import atomic_directory
 for turn in range(1_000_000):
     with atomic_directory(Path(sys.argv[1])) as fresh:
         for name in "ab":

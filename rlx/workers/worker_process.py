@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlx.fleet.parent_death import keep_private
-from rlx.rewards import process_supervisor as supervisor
 from rlx.sandbox.sandbox import SandboxOptions
+from rlx.system import process_supervisor as supervisor
+from rlx.system.parent_death import keep_private
 
 _NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR",

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
-from rlx.launch.exit_reason import oom_kills
-from rlx.launch.host_agent import begun as begun_at
-from rlx.model.atomic_directory import try_lock
-from rlx.observe.jsonl import read_json
+from rlx.system.atomic_directory import try_lock
+from rlx.system.exit_reason import oom_kills
+from rlx.system.host_agent import begun as begun_at
+from rlx.system.jsonl import read_json
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0  # the staleness limit, for other hosts

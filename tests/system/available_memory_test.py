@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from rlx.launch import available_memory
+from rlx.system import available_memory
 
 GB = 10**9
 

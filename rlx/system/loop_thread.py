@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from rlx.fleet.threads import DaemonThreads
+from rlx.system.threads import DaemonThreads
 
 CLOSE_SECONDS = 3.0  # that the loop has to end, before its thread is left to the process's end
 _PLACES = 32  # for what users' code blocks in

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlx.rewards import process_supervisor
-from rlx.rewards.worker_process import SupervisedProcess, WorkerLimits, start_worker
+from rlx.system import process_supervisor
+from rlx.workers.worker_process import SupervisedProcess, WorkerLimits, start_worker
 
 
 class KeptCommand:

@@ -13,9 +13,9 @@ import pytest
 
 from rlx.agents.workers import Workers
 from rlx.doctor import packages
-from rlx.rewards import worker_process
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
-from rlx.rewards.worker_process import WorkerLimits
+from rlx.workers import worker_process
+from rlx.workers.worker_process import WorkerLimits
 
 HERE = Path(__file__).parent
 

@@ -1,0 +1,1 @@
+"""Files, locks, processes, memory, signals and threads: standard library only."""

@@ -1,0 +1,1 @@
+"""Worker processes: start them, talk to them, end them with what they started."""
