@@ -146,7 +146,7 @@ def test_a_file_where_a_directory_should_be_and_the_reverse_are_one_line(name, t
     (tmp_path / name).mkdir() if name == "running.json" else (tmp_path / name).touch()
     script = (
         "import sys; from pathlib import Path; from rlx.cli import command\n"
-        "from rlx.doctor import failures; from rlx.launch import workdir_lock\n"
+        "from rlx.doctor import failures; from rlx.system import workdir_lock\n"
         "path = Path(sys.argv[1])\n"
         "def main():\n"
         "    with workdir_lock.occupied(path):\n"

@@ -45,6 +45,6 @@ def test_groups_of_the_first_kind_are_read_too(tmp_path):
 
 def test_a_shells_limit_counts():
     script = "ulimit -v 4000000; exec " + sys.executable + " -c "
-    code = "'from rlx.launch import available_memory; print(available_memory.memory())'"
+    code = "'from rlx.system import available_memory; print(available_memory.memory())'"
     done = subprocess.run(["sh", "-c", script + code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("of 4.1 GB free under `ulimit -v`")
