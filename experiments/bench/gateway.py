@@ -1,13 +1,14 @@
-"""What the gateway costs beside vLLM's own OpenAI server, on one and the same engine.
+"""Compare the gateway with vLLM's own OpenAI server, `vllm serve` with the same options.
 
     python -m experiments.bench.gateway                 # 32 at once, rounds in turns
     python -m experiments.bench.gateway --sessions=1000 # so many sessions held at once, no rival
 
-One `rlx.serve --engine=vllm` has both in front of it: vLLM's own endpoint in its process, and
-`rlx.gateway` by gRPC. Both get the same requests by the same client: `--at-once` chat completions
-under way, each of exactly `--tokens` tokens, greedy, whole or (`--stream`) streamed. Rounds take
-turns; the table has medians over rounds, and the spread. `cpu` is the work of the gateway, the
-server and its EngineCore, ms a call: other work on the machine moves it less than latencies.
+One side is `rlx.gateway` in front of `rlx.serve --engine=vllm`, the other one vLLM's own server.
+The same client sends both the same requests: `--at-once` chat completions under way, each of exactly
+`--tokens` tokens, greedy, complete or (`--stream`) streamed. Rounds take turns, and the side that
+waits uses no CPU. The table has medians over rounds, and the spread. `cpu` is the work of the
+gateway, the server and its EngineCore, ms a call: other work on the machine moves it less than
+latencies.
 """
 
 import argparse
@@ -21,15 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import psutil
 
+from rlx.engines.vllm.vllm_start import kv_bytes, on_cpu
 from rlx.fleet import wire
 from rlx.launch.local import LocalServers
-from rlx.model.directory import resolve
+from rlx.model.directory import load_config, resolve
 
 TALK = [{"role": "user", "content": "What is 3 + 4?"}]
 
@@ -71,29 +74,70 @@ def gateway(model: Path, address: str, token: str, keys: list[str], folder: str)
             process.terminate()
 
 
+@contextlib.contextmanager
+def vllm_serve(model: Path, slots: int, folder: str):
+    """Yield (base_url, process) of `vllm serve`, whose key is `bench`, once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+               f"--model={model}", "--host=127.0.0.1", f"--port={port}", "--api-key=bench",
+               "--max-model-len=128",
+               f"--max-num-seqs={slots}", "--dtype=float32", "--disable-log-stats"]  # fmt: skip
+    environment = dict(os.environ)
+    if on_cpu():  # as vllm_start has them
+        config = load_config(model)
+        memory = kv_bytes(config, slots * 128, "float32")
+        command += ["--enforce-eager", f"--kv-cache-memory-bytes={memory}", "--block-size=32",
+                    "--no-enable-chunked-prefill", "--max-num-batched-tokens=2048"]  # fmt: skip
+        environment |= {"TORCH_COMPILE_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo",
+                        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with (
+        open(Path(folder) / "vllm.log", "wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process,
+    ):
+        try:
+            while True:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{url}/health")
+                    break
+                assert process.poll() is None, Path(folder, "vllm.log").read_text()[-2000:]
+                time.sleep(0.5)
+            yield f"{url}/v1", psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+def with_core(server: psutil.Process) -> list[psutil.Process]:
+    """Return a server and its EngineCore, the largest process that it started."""
+    return [server, max(server.children(recursive=True), key=lambda p: p.memory_info().rss)]
+
+
 def cpu_seconds(processes: list[psutil.Process]) -> np.ndarray:
     """Of each one until now."""
     return np.array([sum(process.cpu_times()[:2]) for process in processes])
 
 
-async def compare(urls: dict[str, tuple[str, str, list[str]]], processes, args) -> None:
-    """Prints the table of both."""
+async def compare(urls: dict[str, tuple[str, str, list[str]]], processes: dict, args) -> None:
+    """Print the table of both."""
     body = {"max_tokens": args.tokens, "min_tokens": args.tokens, "temperature": 0}
     body |= {"stream": True} if args.stream else {}
     rounds = []
     for round_ in range(-1, args.rounds):
         row = {}
         for side in list(urls)[:: 1 if round_ % 2 else -1]:
-            before = cpu_seconds(processes)
+            before = cpu_seconds(processes[side])
             seconds, total = await calls(*urls[side], args.calls, args.at_once, body)
-            cpu = (cpu_seconds(processes) - before) / args.calls
+            cpu = (cpu_seconds(processes[side]) - before) / args.calls
             rate = args.calls * args.tokens / total
             row[side] = (statistics.median(seconds) * 1e3, rate, *(cpu * 1e3))
         rounds += [row] * (round_ >= 0)
     print(f"{'':10}{'p50 ms':>10}{'tokens/s':>10}   cpu ms: gateway, server, EngineCore")
     for side in urls:
-        p50, rate, *cpu = (statistics.median(r[side][k] for r in rounds) for k in range(5))
-        print(f"{side:10}{p50:10.1f}{rate:10.0f}{'':10}{cpu[0]:7.2f}{cpu[1]:8.2f}{cpu[2]:12.2f}")
+        p50, rate, *cpu = map(statistics.median, zip(*(r[side] for r in rounds), strict=True))
+        cells = "".join(f"{ms:10.2f}" for ms in ([0.0] * (3 - len(cpu)) + cpu))
+        print(f"{side:10}{p50:10.1f}{rate:10.0f}{'':6}{cells}")
     over = sorted(r["gateway"][0] - r["vllm"][0] for r in rounds)
     share = sorted(r["gateway"][1] / r["vllm"][1] for r in rounds)
     print(f"overhead p50 {statistics.median(over):.1f} ms ({over[0]:.1f} … {over[-1]:.1f})")
@@ -121,12 +165,9 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--sessions", type=int, default=0)
     args = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     model = resolve(args.model, "--model")
     keys = [f"sk-{k}" for k in range(args.sessions or 1)]
-    options = {"slots": args.slots, "max_model_len": 128, "openai_port": port, "token": "bench"}
+    options = {"slots": args.slots, "max_model_len": 128, "token": "bench"}
     with (
         tempfile.TemporaryDirectory() as folder,
         LocalServers(model, workdir=folder, engine="vllm", **options) as servers,
@@ -135,11 +176,11 @@ def main() -> None:
         with gateway(model, address, "bench", keys, folder) as (url, process):
             if args.sessions:
                 return asyncio.run(hold(url, keys, process, args))
-            own = f"http://127.0.0.1:{port}/v1"
-            urls = {"vllm": (own, str(model), ["bench"]), "gateway": (url, "m", keys)}
             (server,) = (p for p in psutil.Process().children() if "rlx.serve" in p.cmdline())
-            core = max(server.children(), key=lambda p: p.memory_info().rss)
-            asyncio.run(compare(urls, [process, server, core], args))
+            with vllm_serve(model, args.slots, folder) as (own, rival):
+                urls = {"vllm": (own, str(model), ["bench"]), "gateway": (url, "m", keys)}
+                processes = {"vllm": with_core(rival), "gateway": [process, *with_core(server)]}
+                asyncio.run(compare(urls, processes, args))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,6 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--tls-client-ca", default="", help="callers need a certificate signed by it")
     p.add_argument("--metrics-port", type=int, default=0, help="of Prometheus; 0: none")
     p.add_argument("--metrics-host", default="127.0.0.1", help="others need --tls-client-ca")
-    p.add_argument("--openai-port", type=int, default=0, help="of vLLM's own API, on loopback")
     p.add_argument("--weight-root", action="append", help="of published files; loopback: /dev/shm")
     p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="for streamed weights")
     p.add_argument("--join", default="", help="directory of address files, see docs/fleet.md")
@@ -68,11 +67,6 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `engines.server.serve`; UserError for half of a pair of flags."""
-    if args.openai_port and args.engine != "vllm":
-        raise UserError(
-            f"--openai-port={args.openai_port} is vLLM's own endpoint and --engine={args.engine} "
-            "has none; use --engine=vllm or drop the flag"
-        )
     if (args.tensor_parallel > 1 and args.engine != "vllm") or args.tensor_parallel < 1:
         raise UserError(
             f"--tensor-parallel={args.tensor_parallel} and --engine={args.engine}: only vLLM cuts "
@@ -88,7 +82,6 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         "tls": tls.server_tls(args.tls_cert, args.tls_key, args.tls_client_ca),
         "metrics_host": args.metrics_host,
         "metrics_port": args.metrics_port,
-        "openai_port": args.openai_port,
         "weight_roots": args.weight_root or ([_SHARED_MEMORY] if local else []),
         "stage_dir": args.stage_dir,
         "model_dir": args.model,

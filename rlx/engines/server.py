@@ -14,7 +14,6 @@ from rlx.base import UserError
 from rlx.engines import server_metrics
 from rlx.engines.engine import Engine
 from rlx.engines.service import RolloutService
-from rlx.engines.vllm import openai_http
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
@@ -61,7 +60,6 @@ class Server:
       host, port: address; port 0: any free one. token: bearer token that callers must send.
       tls: certificate and key, and the CA of the callers' certificates when they must have one.
       metrics_host, metrics_port: address of the Prometheus listener; port 0: none.
-      openai_port: of vLLM's own endpoint, on loopback; 0: none. The engine must be VllmEngine.
       service: see RolloutService.
     """
 
@@ -75,7 +73,6 @@ class Server:
         tls: transport.Tls | None = None,
         metrics_host: str = "127.0.0.1",
         metrics_port: int = 0,
-        openai_port: int = 0,
         **service: Any,
     ):
         transport.check_host(host, token, tls)
@@ -111,9 +108,6 @@ class Server:
             ) from None
         if metrics_port:
             self._listener = server_metrics.listen(self.meters, metrics_host, metrics_port, tls)
-        self._token = token
-        self._openai_socket = openai_http.bind(openai_port) if openai_port else None
-        self._openai: openai_http.Endpoint | None = None
 
     async def start(self) -> None:
         """Start the engine, then answer calls."""
@@ -122,10 +116,6 @@ class Server:
         self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
         self.meters.watch(self._rollouts.look)
         rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)
-        if self._openai_socket:
-            llm = getattr(self._engine, "llm")  # noqa: B009 - VllmEngine's, not the protocol's
-            self._openai = openai_http.Endpoint(llm, self._openai_socket, self._token)
-            await self._openai.start()
         await self._grpc.start()
 
     def check(self) -> None:
@@ -151,8 +141,6 @@ class Server:
     async def stop(self) -> None:
         """End the running calls and the engine."""
         await self._grpc.stop(None)
-        if self._openai:
-            await self._openai.stop()
         if self._listener:
             await asyncio.to_thread(self._listener.shutdown)
             self._listener.server_close()

@@ -18,8 +18,6 @@ from rlx.base import UserError
 from rlx.debugger import concurrent_runs, debugger, preflight
 from rlx.debugger.concurrent_runs import AgentRun, ConcurrentRuns
 from rlx.debugger.recorder import Recorder
-from rlx.launch.local import LocalServers
-from rlx.model.directory import resolve
 from rlx.system.jsonl import jsonable
 
 pytest.importorskip("openai")
@@ -352,22 +350,3 @@ def test_rows_are_chosen_by_index_or_range(tmp_path):
     for wrong in ("5", "x", "3:2", "-1"):
         with pytest.raises(UserError, match="--rows="):
             debugger.load_rows(str(path), wrong)
-
-
-@pytest.mark.vllm
-def test_against_vllms_own_server(tmp_path):
-    port = free_port()
-    options = {"engine": "vllm", "slots": 8, "max_model_len": 256, "openai_port": port}
-    url = f"http://127.0.0.1:{port}/v1"
-    with LocalServers(resolve("rlx:arithmetic"), workdir=tmp_path, token=KEY, **options) as local:
-        local.wait()
-        words, env = command(
-            url, "Arithmetic", "--config=configs/arithmetic.py", "--batch=8", "--group=2",
-            f"--output={tmp_path / 'report.json'}",
-        )  # fmt: skip
-        done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    many = json.loads((tmp_path / "report.json").read_text())["many"]
-    assert many["runs"]["ok"] == 16
-    assert many["completion_tokens"] > 16
-    assert many["concurrency"]["calls_most"] > 8
