@@ -113,6 +113,22 @@ def pytest_cmdline_main(config):
         config.option.maxworkerrestart = "0"  # a crash ends the session; restarted, it may hang
 
 
+SECONDS = {"slow": 600, "slurm": 600, "ray": 600, "vllm": 600, "witnesses": 600, "docs": 600}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Fail a test that takes several times what its mark allows: 10 s without one, minutes with."""
+    report = yield
+    limit = max([SECONDS.get(mark.name, 0) for mark in item.iter_markers()] + [100])
+    if report.when == "call" and report.passed and call.duration > limit:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} took {call.duration:.0f} s, its limit is {limit} s; split it"
+        )
+    return report
+
+
 def pytest_collection_modifyitems(items):
     """Skip tests marked `vllm` where it is missing; put the longest files first.
 
