@@ -16,22 +16,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import config_page  # noqa: E402
 
-NAV: dict[str, list[str]] = {  # pages that are not there yet are left out
+NAV: dict[str, list[str]] = {
     "Start": ["index.md", "running.md", "notebooks.md", "coming_from.md", "from_areal.md"],
-    "Concepts": ["staleness.md", "algorithms.md", "reliability.md", "mismatch.md"],
-    "How to": [
-        "extend.md",
-        "agents.md",
-        "tools.md",
-        "online.md",
-        "debugging.md",
-        "models.md",
-        "gguf.md",
-        "torch.md",
-    ],
-    "Scale": ["scale.md", "cluster.md", "fleet.md", "security.md"],
-    "Reference": ["config.md", "api.md"],
-    "Inside": ["inside.md", "contributing.md", "changelog.md"],
+    "Concepts": ["concepts.md", "staleness.md", "biases.md", "mismatch.md"],
+    "Train": ["extend.md", "models.md", "gguf.md", "torch.md"],
+    "Algorithms": ["algorithms.md", "results.md"],
+    "Agents and tools": ["agents.md", "tools.md", "online.md", "debugging.md"],
+    "Scale and clusters": ["scale.md", "cluster.md", "fleet.md"],
+    "Operate": ["troubleshooting.md", "reliability.md", "security.md"],
+    "Reference": ["config.md", "api.md", "inside.md", "contributing.md", "changelog.md"],
 }
 OF_ROOT = {"AGENTS.md": "inside.md", "CONTRIBUTING.md": "contributing.md",
            "CHANGELOG.md": "changelog.md"}  # fmt: skip
@@ -99,10 +92,10 @@ def on_config(config):
         {part: [{TITLES[p]: p} if p in TITLES else p for p in pages if p in there]}
         for part, pages in NAV.items()
     ]
-    config.nav[list(NAV).index("How to")]["How to"] += other
+    config.nav[list(NAV).index("Train")]["Train"] += other
     results = [{p.parent.name[8:].replace("-", " "): f"experiments/{p.parent.name}/README.md"}
                for p in experiments()]  # fmt: skip
-    config.nav.append({"Experiments": results})
+    config.nav[list(NAV).index("Reference")]["Reference"].append({"Experiments": results})
     return config
 
 
