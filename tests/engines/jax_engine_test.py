@@ -1,4 +1,7 @@
-"""The JAX engine on a tiny model: what it promises to servers, bit for bit where it says so."""
+"""The JAX engine on a tiny model: what it promises bit for bit, and its own faults.
+
+contract_test has what it promises as vLLM does.
+"""
 
 import asyncio
 import shutil
@@ -6,7 +9,6 @@ import threading
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -16,6 +18,7 @@ from rlx.engines.engine import EngineStopped
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
 from rlx.model import decoder, hf
+from tests.fixtures.served import prompt_of
 
 MAX_LEN = 96
 
@@ -82,25 +85,6 @@ def model(tiny_model_dir):
     return hf.load(tiny_model_dir)
 
 
-def prompt_of(seed, length=10):
-    return np.random.default_rng(seed).integers(3, 99, length).astype(np.int32)
-
-
-def teacher(model, prompt, completion, temperature=1.0):
-    """Logprobs of the completion by the trainer's forward pass."""
-    config, params = model
-    tokens = np.concatenate([prompt, completion]).astype(np.int32)[None]
-    tokens = np.pad(tokens, ((0, 0), (0, MAX_LEN - tokens.shape[1])))
-    batch = {
-        "tokens": tokens,
-        "positions": np.arange(MAX_LEN, dtype=np.int32)[None],
-        "segment_ids": np.ones((1, MAX_LEN), np.int32),
-    }
-    run = jax.jit(decoder.logprobs, static_argnums=1, static_argnames="temperature")
-    logprobs, _ = run(params, config, batch, temperature=temperature)
-    return np.asarray(logprobs)[0, len(prompt) : len(prompt) + len(completion)]
-
-
 def long_one(running, prompt):
     """(seed, completion of at least 20 tokens) without a minimum, which would change the draws."""
     for seed in range(100):
@@ -162,25 +146,6 @@ def test_other_shapes_of_the_engine_give_the_same_completions(running, tiny_mode
         other.close()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_logprobs_are_the_tempered_ones_of_the_whole_vocabulary(running, model, temperature):
-    for limits in ({}, {"top_k": 4, "top_p": 0.9}):
-        prompt = prompt_of(2)
-        out = running.ask(prompt, n=2, seed=3, max_new_tokens=20, temperature=temperature, **limits)
-        for sample in out.values():
-            wanted = teacher(model, prompt, sample.tokens, temperature)
-            np.testing.assert_allclose(sample.logprobs, wanted, atol=1e-4)
-
-
-def test_greedy_is_the_argmax_with_untempered_logprobs(running, model):
-    prompt = prompt_of(3)
-    one, two = running.ask(prompt, n=2, temperature=0, max_new_tokens=12).values()
-    assert one.tokens == two.tokens
-    np.testing.assert_allclose(one.logprobs, teacher(model, prompt, one.tokens), atol=1e-4)
-    narrow = running.ask(prompt, top_k=1, seed=0, max_new_tokens=12)[0]
-    assert narrow.tokens == one.tokens
-
-
 def test_draws_follow_the_model(running, model):
     """First tokens of many samples against the model's own probabilities."""
     prompt = prompt_of(4)
@@ -191,28 +156,6 @@ def test_draws_follow_the_model(running, model):
     chances = np.asarray(jax.nn.softmax(decoder.unembed(params, config, x)[0, -1] / 0.7))
     deviation = np.sqrt(600 * chances * (1 - chances))
     assert (np.abs(counts - 600 * chances) < 5 * deviation + 1).all()
-
-
-def test_samples_differ_and_unseeded_requests_too(running):
-    samples = running.ask(prompt_of(1), n=4, seed=5, max_new_tokens=12)
-    assert len({tuple(s.tokens) for s in samples.values()}) == 4
-    one, two = (running.ask(prompt_of(1), max_new_tokens=12)[0].tokens for _ in range(2))
-    assert one != two
-
-
-def test_budgets_and_stop_reasons(running):
-    prompt = prompt_of(6, 90)
-    full = running.ask(prompt, seed=1, max_new_tokens=50, min_new_tokens=50)[0]
-    assert (len(full.tokens), full.stop) == (MAX_LEN - 90, "length")
-    short = running.ask(prompt_of(6), seed=1, max_new_tokens=7, min_new_tokens=7)[0]
-    assert (len(short.tokens), short.stop) == (7, "length")
-    whole = running.ask(prompt_of(6), seed=1, max_new_tokens=40, min_new_tokens=40)[0]
-    assert 2 not in whole.tokens
-    ends = [running.ask(prompt_of(k), seed=k, max_new_tokens=80)[0] for k in range(12)]
-    stopped = [s for s in ends if s.stop == "stop"]
-    assert stopped
-    assert all(s.tokens[-1] == 2 and 2 not in s.tokens[:-1] for s in stopped)
-    assert all(2 not in s.tokens for s in ends if s.stop == "length")
 
 
 def test_stop_tokens_end_a_completion_and_are_kept(running):
@@ -226,21 +169,6 @@ def test_stop_tokens_end_a_completion_and_are_kept(running):
         prompt_of(7), seed=seed, max_new_tokens=30, min_new_tokens=at + 3, stop_token_ids=(stop,)
     )[0]
     assert stop not in later.tokens[: at + 3]
-
-
-def test_stop_strings_end_a_completion_and_are_kept(running, tiny_model_dir):
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tiny_model_dir / "tokenizer.json"))
-    seed, free = long_one(running, prompt_of(8))
-    stop = tokenizer.decode(free.tokens[9:12])
-    assert stop
-    out = running.ask(prompt_of(8), seed=seed, max_new_tokens=30, stop=("no such", stop))[0]
-    text = tokenizer.decode(out.tokens)
-    assert out.tokens == free.tokens[: len(out.tokens)]
-    assert text.index(stop) + len(stop) == len(text)
-    assert out.stop == "stop"
-    assert len(out.logprobs) == len(out.versions) == len(out.tokens)
 
 
 def test_a_group_shares_its_prefill_even_when_slots_run_out(changing):
@@ -293,18 +221,6 @@ def test_higher_priority_starts_first(changing):
     assert order == ["high", "first", "low"]
 
 
-def test_closing_a_stream_frees_its_slots(running):
-    async def abandon():
-        request = Request("r", prompt_of(1), Sampling(max_new_tokens=80, min_new_tokens=80), n=12)
-        stream = running.engine.generate(request)
-        await anext(stream)
-        await stream.aclose()
-
-    running.do(abandon())
-    assert running.ask(prompt_of(2), max_new_tokens=2)
-    assert running.engine.status().running == 0
-
-
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
@@ -325,97 +241,6 @@ def scaled(tiny_model_dir, path, change=lambda tensors: None, factor=0.5):
     change(tensors)
     save_file(tensors, path)
     return str(path)
-
-
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_weights_change_in_flight(changing, model, tiny_model_dir, tmp_path, kv):
-    """Tokens carry the version that made them; a recomputed cache is that of the new weights."""
-    path = scaled(tiny_model_dir, tmp_path / "new.safetensors")
-    prompt, engine = prompt_of(12, 40), changing.engine
-
-    async def scenario():
-        task = asyncio.create_task(
-            changing.collect(prompt, n=4, seed=1, max_new_tokens=40, min_new_tokens=40)
-        )
-        while engine.status().tokens_generated < 32:
-            await asyncio.sleep(0.001)
-        await engine.pause()
-        before = engine.status().tokens_generated
-        await engine.load(path, 5, kv)
-        assert engine.status().tokens_generated == before
-        assert (engine.status().version, engine.status().running) == (5, 4)
-        await engine.resume()
-        return await task
-
-    out = changing.do(scenario())
-    config, _ = model
-    new = config, hf.from_hf(load_file(path), config, jnp.float32)
-    for sample in out.values():
-        versions = np.array(sample.versions)
-        assert (np.diff(versions) >= 0).all()
-        assert set(versions) == {0, 5}
-        old = teacher(model, prompt, sample.tokens)
-        np.testing.assert_allclose(
-            np.array(sample.logprobs)[versions == 0], old[versions == 0], atol=1e-4
-        )
-        error = np.abs(np.array(sample.logprobs) - teacher(new, prompt, sample.tokens))
-        error = error[versions == 5].max()
-        assert error < 1e-4 if kv == "recompute" else error > 1e-3
-
-
-def test_a_sample_that_starts_after_an_update_uses_none_of_the_old_cache(
-    changing, model, tiny_model_dir, tmp_path
-):
-    path = scaled(tiny_model_dir, tmp_path / "new.safetensors")
-    prompt, engine = prompt_of(13), changing.engine
-
-    async def scenario():
-        # Several stop tokens, so that samples start one by one beside siblings.
-        options = {"max_new_tokens": 60, "stop_token_ids": (5, 6, 7, 8, 9)}
-        task = asyncio.create_task(changing.collect(prompt, n=60, seed=1, **options))
-        while engine.status().tokens_generated < 12:
-            await asyncio.sleep(0)
-        await engine.pause()
-        assert engine.status().queued > 20
-        await engine.load(path, 1)
-        await engine.resume()
-        return await task
-
-    out = changing.do(scenario())
-    config, _ = model
-    new = config, hf.from_hf(load_file(path), config, jnp.float32)
-    fresh = [s for s in out.values() if set(s.versions) == {1}]
-    assert fresh
-    for sample in fresh:
-        wanted = teacher(new, prompt, sample.tokens)
-        np.testing.assert_allclose(sample.logprobs, wanted, atol=1e-4)
-
-
-def _poison(tensors):
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
-
-
-def _reshape(tensors):
-    tensors["model.norm.weight"] = np.ones(65, np.float32)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"), "layers.0.self_attn.q_proj.bias"),
-        (lambda t: t.update(surplus=np.ones(3, np.float32)), "surplus"),
-        (_reshape, "model.norm.weight"),
-        (_poison, "model.layers.1.mlp.up_proj.weight"),
-    ],
-)
-def test_bad_weights_change_nothing(running, tiny_model_dir, tmp_path, change, named):
-    path = scaled(tiny_model_dir, tmp_path / "bad.safetensors", change)
-    wanted = bits(running.ask(prompt_of(14), seed=1, max_new_tokens=8))
-    for bad in (path, str(tmp_path / "missing.safetensors")):
-        with pytest.raises(ValueError, match=named if bad == path else "missing"):
-            running.do(running.engine.load(bad, 3))
-    assert running.engine.status().version == 0
-    assert bits(running.ask(prompt_of(14), seed=1, max_new_tokens=8)) == wanted
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -51,8 +51,10 @@ def serving_params(
     def read(name, index=0):
         full = rows[name].names[index]
         tensor = np.asarray(tensors[full])[rows[name].part]
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise ValueError(f"tensor {full!r} is {tensor.dtype}; publish floating point weights")
         if not np.isfinite(tensor).all():
-            raise ValueError(f"tensor {full!r} has non-finite numbers; publish finite weights")
+            raise ValueError(f"tensor {full!r} is not finite; publish finite weights")
         return tensor
 
     def put(*parts, axis=0):
