@@ -24,6 +24,7 @@ ROOMS = [
     "evaluation",
     "doctor",
     "debugger",
+    "areal",
     "run",
 ]
 FILES = ["base", "config"]  # rooms of one file of the package //rlx
@@ -37,7 +38,6 @@ COMMANDS = [
     "debug_workflow",
     "gateway",
     "cluster",
-    "areal",
     "keys",
     "configs",
 ]
@@ -73,7 +73,8 @@ def commands():
     )
     for name, main in [("rlx", "__main__.py")] + [(each, each + ".py") for each in COMMANDS]:
         _program(name, main)
-    _program("doctor_command", "//rlx/doctor:__main__.py")  # `doctor` is its room's directory
+    for each in ["doctor", "areal"]:  # `doctor` and `areal` are directories of rooms
+        _program(each + "_command", "//rlx/" + each + ":__main__.py")
 
 def _program(name, main):
     py_binary(name = name, srcs = [main], main = main, deps = [":commands"], legacy_create_init = 0)

@@ -1,14 +1,14 @@
-"""Writes docs/from_areal.md from the rows of rlx.run.areal_keys: python docs/from_areal.py
+"""Writes docs/from_areal.md from the rows of rlx.areal.areal_keys: python docs/from_areal.py
 
-Prose stands in from_areal.template.md. tests/run/areal_test.py checks the committed page.
+Prose stands in from_areal.template.md. tests/areal/areal_yaml_test.py checks the committed page.
 """
 
 import re
 import tempfile
 from pathlib import Path
 
-from rlx.run import areal_yaml
-from rlx.run.areal_keys import ROWS, TABLE
+from rlx.areal import areal_yaml
+from rlx.areal.areal_keys import ROWS, TABLE
 
 PAGE = Path(__file__).with_suffix(".md")
 EXAMPLE = """\

@@ -21,7 +21,7 @@ def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:
         for n, argument in enumerate(argv):
             found = re.fullmatch(r"(--config=)?([^=]+\.ya?ml)(?::(.*))?", argument)
             if found and (found[1] or argv[n - 1] == "--config"):
-                from rlx.run import areal_yaml
+                from rlx.areal import areal_yaml
 
                 text, lost = areal_yaml.convert(found[2], _overrides(found[3] or ""))
                 made = Path(directory) / f"{Path(found[2]).stem}.py"

@@ -134,9 +134,8 @@ def read(monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def parse(module, given):
-        program = importlib.import_module(
-            f"{module}.__main__" if module == "rlx.doctor" else module
-        )
+        room = module in ("rlx.doctor", "rlx.areal")
+        program = importlib.import_module(f"{module}.__main__" if room else module)
         monkeypatch.setattr(sys, "argv", [module, *given])
         taken = inspect.signature(program.main).parameters.values()
         with pytest.raises(Parsed) as found:

@@ -13,16 +13,17 @@ import pytest
 import rlx
 from docs import from_areal
 from rlx.algorithms.presets import resolve
+from rlx.areal import areal_keys, areal_yaml
 from rlx.base import UserError
 from rlx.cli.flags import leaves
 from rlx.config import check, default
 from rlx.launch.local import LocalServers
 from rlx.model import hf
-from rlx.run import areal_keys, areal_yaml, command_line
+from rlx.run import command_line
 from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
 
-FILES = Path(__file__).parent / "areal"
+FILES = Path(__file__).parent / "recipes"
 RECIPES = sorted(path.stem for path in FILES.glob("*.yaml"))
 NOW = datetime.datetime(2026, 3, 1, 12, 30)
 EMBEDDED = (  # overrides by which a recipe runs here
@@ -372,7 +373,7 @@ def test_a_config_holds_no_secret_and_no_code_of_the_file(tmp_path):
 
 
 def test_the_command_prints_a_config_and_says_what_it_has_not(tmp_path, capsys, monkeypatch):
-    from rlx import areal
+    from rlx.areal import __main__ as areal
 
     monkeypatch.setattr(sys, "argv", ["rlx.areal", str(FILES / "npu.yaml"), "seed=5"])
     areal.main()
@@ -384,7 +385,7 @@ def test_the_command_prints_a_config_and_says_what_it_has_not(tmp_path, capsys, 
         areal.main()
 
 
-def test_a_run_of_a_yaml_file_is_named_after_it(refused, tmp_path):
+def test_a_run_of_a_yaml_file_is_named_after_it(tmp_path):
     """With AReaL's overrides behind a colon, and rlx's as flags."""
     path = tmp_path / "mine.yml"
     shutil.copy(FILES / "eval.yaml", path)
@@ -397,12 +398,13 @@ def test_a_run_of_a_yaml_file_is_named_after_it(refused, tmp_path):
     with pytest.raises(UserError, match=r"No closing quotation.*quote as a shell would"):
         command_line.parse(["rlx.main", f"{given}'"], workdir="")
     assert Path(values["config"].config_filename).stem == "mine"
-    assert "cannot read" in refused("--config", str(tmp_path / "none.yaml"))
+    with pytest.raises(UserError, match="cannot read"):
+        command_line.parse(["rlx.main", "--config", str(tmp_path / "none.yaml")], workdir="")
 
 
 def test_no_command_imports_the_importer_before_it_is_given_a_yaml():
     commands = "import rlx.main, rlx.doctor.__main__, rlx.evaluate, rlx.debug_workflow, sys"
-    code = f"{commands}; assert 'rlx.run.areal_keys' not in sys.modules"
+    code = f"{commands}; assert 'rlx.areal.areal_keys' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -5,9 +5,9 @@ Overrides are AReaL's. What rlx has not is in the config as comments, and on std
 
 import sys
 
+from rlx.areal import areal_yaml
 from rlx.base import UserError
 from rlx.cli import command
-from rlx.run import areal_yaml
 
 
 def main() -> None:

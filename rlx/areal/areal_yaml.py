@@ -19,11 +19,11 @@ import yaml
 
 from rlx.algorithms.algorithm import FIELDS
 from rlx.algorithms.presets import PRESETS, idle
+from rlx.areal.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, ArealLoader
 from rlx.base import UserError
 from rlx.cli import flags
 from rlx.cli.text import plain
 from rlx.config import default
-from rlx.run.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, ArealLoader
 
 _TRAINING = ("algorithm.", "optimizer.", "train.", "checkpoint.")
 _IDLE: tuple[Any, ...] = (None, False, "", [], {}, "disabled")  # values that ask for nothing

@@ -1,0 +1,1 @@
+"""Import AReaL's YAML files as configs of rlx."""
