@@ -17,7 +17,7 @@ from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.run import command_line, scheduler
-from rlx.run.allocate import allocated, notes
+from rlx.run.allocate import allocated
 from rlx.run.run_checks import findings
 from rlx.system.workdir_lock import chosen_workdir
 from rlx.train.hosts import Cluster
@@ -38,8 +38,6 @@ def main() -> int:
     local = config.scheduler.type == "local"
     if values.dry_run and local:
         return status(show(findings(config, workdir, every_extra=False)))
-    for note in notes(config):
-        command.say(note)
     config = allocated(config)
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
     given = values.workdir, config_flags.get_config_filename(values["config"])

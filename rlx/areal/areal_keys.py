@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rlx.areal import areal_allocation
 from rlx.base import UserError
 from rlx.config import LORA_TARGETS, default
-from rlx.launch import allocation
 from rlx.rollout import data
 
 NOTHING = object()  # as a value: no key is set, and nothing is lost
@@ -171,14 +171,14 @@ def _decoupled(asked: bool, f: ArealFile) -> bool:
 def _allocation(text: str, f: ArealFile) -> Any:
     if text in ("manual", "heuristic") or (not text and f["allocation_mode"]):
         return LOST if text else NOTHING
-    given = {role: f[f"{role}.backend"] or "" for role in ("rollout", "actor")}
-    parts = {role: part for role, part in given.items() if ":" in part}
-    if "together" in f.facts and len(parts) == 2:
-        parts = {role: re.sub(r"^\w+", rf"\g<0>[{role}]", part) for role, part in parts.items()}
-    text = text or ("|" if "together" in f.facts else "+").join(parts.values())
-    if text:
-        allocation.settings(allocation.parse(text))  # raises
-    return text or NOTHING
+    parts = [part for role in ("rollout", "actor") if ":" in (part := f[f"{role}.backend"] or "")]
+    text = text or ("|" if "together" in f.facts else "+").join(parts)
+    if not text:
+        return NOTHING
+    text, changes = areal_allocation.translate(text)
+    if changes:
+        f.notes["allocation_mode"] = "; ".join(changes)
+    return text
 
 
 def _targets(given: list[str] | str, f: ArealFile) -> Any:

@@ -114,7 +114,7 @@ def table(plan: Sequence[Process]) -> str:
 def _by_gpu(demand: Demand, hosts: Mapping[str, Sequence[str]]) -> list:
     """Return (role, host, GPUs) of each process where hosts have GPUs."""
     allocation = demand.allocation or _whole_hosts(demand, hosts)
-    if any(part.on for part in allocation.parts):
+    if allocation.shared:
         raise UserError(
             f"allocation_mode={allocation} puts servers and trainer on the same GPUs, which they "
             "cannot share yet; write + for |"

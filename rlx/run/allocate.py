@@ -58,16 +58,10 @@ def allocated(config: ConfigDict, trains: bool = True) -> ConfigDict:
                 "leave one of them out"
             )
         place[name] = value
-    if any(part.on for part in parsed.parts):
+    if parsed.shared:
         config.fleet.gpu_memory = config.fleet.gpu_memory or SHARED_MEMORY
     config.allocation_mode = str(parsed)
     return config
-
-
-def notes(config: ConfigDict) -> tuple[str, ...]:
-    """Return what of a config's allocation was translated."""
-    text = config.allocation_mode
-    return allocation.parse(text).notes if text else ()
 
 
 def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:

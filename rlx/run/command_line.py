@@ -1,6 +1,6 @@
-"""`--config=FILE` of the commands: rlx's own in Python, or AReaL's in YAML.
+"""Parse `--config=FILE` of the commands: rlx's own in Python, or AReaL's in YAML.
 
-What reads YAML is imported for it alone: its table of keys takes a moment.
+`rlx.areal` is imported for a YAML file, or an `allocation_mode` of AReaL's, only.
 """
 
 import re
@@ -10,8 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from rlx.base import UserError
 from rlx.cli import command, flags
+from rlx.launch import allocation
 
 
 def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:
@@ -29,7 +32,22 @@ def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:
                 argv[n] = f"{found[1] or ''}{made}"
                 for line in lost:
                     command.say(f"{found[2]}: {line}", sys.stderr)
-        return flags.parse(argv, **options)
+        config, values = flags.parse(argv, **options)
+    if config is not None and config.get("allocation_mode"):
+        _translate_allocation(config)
+    return config, values
+
+
+def _translate_allocation(config: ConfigDict) -> None:
+    """Replace an `allocation_mode` of AReaL's by rlx's, and print what changed."""
+    try:
+        allocation.parse(config.allocation_mode)
+    except UserError:
+        from rlx.areal import areal_allocation
+
+        config.allocation_mode, changes = areal_allocation.translate(config.allocation_mode)
+        for change in changes:
+            command.say(f"allocation_mode: {change}", sys.stderr)
 
 
 def _overrides(text: str) -> list[str]:

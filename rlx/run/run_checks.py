@@ -20,7 +20,7 @@ from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
-from rlx.run.allocate import allocated, changed_environment, gpus, notes, share
+from rlx.run.allocate import allocated, changed_environment, gpus, share
 from rlx.train.hosts import Cluster
 
 SEAMS = (  # keys of the config that may name a user's own code
@@ -78,17 +78,16 @@ def _dealt(
     config: ConfigDict, devices: machine.Devices | str
 ) -> tuple[ConfigDict, machine.Devices | str, str]:
     """Return what an allocation decides: the config, the trainer's devices, and both in words."""
-    translated = "".join(f"; {note}" for note in notes(config))
     config = allocated(config)
     dealt = share(config, gpus(), config.cluster.processes)
     if dealt is None:
-        return config, devices, f"{config.allocation_mode}{translated}; no GPU here"
+        return config, devices, f"{config.allocation_mode}; no GPU here"
     whose = [(f"server {i}", ids) for i, ids in enumerate(dealt.servers)]
     whose.append(("trainer", dealt.trainer))
     shown = "; ".join(f"{who}: GPU {', '.join(ids)}" for who, ids in whose)
     if not isinstance(devices, str):
         devices = dataclasses.replace(devices, count=len(dealt.trainer))
-    return config, devices, f"{config.allocation_mode}{translated}; {shown}"
+    return config, devices, f"{config.allocation_mode}; {shown}"
 
 
 def plugged_in(config: ConfigDict) -> Iterator[Finding]:
