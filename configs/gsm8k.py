@@ -1,6 +1,6 @@
-"""GRPO on GSM8K with any Qwen2, Qwen3 or Llama model.
+"""GRPO on GSM8K with any Qwen2, Qwen3 or Llama model; after a colon, another algorithm.
 
-Command:   python -m rlx.main --config=configs/gsm8k.py
+Command:   python -m rlx.main --config=configs/gsm8k.py          (or configs/gsm8k.py:dapo)
            offline: --config.model.path=DIR --config.data.train=train.jsonl
                     --config.data.eval=test.jsonl
            without vLLM: --config.fleet.engine=jax
@@ -10,13 +10,144 @@ Hardware:  one 80 GB GPU for the trainer at 1.5B, and one for each server starte
            experiments/2026-11-gsm8k-shape.
 Expect:    greedy accuracy on 256 test questions every 25 steps, in eval.jsonl and the report. rlx
            itself has not been run at this size yet, so there is no figure to hold yours against.
+           Most algorithms of VARIANTS were run at 0.8M parameters: experiments/2026-11-presets.
 """
 
+from rlx.base import unknown
 from rlx.config import default
 
+SINGLE = {  # one answer a question: nothing is compared with the others of its question
+    "sampling.n_samples": 1,
+    "rollout.batch_prompts": 512,
+    "rollout.max_concurrent_rollouts": 1536,
+}
+OLD_DATA = {"rollout.max_staleness": 16, "rollout.max_concurrent_rollouts": 512}
+# preset → summary, which `rlx configs` lists; what to expect, and more hardware; keys it changes.
+VARIANTS = {
+    "grpo": (
+        "GRPO as published, with its KL term to the model it began with",
+        "Published for 7B, already instructed in mathematics: GSM8K from 0.829 to 0.882 "
+        "(DeepSeekMath, 2402.03300). The reference policy is one more copy of the parameters, "
+        "6 GB in float32, and one more forward pass a batch.",
+        {
+            "algorithm.kl_placement": "loss",
+            "algorithm.kl_estimator": "k3",
+            "algorithm.kl_coefficient": 0.04,
+        },
+    ),
+    "dr_grpo": (
+        "Dr.GRPO: divided by neither the group's deviation nor the answer's length",
+        "Gradient norms below GRPO's, for token losses are divided by the whole budget of 1024 "
+        "tokens; Adam takes no notice. Published: wrong answers do not grow longer than right "
+        "ones, as they do under GRPO (2503.20783).",
+        {},
+    ),
+    "dapo": (
+        "DAPO: groups without a signal sampled anew, long answers penalised, clip higher",
+        "`rejected` in metrics.jsonl grows with accuracy, and the wait for a batch with it: where "
+        "the answers to nine prompts of ten are all right, ten groups are generated for one, so "
+        "it wants more servers than GRPO. Published at 32B: AIME 2024 0.50 (2503.14476).",
+        {
+            "sampling.n_samples": 16,
+            "rollout.max_concurrent_rollouts": 256,  # what is rejected wants others in flight
+            "optimizer.warmup_steps": 80,  # 20 batches
+        },
+    ),
+    "rloo": (
+        "RLOO: REINFORCE on whole answers, each against the mean of its peers",
+        "Gradient norms far above GRPO's, for the loss is a sum over an answer's tokens. A KL "
+        "term, published in the reward (kl_placement=reward, kl_estimator=k1) and off here, costs "
+        "a reference policy: one more copy of the parameters.",
+        {
+            "train.minibatches": 1,  # nothing is clipped: one update a batch, as published
+            "optimizer.clip_norm": 0.0,  # at 1.0 it would cut every gradient; Adam does without
+        },
+    ),
+    "ppo": (
+        "PPO with a critic, one sample a prompt",
+        "For 20 batches the policy stands still while the critic learns: `value` goes to the mean "
+        "reward; accuracy moves only then. Its learning rate is ten times the policy's. It is a "
+        "second model with an Adam of its own: 2 × 18.5 GB of parameters and moments in float32 "
+        "and 6 GB of gradients, before activations.",
+        SINGLE | {"critic.learning_rate": 1e-5, "critic.warmup_steps": 20},
+    ),
+    "rae": (
+        "RAE: one answer a question, and a running mean of the rewards as its baseline",
+        "Published for games with two roles (2506.24119), with a mean for each; GSM8K has one.",
+        SINGLE,
+    ),
+    "reinforce_pp": (
+        "REINFORCE++, one sample a prompt: the baseline is the batch's mean",
+        "`kl_reward` is a small part of `final_reward`, `reference_kl` grows slowly. A reference "
+        "policy as with grpo.",
+        SINGLE,
+    ),
+    "reinforce_pp_baseline": (
+        "REINFORCE++-baseline: less the group's mean, over the batch's deviation",
+        "`kl_loss` is a small part of the loss, `reference_kl` grows slowly. A reference policy "
+        "as with grpo.",
+        {},
+    ),
+    "gspo": (
+        "GSPO: one importance ratio for a whole answer, clipped within 4e-4",
+        "Far more tokens clipped than under GRPO, whole answers at a time; published to learn "
+        "better all the same (2507.18071). The clip is made for small updates: `actor_clip_ratio` "
+        "near 0.75 means that the first of the four minibatches alone has learnt.",
+        {},
+    ),
+    "sapo": (
+        "SAPO: a soft gate in place of the clip",
+        "`actor_clip_ratio` is 0: nothing is clipped. The gate is on the ratio of target to "
+        "behaviour policy, so old data closes it, which is why max_staleness is 1.",
+        {"rollout.max_staleness": 1, "rollout.max_concurrent_rollouts": 128},
+    ),
+    "lite_ppo": (
+        "Lite PPO: group mean, batch deviation, mean over tokens, and nothing else",
+        "Published for base models of 4B and 8B, which is why the model is one (2508.08221).",
+        {"model.path": "Qwen/Qwen2.5-1.5B"},
+    ),
+    "m2po": (
+        "M2PO with old data: a clip as wide as the second moment of log-ratios allows",
+        "`actor_clip_ratio` is the share of tokens that were clipped. Published: data 256 updates "
+        "old trains as well as fresh data (2510.01161). With 17 batches in flight or waiting, "
+        "generation may run far ahead of training.",
+        OLD_DATA,
+    ),
+    "m2po_areal": (
+        "AReaL's form of M2PO with old data: a bound on the second moment, no clip",
+        "`n_left_out` counts the tokens dropped. Batches in flight as with m2po.",
+        OLD_DATA,
+    ),
+    "cispo": (
+        "CISPO: REINFORCE weighed by a bounded ratio; no token loses its gradient",
+        "`actor_clip_ratio` is the share of tokens whose weight is bounded, near 0 with a bound "
+        "of 5. The ratio is of target to behaviour policy.",
+        {},
+    ),
+    "gmpo": (
+        "GMPO: the geometric mean of a sequence's ratios, each clipped on its own",
+        "Ratios stay nearer to 1 than GRPO's, so that a wider clip holds (2507.20673).",
+        {},
+    ),
+    "dppo": (
+        "DPPO: REINFORCE inside a trust region of probabilities, not of ratios",
+        "`actor_clip_ratio` is the share of tokens that have left the region. Published: stable "
+        "where the clip is not, with mixtures of experts too (2602.04879).",
+        {},
+    ),
+    "maxrl": (
+        "MaxRL: rewards relative to their group's mean, so that rare successes weigh most",
+        "A group without a success moves nothing; one success among eight has advantage 7. "
+        "Published: pass@k above GRPO's at large k (2602.02710).",
+        {},
+    ),
+}
 
-def get_config():
-    """The run described above."""
+
+def get_config(preset=""):
+    """The run described above, with the algorithm of a row of VARIANTS."""
+    if preset and preset not in VARIANTS:
+        raise unknown("variant", preset, VARIANTS)
     c = default()
     c.total_steps = 500
     c.model.path = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -42,4 +173,6 @@ def get_config():
     c.fleet.slots = 128
     c.eval.every_steps = 25
     c.eval.num_questions = 256
+    if preset:
+        c.update_from_flattened_dict({"algorithm.preset": preset, **VARIANTS[preset][-1]})
     return c

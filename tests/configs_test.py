@@ -15,6 +15,7 @@ from configs.data import calculator_solutions
 from rlx.algorithms.presets import PRESETS
 from rlx.cli import flags
 from rlx.config import check
+from rlx.configs import variants
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
 from rlx.launch.allocation import parse, place
@@ -32,8 +33,10 @@ from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
 
 ROOT = Path(__file__).parent.parent
-CLUSTER = sorted((ROOT / "configs/cluster").glob("*.py"))
-FILES = [*sorted((ROOT / "configs").glob("*.py")), *CLUSTER]
+FILES = sorted((ROOT / "configs").glob("*.py"))
+CLUSTER, GSM8K = ROOT / "configs/cluster.py", ROOT / "configs/gsm8k.py"
+NAMES = [f"{path}:{name}".rstrip(":") for path in FILES for name in variants(path)
+         if name or path != CLUSTER]  # fmt: skip
 RL = [row.name for row in PRESETS.values()
       if row.data == "rollouts" and row.kl_anchor == "reference"]  # fmt: skip
 OTHERS = [name for name in PRESETS if name not in RL]
@@ -64,9 +67,9 @@ def load(path):
     return flags.parse(["rlx.main", f"--config={path}"])[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_config_passes_every_check(path):
-    config = load(path)
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: Path(name).name)
+def test_a_config_passes_every_check(name):
+    config = load(name)
     check(config)
     steps = Steps(SMALL, TrainOptions.of(config))
     assert steps.algorithm.name == config.algorithm.preset
@@ -79,6 +82,7 @@ def test_a_config_says_command_hardware_and_what_to_expect(path):
     first, rest = ast.get_docstring(ast.parse(path.read_text())).split("\n\n", 1)
     assert "\n" not in first
     assert f"--config={path.relative_to(ROOT)}" in rest.splitlines()[0]
+    assert all(variants(path).values())
     assert [line.split(":")[0] for line in rest.splitlines() if line[:1].strip()] == [
         "Command",
         "Hardware",
@@ -107,11 +111,11 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
     assert trajectories * config.sampling.n_samples >= 2 * num_row_shards(axes)
 
 
-@pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
-def test_a_config_of_a_cluster_fills_its_nodes(path, tmp_path):
+@pytest.mark.parametrize("variant", [name for name in variants(CLUSTER) if name])
+def test_a_config_of_a_cluster_fills_its_nodes(variant, tmp_path):
     """Servers and a trainer that fits; each named after its nodes, as 7b_n4; its dry run."""
-    config = allocated(load(path))
-    cluster, (name, nodes) = config.scheduler, path.stem.rsplit("_n", 1)
+    config = allocated(load(f"{CLUSTER}:{variant}"))
+    cluster, (name, nodes) = config.scheduler, variant.rsplit("_n", 1)
     hosts = {f"n{i}": range(cluster.gpus_per_node) for i in range(cluster.nodes)}
     allocation = parse(config.allocation_mode)
     assert (int(nodes), allocation.gpus) == (cluster.nodes, 8 * cluster.nodes)
@@ -126,7 +130,7 @@ def test_a_config_of_a_cluster_fills_its_nodes(path, tmp_path):
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
     assert sum(pieces.values()) < 0.75 * 80e9, memory.listed(pieces)
     config.model.path = "rlx:arithmetic"  # nothing is downloaded
-    assert scheduler.launch(config, tmp_path, [f"--config={path}"], dry_run=True) == 0
+    assert scheduler.launch(config, tmp_path, [f"--config={CLUSTER}:{variant}"], dry_run=True) == 0
     script = (tmp_path / "slurm" / "dry-run" / "job.sh").read_text()
     assert f"#SBATCH --nodes={nodes}\n" in script
     assert f"--tensor-parallel={config.fleet.tensor_parallel}" in script
@@ -134,7 +138,7 @@ def test_a_config_of_a_cluster_fills_its_nodes(path, tmp_path):
 
 @pytest.mark.parametrize("name", RL)
 def test_an_rl_preset_has_a_config_for_gsm8k(name):
-    config = load(ROOT / "configs" / f"gsm8k_{name}.py")
+    config = load(f"{GSM8K}:{name}")
     assert config.algorithm.preset == name
     assert config.data.train.startswith("openai/gsm8k")
 

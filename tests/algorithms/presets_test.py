@@ -284,7 +284,7 @@ def test_one_sample_a_prompt_is_refused_where_it_would_be_compared_with_itself(n
 
 
 def test_a_kl_term_may_be_weighed_by_zero_or_switched_off_whole():
-    """Its divergence is then recorded, at the cost of the reference; or configs/gsm8k_grpo is."""
+    """Its divergence is then recorded, at the cost of the reference; or see gsm8k.py:grpo."""
     watched = resolve(overrides(kl_placement="loss", kl_coefficient=0.0), 8)
     assert (watched.needs_reference, watched.kl_coefficient) == (True, 0.0)
     assert not resolve(overrides(kl_placement="none", kl_coefficient=0.04), 8).needs_anchor

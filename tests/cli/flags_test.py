@@ -26,7 +26,7 @@ def parsed(*arguments):
         ([CONFIG, "--config.zzz=1"], ["'zzz'", "`rlx keys`", "sampling, "]),
         ([CONFIG, "--config.fleet.qqqqqqqq=1"], ["fleet.slots", "fleet.engine"]),
         (["--config=rlx:gsm8"], ["no config rlx:gsm8; did you mean rlx:gsm8k?"]),
-        (["--config=rlx:cluster/math_7b_n5"], ["did you mean rlx:cluster/math_7b_n4?"]),
+        (["--config=rlx:cluster:math_7b_n5"], ["'math_7b_n5'; did you mean 'math_7b_n4'?"]),
         (["--config=rlx:zzzzzzzz"], ["rlx:zzzzzzzz; `rlx configs` lists them"]),
         (["--config=rlx:arithmetic:argument"], ["get_config() takes 0"]),
         (["--config=configs/gsm8.py"], ["no config file configs/gsm8.py", "configs/gsm8k.py"]),
@@ -82,7 +82,7 @@ def parsed(*arguments):
         ([CONFIG, "--config.total_steps="], ["total_steps= is not a whole number"]),
         ([CONFIG, "--config.optimizer.learning_rate=high"], ["=high is not a number"]),
         ([CONFIG, "--config.data.shuffle=maybe"], ["=maybe is not True or False"]),
-        ([CONFIG + ":argument"], ["get_config() takes 0"]),
+        ([CONFIG + ":dap"], ["unknown variant 'dap'; did you mean 'dapo'?"]),
     ],
 )
 def test_a_wrong_command_line_is_one_line_with_the_remedy(arguments, words):
@@ -151,7 +151,7 @@ def test_a_config_that_comes_with_rlx_is_found_from_any_directory(tmp_path, monk
     """Also by a config of one's own, which may import those of rlx and has its own first."""
     monkeypatch.chdir(tmp_path)
     assert parsed("--config=rlx:arithmetic", "--config.seed=3").model.path == "rlx:arithmetic"
-    config, _ = flags.parse(["rlx.main", "--config", "rlx:cluster/math_7b_n4"])
+    config, _ = flags.parse(["rlx.main", "--config", "rlx:cluster:math_7b_n4"])
     assert config.scheduler.nodes == 4
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/mine.py").write_text(

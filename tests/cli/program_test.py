@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
         (["convert", "--zz"], 2, ["error: unrecognized arguments: --zz; python -m"]),
         (["keys", "optimizer"], 0, ["optimizer.learning_rate=1e-06  the peak", "optimizer.b2=0.9"]),
         (["keys", "optimizer.lr"], 2, ["did you mean 'optimizer.learning_rate'?\n"]),
-        (["configs"], 0, ["rlx:arithmetic ", "GRPO on chains", "rlx:cluster/math_7b_n4 "]),
+        (["configs"], 0, ["rlx:arithmetic ", "GRPO on chains", "rlx:cluster:math_7b_n4 "]),
     ],
 )  # fmt: skip
 def test_it_runs_the_command_named_first(arguments, status, words, tmp_path):

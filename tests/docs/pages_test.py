@@ -110,7 +110,7 @@ def test_every_link_leads_to_a_file_and_a_heading_of_it(page):
     for named in re.findall(
         r"`((?:docs|tests|configs|experiments|rlx)/[\w./-]+\.\w+)`", prose(page)
     ):
-        pattern = re.sub(r"_[A-Z]+\b", "_*", named)  # configs/gsm8k_PRESET.py
+        pattern = re.sub(r"_[A-Z]+\b", "_*", named)  # configs/arithmetic_NAME.py
         assert any(ROOT.glob(pattern)), f"{name(page)} names {named}"
 
 
