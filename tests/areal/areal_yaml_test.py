@@ -3,6 +3,7 @@
 import ast
 import datetime
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,50 @@ from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
 
 FILES = Path(__file__).parent / "recipes"
-RECIPES = sorted(path.stem for path in FILES.glob("*.yaml"))
+_NO_STD = "actor.reward_norm.std_level=null"
+_SPEC = "{gpu: 1, env_vars: {TASK_QUEUE_ENABLE: '2', HCCL_CONNECT_TIMEOUT: '7200'}}"
+_CRITIC = (
+    "critic={is_critic: true, path: '${actor.path}', init_from_scratch: false, eps_clip: 0.5, "
+    "disable_dropout: true, dtype: '${actor.dtype}', optimizer: '${actor.optimizer}', "
+    "mb_spec: {max_tokens_per_mb: 10240}, ppo_n_minibatches: '${actor.ppo_n_minibatches}', "
+    "scheduling_strategy: {type: colocation, target: actor}, "
+    "scheduling_spec: '${actor.scheduling_spec}'}"
+)
+RECIPES: dict[str, tuple[str, ...]] = {  # overrides of grpo.yaml, or of a file of that name
+    "grpo": (), "eval": (), "sft": (), "first_release": ("exp_ctrl.benchmark_steps=5",),
+    "drgrpo": (_NO_STD,),
+    "gspo": ("actor.importance_sampling_level=sequence",),
+    "dapo_dynamic_bs": (
+        "dynamic_bs=true", "allocation_mode=sglang:d4+fsdp:d4", "actor.eps_clip=0.2",
+        "actor.eps_clip_higher=0.28", "actor.overlong_reward_penalty=true",
+        "actor.overlong_tokens=512", "actor.overlong_penalty_factor=1.0"),
+    "liteppo": ("actor.reward_norm.std_level=batch", "actor.adv_norm=null"),
+    "m2po": ("actor.eps_clip=0.0", "actor.m2_threshold=0.04"),
+    "ppo": ("actor.reward_norm=null", _CRITIC),
+    "reinforce": ("actor.kl_ctl=0.001", "actor.kl_estimator=k1", "actor.reward_norm=null"),
+    "reinforce_baseline": ("actor.kl_ctl=0.001", "actor.kl_estimator=k2", _NO_STD),
+    "rloo": (_NO_STD, "actor.reward_norm.mean_leave1out=true"),
+    "sapo": (
+        "actor.recompute_logprob=false", "actor.use_decoupled_loss=false",
+        "actor.use_sapo_loss=true", "actor.sapo_tau_pos=1.0", "actor.sapo_tau_neg=1.05"),
+    "lora": (
+        "allocation_mode=vllm:d4p1t1+d4p1t1", "gconfig.lora_name=lora-sums",
+        "rollout.use_lora=true", "actor.use_lora=${rollout.use_lora}", "actor.peft_type=lora",
+        "actor.lora_rank=16", "actor.lora_alpha=16", "actor.target_modules=all-linear"),
+    "megatron": (
+        "allocation_mode=sglang:d4p1t1+megatron:d2p2t1",
+        "actor.megatron={bridge_type: megatron-bridge, fp8_config: {mode: hybrid, recipe: "
+        "blockwise, param: true}, ddp: {fp8_param_gather: true}}"),
+    "npu": (
+        "allocation_mode=vllm:d4p1t1+d4p1t1", "vllm.gpu_memory_utilization=0.8",
+        "vllm.enforce_eager=true", f"actor.scheduling_spec=[{_SPEC}]"),
+    "cpu": (
+        "allocation_mode=", "cluster.n_gpus_per_node=0", "rollout.backend=vllm:d1p1t1",
+        "actor.backend=fsdp:d1p1t1", "actor.rejection_sampling={metric: ratio, upper: 5.0}",
+        "actor.attn_impl=sdpa", "actor.temperature=${gconfig.temperature}",
+        "ref.backend=${actor.backend}", "train_dataset.batch_size=16",
+        "valid_dataset.batch_size=16"),
+}  # fmt: skip
 NOW = datetime.datetime(2026, 3, 1, 12, 30)
 EMBEDDED = (  # overrides by which a recipe runs here
     "model.path=rlx:arithmetic", "model.compute_dtype=float32", "model.publish_dtype=float32",
@@ -37,10 +81,14 @@ EMBEDDED = (  # overrides by which a recipe runs here
 )  # fmt: skip
 
 
-def text_of(name, *overrides):
+def file_of(name):
+    own = FILES / f"{name}.yaml"
+    return own if own.exists() else FILES / "grpo.yaml"
+
+
+def text_of(name):
     """The config of a recipe as text, and what it has not."""
-    more = ("exp_ctrl.benchmark_steps=5",) if name == "first_release" else ()
-    return areal_yaml.convert(str(FILES / f"{name}.yaml"), (*more, *overrides))
+    return areal_yaml.convert(str(file_of(name)), RECIPES[name])
 
 
 def config_of(text):
@@ -58,8 +106,7 @@ def made(tmp_path, text, *overrides):
 
 
 def parsed(name, *overrides):
-    file = f"{FILES / name}.yaml"
-    file += ":exp_ctrl.benchmark_steps=5" if name == "first_release" else ""
+    file = f"{file_of(name)}:{shlex.join(RECIPES[name])}"
     flags = [f"--config.{override}" for override in overrides]
     return command_line.parse(["rlx.main", f"--config={file}", *flags], workdir="")[0]
 
@@ -375,7 +422,9 @@ def test_a_config_holds_no_secret_and_no_code_of_the_file(tmp_path):
 def test_the_command_prints_a_config_and_says_what_it_has_not(tmp_path, capsys, monkeypatch):
     from rlx.areal import __main__ as areal
 
-    monkeypatch.setattr(sys, "argv", ["rlx.areal", str(FILES / "npu.yaml"), "seed=5"])
+    monkeypatch.setattr(
+        sys, "argv", ["rlx.areal", str(FILES / "grpo.yaml"), *RECIPES["npu"], "seed=5"]
+    )
     areal.main()
     out, err = capsys.readouterr()
     assert config_of(out).seed == 5
