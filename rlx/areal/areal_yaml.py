@@ -1,6 +1,6 @@
 """Read a YAML file of AReaL's, of any generation, as a config of rlx's in Python.
 
-`python -m rlx.areal FILE` prints it; `command_line` has it for `--config=FILE.yaml`. By
+`python -m rlx.areal FILE` prints it; a command line takes it as `--config=FILE.yaml`. By
 PyYAML, which transformers needs: OmegaConf pins another antlr4 than math-verify does.
 """
 
@@ -10,7 +10,9 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from rlx.algorithms.algorithm import FIELDS
 from rlx.algorithms.presets import PRESETS, idle
 from rlx.areal.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, ArealLoader
 from rlx.base import UserError
-from rlx.cli import flags
+from rlx.cli import command, flags
 from rlx.cli.text import plain
 from rlx.config import default
 
@@ -261,3 +263,30 @@ def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
             "set them in a .py file with get_config(), or as --config.KEY=VALUE"
         )
     return python(modern(leaves), _line(Path(path).name))
+
+
+def with_python(argv: Sequence[str], directory: Path) -> list[str]:
+    """Return a command line with a Python file in place of --config=FILE.yaml[:OVERRIDES].
+
+    What the file's config leaves out is printed to stderr.
+
+    Args:
+      directory: gets the Python file.
+    """
+    argv = list(argv)
+    for n, argument in enumerate(argv):
+        found = re.fullmatch(r"(--config=)?([^=]+\.ya?ml)(?::(.*))?", argument)
+        if not found or not (found[1] or argv[n - 1] == "--config"):
+            continue
+        try:
+            overrides = shlex.split(found[3] or "")
+        except ValueError as error:
+            hint = "quote as a shell would"
+            raise UserError(f"{found[3]!r} overrides nothing ({error}); {hint}") from None
+        text, lost = convert(found[2], overrides)
+        made = directory / f"{Path(found[2]).stem}.py"
+        made.write_text(text)
+        argv[n] = f"{found[1] or ''}{made}"
+        for line in lost:
+            command.say(f"{found[2]}: {line}", sys.stderr)
+    return argv

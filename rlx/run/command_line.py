@@ -4,7 +4,6 @@
 """
 
 import re
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -19,19 +18,11 @@ from rlx.launch import allocation
 
 def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:
     """Return what `flags.parse` does, also of FILE.yaml, or "FILE.yaml:key=value …", of AReaL's."""
-    argv = list(argv)
     with tempfile.TemporaryDirectory() as directory:
-        for n, argument in enumerate(argv):
-            found = re.fullmatch(r"(--config=)?([^=]+\.ya?ml)(?::(.*))?", argument)
-            if found and (found[1] or argv[n - 1] == "--config"):
-                from rlx.areal import areal_yaml
+        if re.search(r"\.ya?ml\b", " ".join(argv)):
+            from rlx.areal import areal_yaml
 
-                text, lost = areal_yaml.convert(found[2], _overrides(found[3] or ""))
-                made = Path(directory) / f"{Path(found[2]).stem}.py"
-                made.write_text(text)
-                argv[n] = f"{found[1] or ''}{made}"
-                for line in lost:
-                    command.say(f"{found[2]}: {line}", sys.stderr)
+            argv = areal_yaml.with_python(argv, Path(directory))
         config, values = flags.parse(argv, **options)
     if config is not None and config.get("allocation_mode"):
         _translate_allocation(config)
@@ -48,10 +39,3 @@ def _translate_allocation(config: ConfigDict) -> None:
         config.allocation_mode, changes = areal_allocation.translate(config.allocation_mode)
         for change in changes:
             command.say(f"allocation_mode: {change}", sys.stderr)
-
-
-def _overrides(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{text!r} overrides nothing ({error}); quote as a shell would") from None
