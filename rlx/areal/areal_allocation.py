@@ -22,7 +22,7 @@ _SIZES = r"([a-z]\d+)+"
 
 
 def translate(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return an allocation as rlx writes it, and sentences on what changed; rlx's own as it is.
+    """Return an allocation in rlx's form, and sentences on the changes; rlx's own has none.
 
     Raises:
       UserError: neither AReaL nor rlx has such an allocation, or no run can have it.
@@ -37,7 +37,7 @@ def translate(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _part(text: str, notes: list[str]) -> str:
-    """Return a part in rlx's words, or as it is where its backend is none of AReaL's."""
+    """Return a part in rlx's form, or unchanged if its backend is none of AReaL's."""
     if text == "cpu":
         return "eval"
     if role := re.search(r"\bactor_train\s*:\s*(\w+)", text):
@@ -62,7 +62,7 @@ def _part(text: str, notes: list[str]) -> str:
 
 
 def _sizes(part: str, dims: str, letters: str) -> dict[str, int]:
-    """Return the sizes above 1; AReaL also writes the letters that a backend has not, with 1."""
+    """Return the sizes above 1; letters that a backend lacks may stand there with 1."""
     above = re.sub(r"[tpce]1(?!\d)", "", dims.replace("m", "t"))
     return allocation.read_sizes(part, above or "d1", letters)
 

@@ -268,7 +268,7 @@ def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
 def with_python(argv: Sequence[str], directory: Path) -> list[str]:
     """Return a command line with a Python file in place of --config=FILE.yaml[:OVERRIDES].
 
-    What the file's config leaves out is printed to stderr.
+    Prints the keys that rlx has not to stderr.
 
     Args:
       directory: gets the Python file.
