@@ -6,9 +6,9 @@
 One side is `rlx.gateway` in front of `rlx.serve --engine=vllm`, the other one vLLM's own server.
 The same client sends both the same requests: `--at-once` chat completions under way, each with
 exactly `--tokens` tokens, greedy, complete or (`--stream`) streamed. Rounds take turns, and the
-side that waits uses no CPU. The table has medians over rounds, and the spread. `cpu` is the work of the
-gateway, the server and its EngineCore, ms a call: other work on the machine moves it less than
-latencies.
+side that waits uses no CPU. The table has medians over rounds, and the spread. `cpu` is the work
+of the gateway, the server and its EngineCore, ms a call: other work on the machine moves it less
+than latencies.
 """
 
 import argparse
