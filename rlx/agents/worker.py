@@ -2,7 +2,7 @@
 
     in    a line of JSON each: {"class", "kwargs", "path", "report": seconds, "no_proxy": host}
           first, then
-          {"id", "data", "base_url", "api_key"} starts a run and {"cancel": id} stops one
+          {"id", "data", "base_url", "api_key", "seconds"} starts a run and {"cancel": id} stops one
     out   {"ready": true} | {"wrong": text}, then {"id", "value"} | {"id", "error", "traceback"};
           {"blocked": text, "seconds": s} while a run keeps the loop from turning
 
@@ -80,12 +80,13 @@ class Worker:
         await self._clients.close()
 
     async def _run(self, cls: type, kwargs: Mapping[str, Any], message: Mapping) -> None:
-        number = message["id"]
+        number, limit = message["id"], asyncio.timeout(message["seconds"])
         try:
-            value = await loading.instance(cls, kwargs).run(
-                message["data"], base_url=message["base_url"], api_key=message["api_key"],
-                http_client=self._clients.new(),
-            )  # fmt: skip
+            async with limit:
+                value = await loading.instance(cls, kwargs).run(
+                    message["data"], base_url=message["base_url"], api_key=message["api_key"],
+                    http_client=self._clients.new(),
+                )  # fmt: skip
             ids = list(value) if isinstance(value, Mapping) else []
             if value is None:  # told over HTTP, or a mistake that the gateway's side names
                 self.say(id=number, value=None)
@@ -96,8 +97,11 @@ class Worker:
         except asyncio.CancelledError:
             self.say(id=number, error="it was cancelled", traceback="")
         except BaseException as error:  # SystemExit too: the process has other runs
-            said = f"{words(error, 1000)} {line(error)}".rstrip()
-            self.say(id=number, error=said, traceback=traceback.format_exc()[-8000:])
+            text, at = words(error, 1000), error
+            if limit.expired() and error.__cause__:
+                text, at = f"it did not end in {message['seconds']:g} s", error.__cause__
+            text = f"{text} {line(at)}".rstrip()
+            self.say(id=number, error=text, traceback=traceback.format_exc()[-8000:])
         finally:
             del self._runs[number]
 

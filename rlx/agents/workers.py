@@ -88,10 +88,12 @@ class Workers:
                 return
         await asyncio.gather(*(self._process(i) for i in range(len(self._processes))))
 
-    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    async def run(
+        self, data: Mapping[str, Any], base_url: str, api_key: str, seconds: float | None = None
+    ) -> Any:
         """Return what `run` of a new agent returns for `data`: a float or {completion id: float}.
 
-        Cancelling it cancels the agent.
+        Cancelling it cancels the agent; after `seconds` it fails, at the line where it waits.
 
         Raises:
           AgentError: the agent raised, or its process died.
@@ -101,7 +103,7 @@ class Workers:
         number = secrets.token_hex(16)  # another run cannot report under it by counting
         message = {"id": number, "data": data, "base_url": base_url, "api_key": api_key}
         try:
-            line = json.dumps(message)
+            line = json.dumps({**message, "seconds": seconds})
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"a row cannot be given to an agent, {error}; rows are JSON: {str(data)[:120]}"
