@@ -8,13 +8,10 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from rlx.agents import loading
+from rlx.agents import loading, workflow
 from rlx.base import UserError
 from rlx.cli import command, flags
-from rlx.debugger import debugger
-from rlx.doctor import failures, table
+from rlx.doctor import failures
 from rlx.run import command_line
 from rlx.system.jsonl import jsonable, write_atomically
 
@@ -40,15 +37,19 @@ def main() -> int:
     agent, kwargs = loading.chosen(values, config.rollout if config else values)
     if ":" not in agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
+    loading.check_agent(agent, kwargs)
+    workflow.gateway_class()  # raises where the extra is not installed
+    from rlx.debugger import agent_rows, debugger
+
+    rows = agent_rows.load(values.data, values.rows, config)
+    batch = flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32)
+    group = flags.number(values, "group", int, config.sampling.n_samples if config else 8)
+    steps = agent_rows.steps(values.steps or "1,2", rows, batch, group)
     report = debugger.Debugger(
-        make=loading.maker(agent, kwargs), base_url=values.base_url, model=values.model,
-        rows=debugger.load_rows(values.data, values.rows, config),
-        api_key=values.api_key or os.environ.get("OPENAI_API_KEY", ""),
-        batch=flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32),
-        group=flags.number(values, "group", int, config.sampling.n_samples if config else 8),
-        timeout=flags.number(values, "timeout", float, 300.0), text=command.say,
-        section=lambda area, found: table.section(area, found, Console(highlight=False)),
-    ).run(values.steps or "1,2")  # fmt: skip
+        agent, kwargs, workflow.AgentOptions.of(config) if config else None,
+        values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,
+        flags.number(values, "timeout", float, 300.0),
+    ).run(steps)  # fmt: skip
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())
     command.say(f"\nthen: python -m rlx.evaluate --config=FILE --workflow={agent}")

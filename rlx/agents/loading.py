@@ -7,8 +7,7 @@ see `rlx.rollout.workflows.Workflow`. Mistakes in here are the user's: a UserErr
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from rlx.base import UserError, unknown
@@ -80,11 +79,8 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
         ) from error
 
 
-def maker(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return what makes instances of the agent class `name`; one has been made when it returns.
-
-    Args:
-      kwargs: of its constructor.
+def check_agent(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Check that `name` is an agent class that can be made of `kwargs`.
 
     Raises:
       UserError: as `load_class`, `kind` and `instance`, or it is a workflow of rlx.
@@ -92,9 +88,7 @@ def maker(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     cls = load_class(name)
     if kind(cls) == "workflow":
         raise UserError(f"{name} is no agent but a workflow of rlx; use rlx.evaluate")
-    make = partial(instance, cls, kwargs)
-    make()
-    return make
+    instance(cls, kwargs)
 
 
 def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlx.agents.api_gateway import Gateway
     from rlx.fleet.client import Fleet
 
+NO_COMPLETION = "it asked for no completion; does it use the base_url that `run` is given?"
 _MOVES = 3  # processes that a run may lose because of other runs before it fails
 _ROW_CHARACTERS = 200
 
@@ -204,9 +205,7 @@ class AgentWorkflow:
                     value = session.reward
                 ids = {i.completion_id for i in session.interactions}
                 if not ids:
-                    raise AgentError(
-                        "it asked for no completion; does it use the base_url that `run` is given?"
-                    )
+                    raise AgentError(NO_COMPLETION)
                 if wrong := returns.mistake(value, ids):
                     raise AgentError(wrong)
                 return trajectories.of_run(

@@ -1,1 +1,1 @@
-"""Debugging an agent against any OpenAI-compatible server: recorder, concurrent runs, findings."""
+"""Debugging an agent against any OpenAI- or Anthropic-compatible server."""

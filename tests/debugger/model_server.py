@@ -1,14 +1,12 @@
-"""A small server of OpenAI's API for tests, a process of its own: `python model_server.py PORT`.
+"""A small server of OpenAI's and Anthropic's APIs for tests, a process of its own.
 
-The prompt says how it behaves: `{"delay": 0.2}`, `{"status": 429}`, `{"drop": true}`,
-`{"together": 16}` (none is answered before that many are there). Its key is
-KEY; its models are MODELS. /wrong/… answers without an API, /slow/… never.
+The prompt says how it behaves: `{"status": 429}`, `{"drop": true}`, `{"together": 16}` (none is
+answered before that many are there). /wrong/… answers without an API, /slow/… never.
 """
 
 import asyncio
 import itertools
 import json
-import sys
 
 from aiohttp import web
 
@@ -18,11 +16,12 @@ _numbers = itertools.count()
 _waiting = []  # requests that are answered with the last of those that come together
 
 
-def refused(request):
-    """A 401 where the key is wrong."""
-    if request.headers.get("Authorization") == f"Bearer {KEY}":
+def refused(request, status=401, message="Incorrect API key provided."):
+    """An error's answer where the key is wrong, or another status is asked for."""
+    given = request.headers.get("x-api-key", request.headers.get("Authorization", ""))
+    if given.removeprefix("Bearer ") == KEY and status == 401:
         return None
-    return web.json_response({"error": {"message": "Incorrect API key provided."}}, status=401)
+    return web.json_response({"error": {"message": message}}, status=status)
 
 
 async def models(request):
@@ -31,50 +30,43 @@ async def models(request):
 
 
 async def chat(request):
-    """One completion."""
+    """One completion of OpenAI's API, or message of Anthropic's."""
     if wrong := refused(request):
         return wrong
     body = await request.json()
     if body["model"] not in MODELS:
-        text = f"The model `{body['model']}` does not exist."
-        return web.json_response({"error": {"message": text}}, status=404)
-    wish = json.loads(body["messages"][-1]["content"]) if body.get("max_tokens") != 1 else {}
-    await asyncio.sleep(wish.get("delay", 0))
+        return refused(request, 404, f"The model `{body['model']}` does not exist.")
+    wish = json.loads(body["messages"][-1]["content"])
     if "together" in wish:
         _waiting.append(mine := asyncio.Event())
         if len(_waiting) == wish["together"]:
-            for waiting in _waiting:
-                waiting.set()
-            _waiting.clear()
+            while _waiting:
+                _waiting.pop().set()
         await mine.wait()
     if wish.get("drop"):
         request.transport.close()
         return web.Response()
     if "status" in wish:
-        text = {"error": {"message": f"refused, request {next(_numbers)}"}}
-        return web.json_response(text, status=wish["status"])
-    name, text = f"chatcmpl-{next(_numbers)}", "It is 42."
-    if body.get("stream"):
-        return await stream(request, name, text)
-    message = {"role": "assistant", "content": text}
-    return web.json_response({
-        "id": name, "object": "chat.completion", "created": 1, "model": body["model"],
-        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 12, "completion_tokens": 5, "total_tokens": 17},
-    })  # fmt: skip
-
-
-async def stream(request, name, text):
-    """The same in events."""
+        return refused(request, wish["status"], f"refused, request {next(_numbers)}")
+    name = f"made-{next(_numbers)}"
+    if request.path.endswith("/messages"):
+        text = {"type": "text", "text": "It is 42."}
+        return web.json_response({
+            "id": name, "type": "message", "role": "assistant", "model": body["model"],
+            "content": [text], "stop_reason": "end_turn", "stop_sequence": None,
+            "usage": {"input_tokens": 12, "output_tokens": 5},
+        })  # fmt: skip
+    made = {"id": name, "object": "chat.completion", "created": 1, "model": body["model"]}
+    if not body.get("stream"):
+        message = {"role": "assistant", "content": "It is 42."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response({**made, "choices": [choice]})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for piece, reason in [*((word, None) for word in text.split(" ")), ("", "stop")]:
+    for piece, reason in (("It is", None), (" 42.", None), ("", "stop")):
         choice = {"index": 0, "delta": {"content": piece}, "finish_reason": reason}
-        event = {"id": name, "object": "chat.completion.chunk", "created": 1,
-                 "model": "tiny-model", "choices": [choice]}  # fmt: skip
+        event = {**made, "object": "chat.completion.chunk", "choices": [choice]}
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await asyncio.sleep(0.02)
-    await response.write(b"data: [DONE]\n\n")
     await asyncio.sleep(0.2)  # the end comes later than the last event
     return response
 
@@ -89,17 +81,20 @@ async def page(request):
     return web.Response(text="<html>Welcome</html>", content_type="text/html")
 
 
-if __name__ == "__main__":
+async def main():
+    """Serve at a free port, which is printed."""
     app = web.Application()
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/messages", chat)
     app.router.add_get("/slow/v1/models", never)
     app.router.add_get("/wrong/v1/models", page)
     runner = web.AppRunner(app, shutdown_timeout=0)
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(runner.setup())
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
-    loop.run_until_complete(site.start())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     print(runner.addresses[0][1], flush=True)
-    sys.stdin.close()
-    loop.run_forever()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
