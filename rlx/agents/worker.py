@@ -23,7 +23,7 @@ from typing import Any
 
 from rlx.agents import loading, returns
 from rlx.agents.http_clients import HttpClients, spare
-from rlx.agents.loop_watch import LoopWatch, Place, blamed, remedy
+from rlx.agents.loop_watch import watch_loop
 from rlx.base import UserError
 from rlx.cli.user_code import line, words
 from rlx.workers.worker_process import inherited_socket, search_first
@@ -64,7 +64,7 @@ class Worker:
             return
         self._clients, self._patience = HttpClients(), first["report"]
         self.say(ready=True)
-        LoopWatch(self._late).start()
+        watch_loop(self._late)
         while read := await reader.readline():
             message = json.loads(read)
             if "cancel" in message:
@@ -105,12 +105,10 @@ class Worker:
         finally:
             del self._runs[number]
 
-    def _late(self, seconds: float, computed: float, stack: list[Place]) -> None:
+    def _late(self, seconds: float, at: str) -> None:
         """Report a blocked loop, again and again."""
         if seconds > self._patience:
-            lines = blamed(stack)
-            instead = remedy("\n".join(lines), computed > seconds / 2)
-            self.say(blocked=f"{lines[0]}; {instead}", seconds=seconds)
+            self.say(blocked=at, seconds=seconds)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from rlx.base import UserError, place, unknown
 _NONE: Mapping[str, Any] = {}
 _OF_FILE, _EDITED = "file_", "__edited__"  # how names of files' modules begin; their attribute
 _STANDARD, _RLX = (f"{Path(file).parent}/" for file in (traceback.__file__, Path(__file__).parent))
-_LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
+LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
 
 
 def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
@@ -90,7 +90,7 @@ def forget_edited() -> None:
 def own_files() -> list[Path]:
     """Return the files of the modules in this process that are a user's, not of a library."""
     files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
-    own = (f for f in files if f.endswith(".py") and not any(part in f for part in _LIBRARIES))
+    own = (f for f in files if f.endswith(".py") and not any(part in f for part in LIBRARIES))
     return [Path(file) for file in dict.fromkeys(own)]
 
 
@@ -108,7 +108,7 @@ def words(error: BaseException, most: int = 300) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:most]
 
 
-def line(error: BaseException, libraries: tuple[str, ...] = _LIBRARIES, most: int = 1) -> str:
+def line(error: BaseException, libraries: tuple[str, ...] = LIBRARIES, most: int = 1) -> str:
     """Return `(FILE, line N)` of the last `most` lines of the user's that an exception came by."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(part in f.filename for part in libraries)]

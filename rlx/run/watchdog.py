@@ -7,16 +7,15 @@ It ends nothing. A sign of life is late after several times its longest quiet so
 
 import asyncio
 import faulthandler
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
-from rlx.agents.loop_watch import Place, blamed, debugging, places
+from rlx.agents.loop_watch import is_own, place_of, stack
 from rlx.cli.command import say
 from rlx.run.room_options import is_online
 
@@ -24,6 +23,7 @@ from rlx.run.room_options import is_online
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
 _TICK, _STOPPED = 1.0, 10.0  # seconds between two looks; above them the process was stopped
 _TIMES, _AGAIN = 5.0, 4.0  # the longest quiet is late; the last one said is said again
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/debugpy")
 _BUSY = 30.0  # seconds of CPU that show life before the first step, as its compilation does
 
 
@@ -108,21 +108,19 @@ def watched(workdir: Path) -> Iterator[Callable[[Any], None]]:
 
 def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     """Return the signs of life of the thread `main`, and of a run's parts where they are built."""
-    stack = _stack(main)
-    run = max((i for i, (_, p) in enumerate(stack) if p.function == "run" and p.owner == "rlx"),
-              default=-1)  # fmt: skip
-    inside = [place for _, place in stack]
-    users = [id(frame) for frame, p in stack[run + 1 :] if p.owner == "user"]
+    inside = stack(main)
+    runs = [i for i, f in enumerate(inside) if f.f_code.co_qualname == "run" and not is_own(f)]
+    users = [id(frame) for frame in inside[max(runs, default=-1) + 1 :] if is_own(frame)]
     call = users[0] if users else parts and parts.hooks.under_way
-    mark = None if debugging(inside) else call
-    found = {"user": Sign(mark, lambda: f"{_at(inside)} does not return")}
+    mark = None if _debugging(inside) else call
+    found = {"user": Sign(mark, lambda: f"{place_of(inside)} does not return")}
     if parts is None:
         return found
     executor, loop = parts.executor, parts.executor.loop
-    blocked = [place for _, place in _stack(loop.thread.ident)]
-    turned = None if debugging(blocked) else loop.turned()
+    blocked = stack(loop.thread.ident or 0)
+    turned = None if _debugging(blocked) else loop.turned()
     at = "the loop of all rollouts is blocked at"
-    found["loop"] = Sign(turned, lambda: f"{at} {_at(blocked)}")
+    found["loop"] = Sign(turned, lambda: f"{at} {place_of(blocked)}")
     if calls := list(loop.threads.calls.values()):
         name, since = calls[0][0], max(calls[0][1], woken)
         found["call"] = Sign((name, since), lambda: f"{name} does not return", since)
@@ -132,9 +130,9 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     if attempts := executor.under_way():
         task, row, begun = attempts[0]
         waits = _waits_at(task)
-        words = f"the rollout of {row} is not done, it is at {_at(waits)}"
+        words = f"the rollout of {row} is not done, it is at {place_of(waits)}"
         moved = 0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)  # none was measured
-        asks = not counts["accepted"] and waits and "/fleet/" in waits[-1].file  # it may compile
+        asks = not counts["accepted"] and "/fleet/" in place_of(waits[-1:])  # it may compile
         about = None if asks else (row, begun, moved)
         found["rollout"] = Sign(about, lambda: words, 0.0 if moved else max(begun, woken))
     step, phase, since = parts.progress.doing()
@@ -146,22 +144,16 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     return found
 
 
-def _at(stack: list[Place]) -> str:
-    """Return the line of a stack that does not return, the user's where there is one."""
-    return next(iter(blamed(stack)), "its end")
+def _debugging(frames: list[FrameType]) -> bool:
+    """Return whether a thread waits at a debugger's prompt."""
+    return any(name in frame.f_code.co_filename for frame in frames for name in _DEBUGGERS)
 
 
-def _stack(thread: int) -> list[tuple[Any, Place]]:
-    """Return the frames of a thread, outermost first, and their places."""
-    frames = list(traceback.walk_stack(sys._current_frames().get(thread)))[::-1]
-    return list(zip((frame for frame, _ in frames), places(frames), strict=True))
-
-
-def _waits_at(task: asyncio.Task) -> list[Place]:
-    """Return the places at which a task's coroutines wait for one another, outermost first."""
-    found: list[tuple[Any, int]] = []
+def _waits_at(task: asyncio.Task) -> list[FrameType]:
+    """Return the frames at which a task's coroutines wait for one another, outermost first."""
+    found: list[FrameType] = []
     each: Any = task.get_coro()
     while frame := getattr(each, "cr_frame", None):
-        found.append((frame, frame.f_lineno))
+        found.append(frame)
         each = getattr(each, "cr_await", None)
-    return places(found)
+    return found

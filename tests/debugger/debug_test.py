@@ -71,34 +71,6 @@ def failures(report):
     return {run["index"]: run["error"] for run in report["many"]["runs"]}
 
 
-EDITABLE = """
-import importlib.machinery, importlib.util, sys
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "rlx":
-            return importlib.machinery.PathFinder.find_spec(
-                name, [{root!r} + "/" + "/".join(name.split(".")[:-1])])
-
-sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder) + 1, Finder())
-"""
-
-
-def test_it_runs_where_a_clone_lies_and_writes_nothing_unasked(server, tmp_path):
-    """`import rlx` there is the clone's directory, a namespace without a file."""
-    site, cwd = tmp_path / "site", tmp_path / "cwd"
-    site.mkdir()
-    (cwd / "rlx").mkdir(parents=True)
-    (site / "sitecustomize.py").write_text(EDITABLE.format(root=str(HERE.parents[1])))
-    done = subprocess.run(
-        [sys.executable, "-m", "rlx.debug_workflow", *words(server, "Good", "--steps=1")], cwd=cwd,
-        capture_output=True, text=True, timeout=120,
-        env={**os.environ, "OPENAI_API_KEY": KEY, "PYTHONPATH": str(site)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [path.name for path in cwd.rglob("*")] == ["rlx"]
-
-
 def test_a_good_agent_passes_both_steps(debug):
     rows = [{"number": n, "wish": {"number": n}} for n in range(4)]
     status, text, report = debug("Good", "--batch=4", "--group=4", rows=rows, steps="1,2")
