@@ -8,15 +8,12 @@ variables of the environment (`environment`).
 """
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -194,23 +191,3 @@ def inherited_socket() -> socket.socket:
 def search_first(path: Sequence[str]) -> None:
     """Have this worker look for modules where the process that started it does, then elsewhere."""
     sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
-
-
-@contextlib.contextmanager
-def ending_children() -> Iterator[None]:
-    """Kill every process that was started within this context, orphans included, as it ends."""
-    libc, own = ctypes.CDLL(None), os.getpid()
-    before = set(supervisor.descendants(own))
-    libc.prctl(supervisor.SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        end = time.monotonic() + _END_SECONDS
-        while (left := set(supervisor.descendants(own)) - before) and time.monotonic() < end:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-            time.sleep(0.002)
-        libc.prctl(supervisor.SUBREAPER, 0, 0, 0, 0)

@@ -203,18 +203,6 @@ def test_an_import_that_leaves_a_process_behind_holds_nobody_up(tmp_path, monkey
     wait_until(lambda: not alive(int(marker.read_text())))
 
 
-def test_the_debugger_ends_what_agents_left_and_nothing_else(tmp_path):
-    before = subprocess.Popen(["sleep", "600"])
-    try:
-        with worker_process.ending_children():
-            subprocess.run(["setsid", "sh", "-c", f"sleep 600 & echo $! > {tmp_path / 'pid'}"])
-        assert not alive(int((tmp_path / "pid").read_text()))
-        assert alive(before.pid)
-    finally:
-        before.kill()
-        before.wait()
-
-
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
     """A trainer with secrets in its environment and an open, inheritable file."""
