@@ -1,6 +1,6 @@
 r"""Find the final answer in a free text, and write it in one of its many spellings.
 
-    completion ─ final_answers ─▶ `\dfrac12\text{ cm}.` ─ tidy ─▶ `\frac12\text{ cm}`
+    completion ─ final_answers ─▶ `\dfrac12\text{ cm}.` ─ tidy ─▶ `\dfrac12\text{ cm}`
 
 math-verify's own extraction misses answers such as `(B)` and `A: B`, and joins boxes of which the
 last corrects the one before. Time is linear in the text, and no text raises.
@@ -58,7 +58,7 @@ _MATH = re.compile(
     r"|\\\((?P<c>(?:(?!\\\().){1,1000}?)\\\)|\\\[(?P<d>(?:(?!\\\[).){1,1000}?)\\\]",
     re.DOTALL,
 )
-_TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
+TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _ONLY_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
 _REASON = re.compile(r",?\s*\b(?:because|since|as|for|so|which|and not|not)\b")
 _ASIDE = re.compile(rf",\s(?!(?:or|and)\b)|{_REASON.pattern}")
@@ -76,7 +76,6 @@ _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm)(?![A-Za-z])", ""),
         (r"^\s*(?:\\(?:approx|sim)(?![A-Za-z])|≈)|\\(?:boxed|fbox)\s*(?=\{)"
          r"|\\(?:text)?color\s*\{\w*\}|</?answer>", ""),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it|sf)|mbox|bm|boldsymbol|operatorname)\*?\s*\{",
          r"\\text{"),
         (r"(?:^|(?<=\\text\{))\s*(?:about|approximately|roughly|exactly)\s+"
@@ -91,8 +90,7 @@ _REWRITES = tuple(  # for `equality`, before math-verify with rules of its own
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset"),
-        (r"\\begin\s*\{array\}\s*(?:\{[lcr| ]*\})?", r"\\begin{matrix}"),
-        (r"\\end\s*\{array\}", r"\\end{matrix}"),
+        (r"\\(begin|end)\s*\{array\}\s*(?:\{[lcr| ]*\})?", r"\\\1{matrix}"),
     )
 )  # fmt: skip
 _TIME = re.compile(
@@ -102,6 +100,7 @@ _TIME = re.compile(
 _CLASS = re.compile(
     r"\\equiv\s*(-?[0-9]+)\s*\(?\s*\\?(?:text\{\s*\(?)?[pb]?mod\s*\{?\s*([1-9][0-9]*)\s*\)?\}?\)?"
 )
+_GROUP = re.compile(r"^\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)(?<!\\)\}$")  # one group, no more
 _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
@@ -203,7 +202,7 @@ def last_box(text: str) -> str | None:
 
 
 def tidy(text: str) -> str:
-    r"""Return `text` with one spelling for each thing: no `\left`, `\dfrac`, `$` or ending dot.
+    r"""Return `text` with one spelling for each thing: no `\left`, `$` or ending dot.
 
     A text above MAX_LENGTH characters is only stripped.
     """
@@ -235,21 +234,10 @@ def _bare(text: str) -> str:
             if text.startswith(opening) and text.endswith(closing) and opening not in inner:
                 text = inner
                 break
-        if text.startswith("{") and _is_group(text):
-            text = text[1:-1]
+        text = _GROUP.sub(r"\1", text)
         if text == before:
             break
     return text
-
-
-def _is_group(text: str) -> bool:
-    """Return whether the brace that opens `text` closes at its end."""
-    depth = 0
-    for match in _BRACES.finditer(text):
-        depth += 1 if match["box"] or match[0] == "{" else -(match[0] == "}")
-        if depth == 0:
-            return match.end() == len(text)
-    return False
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
@@ -305,7 +293,7 @@ def _last_formula(text: str) -> tuple[str, str]:
     found, end = "", 0
     for match in _MATH.finditer(text):
         content = match[match.lastgroup or 0].strip()
-        if content and not _PROSE.search(_TEXT.sub("", content)):
+        if content and not _PROSE.search(TEXT.sub("", content)):
             listed = found and _LISTED.fullmatch(text, end, match.start())
             found, end = f"{found}, {content}" if listed else content, match.end()
     return found, text[end:]

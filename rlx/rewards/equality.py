@@ -17,7 +17,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from rlx.rewards import numbers, symbolic
-from rlx.rewards.answers import MAX_LENGTH, compact, tidy
+from rlx.rewards.answers import MAX_LENGTH, TEXT, compact, tidy
 
 _Verify = Callable[[str, str, Fraction], bool] | None
 
@@ -34,11 +34,10 @@ _NAME = re.compile(
     r"((?:[A-Za-z]|\\[A-Za-z]+)(?:\s*_\s*(?:\w|\{[^{}]{1,9}\})|'|\s*\([A-Za-z]\))?)"
     r"\s*(?:=|\\in(?![A-Za-z]))\s*(?=[^=])(?!.*=)"
 )
-_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_ALL_TEXT = re.compile(rf"^{TEXT.pattern}$")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*")
-_SHORT_WORDS = {"yes", "no", "true", "false", "even", "odd", "none", "both"}
-_OPPOSITES = ({"yes", "no"}, {"true", "false"}, {"even", "odd"}, {"none", "both"})
-_DOUBT = {"or", "maybe", "perhaps", "possibly"}
+_OPPOSITES = {"yes": "no", "true": "false", "even": "odd", "none": "both"}
+_OPPOSITES |= {opposite: word for word, opposite in _OPPOSITES.items()}
 _SPACED = re.compile(r",\s|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _AND = re.compile(
@@ -84,8 +83,8 @@ def _decide(gold: str, got: str, verify: _Verify = None, depth: int = 0) -> bool
         return _choice(got) == letter
     gold, got = _without_names(gold, got)
     if words := _words(gold):
-        return words == _words(got) or (words in _SHORT_WORDS and _says(words, got))
-    gold, got = _unwrapped(gold), _unwrapped(got)
+        return words == _words(got) or (words in _OPPOSITES and _says(words, got))
+    gold, got = (_ALL_TEXT.sub(r"\1", text).strip() for text in (gold, got))
     wanted, found = numbers.read(gold), numbers.read(got)
     if wanted and found:
         return numbers.same(wanted, found)
@@ -99,30 +98,25 @@ def _decide(gold: str, got: str, verify: _Verify = None, depth: int = 0) -> bool
     return verdict
 
 
-def _unwrapped(text: str) -> str:
-    return _TEXT.sub(r"\1", text).strip() if _TEXT.fullmatch(text) else text
-
-
 def _plain(text: str) -> str:
     """Return the text without a unit or a sign of currency, of which math-verify makes factors."""
     if _TRIGONOMETRY.search(text):
         text = _DEGREES.sub(r"{(\\pi\\cdot \1/180)}", text)
-    text = _UNIT_BEHIND.sub("", _unwrapped(text)).lstrip("$£€¥ ").replace(";", ",")
+    text = _UNIT_BEHIND.sub("", text).lstrip("$£€¥ ").replace(";", ",")
     return _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
 
 
 def _choice(text: str) -> str:
     """Return the letter of a multiple choice answer: `A`, `(a)`, `A.`, `(A) 42`; else ""."""
-    text = _EXPLAINED.split(_TEXT.sub(r"\1", text).strip(), maxsplit=1)[0].rstrip()
+    text = _EXPLAINED.split(TEXT.sub(r"\1", text).strip(), maxsplit=1)[0].rstrip()
     letters = {(one or other).upper() for one, other in _CHOICE.findall(text)}
     return letters.pop() if len(letters) == 1 and _CHOICE.match(text) else ""
 
 
 def _says(word: str, text: str) -> bool:
-    """Return whether a text begins with one of `_SHORT_WORDS` and leaves no doubt about it."""
-    said = re.findall(r"[^\W\d_]+", _TEXT.sub(r"\1", text).casefold())
-    opposite = next(pair for pair in _OPPOSITES if word in pair) - {word}
-    return said[:1] == [word] and (opposite | _DOUBT).isdisjoint(said)
+    """Return whether a text begins with a key of `_OPPOSITES`, without "or" or its opposite."""
+    words = re.findall(r"[^\W\d_]+", TEXT.sub(r"\1", text).casefold())
+    return words[:1] == [word] and {_OPPOSITES[word], "or"}.isdisjoint(words)
 
 
 def _without_names(gold: str, got: str) -> tuple[str, str]:
@@ -140,9 +134,9 @@ def _words(text: str) -> str:
 
     It is, if some of it stands in `\text`, has four letters, or is one of a few short words.
     """
-    inner = _TEXT.sub(r"\1", text).strip(" .,;:!\"'()")
+    inner = TEXT.sub(r"\1", text).strip(" .,;:!\"'()")
     words = re.findall(r"[^\W\d_]+", inner.casefold())
-    known = {*words} - {"and", "or"} if "\\text" in text else _SHORT_WORDS
+    known = {*words} - {"and", "or"} if "\\text" in text else _OPPOSITES
     sure = any(len(word) > 3 or (len(word) > 1 and word in known) for word in words)
     if not sure or not _WORDS.fullmatch(inner):
         return ""

@@ -27,7 +27,7 @@ CPU_SECONDS = 0.5  # for one answer; usual ones take 0.01 to 0.1
 # A task and not its result, what makes sympy work for long, another number base, words, no ASCII.
 _REFUSED = re.compile(
     r"\\(?:i+nt|oint|sum|prod|lim|limsup|liminf|partial|nabla|overline|underline|bar)(?![A-Za-z])"
-    r"|\\frac\s*\{\s*d\s*[}^]|[0-9]\s*_|['\"#&@?`]|\\\\|\\text\s*\{|(?<![\\A-Za-z])[A-Za-z]{4,}"
+    r"|\\[dtc]?frac\s*\{\s*d\s*[}^]|[0-9]\s*_|['\"#&@?`]|\\\\|\\text\s*\{|(?<![\\A-Za-z])[A-Za-z]{4,}"
     r"|[0-9]{51}|[^\x00-\x7f]|\\[lcdv]?dots|^[A-Z]{2,}$"
 )
 _MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbBvV]?matrix\}(?!\s*\^)|\\\\|&")
