@@ -1,7 +1,6 @@
-"""A run's numbers on disk: metrics.jsonl, eval.jsonl, gate.jsonl, transcripts.
+"""Write a run's numbers to metrics.jsonl, eval.jsonl, gate.jsonl and transcripts.
 
-The loop owns one MetricsWriter. Records are on disk when a call returns, so a killed run keeps
-everything up to its last step.
+Records are on disk when a call returns, so a killed run keeps everything up to its last step.
 """
 
 import json
@@ -13,32 +12,40 @@ from typing import Any
 
 from rlx.observe import environment
 from rlx.observe.hooks import Hooks
-from rlx.system.jsonl import (
-    append_jsonl,
-    encode,
-    jsonable,
-    read_jsonl,
-    set_aside,
-    write_atomically,
-)
+from rlx.system import jsonl
+from rlx.system.jsonl import append_jsonl, read_jsonl, write_atomically
 
-# Files whose every line has the step it is of, and what hooks are told of it: one a train batch, an
+# Metrics that a run is judged by: a record's key, and its short name in the terminal.
+TRAINED = {
+    "task_reward": "reward", "sft_loss": "loss", "pair_loss": "loss", "pair_accuracy": "accuracy",
+    "pair_margin": "margin",
+}  # fmt: skip
+HELD_OUT = {
+    "greedy_acc": "greedy", "held_out_sft_loss": "loss", "held_out_pair_loss": "loss",
+    "held_out_pair_accuracy": "accuracy", "held_out_pair_margin": "margin",
+}  # fmt: skip
+# Files with a step in every line, and the hook's method that gets each line: one a train batch, an
 # evaluation, a comparison of engines and trainer.
 RECORDS = {"metrics.jsonl": "on_step", "eval.jsonl": "on_eval", "gate.jsonl": "on_gate"}
 STARTS = "starts.jsonl"  # an object for each start, one for the end; no line is ever changed
 
 
+def present(metrics: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the metrics whose key stands in some record, even with an unknown value."""
+    keys = {key for record in records for key in record}
+    return {key: name for key, name in metrics.items() if key in keys}
+
+
 class MetricsWriter:
-    """Appends a run's records to WORKDIR, and tells the run's hooks.
+    """Appends a run's records to WORKDIR and passes them to hooks, on the trainer's thread.
 
     Files: `metrics.jsonl` (an object a step), `eval.jsonl` (an object an evaluation),
     `rollouts/step-000001.jsonl` (sampled transcripts), `environment.json` (where the run began),
-    `starts.jsonl` (settings and environment of each start). Not thread-safe: the trainer's thread
-    writes.
+    `starts.jsonl` (settings and environment of each start).
 
     Attributes:
       start: number of this start, from 1; the loop adds it to the record of each step.
-      environment: of this start. before: of the start before; empty where there was none.
+      environment: environment of this start. before: of the previous start, empty at the first.
     """
 
     def __init__(
@@ -53,11 +60,11 @@ class MetricsWriter:
         """Open WORKDIR's files.
 
         Args:
-          hooks: what is told of each record after it is on disk.
-          first_step: the next step to be written. Records of that step and later ones, left by a
-            run that was killed after its checkpoint, are removed. None keeps all.
+          hooks: get each record after it is on disk.
+          first_step: the next step to be written; removes records of it and later steps, which a
+            run killed after its checkpoint has left. None keeps all.
           place: facts for environment.json that only the caller knows.
-          config: settings of this start. changed: what differs in them from the start before.
+          config: settings of this start. changed: how they differ from the start before.
         """
         self._workdir, self._hooks = Path(workdir), hooks or Hooks()
         self.unreadable = 0  # lines of records that were set aside
@@ -78,32 +85,30 @@ class MetricsWriter:
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Append the record of a step to one of RECORDS; dict values are allowed."""
-        record = jsonable(record)
+        record = jsonl.jsonable(record)
         append_jsonl(self._workdir / name, record)
         self._hooks.tell(RECORDS[name], record["step"], record)
 
     def end(self, step: int) -> None:
-        """Note in starts.jsonl that the run has done all it wants, after `step`."""
+        """Note in starts.jsonl that the run has finished, after `step`."""
         append_jsonl(self._workdir / STARTS, {"step": step, "ended": "finished"})
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the transcripts sampled at `step`, a trajectory a line; earlier ones go."""
-        lines = b"".join(encode(row) for row in rows)
+        lines = b"".join(jsonl.encode(row) for row in rows)
         write_atomically(self._workdir / "rollouts" / f"step-{step:06d}.jsonl", lines)
 
 
 def forget(workdir: str | os.PathLike, first_step: int) -> int:
-    """Remove what WORKDIR's records say of `first_step` and later steps.
+    """Remove the records of `first_step` and later steps; return the number of unreadable lines.
 
-    The gate is passed again before `first_step`, with the weights of the step before.
-
-    Returns:
-      How many lines could not be read; `set_aside` moved them to a file of their own.
+    `set_aside` moves unreadable lines to a file of their own.
     """
     workdir, unreadable = Path(workdir), 0
     for name in RECORDS:
+        # The gate is passed again before `first_step`, with the weights of the step before.
         first = first_step - (name == "gate.jsonl")
-        unreadable += set_aside(workdir / name, first_step=first)
+        unreadable += jsonl.set_aside(workdir / name, first_step=first)
     for path in sorted((workdir / "rollouts").glob("step-*.jsonl")):
         number = path.stem.removeprefix("step-")
         if number.isdigit() and int(number) >= first_step:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rlx.cli.text import duration, number, plain, shares, sparkline
 from rlx.cli.user_code import words
-from rlx.observe.key_metrics import HELD_OUT, TRAINED, present
+from rlx.observe.metrics import HELD_OUT, TRAINED, present
 
 PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan",
                 "proximal": "blue", "checkpoint": "red", "eval": "bright_blue",
@@ -154,7 +154,7 @@ class Progress:
         fields = [
             f"step {record['step']}/{self._total}",
             f"epoch {record.get('epoch', 0)}",
-            *(f"{h.name} {number(record[h.key])}" for h in present(TRAINED, [record])),
+            *(f"{name} {number(record[k])}" for k, name in present(TRAINED, [record]).items()),
             *self._held_out_fields(),
             *([f"staleness {number(record['staleness_mean'])} (max {most})"] if sampled else []),
             f"tokens {number(record.get('n_tokens'))}",
@@ -173,14 +173,14 @@ class Progress:
         """Return the last evaluation: `held-out 0.345`, losses as `held-out-loss 0.0412`."""
         last = self._evals[-1] if self._evals else {}
         return [
-            f"held-out{'' if h.key == 'greedy_acc' else f'-{h.name}'} {number(last[h.key])}"
-            for h in present(HELD_OUT, [last])
+            f"held-out{'' if key == 'greedy_acc' else f'-{name}'} {number(last[key])}"
+            for key, name in present(HELD_OUT, [last]).items()
         ]
 
     def _evaluation_line(self, record: Mapping[str, Any]) -> str:
         fields = [
             f"eval {record.get('step', 0)}/{self._total}",
-            *(f"{h.key} {number(record[h.key])}" for h in present(HELD_OUT, [record])),
+            *(f"{key} {number(record[key])}" for key in present(HELD_OUT, [record])),
             f"questions {number(record.get('num_questions'))}",
             *([f"failed {record['failed']}"] if record.get("failed") else []),
             f"version {record.get('version', '–')}",
@@ -237,12 +237,12 @@ class Progress:
     def _rows(self, width: int) -> list[tuple[str, Text]]:
         """Return label and value of each line of the panel; `width` cells for the value."""
         rows = []
-        for metric in present(TRAINED, self._history):
-            values = [record.get(metric.key) for record in self._history]
-            rows.append((metric.name, self._trend(values, "green", width)))
-        for metric in present(HELD_OUT, self._evals):
-            values = [record.get(metric.key) for record in self._evals]
-            note = f"{metric.name}, step {self._evals[-1].get('step', 0)}"
+        for key, name in present(TRAINED, self._history).items():
+            values = [record.get(key) for record in self._history]
+            rows.append((name, self._trend(values, "green", width)))
+        for key, name in present(HELD_OUT, self._evals).items():
+            values = [record.get(key) for record in self._evals]
+            note = f"{name}, step {self._evals[-1].get('step', 0)}"
             rows.append(("held-out", self._trend(values, "cyan", width, note)))
         if not self._history:
             return rows

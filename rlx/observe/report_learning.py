@@ -1,21 +1,21 @@
-"""The report's tiles and charts of what a run learned: rewards, losses, accuracies, the update."""
+"""Make the report's tiles and charts of rewards, losses, accuracies and the update."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rlx.cli.text import number
 from rlx.observe.charts import Line, line_chart
-from rlx.observe.key_metrics import HELD_OUT, TRAINED, present
+from rlx.observe.metrics import HELD_OUT, TRAINED, present
 from rlx.observe.rundir import Run, finite
 
 
 class Chart(NamedTuple):
-    """A chart of metrics: (metric, name, color) of each line; `low` and `high` must be visible."""
+    """A chart whose lines are (metric, name, color); `low` and `high` must be visible."""
 
     title: str
     about: str
-    trained: tuple[tuple[str, str, str], ...]  # metrics of the steps
-    held_out: tuple[tuple[str, str, str], ...] = ()  # metrics of the evaluations
+    trained: tuple[tuple[str, str, str], ...]  # of the steps
+    held_out: tuple[tuple[str, str, str], ...] = ()  # of the evaluations
     low: float | None = 0
     high: float | None = None
 
@@ -65,27 +65,24 @@ _OPTIMISATION = (
           (("router_entropy", "entropy", "c6"),)),
     Chart("Learning rate", "after the schedule", (("learning_rate", "rate", "c7"),)),
 )  # fmt: skip
-_TILES = {  # titles of what evaluations measure
-    "greedy_acc": "Held-out accuracy",
-    "held_out_sft_loss": "Held-out loss",
-    "held_out_pair_loss": "Held-out loss",
-    "held_out_pair_accuracy": "Held-out pairs right",
+_TILES = {  # titles of HELD_OUT
+    "greedy_acc": "Held-out accuracy", "held_out_sft_loss": "Held-out loss",
+    "held_out_pair_loss": "Held-out loss", "held_out_pair_accuracy": "Held-out pairs right",
     "held_out_pair_margin": "Held-out margin",
-}
+}  # fmt: skip
 
 
 def on_dataset(run: Run) -> bool:
     """Return whether the run trained on a dataset's rows, not on rollouts and their rewards."""
-    found = present(TRAINED, run.metrics)
-    return bool(found) and found[0].key != "task_reward"
+    return next(iter(present(TRAINED, run.metrics)), "task_reward") != "task_reward"
 
 
 def tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (color, title, value, note) of each number that the run is judged by."""
-    for metric in present(HELD_OUT, run.evals):
-        values = [v for e in run.evals if (v := finite(e.get(metric.key))) is not None]
+    """Yield (color, title, value, note) of held-out metrics and of the reward."""
+    for key in present(HELD_OUT, run.evals):
+        values = [v for e in run.evals if (v := finite(e.get(key))) is not None]
         if values:
-            yield "c2", _TILES[metric.key], number(values[-1]), f"from {number(values[0])}"
+            yield "c2", _TILES[key], number(values[-1]), f"from {number(values[0])}"
     rewards = [v for v in run.series("task_reward") if v is not None]
     if rewards:
         edge = max(1, len(rewards) // 20)
