@@ -1,7 +1,6 @@
-"""Charts as data: lines thinned, smoothed and scaled, which the page's script draws with uPlot.
+"""Make charts as dicts of JSON types: lines thinned, smoothed and scaled.
 
-Nothing here knows of pixels or HTML. A chart is a dict of JSON types: the template writes its
-heading and legend, report.js draws its lines.
+The template writes a chart's heading and legend, report.js draws its lines with uPlot.
 """
 
 import itertools
@@ -20,11 +19,11 @@ class Line:
     """One line of a chart.
 
     Attributes:
-      values: one a step; None where a step has none.
+      values: one for each step; None where a step has none.
       color: CSS class, `c1`…`c8`.
       smooth: draw a running mean, and the values themselves faint behind it.
       dots: mark each value.
-      steps, times: places of the values, if not at the chart's own steps and seconds.
+      steps, times: places of the values, if they differ from the chart's axes.
     """
 
     name: str
@@ -72,10 +71,7 @@ def line_chart(
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Return the exponential running mean over about a fifteenth of `values`.
-
-    It is unbiased at the start, where few values weigh in. A missing value stays missing.
-    """
+    """Return the exponential running mean over about 1/15 of `values`, unbiased at the start."""
     keep = 1 - 1 / max(1.0, len(values) / 30)
     total = weight = 0.0
     means: list[float | None] = []
@@ -92,17 +88,13 @@ class Share(NamedTuple):
     color: str
     name: str
     share: float
-
-    @property
-    def latest(self) -> str:
-        """The share as the legend shows it."""
-        return percent(self.share)
+    latest: str  # the share as the legend shows it
 
 
 def shares(amounts: Mapping[str, float], whole: float, color: Callable[[str], str]) -> list[Share]:
-    """Return each amount's share of `whole`, without those too small to be seen."""
-    parts = [Share(color(name), name, amount / (whole or 1.0)) for name, amount in amounts.items()]
-    return [part for part in parts if part.share > 0.0005]
+    """Return each amount's share of `whole`; leave out shares too small to be seen."""
+    parts = {name: amount / (whole or 1.0) for name, amount in amounts.items()}
+    return [Share(color(n), n, part, percent(part)) for n, part in parts.items() if part > 0.0005]
 
 
 def percent(share: float) -> str:
@@ -125,16 +117,13 @@ def _drawn(
     edges = [round(i * len(line.values) / count) for i in range(count + 1)]
     values = [mean(line.values[a:b]) for a, b in itertools.pairwise(edges)]
     latest = mean(values) if stacked else next(v for v in reversed(values) if v is not None)
+    short, means = (  # six digits are more than a chart shows
+        [value if value is None else float(f"{value:.6g}") for value in series]
+        for series in (values, smooth(values))
+    )
     return {
         "name": visible(line.name), "color": line.color, "dots": line.dots,
-        "steps": [steps[b - 1] for b in edges[1:]],
-        "times": [times[b - 1] for b in edges[1:]],
-        "values": _short(values),
-        "means": _short(smooth(values)) if line.smooth else None,
+        "steps": [steps[b - 1] for b in edges[1:]], "times": [times[b - 1] for b in edges[1:]],
+        "values": short, "means": means if line.smooth else None,
         "latest": f"{number(latest)} {unit}".strip(),
     }  # fmt: skip
-
-
-def _short(values: Sequence[float | None]) -> list[float | None]:
-    """Return the values with six digits, more than a chart shows."""
-    return [value if value is None else float(f"{value:.6g}") for value in values]

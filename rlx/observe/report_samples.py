@@ -1,7 +1,6 @@
-"""The report's transcripts: what the model wrote, each token shaded by the lag of its version.
+"""Make the report's transcripts, each token shaded by the lag of its version.
 
-All of it comes from a model: the template escapes it, and characters that would hide or reorder
-text are shown by name.
+A model wrote them: the template escapes the text, `visible` names characters that hide or reorder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ VIEWS = (("best", "Best"), ("worst", "Worst"), ("early", "First steps"), ("late"
 
 
 def choose(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the transcripts of each view: highest and lowest rewards (latest first), both ends."""
+    """Return the transcripts of each view; of equal rewards the latest come first."""
     unique = list({(s.get("prompt"), s["completion"]): s for s in samples}.values())
     rated = [s for s in unique if finite(s.get("reward")) is not None]
     by_step = sorted(unique, key=lambda s: s["step"])
@@ -44,8 +43,8 @@ def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
     facts = [f"step {sample['step']:g}"]
     if versions:
         oldest, newest = min(versions), max(versions)
-        facts.append(f"{len(versions)} tokens")
-        facts.append(f"version {oldest}" + (f"–{newest}" if newest > oldest else ""))
+        span = f"{oldest}–{newest}" if newest > oldest else f"{oldest}"
+        facts += [f"{len(versions)} tokens", f"version {span}"]
     if finite(sample.get("advantage")) is not None:
         facts.append(f"advantage {number(sample['advantage'])}")
     if sample.get("turns"):
@@ -69,10 +68,10 @@ def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
 def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str, int | None, str]]:
     """Return the completion as (text, lag, tooltip) of each stretch that one version wrote.
 
-    The trainer consumed step k with version k − 1. Records have no text of each token: the words of
-    a turn are divided evenly over them. What others said between turns has no lag and a tooltip; a
-    text without versions, or one too long to show in full, has neither.
+    Text between turns has a tooltip and no lag. A text without versions, or one too long to show in
+    full, has neither. The trainer consumed step k with version k − 1.
     """
+    # Records do not hold the text of each token: a turn's text is divided evenly over its tokens.
     text = sample["completion"]
     if not versions or len(text) > MAX_CHARACTERS:
         return [(_cut(visible(text)), None, "")]
@@ -94,7 +93,7 @@ def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str
 
 
 def turns_of(sample: Mapping[str, Any], versions: Sequence[int]) -> list[list[int]]:
-    """Return begin and end of each turn's words in the completion, and its number of tokens."""
+    """Return begin, end and number of tokens of each turn in the completion."""
     turns = sample.get("turns") or []
     if turns and sum(count for *_, count in turns) == len(versions):
         return turns

@@ -1,4 +1,4 @@
-"""The report's charts of a run's time: phases, staleness, tokens a second, publishing."""
+"""Make the report's charts of phases, staleness, tokens a second and publishing."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,29 +10,25 @@ from rlx.observe.rundir import Run, finite
 
 
 def phase_totals(run: Run) -> dict[str, float]:
-    """Return the seconds of each phase over the run, longest first.
-
-    Phases below 1 %, and all but the six longest, are summed up as `other`.
-    """
-    totals: dict[str, float] = {}
+    """Return the seconds of the six longest phases over the run, longest first, and of `other`."""
+    totals = Counter[str]()
     for record in run.metrics:
-        for name, value in _phases(record).items():
-            totals[name] = totals.get(name, 0.0) + value
+        totals.update(_phases(record))
     whole = sum(totals.values())
-    ranked = sorted(totals.items(), key=lambda item: -item[1])
+    ranked = totals.most_common()
     large = dict([(n, v) for n, v in ranked if n != "other" and v > 0.01 * whole][:6])
     other = whole - sum(large.values())
     return large | {"other": other} if other > 1e-6 * whole else large
 
 
 def trainer_shares(run: Run) -> list[Share]:
-    """Return what the trainer's time went to, longest first."""
+    """Return each phase's share of the trainer's time, longest first."""
     totals = phase_totals(run)
     return shares(totals, sum(totals.values()), color_of)
 
 
 def lag_shares(run: Run) -> list[Share]:
-    """Return how many of the trained tokens were sampled at each version lag."""
+    """Return the share of trained tokens at each version lag."""
     counts: Counter[int] = Counter()
     for record in run.metrics:
         histogram = record.get("staleness_histogram")
@@ -77,20 +73,18 @@ def speed(run: Run) -> list[dict[str, Any]]:
 
 def _step_times(run: Run) -> list[Line]:
     """Return the seconds of each phase by step; short phases together are `other`."""
-    named = phase_totals(run)
-    steps = [_phases(record) for record in run.metrics]
-    lines = []
-    for phase in named:
-        values = [
-            sum(v for name, v in step.items() if (name if name in named else "other") == phase)
-            for step in steps
-        ]
-        lines.append(Line(phase, values, color_of(phase)))
-    return lines
+    named, steps = phase_totals(run), []
+    for record in run.metrics:
+        step = dict.fromkeys(named, 0.0)
+        for name, value in _phases(record).items():
+            kind = name if name in named else "other"
+            step[kind] = step.get(kind, 0.0) + value
+        steps.append(step)
+    return [Line(phase, [step[phase] for step in steps], color_of(phase)) for phase in named]
 
 
 def _publishing(run: Run) -> list[Line]:
-    """Return the ms that publishing cost: the trainer's stall, delivery, a server's load."""
+    """Return the milliseconds of the trainer's stall, of delivery and of a server's load."""
     elapsed = {record["step"]: finite(record.get("elapsed_seconds")) for record in run.metrics}
     stall = [None if v is None else v * 1000 for v in run.series("seconds.publish")]
     lines = [Line("stall", stall, "c2", smooth=True)]

@@ -1,4 +1,4 @@
-"""The timeline in the report: a few seconds as rows of boxes, and how busy each server was."""
+"""Draw the report's timeline as rows of boxes, and measure how busy each server was."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,21 +25,20 @@ _TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30,
 
 
 def color_of(name: str) -> str:
-    """Return the CSS class of a phase or span; the same one each time for an unknown name."""
+    """Return the CSS class of a phase or span, always the same one for a name."""
     key = name.lower()
     known = COLORS.get(key) or COLORS.get(key.partition(" ")[0])
     return known or _SPARE[sum(key.encode()) % len(_SPARE)]
 
 
 def overview(spans: Sequence[TraceSpan], seconds: float) -> dict[str, Any] | None:
-    """Return the last and the first `seconds` of a run as drawings of rows, boxes and ticks.
+    """Return the last and the first `seconds` of a run as rows, boxes and ticks; None for no spans.
 
     Args:
       spans: sorted by start, outer spans before those inside them.
 
     Returns:
-      `keys`, the legend of the most frequent spans, and the drawings under `views`, whose boxes and
-      ticks lie at percentages of the width. None without a span.
+      `keys`: a legend of the most frequent spans. `views`: drawings in percentages of the width.
     """
     if not spans:
         return None
@@ -59,7 +58,7 @@ def overview(spans: Sequence[TraceSpan], seconds: float) -> dict[str, Any] | Non
 
 
 def busy_shares(spans: Sequence[TraceSpan]) -> dict[str, list[Share]]:
-    """Return for each server the share of the run that each kind of work took, the rest idle."""
+    """Return each server's shares of the run by kind of work, the rest idle."""
     servers = {s.process for s in spans if s.process.startswith(("server", "teacher"))}
     whole = max(s.end for s in spans) - spans[0].start if spans else 0.0
     found = {}
@@ -88,7 +87,7 @@ def covered(spans: Iterable[TraceSpan]) -> float:
 def _rows(
     spans: Sequence[TraceSpan], low: float, length: float
 ) -> list[tuple[str, int, list[list[dict[str, Any]]]]]:
-    """Return (process, hidden rows, boxes of each row); spans inside others are a row deeper."""
+    """Return (process, number of hidden rows, boxes of each row); inner spans are a row deeper."""
     rows: dict[tuple[str, int, int], list[TraceSpan]] = {}
     open_spans: dict[tuple[str, int], list[TraceSpan]] = {}
     for span in spans:

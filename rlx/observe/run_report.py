@@ -1,14 +1,14 @@
-"""WORKDIR/report.html: what a run did, on one page that needs nothing else.
+"""Write WORKDIR/report.html, one page that shows what a run did.
 
-`write_report` reads the run's files, `page` is the pure function from them to HTML: it fills the
-template report.html, whose script draws the charts with uPlot. The page makes no request, runs one
-script that is allowed by its hash, and escapes everything it shows.
+The template report.html has a script that draws the charts with uPlot. The page makes no request,
+runs one script that is allowed by its hash, and escapes everything it shows.
 """
 
 import base64
 import hashlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import resources
@@ -25,11 +25,7 @@ _SKIPPED = 20  # rows named
 
 
 def write_report(workdir: str | os.PathLike) -> Path:
-    """Write WORKDIR/report.html from what the run left there so far, and return its path.
-
-    Raises:
-      UserError: when WORKDIR is no run's directory or cannot be written.
-    """
+    """Write WORKDIR/report.html and return its path; raise UserError when WORKDIR holds no run."""
     run = load(workdir)
     path = Path(workdir) / "report.html"
     write_atomically(path, visible(page(run)).encode("utf-8", "replace"))
@@ -41,13 +37,9 @@ def page(run: Run) -> str:
     import jinja2  # takes a moment to import
 
     here = resources.files("rlx.observe")
-    style, script = (
-        "\n".join((here / name).read_text(encoding="utf-8") for name in names)
-        for names in (
-            ("uplot/uPlot.min.css", "report.css"),
-            ("uplot/uPlot.iife.min.js", "report.js"),
-        )
-    )
+    names = "uplot/uPlot.min.css", "report.css", "uplot/uPlot.iife.min.js", "report.js"
+    files = [(here / name).read_text(encoding="utf-8") for name in names]
+    style, script = "\n".join(files[:2]), "\n".join(files[2:])
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -100,39 +92,32 @@ def _header(run: Run) -> dict[str, Any]:
     state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
     each = [_facts(replace(run, config=start["config"])) for start in run.starts]
     facts = [" → ".join(dict.fromkeys(filter(None, fact))) for fact in zip(*each, strict=True)]
-    holes = gaps(run.metrics, int(done))
-    facts += [
-        f"no record of {holes}" if holes else "",
-        time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)) if run.ended_at else "",
-    ]
-    return {
-        "finished": finished,
-        "state": "finished" if finished else state,
-        "facts": [fact for fact in facts if fact],
-    }
+    if holes := gaps(run.metrics, int(done)):
+        facts.append(f"no record of {holes}")
+    if run.ended_at:
+        facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)))
+    state = "finished" if finished else state
+    return {"finished": finished, "state": state, "facts": list(filter(None, facts))}
 
 
 def _facts(run: Run) -> list[str]:
-    """Return what the settings of one start say in the header, as many for each; "" for none."""
+    """Return the header's facts of one start; "" for a setting that is missing."""
     served = run.setting("fleet.num_servers") or run.setting("fleet.addresses")
-    source = (
-        [_fact(run, "{} rows a batch", "rollout.batch_prompts")]
-        if report_learning.on_dataset(run)
-        else [
-            _fact(run, "reward {}", "reward.name")
-            if not (terms := run.setting("reward.terms"))
-            else "reward " + " + ".join(f"{weight:g}·{name}" for name, weight in terms),
+    terms = " + ".join(f"{weight:g}·{name}" for name, weight in run.setting("reward.terms", ()))
+    if report_learning.on_dataset(run):
+        source = [_fact(run, "{} rows a batch", "rollout.batch_prompts")]
+    else:
+        source = [
+            f"reward {terms}" if terms else _fact(run, "reward {}", "reward.name"),
             _fact(run, "{} prompts × {} samples", "rollout.batch_prompts", "sampling.n_samples"),
             _fact(run, "max staleness {}", "rollout.max_staleness"),
         ]
-    )
+    servers = _fact(run, "{} × {} server", "fleet.num_servers", "fleet.engine")
     return [
         str(run.setting("algorithm.preset", "")).upper().replace("_", " "),
         Path(str(run.setting("model.path", ""))).name,
         *source,
-        _fact(run, "{} × {} server", "fleet.num_servers", "fleet.engine")
-        if served
-        else "no servers",
+        servers if served else "no servers",
         _fact(run, "seed {}", "seed"),
     ]
 
@@ -144,7 +129,7 @@ def _fact(run: Run, form: str, *keys: str) -> str:
 
 
 def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (color, title, value, note) of what the run took."""
+    """Yield (color, title, value, note) of time, tokens, waiting, staleness and losses."""
     elapsed = _last(run, "elapsed_seconds")
     if elapsed:
         typical = sorted(v for v in run.series("step_seconds") if v is not None)
@@ -166,7 +151,7 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """Return the config's keys, and those that differ from the defaults; empty without one."""
+    """Return all keys of the config, and those that differ from the defaults."""
     from rlx.config import default  # ml_collections takes a moment to import
 
     rows, standard = flatten(run.config), dict(flatten(default().to_dict()))
@@ -175,7 +160,7 @@ def _config(run: Run) -> dict[str, Any]:
 
 
 def _changes(run: Run) -> list[tuple[int, float | None, str]]:
-    """Return step, seconds and words of each change of settings that steps were made after."""
+    """Return step, seconds and text of each change of settings."""
     found = [start for start in run.starts if start.get("changed") and has_step(start)]
     times = {record["step"]: finite(record.get("elapsed_seconds")) for record in run.metrics}
     return [(s["step"], times.get(s["step"]), "\n".join(map(str, s["changed"]))) for s in found]
@@ -183,13 +168,9 @@ def _changes(run: Run) -> list[tuple[int, float | None, str]]:
 
 def _skipped(run: Run) -> list[tuple[str, str]]:
     """Return the last rows that failed in every attempt, and why."""
-    return [
-        (
-            f"{record.get('which')} row {record.get('row')}, {record.get('attempts')} attempts",
-            "\n".join(str(record.get(key, "")) for key in ("text", "error", "message")),
-        )
-        for record in run.skipped[-_SKIPPED:]
-    ]
+    named = "{which} row {row}, {attempts} attempts", "{text}\n{error}\n{message}"
+    rows = [defaultdict(str, record) for record in run.skipped[-_SKIPPED:]]
+    return [(named[0].format_map(row), named[1].format_map(row)) for row in rows]
 
 
 def _last(run: Run, key: str) -> float | None:

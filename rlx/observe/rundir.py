@@ -1,11 +1,11 @@
-"""Read a run's files back for its report; broken or missing ones leave gaps."""
+"""Read a run's files for its report; broken or missing ones leave gaps."""
 
 import itertools
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,27 +22,27 @@ class Run:
     """The records of one run, in order of step.
 
     Attributes:
-      metrics, evals: the objects of metrics.jsonl and eval.jsonl.
+      metrics, evals: objects of metrics.jsonl and eval.jsonl.
       samples: transcripts of rollouts/, oldest first.
-      skipped: the rows of skipped.jsonl, which no attempt got through, each once.
-      spans: complete events of timeline.json, by start; times in microseconds.
-      starts: those of starts.jsonl that made the steps of `metrics`, oldest first; the last one
-        where there is no step. total: steps that the newest start wants; None if unknown.
-      config, environment: of the last of them.
+      skipped: rows of skipped.jsonl, which failed in every attempt, each once.
+      spans: complete events of timeline.json, by start, outer ones before those inside them.
+      starts: entries of starts.jsonl that made the steps of `metrics`, oldest first; the newest
+        entry where there is no step. config, environment: settings and place of the last of them.
+      total: steps that the newest start wants; None if unknown.
       ended_at: when metrics.jsonl was last written, seconds since the epoch; 0 if unknown.
     """
 
     path: Path
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    evals: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
-    spans: list["TraceSpan"] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    total: float | None = None
-    ended_at: float = 0.0
+    metrics: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    skipped: list[dict[str, Any]]
+    spans: list["TraceSpan"]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    starts: list[dict[str, Any]]
+    total: float | None
+    ended_at: float
 
     def series(self, key: str) -> list[float | None]:
         """Return one metric over the steps, None where missing; `a.b` reads key b of dict a."""
@@ -70,11 +70,7 @@ class TraceSpan(NamedTuple):
 
 
 def load(workdir: str | os.PathLike) -> Run:
-    """Read the files of a WORKDIR.
-
-    Raises:
-      UserError: when it is not a directory, or nothing in it is a run's.
-    """
+    """Read the files of a WORKDIR; raise UserError when it holds no run."""
     path = Path(workdir)
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give the WORKDIR of a run")
@@ -108,7 +104,7 @@ def load(workdir: str | os.PathLike) -> Run:
 
 
 def gaps(records: Iterable[Mapping[str, Any]], last: int) -> str:
-    """Return `steps 4–7, 9`: those up to `last` that have no record; "" where all have one."""
+    """Return the steps up to `last` without a record: `steps 4–7, 9`; "" for none."""
     there = {record.get("step") for record in records}
     missing = [step for step in range(1, last + 1) if step not in there]
     runs = itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])
@@ -151,17 +147,11 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
         half = MAX_SAMPLE_FILES // 2
         files = files[:half] + files[-half:]
     rows = [row for file in files for row in read_jsonl(file)]
-    return [
-        r
-        for r in rows
-        if has_step(r)
-        and isinstance(r.get("completion"), str)
-        and isinstance(r.get("prompt"), str | None)
-    ]
+    texts = (("completion", str), ("prompt", str | None))
+    return [r for r in rows if has_step(r) and all(isinstance(r.get(k), t) for k, t in texts)]
 
 
 def _spans(trace: Mapping[str, Any]) -> list[TraceSpan]:
-    """Return the complete events by start, outer ones before those inside them."""
     spans = []
     for span, lane in read(trace):
         process, name, args = span.process, span.name, span.args

@@ -1,8 +1,7 @@
-"""The timeline of a run: spans of trainer, servers, rewards and publishes on one clock.
+"""Record spans of trainer, servers, rewards and publishes, and save them as a Chrome trace.
 
-Saved as a Chrome trace, which https://ui.perfetto.dev opens. The clock is CLOCK_MONOTONIC in
-nanoseconds, which all processes of one machine share, so a server's spans need no
-translation. Memory is bounded: the oldest spans are let go, and their number is kept.
+https://ui.perfetto.dev opens the trace. The clock is CLOCK_MONOTONIC in nanoseconds, which all
+processes of one machine share.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ PROCESSES = ("trainer", "server", "teacher", "rewards", "publish", "evaluation")
 
 
 class Span(NamedTuple):
-    """A stretch of time on a track; spans of one kind, their `name`, never nest."""
+    """A stretch of time on a track; spans with the same name never nest."""
 
     process: str
     track: str
@@ -34,7 +33,11 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records spans from any thread; `save` may be called at any time, also repeatedly."""
+    """Records spans, the newest `capacity` of them, from any thread.
+
+    Args:
+      clock: returns nanoseconds. earlier: timeline of an earlier start, which this one continues.
+    """
 
     def __init__(
         self,
@@ -42,12 +45,6 @@ class Timeline:
         capacity: int = 200_000,
         earlier: Path | None = None,
     ):
-        """Begin a timeline, or go on with the one that an earlier start has saved.
-
-        Args:
-          clock: gives nanoseconds. capacity: how many spans are kept. earlier: a saved timeline,
-            where there is one.
-        """
         self._clock = clock
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._recorded = 0
@@ -85,18 +82,18 @@ class Timeline:
         """Write the trace, replacing the file atomically. 200,000 spans take about 2 s."""
         with self._lock:
             spans, discarded = list(self._spans), self._recorded - len(self._spans)
-        write_atomically(path, b"".join(_document(spans, discarded)))
+        encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+        events = ",\n".join(map(encode, _trace_events(spans, discarded)))
+        about = encode({"clock": "CLOCK_MONOTONIC", "discarded_events": discarded})
+        head = f'{{"displayTimeUnit":"ms","otherData":{about},\n"traceEvents":[\n'
+        write_atomically(path, f"{head}{events}\n]}}\n".encode())
 
 
 def assign_lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
-    """Give each span of one track a lane on which it overlaps nothing it must not.
+    """Return (span, lane) for the spans of one track, sorted by start, lanes from 0.
 
     A viewer draws a lane's spans as a stack: one must contain the next. A span goes inside spans
-    of other names that contain it wholly, else on the first lane that is free; requests that happen
-    to lie within each other have the same name and so sit side by side.
-
-    Returns:
-      (span, lane) sorted by start, lanes from 0.
+    of other names that contain it, else on the first free lane.
     """
     lanes: list[list[Span]] = []  # per lane the spans open at this moment, outermost first
     placed = []
@@ -126,7 +123,7 @@ def process_order(process: str) -> tuple[int, int, str]:
 
 
 def read(trace: Mapping[str, Any]) -> Iterator[tuple[Span, int]]:
-    """Yield each span of a saved trace, and its lane; events that cannot be read are left out."""
+    """Yield each readable span of a saved trace, and its lane."""
     names, events = dict[Any, str](), trace.get("traceEvents")
     for event in events if isinstance(events, list) else []:
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
@@ -140,19 +137,6 @@ def read(trace: Mapping[str, Any]) -> Iterator[tuple[Span, int]]:
                 args = {**event.get("args", {})}
                 named = names.get(process, str(process)), track, str(event["name"])
                 yield Span(*named, start, start + length, args), lane
-
-
-def _document(spans: list[Span], discarded: int) -> Iterator[bytes]:
-    """Yield the trace as JSON, an event a line."""
-    about = {"clock": "CLOCK_MONOTONIC", "discarded_events": discarded}
-    yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)},\n'.encode()
-    yield b'"traceEvents": [\n'
-    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-    separator = b""
-    for event in _trace_events(spans, discarded):
-        yield separator + encode(event).encode()
-        separator = b",\n"
-    yield b"\n]}\n"
 
 
 def _trace_events(spans: list[Span], discarded: int) -> Iterator[dict[str, Any]]:

@@ -64,8 +64,7 @@ def test_the_legend_of_a_stack_has_means():
 
 def test_shares_are_of_the_whole_and_leave_out_what_cannot_be_seen():
     found = shares({"train": 3.0, "wait": 1.0, "log": 1e-6}, 4.0, lambda name: f"c-{name}")
-    assert found == [("c-train", "train", 0.75), ("c-wait", "wait", 0.25)]
-    assert [share.latest for share in found] == ["75 %", "25 %"]
+    assert found == [("c-train", "train", 0.75, "75 %"), ("c-wait", "wait", 0.25, "25 %")]
     assert shares({"idle": 0.0}, 0.0, str) == []
 
 
