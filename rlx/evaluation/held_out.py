@@ -1,11 +1,8 @@
-"""A run's held-out evaluations: greedy answers by the fleet, the loss by the trainer, or both.
+"""Evaluate a run on held-out rows: greedy answers by the fleet, the loss by the trainer, or both.
 
-    measure (trainer's thread)            the loss on held-out groups ─┐
-    begin (when the fleet has the step's  greedy answers, while  ──────┴▶ take: records, in order
-           weights, on any thread)        training goes on
-
-Rollouts have no held-out loss: their rows have questions and no answers to learn. A run without
-servers has no answers.
+measure (trainer's thread)            the loss on held-out groups ─┐
+begin (when the fleet has the step's  greedy answers, while  ──────┴▶ take: records, in order
+       weights, on any thread)        training goes on
 """
 
 import asyncio
@@ -25,18 +22,18 @@ from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.executor import Executor
 from rlx.rollout.workflows import Task
 
-CONCURRENCY = 64  # questions at one time, besides training's prompts
-PRIORITY = 1  # before training's, so that few answers come from newer weights than it began with
+CONCURRENCY = 64  # questions at one time, in addition to training's prompts
+PRIORITY = 1  # ahead of training's prompts, so that few answers come from newer weights
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutOptions:
-    """What is evaluated, and when.
+    """Options of held-out evaluations.
 
     Attributes:
-      rows: questions. groups: of the same rows, where they are trained on as they are.
+      rows: questions. groups: the same rows as a trainer takes them; empty for rollouts.
       sampling: of answers; None: there is no fleet to answer.
-      total_steps: of the run.
+      total_steps: steps of the run, the last of which is evaluated.
       patience: with failed attempts at a question; however many fail, the run goes on.
       timeout: seconds for one question.
     """
@@ -50,15 +47,14 @@ class HeldOutOptions:
 
 
 class HeldOut:
-    """Evaluations that are due, under way and done; once a step each.
+    """Evaluates steps that are due, each once.
 
     Args:
       done: steps that eval.jsonl has already.
-      start: the step that the run begins or goes on at.
-      owed: the last step until then that was to be evaluated. Where it has not been, `start` is:
-        its weights are here, those of the one that was cut off are gone.
+      start: the step at which the run begins or goes on.
+      owed: the last step until then that was due; if it is not done, `start` is evaluated.
       timeline: gets a span for each pass over the questions.
-      elapsed: seconds of the run until now.
+      elapsed: returns the seconds of the run until now.
       on_skip: takes the line of skipped.jsonl for each question that failed; on any thread.
       say: takes one line for the user.
     """
@@ -77,34 +73,34 @@ class HeldOut:
         self._options, self._timeline, self._elapsed = options, timeline, elapsed
         self._on_skip, self._say = on_skip, say
         self._done, self._extra = set(done), set[int]()
-        if max(self._done, default=-1) < owed:
+        if max(self._done, default=-1) < owed:  # of `owed` the weights are gone
             self.add(start)
         self._losses: dict[int, tuple[dict[str, float], float]] = {}  # and the seconds they took
         self._under_way: deque[tuple[int, Future[dict[str, Any]]]] = deque()
 
     def due(self, step: int) -> bool:
-        """Whether this step is evaluated: the first, the last, and those that were added."""
+        """Return whether to evaluate `step`: the first, the last, or one that was added."""
         wanted = step == 0 or step >= self._options.total_steps or step in self._extra
         return wanted and bool(self._options.rows) and step not in self._done
 
     def add(self, step: int) -> None:
-        """Have `step` evaluated too."""
+        """Make `step` due as well."""
         self._extra.add(step)
 
     @property
     def under_way(self) -> list[int]:
-        """The steps whose evaluations were begun and not taken."""
+        """The steps whose evaluations were begun and not yet taken."""
         return [step for step, _ in self._under_way.copy()]  # others are begun meanwhile
 
     def measure(self, step: int, loss: Callable[[Sequence[Group]], Mapping[str, float]]) -> None:
-        """Compute the loss after `step` on the held-out groups, if it is due and they exist."""
+        """Compute the loss on the held-out groups if `step` is due and there are groups."""
         if self._options.groups and self.due(step):
             began, found = time.monotonic(), loss(self._options.groups)
             means = {f"held_out_{k}": v for k, v in found.items() if not k.startswith("n_")}
             self._losses[step] = means, time.monotonic() - began
 
     def begin(self, step: int, executor: Executor) -> None:
-        """Start the evaluation of `step`, if it is due, with the weights that servers have now."""
+        """Start the evaluation of `step`, if it is due, with the servers' current weights."""
         if self.due(step):
             self._done.add(step)
             self._under_way.append((step, executor.submit(self._record(step, executor))))
@@ -112,7 +108,7 @@ class HeldOut:
     def take(self, seconds: float | None = 0.0) -> Iterator[dict[str, Any]]:
         """Yield the records finished within `seconds`, in order; None: all of them.
 
-        An evaluation never ends a run: one that cannot be made is reported, and is due again.
+        An evaluation that fails is reported and due again; the run goes on.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while self._under_way:
@@ -151,12 +147,9 @@ class HeldOut:
     async def _answers(self, step: int, executor: Executor, sampling: Sampling) -> list[Group]:
         """Return the groups of the questions that did not fail, one answer each."""
         runner = RowRunner(
-            executor.loop,
-            executor.fleet,
-            concurrency=CONCURRENCY,
+            executor.loop, executor.fleet, concurrency=CONCURRENCY, timeout=self._options.timeout,
             patience=replace(self._options.patience, rate=1.0),
-            timeout=self._options.timeout,
-        )
+        )  # fmt: skip
         seed = sampling.seed or 0
         futures = [
             runner.submit(executor.workflow, Task(row, index, seed, sampling, 1, PRIORITY))

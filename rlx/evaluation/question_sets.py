@@ -1,4 +1,4 @@
-"""Question sets of evaluations by name: their place on the hub, and how they are graded."""
+"""Find question sets by name: their place on the hub, and how their answers are graded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +11,11 @@ from rlx.rollout import data
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One question set.
+    """A question set, and the keys of its rows."""
 
-    Attributes:
-      name: its row in the table.
-      source: `data.load`'s; empty for generated problems.
-      reward: a name that `rewards.resolve` knows.
-      question_key, answer_key: of its rows.
-    """
-
-    name: str
-    source: str
-    reward: str
+    name: str  # in the table
+    source: str  # for `data.load`; empty for generated problems
+    reward: str  # for `rewards.resolve`
     question_key: str = "question"
     answer_key: str = "answer"
 
@@ -48,11 +41,11 @@ def find(
     """Return the set of one entry of --datasets: a name, a path, or NAME=PATH.
 
     Args:
-      reward: how a path is graded, unless it is given as NAME=PATH with a name of BENCHMARKS.
-      question_key, answer_key: of the rows of a path.
+      reward: grades the rows of a path, unless NAME is one of BENCHMARKS.
+      question_key, answer_key: keys in the rows of a path.
 
     Raises:
-      UserError: neither a name nor a file.
+      UserError: the entry is neither a name nor a file.
     """
     name, _, path = text.rpartition("=")
     if text in BENCHMARKS:
@@ -86,10 +79,10 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
 def load_sets(
     text: str, reward: str, limit: int, question_key: str = "question", answer_key: str = "answer"
 ) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
-    """Return the sets of `--datasets` with their rows; the keys are those of rows in a file.
+    """Return the sets of `--datasets` with their rows, as `find` and `rows` do.
 
     Raises:
-      UserError: none, an unknown or unreachable one, or two of one name.
+      UserError: there is no set, an unknown or unreachable one, or a name occurs twice.
     """
     parts = [part.strip() for part in text.split(",")]
     found = [find(part, reward, question_key, answer_key) for part in parts if part]

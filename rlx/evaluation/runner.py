@@ -6,8 +6,7 @@
         groups = evaluator.wait(len(rows))
         print(evaluator.export_stats())
 
-The runner is the executor of training with max_staleness = ∞ and rows that end: the same attempts,
-patience, workflows, fleet and rewards, but no staleness bound and no publishing.
+The runner is training's executor with max_staleness = ∞: same attempts, workflows and rewards.
 """
 
 import itertools
@@ -34,7 +33,7 @@ from rlx.system.loop_thread import LoopThread
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """A submitted row: `workflow` makes its group, `future` gets it."""
+    """A submitted row, and the future of its group."""
 
     workflow: Workflow
     task: Task
@@ -43,14 +42,12 @@ class _Row:
 
 
 class RowRunner:
-    """An executor of rows that are submitted one by one, each with options of its own.
-
-    The executor takes this object for its rows and its workflow.
+    """Runs rows that are submitted one by one, each with options of its own.
 
     Args:
-      loop: its thread has started. fleet: connected on it.
+      loop: started. fleet: connected on the loop.
       concurrency: rows in work at one time.
-      patience: with failed attempts. A row's future fails after its last one, and those of all rows
+      patience: with failed attempts. A row's future fails after its last attempt; all futures fail
         once too many attempts do.
       timeout: seconds for one attempt.
     """
@@ -70,11 +67,7 @@ class RowRunner:
         self.executor.set_version(0)  # admission begins; an evaluation does not count versions
 
     def submit(self, workflow: Workflow, task: Task) -> "Future[Group]":
-        """Start one row and return at once; from any thread.
-
-        Args:
-          task: as `workflow` gets it; an attempt after the first has another seed.
-        """
+        """Start one row and return at once; a later attempt at `task` has another seed."""
         submitted = _Row(workflow, task, Future())
 
         def add() -> None:
@@ -111,10 +104,10 @@ class RowRunner:
     def _fail(self, group_id: int, error: Exception) -> None:
         self._open.pop(group_id).future.set_exception(error)
 
-    # Asked by the executor.
+    # For the executor, which takes this object as its rows and its workflow.
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
-        """Return the next row submitted; raise StopIteration where there is none."""
+        """Return the next row; raise StopIteration where there is none."""
         if not self._waiting:
             raise StopIteration
         group_id = self._waiting.popleft()
@@ -148,13 +141,12 @@ class Evaluator:
     """Runs workflows over rows on a thread of its own.
 
     Args:
-      connect: makes a fleet that is ready; called on the evaluator's loop. A fleet with `close` is
-        closed there too.
-      workflow: what `submit` runs unless it names another.
+      connect: makes a fleet on the evaluator's loop; a fleet with `close` is closed there too.
+      workflow: runs the rows that name no other.
       concurrency: rows in work at one time.
-      patience: with failed attempts. A user's mistake is not tried again.
+      patience: with failed attempts; a user's mistake is not tried again.
       timeout: seconds for one attempt.
-      seed: of the evaluation; a row's seed is a function of it and of the row's number.
+      seed: of the evaluation; a row's seed depends on it and on the row's number.
     """
 
     def __init__(
@@ -213,17 +205,15 @@ class Evaluator:
         group_id: int | None = None,
         seed: int | None = None,
     ) -> "Future[Group]":
-        """Start one row and return at once.
+        """Start one row and return the future of its group at once; `wait` has it too.
 
         Args:
           row: of a dataset.
-          n, sampling: trajectories of its group and how they are drawn; the workflow's own by
-            default.
-          group_id, seed: how many were submitted before, and a function of that, by default.
+          n, sampling: trajectories of its group and how they are drawn; default: the workflow's.
+          group_id, seed: default: the number of rows submitted before, and a function of that.
 
         Returns:
-          A future of its group; `wait` has it too. It fails with Skipped where the row's last
-          attempt has failed, and with what ended the evaluation where that ended.
+          The future; it fails with Skipped after the row's last attempt.
         """
         if self._runner is None:
             raise RuntimeError("start the evaluator before submitting to it")
@@ -244,9 +234,9 @@ class Evaluator:
         """Return the groups of the oldest `count` rows not waited for yet; default: of all.
 
         Raises:
-          TimeoutError: they are not all done in `timeout` seconds; they can be waited for again.
+          TimeoutError: some are not done after `timeout` seconds; `wait` may be called again.
           Skipped, UserError: a row failed for good.
-          RolloutError, Unavailable: nothing seems to work.
+          RolloutError, Unavailable: too many attempts fail.
         """
         count = len(self._waiting) if count is None else count
         if count > len(self._waiting):
@@ -272,7 +262,7 @@ class Evaluator:
         workflow: Workflow | None = None,
         timeout: float | None = None,
     ) -> list[Group]:
-        """Submit rows and wait for them; return their groups, in the rows' order."""
+        """Submit rows, wait for them, and return their groups in the rows' order."""
         if self._waiting:
             raise RuntimeError("rows submitted before are not waited for yet; call wait() first")
         for row in rows:
@@ -280,20 +270,16 @@ class Evaluator:
         return self.wait(len(rows), timeout)
 
     def export_stats(self) -> dict[str, float]:
-        """Return means over all trajectories finished since the last call; counting begins again.
+        """Return means over the trajectories finished since the last call, and counts.
 
-        reward and its standard deviation, sampled tokens and prompt tokens of a trajectory, share
-        cut off by length, groups, trajectories, info/* of the workflow, reward/* of its terms, and,
-        of the whole evaluation, failed attempts.
+        `info/*` comes from the workflow, `reward/*` from terms; `num_failures` counts all attempts
+        that failed since the start.
         """
         groups, self._finished = self._finished, []
         found = [t for group in groups for t in group.trajectories]
         failed = self._runner.executor.counters()["failed"] if self._runner else 0
-        stats = {
-            "num_groups": float(len(groups)),
-            "num_trajectories": float(len(found)),
-            "num_failures": float(failed),
-        }
+        counts = {"groups": len(groups), "trajectories": len(found), "failures": failed}
+        stats = {f"num_{name}": float(count) for name, count in counts.items()}
         if found:
             trained = np.array([t.num_trained for t in found])
             rewards = np.array([t.reward for t in found])

@@ -1,11 +1,9 @@
-"""The directory of an evaluation: settings, every sample, and the table made of them.
+"""Write and read the directory of an evaluation.
 
-    OUT/settings.json              what was asked for; another evaluation does not continue it
-    OUT/MODEL/SET.jsonl            every finished sample, appended as it comes
-    OUT/MODEL/hf                   the HF directory that a checkpoint was converted to
-    OUT/results.json, table.txt    the table, with intervals of 95 % in the former
-
-A sample that a file has is never generated again; one that failed is.
+OUT/settings.json              settings; an evaluation with others does not continue here
+OUT/MODEL/SET.jsonl            every sample; only those that failed are generated again
+OUT/MODEL/hf                   the HF directory that a checkpoint was converted to
+OUT/results.json, table.txt    the table; results.json has intervals of 95 %
 """
 
 import json
@@ -26,22 +24,14 @@ GREEDY = -1  # the sample number of the answer at temperature 0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How questions are asked, and the columns of the table.
+    """How questions are asked, and the columns of the table."""
 
-    Attributes:
-      temperature, top_p: of the sampled answers.
-      workflow: class of a workflow or an agent, as in `named_workflow.build`.
-      workflow_kwargs: of its constructor.
-      n_samples: sampled answers a question; 0: the greedy one only.
-      pass_at, maj_at: the k of the columns.
-    """
-
-    temperature: float = 0.6
+    temperature: float = 0.6  # of the sampled answers
     top_p: float = 0.95
-    workflow: str = RLVR_NAME
+    workflow: str = RLVR_NAME  # a class, as in `named_workflow.build`
     workflow_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    n_samples: int = 32
-    pass_at: tuple[int, ...] = (8, 16)
+    n_samples: int = 32  # for each question; 0: the greedy answer only
+    pass_at: tuple[int, ...] = (8, 16)  # each k of a column
     maj_at: tuple[int, ...] = ()
 
     @property
@@ -60,7 +50,7 @@ class SampleRange:
 
 
 def is_sample(record: Mapping[str, Any]) -> bool:
-    """Whether a line of a samples file has all that the table is made of."""
+    """Return whether a line of a samples file has all values that the table needs."""
     whole = all(isinstance(record.get(key), int) for key in ("index", "sample", "tokens"))
     answered = isinstance(record.get("answer", 0), str | None)
     return whole and answered and isinstance(record.get("reward"), int | float)
@@ -81,13 +71,10 @@ def pending(path: Path, questions: int, n_samples: int) -> list[SampleRange]:
 
 
 def keep(
-    path: Path,
-    samples: SampleRange,
-    row: Mapping[str, Any],
-    group: Group | BaseException,
+    path: Path, samples: SampleRange, row: Mapping[str, Any], group: Group | BaseException,
     tokenizer: Any,
-) -> None:
-    """Append the samples of a group, or of the failure that stands in its place."""
+) -> None:  # fmt: skip
+    """Append the samples of a group, or of the failure in its place."""
     if isinstance(group, Group):
         parts = trajectories.samples(group, samples.count)
         found = [trajectories.record(each, tokenizer) for each in parts]
@@ -97,21 +84,16 @@ def keep(
         nothing = {"completion": "", "reward": 0.0, "tokens": 0, "error": error}
         found, answers = [nothing] * samples.count, [None] * samples.count
     for sample, record, answer in zip(range(samples.count), found, answers, strict=True):
-        head = {
-            "index": samples.index,
-            "sample": GREEDY if samples.first == GREEDY else samples.first + sample,
-            "question": row["question"],
-            "answer_key": row.get("answer"),
-            "answer": answer,
-        }
+        number = GREEDY if samples.first == GREEDY else samples.first + sample
+        head = {"index": samples.index, "sample": number, "question": row["question"],
+                "answer_key": row.get("answer"), "answer": answer}  # fmt: skip
         append_jsonl(path, {**head, **record})
 
 
 def summary(name: str, path: Path, questions: int, asked: Asked) -> dict[str, Any]:
-    """Return the table's row of one samples file, and how many questions have a failed sample.
+    """Return the table's row of one samples file, and the number of questions with a failed sample.
 
-    Of two records of one sample the first counts; a record of a failure counts if there is no
-    other.
+    The first record of a sample counts; a failure counts only without another record.
     """
     samples: dict[int, dict[int, dict]] = {}
     for record in sorted(read_jsonl(path), key=lambda record: "error" in record):
@@ -133,7 +115,7 @@ def write_table(out: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[st
 
 
 def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
-    """Return a line for each row of the table that has questions which failed."""
+    """Return a line for each row of the table with failed questions."""
     return [
         f"{row['failed']} of {row['num_questions']} questions failed and count as wrong: see error "
         f"in {out / row['model'] / row['dataset']}.jsonl; the same command asks them again"
@@ -143,20 +125,14 @@ def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
 
 
 def settings(
-    asked: Asked,
-    models: Mapping[str, str],
-    datasets: Mapping[str, list],
-    further: Mapping[str, Any],
-    out: Path,
-) -> dict[str, Any]:
-    """Return what settings.json shall say.
+    asked: Asked, models: Mapping[str, str], datasets: Mapping[str, list],
+    further: Mapping[str, Any], out: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the object of settings.json; raise UserError if OUT has samples of other settings.
 
     Args:
       models: name → path. datasets: name → [source, number of rows].
-      further: whatever else changes the samples.
-
-    Raises:
-      UserError: OUT holds samples of an evaluation with other settings.
+      further: other settings that change the samples.
     """
     own = {
         **further,

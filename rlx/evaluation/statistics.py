@@ -1,9 +1,10 @@
-"""Statistics of an evaluation: pass@k, maj@k, intervals, the rows of its table."""
+"""Compute pass@k, maj@k, confidence intervals and the rows of an evaluation's table."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +35,8 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
     """Return how often the commonest of k answers is right: the mean over blocks of k samples.
 
     Args:
-      answers: of the samples in order; None: no answer, which has no vote.
-      right: whether each is right.
-      k: samples a vote, ≥ 1; samples left over do not vote.
+      answers: of the samples in order; None has no vote. right: whether each is right.
+      k: samples of a vote, ≥ 1; samples left over do not vote.
 
     Returns:
       In [0, 1]; a tie goes to the answer that came first, a block without any answer is wrong.
@@ -65,16 +65,12 @@ def ballot(completion: str) -> str | None:
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Return the confidence interval of a mean over questions.
+    """Return the confidence interval (low, high) of a mean; None for fewer than two questions.
 
-    Of shares: Wilson's score interval (10.2307/2276774), which also holds where every answer is
-    right. Of values outside [0, 1]: Student's.
+    For shares it is Wilson's score interval (10.2307/2276774), for values outside [0, 1] Student's.
 
     Args:
-      values: one a question. level: in (0, 1).
-
-    Returns:
-      (low, high); None for fewer than two questions.
+      values: one for each question. level: in (0, 1).
     """
     if (n := len(values)) < 2:
         return None
@@ -94,45 +90,35 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
 
 
 def per_question(
-    greedy: Mapping[str, object] | None,
-    samples: Sequence[Mapping[str, object]],
-    pass_at: Sequence[int],
-    maj_at: Sequence[int],
-) -> dict[str, float]:
+    greedy: Mapping[str, Any] | None, samples: Sequence[Mapping[str, Any]],
+    pass_at: Sequence[int], maj_at: Sequence[int],
+) -> dict[str, float]:  # fmt: skip
     """Return the table's quantities for one question.
 
     Args:
       greedy: its record at temperature 0, or None. samples: its sampled records in order; a record
-        has reward, tokens and answer. One with an `error` is wrong and of no length.
+        has reward, tokens and answer. One with an `error` is wrong and has no length.
     """
     out = {}
     if greedy is not None:
         if "error" not in greedy:
-            out["greedy_length"] = float(greedy["tokens"])  # type: ignore[arg-type]
-        out["greedy_acc"] = float(greedy["reward"] > RIGHT)  # type: ignore[operator]
+            out["greedy_length"] = float(greedy["tokens"])
+        out["greedy_acc"] = float(greedy["reward"] > RIGHT)
     if samples:
-        right = [bool(s["reward"] > RIGHT) for s in samples]  # type: ignore[operator]
+        right = [bool(s["reward"] > RIGHT) for s in samples]
         if lengths := [s["tokens"] for s in samples if "error" not in s]:
-            out["sample_length"] = float(np.mean(lengths))  # type: ignore[arg-type]
+            out["sample_length"] = float(np.mean(lengths))
         out["sample_pass@1"] = pass_at_k(len(right), sum(right), 1)
-        for k in pass_at:
-            out[f"pass@{k}"] = pass_at_k(len(right), sum(right), k)
-        for k in maj_at:
-            answers = [s["answer"] for s in samples]
-            out[f"maj@{k}"] = maj_at_k(answers, right, k)  # type: ignore[arg-type]
+        out |= {f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in pass_at}
+        answers = [s["answer"] for s in samples]
+        out |= {f"maj@{k}": maj_at_k(answers, right, k) for k in maj_at}
     return out
 
 
 def columns(pass_at: Sequence[int], maj_at: Sequence[int]) -> tuple[str, ...]:
     """Return the table's columns after `dataset` and `num_questions`."""
-    return (
-        "greedy_length",
-        "sample_length",
-        "greedy_acc",
-        "sample_pass@1",
-        *(f"pass@{k}" for k in pass_at),
-        *(f"maj@{k}" for k in maj_at),
-    )
+    varying = (*(f"pass@{k}" for k in pass_at), *(f"maj@{k}" for k in maj_at))
+    return ("greedy_length", "sample_length", "greedy_acc", "sample_pass@1", *varying)
 
 
 def row(
@@ -149,10 +135,7 @@ def row(
 
 
 def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str:
-    """Return the rows as aligned text; lengths to a tenth of a token, shares to a thousandth.
-
-    Rows of several models have their `model` in front and are grouped by data set.
-    """
+    """Return the rows as aligned text, those of several models grouped by data set."""
     several = len({row.get("model") for row in rows}) > 1
     lead = ("model", "dataset") if several else ("dataset",)
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
@@ -164,13 +147,9 @@ def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> st
             cells.append("-" if value is None else f"{value:.{digits}f}")
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i < len(lead) else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    aligns = [str.ljust] * len(lead) + [str.rjust] * (len(widths) - len(lead))
+    padded = [[a(c, w) for a, c, w in zip(aligns, line, widths, strict=True)] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def check_samples(n: int, pass_at: Sequence[int], maj_at: Sequence[int]) -> None:
