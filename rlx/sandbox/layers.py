@@ -1,4 +1,4 @@
-"""Layers that confine a program, by level; docs/security.md says what each level holds.
+"""Confine a program by layers; docs/security.md says what each level holds.
 
 none         limits, an environment and a directory of its own
 seccomp      + system calls; landlock: + files; bubblewrap: + bwrap's namespaces for all of them
@@ -47,9 +47,9 @@ def readable() -> list[str]:
 
 
 class Layers:
-    """What the zygote enters as it is made, each keeper, and each program; of a level of LEVELS.
+    """One of LEVELS; the zygote makes it, keepers `enter` it, and `confine` holds programs.
 
-    Any may raise OSError, with a reason in words: the level is not to be had here.
+    Each may raise OSError with a reason: this machine does not have the level.
     """
 
     def __init__(self, level: str):
@@ -64,7 +64,7 @@ class Layers:
             self._enter_namespaces()
 
     def enter(self, limits: Mapping[str, Any]) -> str:
-        """Enter what a keeper shares with its program; return the program's directory."""
+        """Enter the layers that a keeper shares with its program; return its directory."""
         _libc.prctl(_SUBREAPER, 1, 0, 0, 0)
         with open(os.open("self/statm", os.O_RDONLY, dir_fd=self._proc)) as file:
             self._used = int(file.read().split()[0]) * resource.getpagesize()  # address space
@@ -78,7 +78,7 @@ class Layers:
         return "/tmp"
 
     def leave(self, directory: str) -> None:
-        """Remove the program's directory, whatever it has done to it."""
+        """Remove the program's directory, whatever the program has done to it."""
         if self._level == "namespaces":  # it went with the last process
             return
         with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _make_root() -> None:
-    """Leave the machine's files for a root of what may be read, four devices, and /tmp."""
+    """Move to a root that has the readable files, four devices and /tmp, and nothing else."""
     _mount("none", "/", "", _RECURSIVE | _PRIVATE)
     root = "/tmp"
     opened = {place: os.open(place, os.O_PATH) for place in (*readable(), *_DEVICES)}
@@ -192,7 +192,7 @@ def _make_root() -> None:
 
 
 def _restrict_files(version: int, directory: str) -> None:
-    """Leave this process what is readable, and `directory` to write, by Landlock."""
+    """Restrict this process by Landlock to reading `readable()` and writing `directory`."""
     rights = (1 << 13) - 1 | (version > 1) << 13 | (version > 2) << 14 | (version > 4) << 15
     # TCP from version 4 on, signals and abstract sockets from version 6 on: none of them.
     attributes = struct.pack("QQQ", rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]

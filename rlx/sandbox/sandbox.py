@@ -1,4 +1,4 @@
-"""A sandbox for code that a model wrote: tools, rewards that execute answers, agents that ask.
+"""Run code that a model wrote: tools, rewards that execute answers, code of agents.
 
     async with Sandbox(workers=8, preload=("math", "numpy")) as sandbox:
         outcome = await sandbox.run("print(2**100)", ProgramLimits(wall_seconds=5.0))
@@ -6,9 +6,9 @@
     Sandbox ── a socket a call ──▶ zygote (warm interpreter) ─fork▶ keeper ─fork▶ program
                                    └ zygote.py: confined         └ limits, cut  └ the code
 
-The socket is a call's only tie: when it closes, as the caller is cancelled or killed, the keeper
-ends the program and all that it started. `layers.py` confines, docs/security.md says what holds.
-What takes a Sandbox's place has its three functions: `__aenter__`, `run`, `__aexit__`.
+When a call's socket closes, because the caller is cancelled or killed, the keeper ends the program
+and all that it started. `layers.py` confines programs; docs/security.md says what holds. A user's
+own sandbox has the same three functions: `__aenter__`, `run`, `__aexit__`.
 """
 
 import asyncio
@@ -58,13 +58,10 @@ class SandboxLost(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one call.
+    """The result of one call."""
 
-    Attributes:
-      status: "ok": exit status 0; "error": another, or a signal; "timeout", "cpu", "memory",
-        "output": a limit; "lost": the sandbox could not run it, or was killed.
-    """
-
+    # "ok": exit status 0; "error": another, or a signal; "timeout", "cpu", "memory", "output": a
+    # limit; "lost": the sandbox could not run it, or was killed.
     status: Status
     text: str  # its standard output, and where something was cut, how much
     error: str  # the last line of its standard error, as `ValueError: no`; empty when "ok"
@@ -95,11 +92,11 @@ class Sandbox:
 
     Args:
       workers: calls at once; further ones wait. 0: as many as there are cores.
-      preload: modules that every program finds imported; those that are not installed are left out.
+      preload: installed ones of these modules are imported in every program.
       require, strongest: the weakest of LEVELS that is acceptable, the strongest that is tried.
 
     Attributes:
-      level, notes: that of LEVELS which holds once it is entered; why each stronger one does not.
+      level, notes: the level that holds once entered; why each stronger one does not.
     """
 
     def __init__(
@@ -121,10 +118,7 @@ class Sandbox:
         self._stop()
 
     async def run(self, code: str, limits: ProgramLimits = DEFAULT_LIMITS) -> Outcome:
-        """Run `code` as a program of its own, from an empty directory; return what became of it.
-
-        To cancel it ends the program.
-        """
+        """Run `code` as a program in an empty directory; cancelling this ends the program."""
         async with self._turns:
             outcome = await self._ask(code, limits)
             if outcome.status != "lost" or self._process.poll() is None:
@@ -136,7 +130,6 @@ class Sandbox:
             return await self._ask(code, limits)
 
     async def _ask(self, code: str, limits: ProgramLimits) -> Outcome:
-        """Return the keeper's answer."""
         ours, theirs = socket.socketpair()
         request = json.dumps({"code": code, "limits": asdict(limits)}).encode()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -176,7 +169,6 @@ class Sandbox:
         )
 
     def _launch(self, level: str) -> None:
-        """Start a zygote."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -P and -s, with an environment of ours alone, isolate as -I does; and hashes are fixed.
         command = [sys.executable, "-sPB", "-m", "rlx.sandbox.zygote", str(theirs.fileno()), level]
@@ -194,7 +186,7 @@ class Sandbox:
 
 
 def _box() -> list[str]:
-    """Return the command that starts a zygote by bwrap."""
+    """Return the words before a zygote's command that start it in bwrap."""
     places = [*readable(), str(_ROOM), str(_ROOM.parent / "__init__.py")]
     binds = [word for place in places for word in ("--ro-bind", place, place)]
     options = "--unshare-all --new-session --cap-drop ALL --setenv TMPDIR /tmp --tmpfs /tmp"
@@ -202,7 +194,7 @@ def _box() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return all that the interpreter and, but for PYTHONPATH, its programs see."""
+    """Return the environment of the interpreter and, without PYTHONPATH, of its programs."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "TMPDIR": tempfile.gettempdir(),

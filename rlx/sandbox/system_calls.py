@@ -1,8 +1,8 @@
-"""A seccomp filter: which system calls a program may not make, as a program of BPF.
+"""Filter a program's system calls by seccomp, with a program of BPF.
 
-It closes the ways around other layers: sockets of every kind, memory that no limit counts, parts
-of the kernel that no tool needs; and, where the program shares its user with others, all that
-reaches them: signals, limits, priorities, rights of files.
+The filter refuses sockets of every kind, memory that no limit counts, and parts of the kernel that
+no tool needs. Where a program shares its user with others, it also refuses what reaches them:
+signals, limits, priorities, rights of files.
 """
 
 import ctypes
@@ -52,10 +52,10 @@ _REFUSE, _ABSENT = ((_RETURN, 0, 0, 0x00050000 | n) for n in (errno.EPERM, errno
 
 
 def restrict(*, alone: bool) -> None:
-    """Filter the system calls of this process, which has PR_SET_NO_NEW_PRIVS; else OSError.
+    """Filter the system calls of this process, which has PR_SET_NO_NEW_PRIVS; or raise OSError.
 
     Args:
-      alone: whether it has a user and a view of processes of its own; else it starts none.
+      alone: whether it has its own user and view of processes; else it cannot start any.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(0, f"system calls of {platform.machine()} are not known here")
@@ -79,7 +79,7 @@ def _program(alone: bool) -> Iterator[_Code]:
 
 
 def _rules(alone: bool) -> Iterator[tuple[tuple[int, ...], list[_Code]]]:
-    """Yield the numbers of each call that is not always allowed, and what decides on it."""
+    """Yield the numbers of each call that is not always allowed, and the code that decides."""
     own = [_FIRST, (_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, os.getpid()), _REFUSE, _ALLOW]
     among_others = [(_REFUSED_AMONG_OTHERS, [_REFUSE]), (_OF_ITSELF_AMONG_OTHERS, own)]
     for text, rule in [(_REFUSED, [_REFUSE]), *(among_others if not alone else ())]:

@@ -1,8 +1,7 @@
-"""The warm interpreter that a Sandbox forks its programs from, and what runs around each.
+"""Fork a Sandbox's programs from a warm interpreter, the zygote, which serves one call a socket.
 
-The zygote imports the preloaded modules once and forks a keeper for each socket that it is handed.
-The keeper reads the request, forks the program, cuts its output while it reads it, ends it at its
-limits or when the caller is gone, and answers. It imports the standard library alone.
+For each socket the zygote forks a keeper. The keeper reads the request, forks the program, cuts its
+output, ends it at its limits or when the caller is gone, and answers.
 """
 
 import contextlib
@@ -85,7 +84,7 @@ class _Output:
 
 
 class _Keeper:
-    """One call: its program, and what ends it."""
+    """Runs the program of one call and ends it at its limits."""
 
     def __init__(self, call: socket.socket, layers: Layers, code: str, limits: Mapping[str, Any]):
         self._call, self._layers, self._code, self._limits = call, layers, code, limits
@@ -115,7 +114,7 @@ class _Keeper:
         return {"status": status, "text": self._out.text(), "error": error, "seconds": seconds}
 
     def _watch(self, child: int, streams: dict[int, _Output], until: float) -> str:
-        """Read what the program prints; return what must end it, or "" when it has ended."""
+        """Read the program's output; return the reason to end it, or "" when it has ended."""
         poll, end = select.poll(), os.pidfd_open(child)
         for descriptor in (end, *streams):
             poll.register(descriptor, select.POLLIN)
