@@ -1,7 +1,6 @@
-"""A run's environment for (bug) reports: machine, interpreter, package versions, commit.
+"""Describe a run's environment: machine, interpreter, package versions, commit.
 
-Nothing private is recorded: no host name, no user, and only those environment variables that change
-speed or devices.
+It has no host name, no user, and only those variables that change speed or devices.
 """
 
 import contextlib
@@ -25,14 +24,14 @@ VARIABLES = (
     "JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS", "JAX_COMPILATION_CACHE_DIR",
 )  # fmt: skip
-SAME = (  # facts, as dotted names, that decide a run's bits
+SAME = (  # facts that decide a run's bits, as dotted names
     "platform", "processor", "trainer_cores", "devices", "servers", "variables.XLA_FLAGS",
     *(f"packages.{name}" for name in ("rlx", "jax", "jaxlib", "optax", "vllm")),
 )  # fmt: skip
 
 
 def again(workdir: Path) -> str:
-    """Return what continues a run in `workdir`: this process's command, as a shell takes it."""
+    """Return the shell command that continues a run in `workdir`."""
     given = {word.partition("=")[0] for word in sys.orig_argv}
     if "--config" not in given:
         return f"rlx.run with the same config and workdir={str(workdir)!r}"
@@ -40,11 +39,7 @@ def again(workdir: Path) -> str:
 
 
 def describe(place: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment as a JSON-able dict, without what cannot be found out.
-
-    Args:
-      place: facts that the caller knows better; they replace or extend those found here.
-    """
+    """Return the known facts as a JSON-able dict; those of `place` come from the caller."""
     description = {
         "command": shlex.join(sys.orig_argv),
         "python": platform.python_version(),
@@ -61,14 +56,11 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep(place: Path, files: Iterable[Path]) -> None:
-    """Copy a user's own files to `place`, with the uncommitted changes there and in rlx.
-
-    What cannot be copied is left out: a run does not end for it.
-    """
+    """Copy a user's files to `place`, with the uncommitted changes there and in rlx."""
     here = Path.cwd()
     for file in (file.absolute() for file in files if file.is_file()):
         copy = place / (file.relative_to(here) if file.is_relative_to(here) else file.name)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a run does not end for a copy
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
     tops = [_git(directory, "rev-parse", "--show-toplevel") for directory in (here, _HERE)]

@@ -1,9 +1,8 @@
-"""Hooks: objects that a run tells what happens; a user's own, and the writers of boards.
+"""Call a run's hooks: writers of boards, and objects of users with some of METHODS.
 
-A hook is any object with some of METHODS. They run on the trainer's thread, between two steps, and
-the trainer waits for them. A record is the object of the line in metrics.jsonl, eval.jsonl or
-gate.jsonl. A hook that raises while the run goes on is said once, with file and line, and is called
-no more: a chart, or a network that fails, must not cost days of training.
+Hooks run on the trainer's thread, between two steps. A record is the object of a line in
+metrics.jsonl, eval.jsonl or gate.jsonl. A hook that raises during the run is reported with file and
+line, and is called no more.
 """
 
 import copy
@@ -18,17 +17,17 @@ from rlx.cli.user_code import where
 from rlx.system.signals import Cut
 
 METHODS = {  # name → arguments
-    "on_begin": ("config", "workdir", "step"),  # the step to go on after; 0: a new run. May raise
+    "on_begin": ("config", "workdir", "step"),  # the step before the first; may raise
     "on_step": ("step", "record"),
     "on_eval": ("step", "record"),  # of an earlier step, where evaluations take long
     "on_gate": ("step", "record"),  # servers compared with the trainer
-    "on_checkpoint": ("step", "directory"),  # it is whole
-    "on_end": ("reason",),  # finished | stopped | failed; comes to those that have begun
+    "on_checkpoint": ("step", "directory"),  # complete
+    "on_end": ("reason",),  # finished | stopped | failed; only after on_begin
 }
 
 
 def check(name: str, hook: Any) -> None:
-    """Raise UserError, which begins with `name`, unless `hook` can be called as METHODS has it."""
+    """Raise UserError, which begins with `name`, unless `hook` has methods of METHODS only."""
     found = [each for each in dir(hook) if each.startswith("on_")]
     if not found:
         raise UserError(f"{name} is no hook; give it some of {', '.join(METHODS)}")
@@ -45,17 +44,16 @@ def check(name: str, hook: Any) -> None:
 
 
 class Hooks:
-    """The hooks of one run, told in order; `say` takes a line for the user."""
+    """Calls and checks the hooks of one run, in order; `say` takes a line for the user."""
 
     def __init__(self, named: Iterable[tuple[str, Any]] = (), say: Callable[[str], None] = print):
-        """`named` has pairs of name and hook, which are checked."""
         self._named, self._begun, self.say = dict(named), dict[str, Any](), say
         self.under_way: tuple[str, str] | None = None  # the call that the run waits for
         for name, hook in self._named.items():
             check(name, hook)
 
     def begin(self, config: dict[str, Any], workdir: Path, step: int) -> None:
-        """Tell all that the run begins after `step`; raise UserError where one of them fails."""
+        """Call `on_begin` of each hook; raise UserError if one fails."""
         for name, hook in self._named.items():
             try:
                 if hasattr(hook, "on_begin"):
@@ -69,7 +67,7 @@ class Hooks:
             self._begun[name] = hook
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call `method` of each that has it, with copies; what is raised is said."""
+        """Call `method` of each hook with copies; report a hook that raises and drop it."""
         for name, hook in list(self._begun.items()):
             try:
                 if hasattr(hook, method):
@@ -86,6 +84,6 @@ class Hooks:
                 self.under_way = None
 
     def end(self, reason: str) -> None:
-        """Tell all that the run has ended; do nothing the second time."""
+        """Call `on_end` of each hook, the first time only."""
         self.tell("on_end", reason)
         self._begun.clear()

@@ -1,6 +1,6 @@
-"""The run in the terminal: a live panel, or plain lines where there is no terminal.
+"""Show a run as a live panel, or as plain lines where there is no terminal.
 
-The loop calls `update` after each step. Messages scroll above the panel, in a notebook below it.
+Messages scroll above the panel, in a notebook below it.
 """
 
 import contextlib
@@ -23,46 +23,38 @@ from rlx.cli.text import duration, number, plain, shares, sparkline
 from rlx.cli.user_code import words
 from rlx.observe.metrics import HELD_OUT, TRAINED, present
 
-PHASE_COLORS = {"wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan",
-                "proximal": "blue", "checkpoint": "red", "eval": "bright_blue",
-                "gate": "bright_cyan"}  # fmt: skip
+PHASE_COLORS = {
+    "wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan", "proximal": "blue",
+    "checkpoint": "red", "eval": "bright_blue", "gate": "bright_cyan",
+}  # fmt: skip
 _PHASE_STYLES = {"finished": "bold green", "stopped": "bold red", "interrupted": "bold yellow"}
 _PAPER = "<pre style=\"line-height:normal;font-family:'DejaVu Sans Mono',monospace\">{code}</pre>"
-_RECENT = 20  # steps the remaining time is judged by
+_RECENT = 20  # steps whose mean gives the remaining time
 
 
 class Progress:
-    """Shows a run's progress; a context manager. Safe to call from any thread."""
+    """Shows a run's progress; a context manager. Safe to call from any thread.
+
+    Args:
+      title: names the run. clock: returns seconds.
+      log: a file that gets each message too, with its time.
+    """
 
     def __init__(
-        self,
-        total_steps: int,
-        console: Console | None = None,
-        *,
-        title: str = "",
-        clock: Callable[[], float] = time.monotonic,
-        log: Path | None = None,
-    ):
-        """Show a run of `total_steps`.
-
-        Args:
-          title: names the run. clock: gives seconds and only measures since `__enter__`.
-          log: a file that gets each message too, with its time.
-        """
-        self._log = log
-        self._total = total_steps
+        self, total_steps: int, console: Console | None = None, *, title: str = "",
+        clock: Callable[[], float] = time.monotonic, log: Path | None = None,
+    ):  # fmt: skip
+        self._log, self._total = log, total_steps
         self._console = console or Console(highlight=False)
         self._live: Live | _NotebookPanel | None = None
-        if self._console.is_jupyter:  # which rich would give a display a line; it is no terminal
+        if self._console.is_jupyter:  # rich would make a display of each line
             self._console = Console(force_jupyter=False, force_terminal=False, width=100)
             self._live = _NotebookPanel(self._render)
-        self._title = plain(title)
-        self._clock = clock
-        self._lock = threading.RLock()
+        self._title, self._clock, self._lock = plain(title), clock, threading.RLock()
         self._history: list[Mapping[str, Any]] = []
         self._evals: list[Mapping[str, Any]] = []
-        self._phase = ("starting", clock())
         self._updated = clock()
+        self._phase = ("starting", self._updated)
         unicode = (self._console.encoding or "").lower().startswith("utf")
         self._panel = self._console.is_terminal and unicode and not self._console.is_dumb_terminal
 
@@ -79,32 +71,31 @@ class Progress:
         if error:
             self._keep(f"ended by {words(error)}")
         done = self._history and self._history[-1]["step"] >= self._total
-        self.phase(
-            "finished" if done else "interrupted" if kind is KeyboardInterrupt else "stopped"
-        )
+        stopped = "interrupted" if kind is KeyboardInterrupt else "stopped"
+        self.phase("finished" if done else stopped)
         if self._live:
             self._live.stop()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Take the record of a finished step, as written to metrics.jsonl."""
+        """Show the record of a finished step, as written to metrics.jsonl."""
         with self._lock:
             self._history.append(record)
             self._updated = self._clock()
         self._show(self._step_line(record))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Take the record of a finished held-out evaluation, as written to eval.jsonl."""
+        """Show the record of a held-out evaluation, as written to eval.jsonl."""
         with self._lock:
             self._evals.append(record)
         self._show(self._evaluation_line(record))
 
     def phase(self, name: str) -> None:
-        """Set what the trainer does from now on."""
+        """Set the trainer's phase."""
         with self._lock:
             self._phase = (name, self._clock())
 
     def doing(self) -> tuple[int, str, float]:
-        """Return the step that is done, the phase, and its seconds."""
+        """Return the last finished step, the phase, and its seconds."""
         with self._lock:
             name, since = self._phase
             step = self._history[-1].get("step", 0) if self._history else 0
@@ -121,7 +112,6 @@ class Progress:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {plain(text)}\n")
 
     def _show(self, line: str) -> None:
-        """Show what has changed in the panel, or the line that says it."""
         if self._live:
             self._live.refresh()
         else:
@@ -133,7 +123,7 @@ class Progress:
     def _remaining(self) -> float | None:
         """Return the seconds to the last step at the recent pace; None before the second step."""
         recent = [r.get("step_seconds") for r in self._history[1:][-_RECENT:]]
-        known = sorted(seconds for seconds in recent if seconds is not None)
+        known = [seconds for seconds in recent if seconds is not None]
         if not known:
             return None
         left = self._total - self._history[-1]["step"]
@@ -248,15 +238,14 @@ class Progress:
             return rows
         last = self._history[-1]
         column = 19 if width >= 60 else 12
-        lags = (("staleness_mean", "mean"), ("staleness_max", "max"), ("behaviour_kl", "KL"))
-        if staleness := _facts(last, *lags, column=column):
+        lags = {"staleness_mean": "mean", "staleness_max": "max", "behaviour_kl": "KL"}
+        if staleness := _facts(last, lags, column):
             rows.append(("staleness", staleness))
-        speeds = (
-            ("generated_tokens_per_second", "generated"),
-            ("consumed_tokens_per_second", "trained"),
-            ("avg_seq_len", "tokens each"),
-        )
-        rows.append(("tokens/s", _facts(last, *speeds, column=column)))
+        speeds = {
+            "generated_tokens_per_second": "generated", "consumed_tokens_per_second": "trained",
+            "avg_seq_len": "tokens each",
+        }  # fmt: skip
+        rows.append(("tokens/s", _facts(last, speeds, column)))
         if last.get("seconds"):
             rows.append(("a step", _phase_bar(last["seconds"], width)))
         rows.append(("prompts", _prompts(last)))
@@ -274,19 +263,17 @@ class Progress:
 
 
 class _NotebookPanel:
-    """The panel in the output of a notebook's cell, as rich's `Live` has it in a terminal."""
+    """Shows the panel in the output of a notebook's cell, as rich's `Live` in a terminal."""
 
     def __init__(self, render: Callable[[], Panel]):
         self._render, self._handle = render, None
 
     def start(self) -> None:
-        """Show the panel in the cell that runs."""
         from IPython.display import display
 
         self._handle = display(self, display_id=True)
 
     def refresh(self) -> None:
-        """Show the panel as it is now."""
         if self._handle:
             self._handle.update(self)
 
@@ -298,10 +285,10 @@ class _NotebookPanel:
         return paper.export_html(inline_styles=True, code_format=_PAPER)
 
 
-def _facts(record: Mapping[str, Any], *names: tuple[str, str], column: int) -> Text:
+def _facts(record: Mapping[str, Any], names: Mapping[str, str], column: int) -> Text:
     """Return numbers in columns, each followed by its name."""
     line = Text()
-    for key, name in names:
+    for key, name in names.items():
         if record.get(key) is not None:
             bad = name in ("failed", "skipped", "dropped") and record[key]
             line.append(number(record[key]), style="bold red" if bad else "bold")
@@ -318,7 +305,7 @@ def _prompts(record: Mapping[str, Any]) -> Text:
     live = {"live": record["admitted"] - ended} if record.get("admitted") is not None else {}
     if record.get("running") is not None:  # a resumed run admits some prompts twice
         live = {"live": record["running"]}
-    return _facts(live | dict(record), *((name, name) for name in names), column=1)
+    return _facts(live | dict(record), {name: name for name in names}, column=1)
 
 
 def _phase_bar(seconds: Mapping[str, float | None], width: int) -> Text:

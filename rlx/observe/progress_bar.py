@@ -1,20 +1,13 @@
-"""A bar for work that is counted: what, how much, how long still. Lines without a terminal."""
+"""Show counted work as a bar with its remaining time, or as lines where there is no terminal."""
 
 import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TextColumn
 
 from rlx.cli.text import plain
 
@@ -25,18 +18,19 @@ class ProgressBar:
     """Shows `done` of `wanted` as rich's bar, or as a line every ten seconds.
 
     Args:
-      stream: where to; stderr by default, so that a table on stdout can be piped.
+      stream: stderr by default, so that a table on stdout can be piped.
       clock: seconds, monotonic.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._stream = stream or sys.stderr
         self._clock, self._began, self._shown = clock, 0.0, float("-inf")
-        self._what, self._task = "", TaskID(0)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            console=Console(file=self._stream), disable=not self._stream.isatty(),
+        self._what, self._task = "", progress.TaskID(0)
+        self._bar = progress.Progress(
+            TextColumn("{task.description}", markup=False), progress.BarColumn(),
+            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), TextColumn("left"),
+            progress.TimeRemainingColumn(), console=Console(file=self._stream),
+            disable=not self._stream.isatty(),
         )  # fmt: skip
 
     def __enter__(self) -> "ProgressBar":

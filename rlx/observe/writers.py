@@ -1,8 +1,6 @@
-"""Writers of metrics by the names in observe.writers: boards, each a hook, and a user's own.
+"""Write metrics to the boards named in observe.writers, and to a user's own hooks.
 
-The only importer of tensorboardX, wandb and trackio. tensorboardX's own SummaryWriter hands events
-to a thread behind a bounded queue; when the disk fills, that thread dies and the next `add_scalar`
-blocks the trainer for ever. Its event writer underneath has no thread, and raises: we use that one.
+No other module imports tensorboardX, wandb and trackio.
 """
 
 import importlib
@@ -39,7 +37,7 @@ Value = float | dict[float, float]  # a number, or counts by number
 
 
 class Board:
-    """A hook that hands the numbers of every record to `add(step, values)`, by tag."""
+    """A hook that passes the numbers of every record to `add(step, values)`, by tag."""
 
     add: Callable[[int, dict[str, Value]], None]
 
@@ -57,7 +55,10 @@ class Board:
 
 
 class TensorBoard(Board):
-    """A file of events in WORKDIR/tensorboard for each process of the run."""
+    """Writes a file of events in WORKDIR/tensorboard for each process of the run."""
+
+    # tensorboardX's own SummaryWriter has a thread behind a bounded queue. When the disk is full,
+    # the thread dies and the next `add_scalar` blocks for ever. Its event writer raises instead.
 
     def on_begin(self, config: dict[str, Any], workdir: Path, step: int) -> None:
         torch = sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -100,10 +101,7 @@ class TensorBoard(Board):
 
 
 class WeightsAndBiases(Board):
-    """One run of W&B for a WORKDIR; wandb reads its own environment (WANDB_MODE, …).
-
-    The x axis is our step: wandb's own may not go back, and evaluations come late.
-    """
+    """Writes one run of W&B for a WORKDIR; wandb reads its own environment (WANDB_MODE, …)."""
 
     def __init__(self):
         self._wandb = _imported("wandb")
@@ -118,10 +116,11 @@ class WeightsAndBiases(Board):
             name=os.environ.get("WANDB_NAME", workdir.name),
             settings=self._wandb.Settings(console="off"),
         )  # fmt: skip
+        # The x axis is our step: wandb's own cannot go back, and evaluations come late.
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, values: dict[str, Value]) -> None:
-        """Hand the numbers to wandb, whose own process sends them."""
+        """Pass the numbers to wandb, whose own process sends them."""
         self._run.log({"step": step, **_numbers(values)})
 
     def on_end(self, reason: str) -> None:
@@ -129,7 +128,7 @@ class WeightsAndBiases(Board):
 
 
 class Trackio(Board):
-    """One run of trackio for a WORKDIR, kept where trackio's own environment says."""
+    """Writes one run of trackio for a WORKDIR, where trackio's own environment says."""
 
     def __init__(self):
         self._trackio = _imported("trackio")
@@ -139,7 +138,7 @@ class Trackio(Board):
         self._run = self._trackio.init("rlx", name, resume="allow", config=config, embed=False)
 
     def add(self, step: int, values: dict[str, Value]) -> None:
-        """Hand the numbers to trackio's thread."""
+        """Pass the numbers to trackio's thread."""
         self._run.log(_numbers(values), step=step)
 
     def on_end(self, reason: str) -> None:
@@ -150,12 +149,10 @@ WRITERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Tra
 
 
 def load(names: Iterable[str], callbacks: Sequence[Any] = ()) -> list[tuple[str, Any]]:
-    """Return (name, hook) of each of `names`, one of WRITERS or a user's own, and of `callbacks`.
+    """Return (name, hook) of each of `names`, a key of WRITERS or a user's own, and of `callbacks`.
 
-    A class is called without arguments; any other object is the hook itself.
-
-    Raises:
-      UserError: there is no such writer, or its package is missing.
+    A class is called without arguments; any other object is the hook itself. Raise UserError if
+    there is no such writer or its package is missing.
     """
     named = []
     for entry in names:
@@ -177,9 +174,9 @@ def board_id(workdir: Path) -> str:
 
 
 def values_of(record: Mapping[str, Any], section: str = "") -> dict[str, Value]:
-    """Return the numbers of a record by tag, `section/name`; texts, lists and None are left out.
+    """Return the numbers of a record by tag, `section/name`; leave out texts, lists and None.
 
-    A dict of counts by number stays one value, other dicts give one a key.
+    A dict of counts by number stays one value, other dicts give one for each key.
     """
     values: dict[str, Value] = {}
     for name, item in record.items():
