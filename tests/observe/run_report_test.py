@@ -39,10 +39,6 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.stack.append(tag)
 
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
     def handle_endtag(self, tag):
         assert self.stack.pop() == tag, (tag, self.getpos())
 
@@ -51,37 +47,55 @@ class Page(HTMLParser):
             self.text.append(data)
 
 
+def text_of(page):
+    return " ".join(" ".join(Page(page).text).split())
+
+
+def report(run):
+    """Write the report; return its HTML and its visible text."""
+    html = write_report(run).read_text()
+    return html, text_of(html)
+
+
+def charts_of(html):
+    data = re.findall(r'<script type="application/json">(.*?)</script>', html)
+    assert html.count('<div class="plot">') == len(data)
+    return {chart["title"]: chart for chart in map(json.loads, data)}
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def change(run, name, **more):
+    """Give each record of a file more keys."""
+    (run / name).write_text("".join(json.dumps(r | more) + "\n" for r in lines_of(run / name)))
+
+
 @pytest.fixture
 def run(make_run, tmp_path):
     return make_run(tmp_path / "arithmetic-0", steps=40)
 
 
 def test_several_rewards_and_a_workflow_s_numbers_have_charts_and_one_reward_has_none(run):
-    path, config = run / "metrics.jsonl", json.loads((run / "config.json").read_text())
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-
-    def shown(**more):
-        path.write_text("".join(json.dumps({**r, **more}) + "\n" for r in records))
-        return " ".join(Page(page(load(run))).text)
-
-    assert "before its weight" not in shown(**{"reward/arithmetic": 1.0})
+    change(run, "metrics.jsonl", **{"reward/arithmetic": 1.0})
+    assert "before its weight" not in text_of(page(load(run)))
+    config = json.loads((run / "config.json").read_text())
     config["reward"]["terms"] = [["arithmetic", 1.0], ["mine.py:brevity", 0.5]]
     (run / "config.json").write_text(json.dumps(config))
-    text = shown(**{"reward/arithmetic": 1.0, "reward/brevity": 0.5, "info/turns": 2.0})
-    assert "before its weight" in text
-    assert "The workflow's own" in text
-    assert "reward 1·arithmetic + 0.5·mine.py:brevity" in text
+    change(run, "metrics.jsonl", **{"reward/brevity": 0.5, "info/turns": 2.0})
+    text = text_of(page(load(run)))
+    for part in ("before its weight", "The workflow's own",
+                 "reward 1·arithmetic + 0.5·mine.py:brevity"):  # fmt: skip
+        assert part in text, part
 
 
 def test_a_mixtures_router_has_charts_of_all_experts_or_of_the_least_and_most_used(run):
-    path = run / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-
     def charts(experts):
-        used = {str(i): (i + 1) * 2 / experts / (experts + 1) for i in range(experts)}
-        more = {"expert_load": used, "expert_max_share": 0.4, "expert_balance": 1.2,
-                "router_entropy": 1.5} if experts else {}  # fmt: skip
-        path.write_text("".join(json.dumps({**r, **more}) + "\n" for r in records))
+        if experts:
+            used = {str(i): (i + 1) * 2 / experts / (experts + 1) for i in range(experts)}
+            change(run, "metrics.jsonl", expert_load=used, expert_max_share=0.4,
+                   expert_balance=1.2, router_entropy=1.5)  # fmt: skip
         return {c["title"]: c for c in optimisation(load(run))}
 
     assert not [title for title in charts(0) if "xpert" in title or "outer" in title]
@@ -95,46 +109,34 @@ def test_a_mixtures_router_has_charts_of_all_experts_or_of_the_least_and_most_us
 
 
 def test_a_finished_run_shows_all_it_has(run):
-    path = write_report(run)
-    assert path == run / "report.html"
-    shown = Page(path.read_text())
-    text = " ".join(shown.text)
+    assert write_report(run) == run / "report.html"
+    html, text = report(run)
     for part in ("arithmetic-0", "finished", "Held-out accuracy", "Task reward", "Trainer waiting",
                  "Dropped", "limit 2", "Entropy", "Gradient norm", "Importance weights",
                  "Clipped tokens", "Completion length", "Cut completions", "lag 2",
                  "Time of a step", "Tokens a second", "Publishing", "server 1", "idle",
-                 "What ran when",
-                 "evaluation",
-                 "\\boxed{83}", "First steps", "With prompts", "optimizer.learning_rate",
-                 "keys differ", "Environment", "packages.numpy"):  # fmt: skip
+                 "What ran when", "evaluation", "\\boxed{83}", "First steps", "With prompts",
+                 "optimizer.learning_rate", "keys differ", "Environment",
+                 "packages.numpy"):  # fmt: skip
         assert part in text, part
-
-
-def test_the_question_is_shown_with_the_answer(run):
-    text = write_report(run).read_text()
-    shown = Page(text)
-    assert ("data-prompts", "on") in shown.attributes
-    assert text.count('<details class="prompt" open>') == text.count('<details class="prompt"') > 0
-
-
-def test_the_page_asks_for_nothing_and_runs_one_known_script(run):
-    text = write_report(run).read_text()
-    shown = Page(text)
-    loads = [
-        (k, v) for k, v in shown.attributes if k in ("src", "href", "srcset", "data", "action")
-    ]
+    # The question is shown with the answer.
+    attributes = Page(html).attributes
+    assert ("data-prompts", "on") in attributes
+    assert html.count('<details class="prompt" open>') == html.count('<details class="prompt"') > 0
+    # The page makes no request and runs one known script.
+    loads = [pair for pair in attributes if pair[0] in ("src", "href", "srcset", "data", "action")]
     assert all(key == "href" and value.startswith("#") for key, value in loads)
-    assert "url(" not in text
-    assert "@import" not in text
-    policy = next(v for k, v in shown.attributes if k == "content" and v and "default-src" in v)
+    assert "url(" not in html
+    assert "@import" not in html
+    policy = next(v for k, v in attributes if k == "content" and v and "default-src" in v)
     assert policy.startswith("default-src 'none'")
     assert "script-src 'sha256-" in policy
-    assert not [k for k, _ in shown.attributes if k.startswith("on")]
+    assert not [k for k, _ in attributes if k.startswith("on")]
 
 
 def test_what_a_model_writes_stays_text(make_run, tmp_path):
     run = make_run(tmp_path / "run", steps=5, attack=True)
-    nasty = "</script><script>alert('name')</script>"
+    nasty = "</script><script>alert('name')</script>\u2028"
     config = json.loads((run / "config.json").read_text())
     config["model"]["path"] = config["seed"] = config["algorithm"]["preset"] = nasty
     (run / "config.json").write_text(json.dumps(config))
@@ -148,16 +150,17 @@ def test_what_a_model_writes_stays_text(make_run, tmp_path):
     trace = {"traceEvents": [{"ph": "X", "name": nasty, "pid": nasty, "tid": 1, "ts": 1, "dur": 2,
                               "args": {nasty: nasty}}]}  # fmt: skip
     (run / "timeline.json").write_text(json.dumps(trace))
-    text = write_report(run).read_text()
-    shown = Page(text)
-    assert "img" not in shown.tags
-    scripts = re.findall(r"<script\b[^>]*>", text)
+    html, text = report(run)
+    assert "img" not in Page(html).tags
+    scripts = re.findall(r"<script\b[^>]*>", html)
     assert set(scripts) == {'<script type="application/json">', "<script>"}
     assert scripts.count("<script>") == 1
-    joined = "".join(shown.text)
-    assert "<script>document.title='stolen'</script>" in joined
-    assert "⟨BEL⟩⟨U+202E⟩" in joined
-    assert not {"\x07", "\u202e"} & set(text)
+    assert "<script>document.title='stolen'</script>" in text
+    assert "⟨BEL⟩⟨U+202E⟩" in text
+    assert not {"\x07", "\u202e"} & set(html)
+    # Names of phases come from users' code; they stand in a chart's data and in its legend.
+    chart = charts_of(html)["Time of a step"]
+    assert visible(nasty) in {line["name"] for line in chart["lines"]}
 
 
 def test_characters_that_hide_or_reorder_text_are_named():
@@ -171,14 +174,14 @@ def test_partial_runs_make_partial_pages(make_run, tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "task_rew')
     (run / "timeline.json").write_text('{"traceEvents": [')
-    text = " ".join(Page(write_report(run).read_text()).text)
+    _, text = report(run)
     assert "6 of 100 steps" in text
     assert "What ran when" not in text
     for name in ("eval.jsonl", "timeline.json", "environment.json", "config.json"):
         (run / name).unlink()
     for file in (run / "rollouts").iterdir():
         file.unlink()
-    text = " ".join(Page(write_report(run).read_text()).text)
+    _, text = report(run)
     assert "Task reward" in text
     assert "Samples" not in text
     assert "Held-out accuracy" not in text
@@ -192,54 +195,47 @@ def test_a_start_with_other_settings_does_not_claim_the_steps_before_it(make_run
     changed = ["algorithm.preset grpo → dapo", "total_steps 6 → 9"]
     given = {"config": config, "changed": changed, "place": {"cores": 77}}
     writer = MetricsWriter(run, None, 7, **given)
-    text = " ".join(Page(write_report(run).read_text()).text)
+    _, text = report(run)
     assert "6 of 9 steps" in text
     assert "GRPO" in text
     assert "DAPO" not in text, "it has made no step"
     writer.write("metrics.jsonl", {"step": 7, "start": writer.start})
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2] + lines[4:5] + lines[6:]))
-    page = Page(write_report(run).read_text())
-    text = " ".join(page.text)
+    html, text = report(run)
     for part in ("GRPO → DAPO", "7 of 9 steps", "after step 6", changed[0], "77",
                  "no record of steps 3–4, 6"):  # fmt: skip
         assert part in text, part
-    (marks,) = [value for key, value in page.attributes if key == "data-changes"]
+    (marks,) = [value for key, value in Page(html).attributes if key == "data-changes"]
     assert json.loads(marks) == [[6, None, "\n".join(changed)]]
     assert (run / "environment.json").read_bytes() == first
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [(s["start"], s["step"], s["changed"]) for s in starts] == [(1, 0, []), (2, 6, changed)]
+    starts = [(s["start"], s["step"], s["changed"]) for s in lines_of(run / "starts.jsonl")]
+    assert starts == [(1, 0, []), (2, 6, changed)]
 
 
-def test_a_run_without_a_step_yet_has_a_page(tmp_path):
-    (tmp_path / "config.json").write_text('{"total_steps": 5, "seed": 0}')
-    assert "No step is finished yet" in " ".join(Page(write_report(tmp_path).read_text()).text)
-
-
-def test_a_minimal_record_is_enough(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1}\n{"step": "x"}\n[]\n{"step": 2, "task_reward": "?"}\n'
-    )
-    Page(write_report(tmp_path).read_text())
-
-
-def test_other_places_are_refused_in_one_line(tmp_path):
+def test_a_config_or_a_minimal_record_is_enough_and_other_places_are_refused(tmp_path):
     with pytest.raises(UserError, match="is not a directory; give the WORKDIR"):
         write_report(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no metrics.jsonl.*; give the WORKDIR"):
         write_report(tmp_path)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "config.json").write_text('{"total_steps": 5, "seed": 0}')
+    assert "No step is finished yet" in report(tmp_path)[1]
+    (tmp_path / "config.json").unlink()
+    records = '{"step": 1}\n{"step": "x"}\n[]\n{"step": 2, "task_reward": "?"}\n'
+    (tmp_path / "metrics.jsonl").write_text(records)
+    report(tmp_path)
 
 
 def test_the_command_prints_the_path_or_one_error_line(run, tmp_path):
-    def report(*arguments):
-        command = [sys.executable, "-m", "rlx.report", *map(str, arguments)]
+    def command(workdir):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        words = [sys.executable, "-m", "rlx.report", str(workdir)]
+        return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
 
-    done = report(run)
+    done = command(run)
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n")
-    done = report(tmp_path / "nowhere")
+    done = command(tmp_path / "nowhere")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
@@ -260,24 +256,8 @@ def test_the_vendored_library_is_the_version_it_names():
     assert "MIT License" in (vendored / "LICENSE").read_text()
 
 
-def test_a_chart_cannot_leave_its_script(make_run, tmp_path):
-    """Names of phases come from users' code; they stand in a chart's data and in its legend."""
-    run = make_run(tmp_path / "run", steps=2)
-    nasty = "</script><script>alert(1)</script>\u2028"
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 3, "seconds": {nasty: 5.0}, "step_seconds": 5.0}) + "\n")
-    text = write_report(run).read_text()
-    assert text.count("<script>") == 1
-    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
-    names = {line["name"] for chart in map(json.loads, data) for line in chart["lines"]}
-    assert visible(nasty) in names
-
-
 def test_the_charts_carry_the_runs_numbers(run):
-    text = write_report(run).read_text()
-    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
-    charts = {chart["title"]: chart for chart in map(json.loads, data)}
-    assert text.count('<div class="plot">') == len(data)
+    charts = charts_of(report(run)[0])
     records = load(run).metrics
     reward, held_out = charts["Reward and held-out accuracy"]["lines"]
     assert reward["values"] == pytest.approx([r["task_reward"] for r in records], rel=1e-5)
@@ -298,9 +278,7 @@ def test_spans_of_older_runs_have_their_version_in_the_name(make_run, tmp_path):
         {"ph": "X", "name": "load version 2", "pid": 2, "tid": 1, "ts": 2000, "dur": 2000},
     ]}  # fmt: skip
     (run / "timeline.json").write_text(json.dumps(trace))
-    text = write_report(run).read_text()
-    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
-    publishing = next(c for c in map(json.loads, data) if c["title"] == "Publishing")
+    publishing = charts_of(report(run)[0])["Publishing"]
     costs = {line["name"]: (line["steps"], line["values"]) for line in publishing["lines"]}
     assert costs["delivery"] == ([2], [4.0])
     assert costs["load"] == ([2], [2.0])
@@ -354,14 +332,12 @@ def test_a_run_on_a_dataset_shows_its_losses_and_margins_and_no_reward(tmp_path)
     writer = MetricsWriter(tmp_path)
     for step in range(1, 4):
         pairs = {"pair_loss": 0.7 - step / 10, "pair_accuracy": 0.6, "pair_margin": step / 5}
-        writer.write(
-            "metrics.jsonl", {"step": step, "elapsed_seconds": step, "n_valid_tokens": 9, **pairs}
-        )
+        record = {"step": step, "elapsed_seconds": step, "n_valid_tokens": 9, **pairs}
+        writer.write("metrics.jsonl", record)
         writer.write_rollouts(step, [sample | {"step": step}])
-    writer.write(
-        "eval.jsonl", {"step": 3, "held_out_pair_loss": 0.5, "held_out_pair_accuracy": 0.9}
-    )
-    text = " ".join(Page(write_report(tmp_path).read_text()).text)
+    held_out = {"step": 3, "held_out_pair_loss": 0.5, "held_out_pair_accuracy": 0.9}
+    writer.write("eval.jsonl", held_out)
+    _, text = report(tmp_path)
     for part in ("DPO", "32 rows a batch", "no servers", "Held-out loss", "Held-out pairs right",
                  "held-out pairs", "Margin"):  # fmt: skip
         assert part in text, part
@@ -377,9 +353,8 @@ def test_a_distillation_shows_its_distance_to_the_teacher_and_what_the_teacher_d
     timeline.save(tmp_path / "timeline.json")
     writer = MetricsWriter(tmp_path)
     for step in range(1, 4):
-        writer.write(
-            "metrics.jsonl", {"step": step, "elapsed_seconds": step, "reference_kl": 1 / step}
-        )
-    text = " ".join(" ".join(Page(write_report(tmp_path).read_text()).text).split())
+        record = {"step": step, "elapsed_seconds": step, "reference_kl": 1 / step}
+        writer.write("metrics.jsonl", record)
+    _, text = report(tmp_path)
     for part in ("Distance to the anchor", "teacher 0", "score 60 %"):
         assert part in text, part
