@@ -41,20 +41,14 @@ def lag_shares(run: Run) -> list[Share]:
 
 def speed(run: Run) -> list[dict[str, Any]]:
     """Return the charts of staleness, step time, tokens a second, publishing and lost groups."""
-    lags = [
-        Line("max", run.series("staleness_max"), "c8"),
-        Line("mean", run.series("staleness_mean"), "c1", smooth=True),
-    ]
-    tokens = [
-        Line("generated", run.series("generated_tokens_per_second"), "c3", smooth=True),
-        Line("trained", run.series("consumed_tokens_per_second"), "c1", smooth=True),
-    ]
-    groups = [
-        Line(name, run.series(name), color)
-        for name, color in (("rejected", "c2"), ("failed", "c5"), ("skipped", "c8"))
-    ]
-    lost = any(value for line in groups for value in line.values)
-    axes = run.axes()
+    lags = [Line("max", run.series("staleness_max"), "c8"),
+            Line("mean", run.series("staleness_mean"), "c1", smooth=True)]  # fmt: skip
+    rates = (("generated", "generated", "c3"), ("trained", "consumed", "c1"))
+    tokens = [Line(name, run.series(f"{key}_tokens_per_second"), color, smooth=True)
+              for name, key, color in rates]  # fmt: skip
+    states = (("rejected", "c2"), ("failed", "c5"), ("skipped", "c8"))
+    groups = [Line(name, run.series(name), color) for name, color in states]
+    lost, axes = any(value for line in groups for value in line.values), run.axes()
     charts = [
         line_chart("Staleness by step", "versions; the limit is never passed", lags, axes,
                    low=0, high=1),
@@ -93,7 +87,7 @@ def _publishing(run: Run) -> list[Line]:
         for span in run.spans:
             version = finite(span.args.get("version"))
             if span.process.startswith(process) and version is not None:
-                costs.setdefault(int(version), []).append((span.end - span.start) / 1000)
+                costs.setdefault(int(version), []).append((span.end_ns - span.start_ns) / 1e6)
         versions = sorted(costs)
         values = [sum(costs[v]) / len(costs[v]) for v in versions]
         times = [elapsed.get(version) for version in versions]

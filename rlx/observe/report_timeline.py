@@ -6,8 +6,7 @@ from typing import Any
 
 from rlx.cli.text import duration
 from rlx.observe.charts import Share, shares
-from rlx.observe.rundir import TraceSpan
-from rlx.observe.timeline import process_order
+from rlx.observe.timeline import Span, process_order
 
 COLORS = {
     "wait": "c-wait", "idle": "c-wait", "paused": "c-wait", "pause": "c-wait",
@@ -31,7 +30,7 @@ def color_of(name: str) -> str:
     return known or _SPARE[sum(key.encode()) % len(_SPARE)]
 
 
-def overview(spans: Sequence[TraceSpan], seconds: float) -> dict[str, Any] | None:
+def overview(spans: Sequence[Span], seconds: float) -> dict[str, Any] | None:
     """Return the last and the first `seconds` of a run as rows, boxes and ticks; None for no spans.
 
     Args:
@@ -42,25 +41,21 @@ def overview(spans: Sequence[TraceSpan], seconds: float) -> dict[str, Any] | Non
     """
     if not spans:
         return None
-    start, end = spans[0].start, max(span.end for span in spans)
-    length = min(seconds * 1e6, end - start) or 1.0
+    start, end = spans[0].start_ns, max(span.end_ns for span in spans)
+    length = min(seconds * 1e9, end - start) or 1.0
     names = Counter(span.name for span in spans).most_common(12)
-    return {
-        "keys": [{"color": color_of(name), "name": name, "latest": ""} for name, _ in names],
-        "views": {
-            view: {
-                "rows": _rows(spans, at, length),
-                "ticks": list(_ticks((at - start) / 1e6, length / 1e6)),
-            }
-            for view, at in (("last", end - length), ("first", start))
-        },
-    }
+    views = {}
+    for view, at in (("last", end - length), ("first", start)):
+        ticks = list(_ticks((at - start) / 1e9, length / 1e9))
+        views[view] = {"rows": _rows(spans, at, length), "ticks": ticks}
+    keys = [{"color": color_of(name), "name": name, "latest": ""} for name, _ in names]
+    return {"keys": keys, "views": views}
 
 
-def busy_shares(spans: Sequence[TraceSpan]) -> dict[str, list[Share]]:
+def busy_shares(spans: Sequence[Span]) -> dict[str, list[Share]]:
     """Return each server's shares of the run by kind of work, the rest idle."""
     servers = {s.process for s in spans if s.process.startswith(("server", "teacher"))}
-    whole = max(s.end for s in spans) - spans[0].start if spans else 0.0
+    whole = max(s.end_ns for s in spans) - spans[0].start_ns if spans else 0.0
     found = {}
     for server in sorted(servers, key=process_order):
         own = [s for s in spans if s.process == server and s.name.lower() not in _WAITING]
@@ -74,27 +69,27 @@ def busy_shares(spans: Sequence[TraceSpan]) -> dict[str, list[Share]]:
     return found
 
 
-def covered(spans: Iterable[TraceSpan]) -> float:
-    """Return the microseconds in which at least one of the spans, sorted by start, was open."""
+def covered(spans: Iterable[Span]) -> float:
+    """Return the nanoseconds in which at least one of the spans, sorted by start, was open."""
     total, reached = 0.0, float("-inf")
     for span in spans:
-        if span.end > reached:
-            total += span.end - max(span.start, reached)
-            reached = span.end
+        if span.end_ns > reached:
+            total += span.end_ns - max(span.start_ns, reached)
+            reached = span.end_ns
     return total
 
 
 def _rows(
-    spans: Sequence[TraceSpan], low: float, length: float
+    spans: Sequence[Span], low: float, length: float
 ) -> list[tuple[str, int, list[list[dict[str, Any]]]]]:
     """Return (process, number of hidden rows, boxes of each row); inner spans are a row deeper."""
-    rows: dict[tuple[str, int, int], list[TraceSpan]] = {}
-    open_spans: dict[tuple[str, int], list[TraceSpan]] = {}
+    rows: dict[tuple[str, int, int], list[Span]] = {}
+    open_spans: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
-        if span.end <= low or span.start >= low + length:
+        if span.end_ns <= low or span.start_ns >= low + length:
             continue
         stack = open_spans.setdefault((span.process, span.lane), [])
-        while stack and stack[-1].end <= span.start + 0.5:  # µs: sums of floats are not exact
+        while stack and stack[-1].end_ns <= span.start_ns + 500:  # saved floats are not exact
             stack.pop()
         rows.setdefault((span.process, span.lane, len(stack)), []).append(span)
         stack.append(span)
@@ -104,13 +99,12 @@ def _rows(
     return [(name, max(0, len(own) - _MAX_ROWS), own[:_MAX_ROWS]) for name, own in drawn.items()]
 
 
-def _boxes(row: Sequence[TraceSpan], low: float, length: float) -> list[dict[str, Any]]:
+def _boxes(row: Sequence[Span], low: float, length: float) -> list[dict[str, Any]]:
     """Return the spans as boxes; neighbours of a kind too small to tell apart become one."""
     boxes: list[dict[str, Any]] = []
     for span in row:
-        left, right = (
-            round(100 * min(1.0, max(0.0, (at - low) / length)), 2) for at in (span.start, span.end)
-        )
+        places = ((at - low) / length for at in (span.start_ns, span.end_ns))
+        left, right = (round(100 * min(1.0, max(0.0, place)), 2) for place in places)
         last: dict[str, Any] = boxes[-1] if boxes else {"name": "", "left": 0.0, "width": 0.0}
         gap = left - last["left"] - last["width"]
         if last["name"] == span.name and right - left < _VISIBLE and gap < _VISIBLE:
@@ -118,7 +112,7 @@ def _boxes(row: Sequence[TraceSpan], low: float, length: float) -> list[dict[str
             last.update(width=round(width, 2), tip=f"{span.name} (several)")
             continue
         args = ", ".join(f"{key} {value}" for key, value in list(span.args.items())[:4])
-        tip = f"{span.name} {duration((span.end - span.start) / 1e6)}\n{args}".strip()
+        tip = f"{span.name} {duration((span.end_ns - span.start_ns) / 1e9)}\n{args}".strip()
         boxes.append({"name": span.name, "color": color_of(span.name), "left": left,
                       "width": round(right - left, 2), "tip": tip})  # fmt: skip
     return boxes

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlx.base import UserError
-from rlx.observe.timeline import read
+from rlx.observe.timeline import Span, read
 from rlx.system.jsonl import has_step, read_json, read_jsonl
 
 _VERSION = re.compile(r"(?:(.+) )?version (\d+)")  # in the names of older runs' spans
@@ -25,7 +25,7 @@ class Run:
       metrics, evals: objects of metrics.jsonl and eval.jsonl.
       samples: transcripts of rollouts/, oldest first.
       skipped: rows of skipped.jsonl, which failed in every attempt, each once.
-      spans: complete events of timeline.json, by start, outer ones before those inside them.
+      spans: those of timeline.json, by start, outer ones before those inside them.
       starts: entries of starts.jsonl that made the steps of `metrics`, oldest first; the newest
         entry where there is no step. config, environment: settings and place of the last of them.
       total: steps that the newest start wants; None if unknown.
@@ -37,7 +37,7 @@ class Run:
     evals: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     skipped: list[dict[str, Any]]
-    spans: list["TraceSpan"]
+    spans: list[Span]
     config: dict[str, Any]
     environment: dict[str, Any]
     starts: list[dict[str, Any]]
@@ -56,17 +56,6 @@ class Run:
         """Return a config value by its dotted name."""
         value = lookup(self.config, key)
         return default if value is None else value
-
-
-class TraceSpan(NamedTuple):
-    """One complete event: a box on a lane of a process."""
-
-    process: str
-    lane: int
-    name: str
-    start: float  # µs
-    end: float  # µs
-    args: Mapping[str, Any]
 
 
 def load(workdir: str | os.PathLike) -> Run:
@@ -151,13 +140,12 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
     return [r for r in rows if has_step(r) and all(isinstance(r.get(k), t) for k, t in texts)]
 
 
-def _spans(trace: Mapping[str, Any]) -> list[TraceSpan]:
+def _spans(trace: Mapping[str, Any]) -> list[Span]:
     spans = []
-    for span, lane in read(trace):
-        process, name, args = span.process, span.name, span.args
-        if version := _VERSION.fullmatch(name):
-            name, args = version[1] or process, {"version": int(version[2])} | args
+    for span in read(trace):
+        if version := _VERSION.fullmatch(span.name):
+            args = {"version": int(version[2])} | span.args
+            span = span._replace(name=version[1] or span.process, args=args)
         if span.end_ns > span.start_ns:
-            start, end = span.start_ns / 1000, span.end_ns / 1000
-            spans.append(TraceSpan(process, lane, name, start, end, args))
-    return sorted(spans, key=lambda span: (span.start, -span.end))
+            spans.append(span)
+    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))

@@ -30,6 +30,7 @@ class Span(NamedTuple):
     start_ns: int
     end_ns: int
     args: dict[str, Any]
+    lane: int = 0  # of a viewer, on its track in `assign_lanes`, in its process in a saved trace
 
 
 class Timeline:
@@ -51,7 +52,7 @@ class Timeline:
         self._lock = threading.Lock()
         if earlier and earlier.exists():
             trace = read_json(earlier)
-            spans = [span for span, _ in read(trace)]
+            spans = list(read(trace))
             # Another boot or host has another clock: the file's age says how long ago it ended.
             ago = max(0, time.time_ns() - earlier.stat().st_mtime_ns)
             later = clock() - ago - max((span.end_ns for span in spans), default=0)
@@ -89,8 +90,8 @@ class Timeline:
         write_atomically(path, f"{head}{events}\n]}}\n".encode())
 
 
-def assign_lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
-    """Return (span, lane) for the spans of one track, sorted by start, lanes from 0.
+def assign_lanes(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans of one track with their lanes, from 0, sorted by start.
 
     A viewer draws a lane's spans as a stack: one must contain the next. A span goes inside spans
     of other names that contain it, else on the first free lane.
@@ -111,7 +112,7 @@ def assign_lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
             lanes.append([])
         lane = free if inside < 0 else inside
         lanes[lane].append(span)
-        placed.append((span, lane))
+        placed.append(span._replace(lane=lane))
     return placed
 
 
@@ -122,8 +123,8 @@ def process_order(process: str) -> tuple[int, int, str]:
     return rank, int(number) if number.isdigit() else -1, process
 
 
-def read(trace: Mapping[str, Any]) -> Iterator[tuple[Span, int]]:
-    """Yield each readable span of a saved trace, and its lane."""
+def read(trace: Mapping[str, Any]) -> Iterator[Span]:
+    """Yield each readable span of a saved trace."""
     names, events = dict[Any, str](), trace.get("traceEvents")
     for event in events if isinstance(events, list) else []:
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
@@ -136,7 +137,7 @@ def read(trace: Mapping[str, Any]) -> Iterator[tuple[Span, int]]:
                 track = re.sub(r" \d+$", "", names.get((process, lane), "main"))
                 args = {**event.get("args", {})}
                 named = names.get(process, str(process)), track, str(event["name"])
-                yield Span(*named, start, start + length, args), lane
+                yield Span(*named, start, start + length, args, lane)
 
 
 def _trace_events(spans: list[Span], discarded: int) -> Iterator[dict[str, Any]]:
@@ -151,13 +152,13 @@ def _trace_events(spans: list[Span], discarded: int) -> Iterator[dict[str, Any]]
     next_tid = Counter(dict.fromkeys(pids.values(), 1))
     for (process, track), own in tracks.items():
         pid, placed = pids[process], assign_lanes(own)
-        first, count = next_tid[pid], max(lane for _, lane in placed) + 1
+        first, count = next_tid[pid], max(span.lane for span in placed) + 1
         next_tid[pid] += count
         for lane in range(count):
             name = f"{track} {lane + 1}" if lane else track
             yield _metadata("thread_name", pid, first + lane, name=name)
-        for span, lane in placed:
-            event = {"ph": "X", "name": span.name, "pid": pid, "tid": first + lane,
+        for span in placed:
+            event = {"ph": "X", "name": span.name, "pid": pid, "tid": first + span.lane,
                      "ts": span.start_ns / 1000,
                      "dur": (span.end_ns - span.start_ns) / 1000}  # fmt: skip
             yield event | {"args": jsonable(span.args)} if span.args else event
