@@ -105,10 +105,9 @@ _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def outside_thoughts(prompt: str, completion: str, unfinished: bool = False) -> str:
-    """Return what stands behind the last closed thought, and before one that is still open.
+    """Return the text behind the last closed thought, and before an open one unless `unfinished`.
 
-    Args:
-      prompt: one that ends in `<think>` has opened a thought. unfinished: keep one that is open.
+    A prompt that ends in `<think>` has opened a thought.
     """
     text = "<think>" * prompt.rstrip().endswith("<think>") + completion
     text = re.split(f"</{_THOUGHT}", text)[-1]
@@ -116,13 +115,12 @@ def outside_thoughts(prompt: str, completion: str, unfinished: bool = False) -> 
 
 
 def final_answers(text: str) -> tuple[str, ...]:
-    r"""Return a text's final answer as it is written; several readings where no rule decides.
+    r"""Return a text's final answer as written; several readings where no rule decides.
 
     The last closed box (boxes joined by a comma, "and" or "or" are one answer); else what follows
     the last `####`; else the last "answer is" or line with "A:" in front; else the last `$…$`, or
     the last number on a line behind it; else the whole text where it is short, or its last
-    number. A text whose only box is still open was cut off and has no answer; a number behind "or"
-    is none.
+    number, unless "or" stands before it. A text whose only box is open was cut off: no answer.
     """
     text = _ANNOTATION.sub("", text)
     box = _joined_boxes(text)
@@ -153,8 +151,7 @@ def final_answers(text: str) -> tuple[str, ...]:
 def final_number(text: str) -> Fraction | None:
     r"""Return the final number of a text: after its last `####`, else in its last box, else last.
 
-    A form that holds no number is passed over for the next. None when there is none at all, and
-    when there are several: a list, a choice or a sum without its result.
+    None when there is no number, or several: a list, a choice or a sum without its result.
     """
     for part in reversed(text.split("####")[1:]):
         line = numbers.plain(_result(part[: 2 * numbers.MAX_LENGTH].split("\n", 1)[0]))
@@ -171,12 +168,11 @@ def final_number(text: str) -> Fraction | None:
 
 
 def reference(answer: Any, solution: Any = None) -> str | None:
-    r"""Return the answer a dataset row asks for, as it is written; None where the row has none.
+    r"""Return the answer of a dataset row as written; None where the row has none.
 
     Args:
-      answer: the expression alone, a list of expressions, or a solution with a `\boxed{…}`, a
-        `####` or, if it is long, a `$…$` in it. Empty or None: `solution` is read.
-      solution: a text with a `\boxed{…}`.
+      answer: an expression, a list of them, or a solution with a `\boxed{…}`, a `####` or, if it is
+        long, a `$…$`. Empty or None: `solution` counts, a text with a `\boxed{…}`.
     """
     if isinstance(answer, list | tuple):
         answer = ", ".join(str(part) for part in answer)
@@ -202,10 +198,7 @@ def last_box(text: str) -> str | None:
 
 
 def tidy(text: str) -> str:
-    r"""Return `text` with one spelling for each thing: no `\left`, `$` or ending dot.
-
-    A text above MAX_LENGTH characters is only stripped.
-    """
+    r"""Return `text` with one spelling for each thing: no `\left`, `$` or ending dot."""
     if len(text) > MAX_LENGTH:
         return text.strip()
     text = numbers.tidy(_bare(text))
@@ -289,7 +282,7 @@ def _stated(text: str) -> tuple[str, ...]:
 
 
 def _last_formula(text: str) -> tuple[str, str]:
-    """Return the last formula that is no prose, with those it is listed with, and what follows."""
+    """Return the last formula that is no prose, with others of its list, and the text behind it."""
     found, end = "", 0
     for match in _MATH.finditer(text):
         content = match[match.lastgroup or 0].strip()

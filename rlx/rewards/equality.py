@@ -4,12 +4,10 @@ Cheap and exact ways come first; each decides or passes on:
 
     same text ─▶ choice (A) ─▶ words ─▶ numbers with units ─▶ lists of such ─▶ math-verify
 
-Lists are compared item by item first without, then with math-verify: it reads a list as a set, and
-neither `and` nor `or`, nor the two values of `\frac{1 \pm \sqrt{5}}{2}`.
-
-math-verify alone reads `5t` as 5, 5 cents as 5 dollars and `\{1, 1, 2\}` as `\{1, 2, 2\}`, and
-choices and words as products. Nothing here raises; math-verify is stopped after
-`symbolic.CPU_SECONDS` of processor time, and the rest takes less, whatever the text.
+Lists are compared item by item, first without, then with math-verify: it reads a list as a set and
+neither `and` nor `or`, nor the two values of `1 \pm \sqrt{5}`. It also reads `5t` as 5, 5 cents as
+5 dollars, and choices and words as products. Nothing here raises; math-verify is stopped after
+`symbolic.CPU_SECONDS` of processor time, and the rest takes less.
 """
 
 import re
@@ -56,7 +54,7 @@ _UNIT_BEHIND = re.compile(
 
 
 def equal(gold: str, got: str) -> bool:
-    """Return whether `got` says what `gold` says; False too if that takes too long to find out."""
+    """Return whether `got` equals `gold`; False too if that takes too long to find out."""
     if len(gold) > 4 * MAX_LENGTH or len(got) > 4 * MAX_LENGTH:
         return gold.strip() == got.strip() != ""
     gold, got = tidy(gold), tidy(got)
@@ -68,11 +66,7 @@ def equal(gold: str, got: str) -> bool:
 
 
 def _decide(gold: str, got: str, verify: _Verify = None, depth: int = 0) -> bool | None:
-    """Return whether two tidy answers are the same.
-
-    Args:
-      verify: decides what nothing else does; None: that is answered with None.
-    """
+    """Return whether two tidy answers are the same; None if only `verify` could decide."""
     if not gold or not got:
         return False
     if compact(gold) == compact(got):
@@ -99,7 +93,7 @@ def _decide(gold: str, got: str, verify: _Verify = None, depth: int = 0) -> bool
 
 
 def _plain(text: str) -> str:
-    """Return the text without a unit or a sign of currency, of which math-verify makes factors."""
+    """Return the text without units and signs of currency, which math-verify reads as factors."""
     if _TRIGONOMETRY.search(text):
         text = _DEGREES.sub(r"{(\\pi\\cdot \1/180)}", text)
     text = _UNIT_BEHIND.sub("", text).lstrip("$£€¥ ").replace(";", ",")
@@ -130,13 +124,11 @@ def _without_names(gold: str, got: str) -> tuple[str, str]:
 
 
 def _words(text: str) -> str:
-    r"""Return the text as lower-case words, if it is words and no formula; else "".
-
-    It is, if some of it stands in `\text`, has four letters, or is one of a few short words.
-    """
+    """Return the text as lower-case words, if it is words and no formula; else ""."""
     inner = TEXT.sub(r"\1", text).strip(" .,;:!\"'()")
     words = re.findall(r"[^\W\d_]+", inner.casefold())
     known = {*words} - {"and", "or"} if "\\text" in text else _OPPOSITES
+    # A word has four letters, stands in `\text`, or is one of a few short ones.
     sure = any(len(word) > 3 or (len(word) > 1 and word in known) for word in words)
     if not sure or not _WORDS.fullmatch(inner):
         return ""
@@ -170,10 +162,7 @@ def _decide_lists(gold: str, got: str, verify: _Verify, depth: int) -> bool | No
 
 
 def _items(text: str) -> tuple[str, list[str]]:
-    r"""Return the brackets and the items of a tuple, set or list; no items for anything else.
-
-    A single item needs round or curly brackets. In sets and lists `1 \pm 2` counts as two.
-    """
+    r"""Return the brackets and the items of a tuple, set or list, where `1 \pm 2` counts as two."""
     if _SPACED.search(text):
         text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     match = _BRACKETS.fullmatch(text)

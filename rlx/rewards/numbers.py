@@ -96,21 +96,13 @@ _NOT_UNITS = {"and", "or", "to", "if", "when", "mod", "over", "not", "is", "are"
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number as written.
+    """A number as written."""
 
-    Attributes:
-      value: as if there were no percent sign.
-      percent: whether a percent sign follows.
-      unit: a key of _NAMES; "" for none or an unknown one.
-      rounding: of a plain decimal, how far what it rounds may be; None for others.
-      error: how far what was meant may be, if this is what a float64 or float32 prints; else 0.
-    """
-
-    value: Fraction
+    value: Fraction  # as if there were no percent sign
     percent: bool
-    unit: str
-    rounding: Fraction | None
-    error: Fraction
+    unit: str  # a key of _NAMES; "" for none or an unknown one
+    rounding: Fraction | None  # largest difference to what a plain decimal rounds; None for others
+    error: Fraction  # largest error of a text that a float64 or float32 prints; 0 for others
 
 
 def find(text: str) -> Iterator[re.Match[str]]:
@@ -119,7 +111,7 @@ def find(text: str) -> Iterator[re.Match[str]]:
 
 
 def value(match: re.Match[str]) -> Fraction | None:
-    """Return what a match of NUMBER is worth; None if it is too long or divides by zero."""
+    """Return the value of a match of NUMBER; None if it is too long or divides by zero."""
     exponent = int(match["exponent"] or 0)
     if match.end() - match.start() > MAX_LENGTH or abs(exponent) > MAX_LENGTH:
         return None
@@ -144,7 +136,7 @@ def tidy(text: str) -> str:
 
 
 def read(text: str) -> Quantity | None:
-    """Return the quantity that is the whole of a text as `answers.tidy` leaves it, else None."""
+    """Return the quantity that is the whole of a text made tidy by `answers.tidy`, else None."""
     text = _rewrite(tidy(text.strip()), _SPELLINGS) if len(text) <= MAX_LENGTH else ""
     match = NUMBER.match(text)
     found = value(match) if match else None
@@ -164,17 +156,14 @@ def read(text: str) -> Quantity | None:
         error = min(_LAST_PLACE / 2, size / 10**5)
     if digits >= 10 and 1 <= size < 2**24 and Fraction(float(size)).numerator < 2**24:
         error = max(error, size / 2**24)
-    return Quantity(
-        found, bool(percent), _UNITS.get(match["currency"] or "", unit), rounding, error
-    )  # fmt: skip
+    unit = _UNITS.get(match["currency"] or "", unit)
+    return Quantity(found, bool(percent), unit, rounding, error)
 
 
 def tolerance(gold: Quantity | None, got: Quantity | None) -> Fraction:
-    """Return by how much a gold and an answer may differ; None stands for a formula.
-
-    A gold that went through a float compares to 6 places, or a float32's; a decimal with at least 6
-    places, 4 of them significant, equals whatever it is the rounding of but another decimal.
-    """
+    """Return by how much a gold and an answer may differ; None stands for a formula."""
+    # A gold that went through a float compares to 6 places, or a float32's. A decimal with at least
+    # 6 places, 4 of them significant, equals all that it rounds except another decimal.
     if gold and gold.error:
         return gold.error
     decimals = [read.rounding for read in (gold, got) if read and read.rounding is not None]
@@ -182,14 +171,12 @@ def tolerance(gold: Quantity | None, got: Quantity | None) -> Fraction:
 
 
 def same(gold: Quantity, got: Quantity) -> bool:
-    """Return whether both are one number, given the ways people write one.
-
-    50% equals 1/2, and also the 50 of "what percent"; two known units must be the same.
-    """
+    """Return whether both are the same number in the same unit, as far as units are known."""
     if gold.unit and got.unit and gold.unit != got.unit:
         return False
     if gold.percent == got.percent:
         return abs(gold.value - got.value) <= tolerance(gold, got)
+    # 50% equals 1/2, and also the 50 of "what percent".
     share, other = (gold, got) if gold.percent else (got, gold)
     return other.value == share.value / 100 or (
         other.value == share.value and abs(share.value) >= 1
@@ -209,14 +196,11 @@ def _repeating(whole: str, fixed: str, cycle: str) -> Fraction:
 
 
 def unit_of(text: str) -> str | None:
-    r"""Return the unit that is the whole of `text`, "" for an unknown one; None if it is no unit.
-
-    Whatever stands in `\text` is a unit; bare letters are one if they are known or a word.
-    """
+    """Return the unit that is the whole of `text`, "" for an unknown one; None if it is no unit."""
     text = _DEGREES.sub(r"\\text{degree}", text).rstrip(" .")
     words = re.findall("[a-z]+|[23]", re.sub(r"\\(?:text|frac)", " ", text.lower()))
     text = _EXPONENT.sub("", text)
-    if not _IN_TEXT.fullmatch(text):
+    if not _IN_TEXT.fullmatch(text):  # bare letters are a unit if they are known or a word
         word = bool(_BARE.fullmatch(text)) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
         if not word:
             return None

@@ -1,11 +1,8 @@
 r"""Ask math-verify whether two short LaTeX expressions are equal, within bounds of its work.
 
-math-verify's own limit is an alarm: seconds of the wall's clock, on the main thread only, and where
-sympy computes `9^{9^9}` in C no alarm ends it. So a text is measured before sympy sees it, and what
-then still takes long is stopped after CPU_SECONDS of processor time. No text raises.
-
-math-verify compares numbers to 15 places, where 10^{-17} and 10^{-18} are both 0. Here decimals are
-fractions, and places are as many as two different numbers of the texts' size need to differ.
+math-verify's own limit is an alarm, on the main thread only, and no alarm ends `9^{9^9}`, which
+sympy computes in C. So `size` measures a text before sympy sees it, and `limited` stops what still
+takes CPU_SECONDS of processor time. No text raises.
 """
 
 import ctypes
@@ -45,11 +42,10 @@ class _Expired(BaseException):
 def equal(gold: str, got: str, tolerance: Fraction = Fraction(0)) -> bool:
     """Return whether math-verify finds `got` equal to `gold`; False where either is refused.
 
-    Call it by `limited`, after `warm`.
-
-    Args:
-      tolerance: by how much two numbers may differ, ≥ 0.
+    Call it by `limited`, after `warm`. Two numbers may differ by `tolerance`, ≥ 0.
     """
+    # math-verify compares to 15 places, where 10^{-17} and 10^{-18} are both 0. Two different
+    # numbers of this many bits differ within the places given here.
     bits = size(gold) + size(got)
     return bits <= 2 * MAX_BITS and _verify(gold, got, 40 + int(0.7 * bits), tolerance)
 
@@ -66,10 +62,8 @@ def size(text: str) -> float:
 
 
 def limited(function: Callable[..., bool], *args: Any, seconds: float = CPU_SECONDS) -> bool:
-    """Return `function(*args)`, or False where it takes more than `seconds` of processor time.
-
-    Works in any thread: a second one raises _Expired in it, again if sympy swallows that.
-    """
+    """Return `function(*args)`, or False after `seconds` of processor time; in any thread."""
+    # A second thread raises _Expired in this one, again and again if sympy swallows it.
     thread, armed, finished = threading.get_ident(), True, threading.Event()
     lock, clock = threading.Lock(), time.pthread_getcpuclockid(threading.get_ident())
     end = time.clock_gettime(clock) + seconds
@@ -100,14 +94,14 @@ def limited(function: Callable[..., bool], *args: Any, seconds: float = CPU_SECO
 
 @functools.cache
 def warm() -> None:
-    """Import math-verify and sympy and build their tables: seconds, once in a process."""
+    """Import math-verify and sympy and build their tables, which takes seconds, once."""
     for text in (r"\sqrt{12}", "(1,2]", r"\frac{x+1}{2}"):
         _verify(text, text + "+1", 15, Fraction(0))
 
 
 @functools.lru_cache(maxsize=256)  # a group's completions share their answer
 def parsed(text: str) -> list[Any]:
-    """Return math-verify's reading of an expression and nothing else, its decimals and i exact."""
+    """Return math-verify's reading of an expression, with exact decimals and i."""
     import sympy
 
     def exact(found: Any) -> Any:
@@ -140,13 +134,13 @@ def _verify(gold: str, got: str, digits: int, tolerance: Fraction) -> bool:
 
 @functools.cache
 def _library() -> tuple[Any, Any]:
-    """Return math-verify, and how it shall read a box: its units would read 5t as 5."""
+    """Return math-verify, and its configuration for a box."""
     import math_verify
     from latex2sympy2_extended import NormalizationConfig
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they warn of a limit left to us
-    normalization = NormalizationConfig(
+    normalization = NormalizationConfig(  # with units it would read 5t as 5
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
     )
     return math_verify, (math_verify.LatexExtractionConfig(
