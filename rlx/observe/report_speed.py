@@ -14,9 +14,9 @@ def phase_totals(run: Run) -> dict[str, float]:
     totals = Counter[str]()
     for record in run.metrics:
         totals.update(_phases(record))
-    whole = sum(totals.values())
-    ranked = totals.most_common()
-    large = dict([(n, v) for n, v in ranked if n != "other" and v > 0.01 * whole][:6])
+    whole = float(sum(totals.values()))
+    named = [(name, float(value)) for name, value in totals.most_common() if name != "other"]
+    large = dict([pair for pair in named if pair[1] > 0.01 * whole][:6])
     other = whole - sum(large.values())
     return large | {"other": other} if other > 1e-6 * whole else large
 
