@@ -39,9 +39,8 @@ def _graded():
         if line.startswith("== "):
             kind = line[3:]
         elif line and not line.startswith("# "):
-            gold, answer, right, *reason = line.split(" | ")
-            text = answer.replace("⏎", "\n")
-            completion = text if kind.endswith(", text") else rf"so \boxed{{{text}}}."
+            gold, answer, right, *reason = line.replace("⏎", "\n").split(" | ")
+            completion = answer if kind.endswith(", text") else rf"so \boxed{{{answer}}}."
             named = f"{gold} ← {answer}: {reason or kind}"
             yield pytest.param(gold, completion, float(right), id=named)
 

@@ -89,25 +89,6 @@ def test_gsm8k_takes_any_text(completion, answer):
     assert gsm8k(completion, answer) in (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
-        (r"so $\frac{2}{4}$", r"\frac{1}{2}", 1.0),
-        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
-        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
-        (r"\boxed{72}", "16 - 3 = 13\n#### 72", 1.0),
-        (r"\boxed{72}", r"thus $x = \boxed{72}$", 1.0),
-        (r"\boxed{73}", "72", 0.0),
-        ("", "72", 0.0),
-        ("I do not know", "72", 0.0),
-        (r"\boxed{\frac{1}{0}", "72", 0.0),
-    ],
-)
-def test_math(completion, answer, reward):
-    assert math(completion, answer) == reward
-
-
 def test_math_works_outside_the_main_thread_too():
     found = []
     thread = threading.Thread(target=lambda: found.append(math(r"\boxed{7}", "7")))
