@@ -35,7 +35,7 @@ def main() -> None:
     p.add_argument("--port", type=int, default=8000, help="0: any")
     p.add_argument("--keys", default="", help="a file of API keys, one a line; default: all do")
     p.add_argument("--admin-key", default="", help="a file; sessions by HTTP: docs/online.md")
-    p.add_argument("--sessions", default="rlx-sessions", help="directory of their journal")
+    p.add_argument("--sessions", default="rlx-sessions", help="directory of their database")
     p.add_argument("--idle-seconds", type=float, default=3600, help="after which one ends")
     p.add_argument("--tls-cert", default="", help="PEM file, of the gateway")
     p.add_argument("--tls-key", default="", help="PEM file, of --tls-cert")

@@ -1,12 +1,10 @@
 """The HTTP of sessions that outside applications have; docs/online.md has its status codes.
 
-admin key     POST, GET /v1/sessions; GET, DELETE /v1/sessions/ID; GET …/ID/trajectories
-session key   POST /v1/rewards, /v1/session/end, /v1/session/refresh; GET /v1/session
+admin key     POST, GET /v1/sessions; GET /v1/sessions/ID/trajectories
+session key   POST /v1/rewards, /v1/session/end, /v1/session/refresh
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -16,15 +14,11 @@ from rlx.agents.dialects import ApiError
 from rlx.agents.online import OnlineSessions, shown
 from rlx.agents.session_state import Denied, SessionState
 from rlx.agents.sessions import Session
-from rlx.agents.trajectories import EXPORTS
 
 RETRY_SECONDS = (1, 600)  # the least and the most that a Retry-After says
-_MOST_WAIT = 3600.0  # seconds for which an export may wait
-_LOOK_SECONDS = 0.1  # between two looks while one waits
-_STAGES = ("open", "ended", "taken")
 _STATUS = {  # by the reason of a refusal
     "ended": 410, "taken": 410, "open": 409, "early": 409, "bound": 409, "unknown": 404,
-    "revoked": 403, "full": 429, "completion": 400, "short": 400, "nameless": 400,
+    "full": 429, "completion": 400, "short": 400, "nameless": 400,
 }  # fmt: skip
 _Handler = Callable[[OnlineSessions, web.Request], Awaitable[web.Response]]
 
@@ -61,10 +55,8 @@ def session_of(online: OnlineSessions, key: str) -> Session | None:
 
 def rewarded(online: OnlineSessions, request: web.Request, body: Any) -> web.Response | None:
     """Answer the reward of a key's latest session; None where the key is of no session here."""
-    key = _key(request)
-    if not online.knows(key):
+    if (state := online.current(_key(request))) is None:
         return None
-    state = _current(online, key)
     data = _body(body, {"reward", "completion_id"})
     value = data.get("reward")
     if name := dialects.take(data, "completion_id", str, ""):
@@ -86,49 +78,25 @@ async def _make(online: OnlineSessions, request: web.Request) -> web.Response:
 
 async def _list(online: OnlineSessions, request: web.Request) -> web.Response:
     _require_admin(online, request)
-    asked, found = request.query.get("state", ""), list(online.states.values())
-    if asked not in ("", *_STAGES):
-        raise dialects.wrong("state", asked, f"one of {', '.join(_STAGES)}")
-    counts = {stage: sum(state.stage == stage for state in found) for stage in _STAGES}
-    data = [shown(state) for state in found if asked in ("", state.stage)]
-    return web.json_response({"object": "list", "data": data, "counts": counts})
-
-
-async def _look(online: OnlineSessions, request: web.Request) -> web.Response:
-    _require_admin(online, request)
-    return _told(online.state(request.match_info["id"]))
-
-
-async def _withdraw(online: OnlineSessions, request: web.Request) -> web.Response:
-    _require_admin(online, request)
-    return _told(online.withdraw(request.match_info["id"]))
+    data = [shown(state) for state in online.states.values()]
+    return web.json_response({"object": "list", "data": data})
 
 
 async def _export(online: OnlineSessions, request: web.Request) -> web.Response:
     _require_admin(online, request)
-    name, form = request.match_info["id"], request.query.get("export", "tree")
-    if form not in EXPORTS:
-        raise dialects.wrong("export", form, f"one of {', '.join(EXPORTS)}")
-    seconds, discount = _number(request, "wait", "0", _MOST_WAIT), _number(request, "discount", "1")
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while seconds and not online.state(name).ended:
-        if loop.time() > end:
-            raise ApiError(408, f"session {name} has not ended within {seconds:g} s; ask again")
-        await asyncio.sleep(min(_LOOK_SECONDS, seconds))
+    name = request.match_info["id"]
     state = online.state(name)
     if state.slot < 0 or state.why:  # those of a run are taken by its training
         online.take(name, "exported", state.why)
-    body = await online.export(name, discount, form)
+    body = await online.export(name)
     return web.Response(body=body, content_type="application/json")
 
 
-async def _mine(online: OnlineSessions, request: web.Request) -> web.Response:
-    return _told(_current(online, _key(request)))
-
-
 async def _end(online: OnlineSessions, request: web.Request) -> web.Response:
-    return _told(online.end(_current(online, _key(request)).id, "application"))
+    state = online.current(_key(request))
+    if state is None:
+        raise _stranger(online, _key(request))
+    return _told(online.end(state.id, "application"))
 
 
 async def _refresh(online: OnlineSessions, request: web.Request) -> web.Response:
@@ -139,15 +107,12 @@ async def _refresh(online: OnlineSessions, request: web.Request) -> web.Response
 
 
 _OF_SESSIONS: Mapping[tuple[str, str], _Handler] = {
-    ("GET", "/v1/session"): _mine,
     ("POST", "/v1/session/end"): _end,
     ("POST", "/v1/session/refresh"): _refresh,
 }
 _ROUTES: Mapping[tuple[str, str], _Handler] = {
     ("POST", "/v1/sessions"): _make,
     ("GET", "/v1/sessions"): _list,
-    ("GET", "/v1/sessions/{id}"): _look,
-    ("DELETE", "/v1/sessions/{id}"): _withdraw,
     ("GET", "/v1/sessions/{id}/trajectories"): _export,
     **_OF_SESSIONS,
 }
@@ -165,15 +130,8 @@ def _require_admin(online: OnlineSessions, request: web.Request) -> None:
     key = header_key(request)
     if online.is_admin(key):
         return
-    if online.knows(key):
+    if online.known(key):
         raise ApiError(403, "this is a session's API key; sessions are made by the admin key")
-    raise _stranger(online, key)
-
-
-def _current(online: OnlineSessions, key: str) -> SessionState:
-    """Return the latest session of a key; raise ApiError, or Denied where it is gone."""
-    if found := online.current(key):
-        return found
     raise _stranger(online, key)
 
 
@@ -187,12 +145,3 @@ def _stranger(online: OnlineSessions, key: str) -> ApiError:
 def _body(data: Any, names: set[str]) -> Mapping[str, Any]:
     dialects.check_fields(data, names, set(), names)
     return data
-
-
-def _number(request: web.Request, name: str, default: str, most: float = 1.0) -> float:
-    """Return a number of the query, in [0, most]."""
-    text = request.query.get(name, default)
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) <= most:
-            return value
-    raise dialects.wrong(name, text, f"a number from 0 to {most:g}")

@@ -38,7 +38,7 @@ class RunPlace:
     """Where a run keeps its sessions, and what it can train on.
 
     Attributes:
-      directory: of the journal.
+      directory: of the database.
       dealt: groups that the run has begun before: sessions in the places of others are of a time
         that a kill took with it.
       version: returns the newest version that the servers have.
@@ -139,7 +139,7 @@ class OnlineWorkflow:
         return Group(task.group_id, tuple(trained), task.row)
 
     async def aclose(self) -> None:
-        """End the gateway; the sessions stay in the journal."""
+        """End the gateway; the sessions stay in the database."""
         gateway, self._gateway = self._gateway, None
         if gateway:
             await gateway.stop()

@@ -2,7 +2,7 @@
 
     open ─▶ answer, reward … ─▶ end ─▶ reward … ─▶ take
 
-The events are what the journal holds: the states after a restart are those before it.
+The database keeps each state, so those after a restart are those before it.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ class Denied(Exception):
 
     Attributes:
       reason: ended | taken | open | early | completion | unknown, of the states here; bound |
-        revoked | short, of keys; full | nameless, of places.
+        short, of keys; full | nameless, of places.
       wait: seconds after which it may be otherwise; 0: nobody knows.
     """
 
@@ -31,9 +31,9 @@ class SessionEvent(NamedTuple):
 
     Attributes:
       event: open    data: key, a digest of its API key; task; slot of a run's group, −1 for none
-             answer  completion, the id of the answer; made, see `online`
+             answer  completion, the id of the answer
              reward  value, of the session, or of completions by their ids
-             end     by: application | admin | refresh | idle | restart
+             end     by: application | refresh | idle | restart
              take    how: trained | exported | dropped; why
       session: its id. time: seconds since 1970.
     """

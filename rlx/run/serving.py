@@ -41,7 +41,7 @@ class Front:
     Attributes:
       keys: each has a session of its own; without any, and without `online`, one is for all.
       tool_format: see `tool_calls.Reader`.
-      online: of sessions that an admin makes; None: there are none. directory: of their journal.
+      online: of sessions that an admin makes; None: there are none. directory: of their database.
 
     Raises:
       UserError: others than this machine could ask, and there are no keys or no TLS.

@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import stat
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
 
@@ -15,7 +17,7 @@ import openai
 import pytest
 
 from rlx.agents.api_gateway import Gateway
-from rlx.agents.online import OnlineOptions, OnlineSessions
+from rlx.agents.online import FILE, OnlineOptions, OnlineSessions
 from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction
 from rlx.base import UserError
@@ -85,7 +87,7 @@ def test_an_application_asks_is_rewarded_and_refreshes_by_one_key(agents, tmp_pa
             rows = [
                 await s.call("GET", f"/sessions/{i}/trajectories") for i in (first, second["id"])
             ]
-            listed = (await s.call("GET", "/sessions?state=taken"))[1]
+            listed = (await s.call("GET", "/sessions"))[1]["data"]
             return got, again, second, [body for _, body, _ in rows], listed
 
     got, again, second, (one, two), listed = agents.run(main())
@@ -97,8 +99,8 @@ def test_an_application_asks_is_rewarded_and_refreshes_by_one_key(agents, tmp_pa
     assert sum(row["loss_mask"]) == 12
     assert {v for v, m in zip(row["versions"], row["loss_mask"], strict=True) if m} == {0}
     assert row["reward"] == 0.25
-    assert listed["counts"] == {"open": 0, "ended": 0, "taken": 2}
-    assert not any("key" in state for state in listed["data"])
+    assert [state["state"] for state in listed] == ["taken", "taken"]
+    assert not any("key" in state for state in listed)
 
 
 def test_every_mistake_has_its_status(agents, tmp_path):
@@ -109,37 +111,27 @@ def test_every_mistake_has_its_status(agents, tmp_path):
             name, key = await s.made()
             _, old = await s.made()
             await s.call("POST", "/session/end", old)
-            withdrawn, gone = await s.made()
-            await s.call("DELETE", f"/sessions/{withdrawn}")
             asked = "/chat/completions"
             reward = {"reward": 1.0}
             tries = [
                 (401, "POST", asked, None, HELLO), (401, "POST", asked, "unknown", HELLO),
                 (401, "POST", "/session/refresh", "unknown", None),
-                (401, "GET", "/sessions", "unknown", None), (401, "GET", "/session", "", None),
+                (401, "GET", "/sessions", "unknown", None),
+                (401, "POST", "/session/end", "", None),
                 (403, "POST", asked, ADMIN, HELLO), (403, "POST", "/session/end", ADMIN, None),
                 (403, "GET", "/sessions", key, None), (403, "POST", "/sessions", old, {}),
-                (403, "POST", asked, gone, HELLO), (403, "POST", "/session/refresh", gone, None),
-                (403, "POST", "/rewards", gone, reward),
-                (404, "GET", "/sessions/none", ADMIN, None),
-                (404, "DELETE", "/sessions/none", ADMIN, None),
-                (404, "GET", "/sessions/none/trajectories?wait=1", ADMIN, None),
+                (404, "GET", "/sessions/none/trajectories", ADMIN, None),
                 (405, "PUT", "/sessions", ADMIN, None),
-                (408, "GET", f"/sessions/{name}/trajectories?wait=0.01", ADMIN, None),
                 (409, "GET", f"/sessions/{name}/trajectories", ADMIN, None),
                 (409, "POST", "/rewards", key, reward),
                 (409, "POST", "/rewards", key, {"reward": {}}),
                 (409, "POST", "/sessions", ADMIN, {"api_key": key}),
                 (409, "POST", "/sessions", ADMIN, {"api_key": ADMIN}),
                 (410, "POST", asked, old, HELLO), (410, "POST", "/session/end", old, None),
-                (410, "DELETE", f"/sessions/{withdrawn}", ADMIN, None),
                 (400, "POST", "/sessions", ADMIN, b"{"), (400, "POST", "/sessions", ADMIN, [1]),
                 (400, "POST", "/sessions", ADMIN, {"task_id": 3}),
                 (400, "POST", "/sessions", ADMIN, {"tusk_id": "x"}),
                 (400, "POST", "/sessions", ADMIN, {"api_key": "short"}),
-                (400, "GET", "/sessions?state=broken", ADMIN, None),
-                (400, "GET", f"/sessions/{name}/trajectories?wait=nan", ADMIN, None),
-                (400, "GET", f"/sessions/{name}/trajectories?export=all", ADMIN, None),
                 (400, "POST", "/rewards", key, b"\xff"), (400, "POST", "/rewards", key, {}),
                 (400, "POST", "/rewards", key, {"reward": "good"}),
                 (400, "POST", asked, key, {"model": "m"}),
@@ -203,19 +195,17 @@ def test_a_conversation_goes_on_after_a_restart_token_for_token(agents, tmp_path
             before = list(s.online.live[name].interactions), s.online.states[name]
             with pytest.raises(UserError, match="another process"):
                 OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
-        with (tmp_path / "journal.jsonl").open("ab") as file:
-            file.write(b'{"event": "answer", "session": "torn')
         async with site(agents, tmp_path) as s:
             after = list(s.online.live[name].interactions), s.online.states[name]
             turns.append({"role": "user", "content": "two"})
             await s.ask(key, {"model": "m", "messages": turns})
             await s.call("POST", "/session/end", key)
-            s.online.compact()
-            kept = await s.online.export(name, 0.5, "tree")
+            s.online.forget()
+            kept = await s.online.export(name)
         async with site(agents, tmp_path) as s:
-            assert await s.online.export(name, 0.5, "tree") == kept
+            assert await s.online.export(name) == kept
             s.online.take(name, "exported")
-            s.online.compact()
+            s.online.forget()
             gone = s.online.states
             refreshed = (await s.call("POST", "/session/refresh", key))[0]
             return before, after, kept, list(gone)[:-1], refreshed
@@ -229,89 +219,65 @@ def test_a_conversation_goes_on_after_a_restart_token_for_token(agents, tmp_path
             np.testing.assert_array_equal(a, b)
             assert a.dtype == b.dtype
         np.testing.assert_array_equal(one.prompt_tokens, two.prompt_tokens)
-    (row,) = json.loads(kept)[
-        "trajectories"
-    ]  # one conversation is one row, each turn with its own return
+    # One conversation is one row, each turn with its own return.
+    (row,) = json.loads(kept)["trajectories"]
     assert row["turn_rewards"] == [1.0, 0.0]
     assert (gone, refreshed) == ([], 200)
     files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert files == {"journal.jsonl": 0o600, "lock": 0o600}
-    assert "a-key-of-an-application" not in (tmp_path / "journal.jsonl").read_text()
+    assert files == {FILE: 0o600}
+    assert b"a-key-of-an-application" not in (tmp_path / FILE).read_bytes()
 
 
-def test_a_journal_that_grew_is_written_anew(agents, tmp_path, monkeypatch):
+def test_the_database_is_of_one_process_and_keeps_no_more_than_is_asked_for(
+    agents, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rlx.agents.online._FORGET_ROWS", 60)
     monkeypatch.setattr("rlx.agents.online._KEYS", 5)
+    online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert files == {FILE: 0o600, f"{FILE}-wal": 0o600}
+    code = "import sqlite3, sys; sqlite3.connect(sys.argv[1], 0).execute('SELECT * FROM keys')"
+    command = [sys.executable, "-c", code, str(tmp_path / FILE)]
+    other = subprocess.run(command, capture_output=True, text=True)
+    assert "database is locked" in other.stderr
+    for _ in range(200):
+        state, key = online.open("x" * 30_000)
+        online.end(state.id, "application")
+        online.take(state.id, "dropped")
+        online.sweep()
+    with pytest.raises(Denied, match="no session"):
+        online.state("session-none")
+    assert len(online.states) < 30
+    online.close()
+    assert (tmp_path / FILE).stat().st_size < 3 << 20
+    online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+    assert online.refresh(key).task == state.task
+    online.close()
 
-    async def main():
-        online = OnlineSessions(tmp_path / "a", OnlineOptions(ADMIN), agents.sampling)
-        sizes = []
-        for number in range(200):
-            state, _ = online.open("x" * 30_000)
-            online.end(state.id, "application")
-            if number:
-                online.take(state.id, "dropped")
-            online.sweep()
-            sizes.append((tmp_path / "a" / "journal.jsonl").stat().st_size)
-        with pytest.raises(Denied, match="no session"):
-            online.state("session-none")
-        online.close()
-        return sizes, list(online.states)
 
-    sizes, left = asyncio.run(main())
-    assert max(sizes) < 5 << 20
-    assert len(left) < 200
-    assert min(sizes[150:]) < 3 << 20
-
-
-def test_a_spoilt_journal_is_refused_by_each_start_and_left_as_it_is(agents, tmp_path):
-    async def main():
-        async with site(agents, tmp_path) as s:
-            for number in range(2):
-                name, key = await s.made(api_key=f"{number} is the key of an application")
-                for _ in range(2):
-                    _, body, _ = await s.ask(key)
-                    given = {"reward": 1, "completion_id": body["id"]}
-                    assert (await s.call("POST", "/rewards", key, given))[0] == 200
-                await s.call("POST", "/session/end", key)
-            return await s.online.export(name, 1.0, "tree")
-
+def test_a_damaged_database_is_refused_by_each_start_and_left_as_it_is(agents, tmp_path):
     def read():
-        online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
-        online.close()
-        name = list(online.states)[-1]
-        return asyncio.run(online.export(name, 1.0, "tree"))
+        OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling).close()
 
-    kept, journal, chance = agents.run(main(), 60), tmp_path / "journal.jsonl", random.Random(1)
-    good = journal.read_bytes()
-    lines = good.splitlines(keepends=True)
-    answer = next(k for k, line in enumerate(lines) if b'"answer"' in line)
-    spoilt = [[*lines[:k], b"spoilt\n", *lines[k:]] for k in (0, 3)]
-    spoilt.append([lines[0].replace(b'"session"', b'"extra": 1, "session"'), *lines[1:]])
-    spoilt.append([*lines, lines[0]])  # the same thing once more
-    spoilt.append(lines[:answer] + lines[answer + 1 :])  # a line is missing
-    spoilt.append([line.split(b', "sum"')[0] + b"}\n" for line in spoilt[-1]])  # also of before
-    texts = [b"".join(each) for each in spoilt]
-    for _ in range(40):
-        at, bit = chance.randrange(len(good) - 1), 1 << chance.randrange(8)
-        texts.append(good[:at] + bytes([good[at] ^ bit]) + good[at + 1 :])
-    for text in texts:
-        journal.write_bytes(text)
+    online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
+    for _ in range(100):
+        online.open("a task")
+    online.close()
+    file = tmp_path / FILE
+    good = file.read_bytes()
+    answer = good.replace(b'"task": "a task"', b'"tusk": "a task"')
+    page = good[:8192] + bytes(4096) + good[12288:]
+    for spoilt in (b"spoilt" * 1000, good[: len(good) // 2], page, answer):
+        file.write_bytes(spoilt)
         for _ in range(2):
-            with pytest.raises(UserError, match=r"journal.jsonl:\d+ is not as it was written"):
+            with pytest.raises(UserError, match=f"{FILE} is damaged"):
                 read()
-        assert journal.read_bytes() == text
-    for text in (good, b"".join(line for line in lines for _ in range(2)), good + lines[0][:-5]):
-        journal.write_bytes(text)  # each line doubled, and one torn by a kill, say the same
-        assert read() == kept
-    records = [json.loads(line.split(b', "sum"')[0] + b"}") for line in lines]
-    for record in records:  # as they were before there were checksums and places
-        if record["event"] == "answer":
-            plain = record["data"]["plain"]
-            for name in ("number", "place", "said", "retry"):
-                del plain[name]
-            plain["memory"] = ["a key", plain["raw"]]
-    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert read() == kept
+        assert file.read_bytes() == spoilt
+    file.write_bytes(good)
+    read()
+    (tmp_path / "journal.jsonl").touch()
+    with pytest.raises(UserError, match="earlier rlx"):
+        read()
 
 
 def test_the_wall_clock_ends_no_session_and_keeps_none(agents, tmp_path, monkeypatch):
@@ -355,7 +321,7 @@ def test_an_export_of_many_rows_leaves_the_loop_free(agents, tmp_path):
             drawn = Completion(some, some.astype(np.float32), some, "stop")
             session.keep(Interaction(f"c{number}", 0, tokens, "x", drawn, "y", "y"))
         online.end(state.id, "application")
-        exporting = asyncio.create_task(online.export(state.id, 1.0, "tree"))
+        exporting = asyncio.create_task(online.export(state.id))
         looks = [time.monotonic()]
         while not exporting.done():
             await asyncio.sleep(0.001)
@@ -368,38 +334,9 @@ def test_an_export_of_many_rows_leaves_the_loop_free(agents, tmp_path):
     assert max(np.diff(looks)) < (looks[-1] - looks[0]) / 2
 
 
-def test_the_key_of_a_session_that_has_ended_can_be_withdrawn(agents, tmp_path):
-    async def main():
-        async with site(agents, tmp_path) as s:
-            name, key = await s.made()
-            await s.call("POST", "/session/end", key)
-            found = [(await s.call("DELETE", f"/sessions/{name}"))[0] for _ in range(2)]
-            found.append((await s.call("POST", "/session/refresh", key))[0])
-        async with site(agents, tmp_path) as s:  # from the journal
-            return [*found, (await s.call("POST", "/session/refresh", key))[0]]
-
-    assert agents.run(main(), 60) == [200, 410, 403, 403]
-
-
-def test_a_key_stays_withdrawn_when_its_last_session_is_gone(agents, tmp_path):
-    key = "a-key-of-an-application"
-    online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
-    first = online.open("", key)[0]
-    second = online.refresh(key)
-    online.end(second.id, "admin")
-    online.take(second.id, "exported")
-    online.compact()
-    assert list(online.states) == [first.id]
-    online.close()
-    online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
-    with pytest.raises(Denied, match="withdrawn"):
-        online.refresh(key)
-    online.close()
-
-
 def test_idle_sessions_end_once_a_full_disk_has_room_again(agents, tmp_path, monkeypatch):
     monkeypatch.setattr("rlx.agents.online.SWEEP_SECONDS", 0.01)
-    now, looks, journal = [0.0], [], tmp_path / "journal.jsonl"
+    now, looks = [0.0], []
 
     def clock():
         looks.append(now[0])
@@ -409,16 +346,14 @@ def test_idle_sessions_end_once_a_full_disk_has_room_again(agents, tmp_path, mon
         options = OnlineOptions(ADMIN, idle_seconds=1.0)
         online = OnlineSessions(tmp_path, options, agents.sampling, clock=clock)
         name = online.open()[0].id
-        journal.rename(tmp_path / "aside")
-        journal.mkdir()  # cannot be written
+        online._db.execute("PRAGMA query_only = ON")  # cannot be written
         now[0] = 5.0
         sweeping = asyncio.create_task(online.run())
         async with asyncio.timeout(120):
             while 5.0 not in looks:
                 await asyncio.sleep(0.01)
             assert not online.states[name].ended
-            journal.rmdir()
-            (tmp_path / "aside").rename(journal)
+            online._db.execute("PRAGMA query_only = OFF")
             while not (online.states[name].ended or sweeping.done()):
                 await asyncio.sleep(0.01)
         sweeping.cancel()
@@ -439,10 +374,9 @@ async def begin(*flags):
 async def use(s, told, chance):
     """One user's episodes under one key, until the gateway is gone; `told`: what it was told."""
     try:
-        _, key = await s.made()
-        state = (await s.call("GET", "/session", key))[1]
+        name, key = await s.made()
         while True:
-            mine = told[state["id"]] = {"key": key, "ids": [], "reward": None, "ended": False}
+            mine = told[name] = {"key": key, "ids": [], "reward": None, "ended": False}
             for _ in range(chance.randint(1, 3)):
                 status, body, _ = await s.ask(key)
                 assert status == 200
@@ -452,7 +386,7 @@ async def use(s, told, chance):
             mine["reward"] = value
             status, state, _ = await s.call("POST", "/session/refresh", key)
             assert status == 200
-            mine["ended"] = True
+            mine["ended"], name = True, state["id"]
     except (aiohttp.ClientError, ConnectionError):
         return
 
@@ -472,9 +406,10 @@ def test_a_gateway_killed_at_random_has_lost_nothing_that_it_told(agents, tmp_pa
                 process, url = await begin(*flags)
                 s = Site(url, http)
                 try:
+                    listed = (await s.call("GET", "/sessions"))[1]["data"]
+                    states = {state["id"]: state for state in listed}
                     for name, mine in told.items():
-                        status, state, _ = await s.call("GET", f"/sessions/{name}")
-                        assert status == 200
+                        state = states[name]
                         assert list(state["completions"][: len(mine["ids"])]) == mine["ids"]
                         assert mine["reward"] in (None, state["reward"])
                         if mine["ended"]:

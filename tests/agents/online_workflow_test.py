@@ -113,10 +113,10 @@ def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_p
             async with asyncio.timeout(60):
                 while not all(online.states[name].why for name in (*names, last)):
                     await asyncio.sleep(0.01)
-            online.compact()
+            online.forget()
             found = [await s.call("GET", f"/sessions/{n}/trajectories") for n in (*names, last)]
             listed = [state.taken for state in online.states.values()]
-            online.compact()
+            online.forget()
             return before, repeated, status, states, found, listed, dict(online.states)
 
     before, again, status, states, found, listed, left = agents.run(main(), 120)

@@ -64,15 +64,6 @@ def test_events_come_in_the_order_of_a_session_whatever_is_tried(events):
 
 
 @given(EVENTS)
-def test_a_journal_of_what_was_taken_gives_the_same_state(events):
-    state, taken, _ = fold(events)
-    again = None
-    for event in taken:
-        again = advance(again, SessionEvent(**event._asdict()))
-    assert again == state
-
-
-@given(EVENTS)
 def test_the_last_reward_holds_and_those_of_completions_add_up(events):
     state, taken, _ = fold(events)
     expected = None

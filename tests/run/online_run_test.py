@@ -44,6 +44,13 @@ def port():
         return free.getsockname()[1]
 
 
+def kept(workdir):
+    """The states of a run's sessions, by id."""
+    online = OnlineSessions(workdir / "sessions", OnlineOptions(ADMIN), Sampling())
+    online.close()
+    return online.states
+
+
 class Users:
     """Requests to a run's gateway, until it is gone."""
 
@@ -126,8 +133,7 @@ def test_sessions_are_trained_on_and_go_on_with_the_run(tmp_path, port, monkeypa
     assert 1 <= result.step < 4
     assert users.refused > 0  # admission control was felt outside
     users.over.clear()
-    journal = tmp_path / "run" / "sessions" / "journal.jsonl"
-    before = len(list(read_jsonl(journal)))
+    before = kept(tmp_path / "run")
 
     def finish():
         """Goes on in the session of before, then others come."""
@@ -151,18 +157,16 @@ def test_sessions_are_trained_on_and_go_on_with_the_run(tmp_path, port, monkeypa
         thread.join(120)
     assert (result.step, result.complete) == (4, True)
     assert [record["staleness_max"] <= 1 for record in result.metrics] == [True] * 4
-    events = list(read_jsonl(journal))
-    own = [e for e in events if e["session"] == held["id"]]
-    assert [e["event"] for e in own] == [
-        "open", "answer", "reward", "answer", "reward", "end", "take"
-    ]  # fmt: skip
-    assert (own[-1]["data"]["how"], own[-1]["data"]["why"]) == ("trained", "")
-    slots = [e["data"]["slot"] for e in events if e["event"] == "open"]
-    # A session that was taken and not trained on when the run stopped is taken again.
-    parts = [[e["session"] for e in part if e["event"] == "take" and e["data"]["how"] == "trained"]
-             for part in (events[:before], events[before:])]  # fmt: skip
-    assert [len(set(part)) for part in parts] == [len(part) for part in parts]
-    assert len({*parts[0], *parts[1]}) >= 16
+    states = kept(tmp_path / "run")
+    own = states[held["id"]]
+    assert (len(own.completions), own.reward, own.ended) == (2, users.rated[own.id], "application")
+    assert (own.taken, own.why) == ("trained", "")
+    slots = [state.slot for state in states.values()]
+    trained = [state for state in states.values() if state.taken == "trained" and not state.why]
+    assert len({state.slot for state in trained}) == len(trained) >= 16
+    assert {name for name, state in before.items() if state.taken == "trained"} <= {
+        state.id for state in trained
+    }
     assert min(np.bincount(slots)) >= 1
 
 
@@ -214,13 +218,11 @@ def test_no_rating_is_lost_whatever_is_killed(tmp_path, port):
     assert len(before) >= 40
     attempt(6, lambda p: p.terminate())
     assert attempt(99, lambda p: None) == 0, (tmp_path / "log").read_text()[-3000:]
-    online = OnlineSessions(workdir / "sessions", OnlineOptions(ADMIN), Sampling())
-    online.close()
-    states = online.states
+    states = kept(workdir)
     assert {name: states[name].reward for name in users.rated} == users.rated
-    kept = [states[name] for name in before]
-    trained = [state for state in kept if state.taken == "trained" and not state.why]
+    rated = [states[name] for name in before]
+    trained = [state for state in rated if state.taken == "trained" and not state.why]
     # Those of the last places had none, and a place may have come too late for one.
-    assert len(trained) >= 0.9 * len([state for state in kept if state.slot < 48])
+    assert len(trained) >= 0.9 * len([state for state in rated if state.slot < 48])
     for state in states.values():
         assert state.reward is None or state.taken == "trained" or state.why or state.slot >= 44
