@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rlx.agents import dialects, http_errors, online_routes, returns
+from rlx.agents import dialects, http_listener, online_routes, returns
 from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said, TooLong
 from rlx.agents.http_listener import HttpListener
 from rlx.agents.online import OnlineSessions
@@ -158,7 +158,7 @@ class Gateway:
                 online_routes.add(app.router, prefix, self.online)
         # A client that goes away takes its request with it, down to the engine.
         runner = web.AppRunner(
-            app, access_log=None, logger=http_errors.LOGGER, handle_signals=False,
+            app, access_log=None, logger=http_listener.LOGGER, handle_signals=False,
             handler_cancellation=True, shutdown_timeout=1.0,
         )  # fmt: skip
         await runner.setup()
@@ -521,7 +521,7 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         return _refusal(_api_error(error))
     except web.HTTPRequestEntityTooLarge:
         return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB"))
-    except http_errors.CLIENTS as error:
+    except http_listener.CLIENTS as error:
         return _refusal(ApiError(400, f"the body cannot be read: {error}"))
     except web.HTTPNotFound:
         known = ", ".join([*_DIALECTS, _COUNT, "GET /v1/models", "GET /health"])

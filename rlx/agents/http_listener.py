@@ -5,6 +5,7 @@ wait in the kernel while there are too many, and those that are late or idle are
 """
 
 import asyncio
+import logging
 import resource
 import socket
 import ssl
@@ -13,15 +14,24 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from rlx.agents.http_errors import LOGGER
-
+CLIENTS = (HttpProcessingError, web.RequestPayloadError)  # malformed requests: answered with 400
+LOGGER = logging.getLogger("aiohttp.server.rlx")
 _BACKLOG = 4096  # connections of a burst that may wait to be accepted
 _HANDSHAKE_SECONDS = 10.0
 # Seconds that a connection has for its first request, for a body, and between two requests.
 _LIMITS, _LIMITS_WHEN_FULL = (10.0, 60.0, float("inf")), (1.0, 10.0, 1.0)
 _LOOK_SECONDS = 0.25
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return whether a logged error is the server's own, not a malformed request's."""
+    return not (record.exc_info and isinstance(record.exc_info[1], CLIENTS))
+
+
+LOGGER.addFilter(_is_ours)
 
 
 class HttpListener:
