@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
 from rlx.fleet.tls import Tls
 from rlx.system.threads import in_thread
 
-__all__ = ["Completion", "Fleet", "PublishReport", "Timeouts"]
+__all__ = ["Completion", "Fleet", "NoFleet", "PublishReport", "Timeouts"]
 
 SAY_SECONDS, SAY_AGAIN_SECONDS = 1.0, 10.0  # between lines while `connect` waits
 MAX_ATTEMPTS = 8  # in a row that bring a sample no new token, or a sequence no scores
@@ -519,6 +519,28 @@ class Fleet:
         live = [member for member in self._members if member.live]
         await asyncio.gather(*(m.probe() for m in live), return_exceptions=True)
         self._balancer.raise_foreign()
+
+
+class NoFleet:
+    """A `Fleet` without servers, for a run that trains on a dataset and generates nothing."""
+
+    async def connect(self) -> None:
+        """Do nothing."""
+
+    async def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise RuntimeError: the caller must not generate in a run without servers."""
+        raise RuntimeError("a run without rollout servers generates nothing")
+
+    async def publish(self, version: int, source: Any, method: str = "path") -> PublishReport:
+        """Return a report without servers."""
+        return PublishReport(acks=(), deliveries=(), num_bytes=0, seconds=0.0)
+
+    async def drain_spans(self) -> dict[str, list[tuple[str, int, int]]]:
+        """Return no spans."""
+        return {}
+
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 async def _back_off(attempts: int, what: str, error: Exception) -> None:

@@ -34,8 +34,7 @@ from rlx.cli.command import say
 from rlx.cli.user_code import forget_edited
 from rlx.config import check
 from rlx.doctor import failures, memory
-from rlx.fleet.client import Fleet
-from rlx.fleet.no_fleet import NoFleet
+from rlx.fleet.client import Fleet, NoFleet
 from rlx.mismatch.gate import sentence
 from rlx.observe import environment, writers
 from rlx.observe.hooks import Hooks

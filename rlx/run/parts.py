@@ -28,8 +28,7 @@ from rlx.doctor import memory
 from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOut, HeldOutOptions
 from rlx.fleet import wire
-from rlx.fleet.client import Fleet, Timeouts
-from rlx.fleet.no_fleet import NoFleet
+from rlx.fleet.client import Fleet, NoFleet, Timeouts
 from rlx.fleet.requests import TRUNCATED
 from rlx.fleet.tls import client_tls
 from rlx.launch import teacher

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.fleet.no_fleet import NoFleet
+from rlx.fleet.client import NoFleet
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor
