@@ -123,7 +123,7 @@ class Gateway:
         self.sessions = Sessions()
         self._fleet, self._tokenizer, self._name = fleet, tokenizer, name
         self._host, self._port = host, port
-        self._reader = Reader(str(tokenizer.chat_template), tool_format, tokenizer)
+        self._reader = Reader(str(tokenizer.chat_template), tool_format)
         marks = {*self._reader.opens, *(self._reader.tags or ())}
         added = tokenizer.added_tokens_decoder.items()
         self._hidden = {k for k, t in added if t.special and t.content not in marks}
@@ -335,9 +335,6 @@ class Gateway:
             )  # fmt: skip
         named = shielded(asked.forced or "", controls(self._tokenizer).pattern)
         forced = "" if asked.forced is None else self._reader.beginning(named)
-        if asked.forced is not None and not forced:
-            message = "calls of this format cannot be begun for the model; take auto"
-            raise ApiError(400, message, "tool_choice")
         messages, place = session.recognise(asked.messages)
         text, context = self._render(asked, messages) + forced, self._fleet.context
         if context and len(text) > context * self._longest:  # sooner told than tokenised

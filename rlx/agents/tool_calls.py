@@ -5,18 +5,16 @@
     mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]  or  [TOOL_CALLS]add{"a": 1}
     llama3_json  {"name": "add", "parameters": {"a": 1}}
 
-`vllm:NAME` reads by vLLM's parser of that name, where vLLM is installed. What does not parse is
-words: the agent then judges what the model meant.
+Text that does not parse stays words: the agent then judges what the model meant.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlx.agents import argument_types
-from rlx.base import UserError, unknown
+from rlx.base import unknown
 
 Call = tuple[str, dict[str, Any]]  # name, arguments
 
@@ -79,8 +77,7 @@ class Reader:
 
     Args:
       template: the chat template.
-      name: of FORMATS, or vllm: and that of one of its parsers; "": as the template shows.
-      tokenizer: for vLLM's parsers.
+      name: of FORMATS; "": as the template shows.
 
     Attributes:
       opens: marks from which on all may be calls; none where the template has no tools.
@@ -90,22 +87,18 @@ class Reader:
       UserError: there is no such format.
     """
 
-    def __init__(self, template: str, name: str = "", tokenizer: Any = None):
+    def __init__(self, template: str, name: str = ""):
         taught = [n for n, f in FORMATS.items() if "tools" in template and f.template in template]
         name = name or next(iter(taught), "")
-        own, _, vllms = name.partition("vllm:")
-        if own and own not in FORMATS:
+        if name and name not in FORMATS:
             raise unknown("format of tool calls", name, FORMATS)
-        self._format = FORMATS.get(own)
-        self._foreign = _vllm_parser(vllms, tokenizer) if vllms else None
-        # Where calls of vLLM's formats begin is not known: their answers come whole.
-        self.opens = self._format.opens if self._format else ("",) * bool(self._foreign)
+        self._format = FORMATS.get(name)
+        self.opens = self._format.opens if self._format else ()
         self.tags = next((tags for tags in THOUGHTS if tags[1] in template), None)
 
     def beginning(self, name: str) -> str:
         """Return the text that a call begins with, of the tool `name`, of any where it is ""."""
-        if self._format is None:
-            return ""
+        assert self._format
         named = self._format.begin_named.format(json.dumps(name)[1:-1])
         return named if name else self._format.begin
 
@@ -127,12 +120,9 @@ class Reader:
         Returns:
           (None where there are calls and only blanks before them, calls).
         """
-        if self._foreign:
-            before, found = self._foreign(text, tools)
-        elif self._format:
-            before, found = _split(text, self._format, tools, ended)
-        else:
+        if self._format is None:
             return text, []
+        before, found = _split(text, self._format, tools, ended)
         try:
             written = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in found]
         except ValueError:  # a number that JSON does not have
@@ -215,27 +205,3 @@ def _parameters(
 
 def _sent(text: str) -> str:
     return _HALF.sub("\ufffd", text)
-
-
-def _vllm_parser(
-    name: str, tokenizer: Any
-) -> Callable[[str, Sequence[Mapping]], tuple[str, list[Call]]]:
-    """Return what reads by vLLM's parser; imported by name: its import is that of torch."""
-    try:
-        manager = importlib.import_module("vllm.tool_parsers").ToolParserManager
-        chat = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
-        parser = manager.get_tool_parser(name)
-    except (ImportError, KeyError) as error:
-        raise UserError(f"vllm:{name} cannot be had ({error}); use one of vLLM's parsers") from None
-
-    def read(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
-        talk = [{"role": "user", "content": ""}]
-        request = chat.ChatCompletionRequest(messages=talk, tools=list(tools), model="")
-        try:
-            got = parser(tokenizer, request.tools).extract_tool_calls(text, request)
-            functions = [call.function for call in got.tool_calls]
-            return got.content or "", [(f.name, json.loads(f.arguments)) for f in functions]
-        except Exception:  # a parser of another's makes what it likes of a text
-            return text, []
-
-    return read

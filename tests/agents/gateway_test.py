@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from rlx.agents import api_gateway as gateway
-from rlx.agents import tool_calls
 from rlx.agents.sessions import Session
 from rlx.system.loop_thread import LoopThread
 
@@ -381,21 +380,6 @@ def test_an_agent_that_edits_its_own_tool_call_is_taken_at_its_word(agents):
     kept = agents.run(main())
     assert kept.parent is None
     assert '"a": 5' in kept.prompt_text
-
-
-def test_a_call_that_cannot_be_begun_for_the_model_is_not_promised(agents, monkeypatch):
-    reads = lambda name, tokenizer: lambda text, tools: (text, [])  # noqa: E731
-    monkeypatch.setattr(tool_calls, "_vllm_parser", reads)
-
-    async def main():
-        async with agents.gateway() as g, agents.client(g) as client:
-            g.gateway._reader = tool_calls.Reader("tools", "vllm:some")
-            assert (await ask(client, tools=[ADD])).choices[0].message.content == "hello there"
-            with pytest.raises(openai.BadRequestError) as error:
-                await ask(client, tools=[ADD], tool_choice="required")
-            assert error.value.param == "tool_choice"
-
-    agents.run(main())
 
 
 def test_a_reward_is_refused_where_nobody_trains(agents):

@@ -201,19 +201,3 @@ def test_thoughts_are_before_the_tag_that_closes_them(opens, closes):
     pieces = [reader.thoughts(text[:k], False) for k in range(len(opens) + 1, len(text))]
     grown = [p for p in pieces if closes[:1] not in p[0]]  # those that are held back
     assert all("hm".startswith(a) and "yes".startswith(b) for a, b in grown)
-
-
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore")  # of vLLM's imports
-@pytest.mark.parametrize("form", ["qwen3_xml", "hermes", "llama3_json"])
-def test_vllms_parsers_read_the_same(form):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained("rlx/assets/arithmetic")
-    tokens = [*FORMATS[form].opens, "</tool_call>", "[ARGS]", "<function=", "</function>"]
-    tokenizer.add_tokens(tokens)
-    reader = Reader("", f"vllm:{form}", tokenizer)
-    got = reader.calls(WRITTEN[form], lambda: "id", [WEATHER])
-    assert [c["function"] for c in got[1]] == [
-        {"name": "weather", "arguments": '{"city": "7", "days": 3}'}
-    ]
