@@ -31,7 +31,6 @@ CHOICES: dict[str, tuple[str, ...]] = {  # of keys that take one of a few words
     "scheduler.type": ("local", "slurm", "ray"),
     "scheduler.container": ("none", "apptainer", "pyxis"),
     "fleet.engine": ENGINES,
-    "fleet.discover": ("static", "dir", "dns"),
     "fleet.kv_on_update": ("keep", "recompute", "abort"),
     "fleet.publish": ("path", "stream", "delta", "adapter"),
     "teacher.engine": ("", *ENGINES),
@@ -243,9 +242,8 @@ def default() -> ConfigDict:
     c.fleet.num_servers = 1  # 0: none, where a dataset is trained on and nothing generated
     c.fleet.addresses = ()  # host:port of running servers, or @FILE with one a line, which
     # may join and leave while the run goes on; empty: start local ones
-    c.fleet.discover = "static"  # dir | dns: servers that join and leave by themselves, besides
-    # `addresses` or, with num_servers above 0, local ones
-    c.fleet.join = ""  # where: the directory of rlx.serve --join=DIR, or for dns a name:port
+    c.fleet.join = ""  # directory of rlx.serve --join=DIR: servers that join and leave by
+    # themselves, besides `addresses` or, with num_servers above 0, local ones
     c.fleet.tensor_parallel = 1  # GPUs a vLLM server, each with a slice of every layer
     c.fleet.gpu_memory = 0.0  # share of a GPU that a server takes; 0: the engine's own choice,
     # 0.4 where allocation_mode puts the trainer on the same GPUs
@@ -353,12 +351,6 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         if kinds not in ([str, float], [str, int]) or not 0 < entry[1] < float("inf"):
             wanted = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
             raise UserError(f"data.mix has {entry!r}; write {wanted}")
-    joins = config.fleet.discover != "static"
-    if joins != bool(config.fleet.join):
-        raise UserError(
-            f"fleet.discover={config.fleet.discover} with fleet.join={config.fleet.join!r}; set "
-            "both (dir and a directory, dns and name:port), or neither"
-        )
     _check_lora(config)
     if trains and config.model.dtype == "bfloat16" and not config.lora.rank:
         raise UserError(
@@ -415,9 +407,10 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
             f"train.minibatches={config.train.minibatches} exceeds rollout.batch_prompts="
             f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"
         )
-    if not trains and not config.fleet.addresses and config.fleet.num_servers < 1 and not joins:
+    others = config.fleet.addresses or config.fleet.join
+    if not trains and not others and config.fleet.num_servers < 1:
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
-    if config.fleet.tls.ca and not config.fleet.addresses and not joins:
+    if config.fleet.tls.ca and not others:
         raise UserError(
             f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses or fleet.join: local "
             "servers listen on loopback alone and need no TLS; give addresses or leave fleet.tls "

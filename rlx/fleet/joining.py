@@ -1,4 +1,4 @@
-"""Servers that join a running fleet: address files in a shared directory, or the records of a name.
+"""Servers that join a running fleet: each has an address file in a shared directory.
 
     rlx.serve --join=DIR ─▶ DIR/HOST:PORT, while it serves ─▶ Joining.look, every second ─▶ Fleet
 
@@ -28,41 +28,31 @@ class Joining:
     """Where servers that join are found.
 
     Attributes:
-      kind: dir | dns.
-      place: a directory of address files, or name:port, of which every address is a server.
+      directory: holds an address file of each server.
       tls: of these servers; None: plain, as on loopback.
     """
 
-    kind: str
-    place: str
+    directory: str
     tls: Tls | None = None
 
     def look(self) -> tuple[str, ...]:
         """Return host:port of the servers that are there now.
 
         Raises:
-          UserError: the directory cannot be read, or the name cannot be looked up.
+          UserError: the directory cannot be read.
         """
         try:
-            found = {"dir": _in_directory, "dns": _of_name}[self.kind](self.place)
+            return tuple(_in_directory(self.directory))
         except OSError as error:
             raise UserError(
-                f"cannot look for servers in fleet.join={self.place}: {error.strerror or error}; "
-                "give the directory of rlx.serve --join=DIR, or name:port for fleet.discover=dns"
+                f"cannot look for servers in fleet.join={self.directory}: "
+                f"{error.strerror or error}; give the directory of rlx.serve --join=DIR"
             ) from None
-        return tuple(found)
 
 
 def _in_directory(place: str) -> list[str]:
     paths = sorted(path for path in Path(place).iterdir() if not path.name.startswith("."))
     return [path.name for path in paths if _ADDRESS.fullmatch(path.name)]
-
-
-def _of_name(place: str) -> list[str]:
-    host, port = split_address(place)
-    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    hosts = sorted({str(address[0]) for *_, address in found})
-    return [bracketed(host, port) for host in hosts]
 
 
 def bracketed(host: str, port: int | str) -> str:

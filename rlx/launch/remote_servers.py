@@ -152,7 +152,7 @@ def status(shared: Path) -> tuple[str, bool]:
                   "python -m rlx.main --config=FILE --config.scheduler.type=ray"]  # fmt: skip
     if joined := _joined(shared):
         secret = shared / "secrets"
-        flags = {"discover": "dir", "join": shared / "servers", "num_servers": 0,
+        flags = {"join": shared / "servers", "num_servers": 0,
                  "publish": "stream", "tls.ca": secret / run_secrets.CERTIFICATE}  # fmt: skip
         given = [shlex.quote(f"--config.fleet.{key}={value}") for key, value in flags.items()]
         command = f"python -m rlx.main --config=FILE {' '.join(given)}"
@@ -192,7 +192,7 @@ def _alive(machines: Machines, started: Processes) -> list[tuple[str, dict[str, 
 
 def _joined(shared: Path) -> tuple[str, ...]:
     there = (shared / "servers").is_dir()
-    return Joining("dir", str(shared / "servers")).look() if there else ()
+    return Joining(str(shared / "servers")).look() if there else ()
 
 
 def _forget(shared: Path) -> int:

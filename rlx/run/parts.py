@@ -273,8 +273,8 @@ def build(
         )
         if changed:
             progress.message(f"{changed}; going on, as data.allow_change is set")
-    joins = config.fleet.discover != "static"
-    if restored or config.fleet.addresses or joins:  # local ones have just read these very weights
+    # Local servers have just read these very weights.
+    if restored or config.fleet.addresses or config.fleet.join:
         export.publish(
             state,
             lambda weights: executor.submit(fleet.publish(step, weights, config.fleet.publish)),
@@ -328,7 +328,7 @@ def publish_dir(
         f"fleet.publish_dir={fleet.publish_dir} has {size(free)} free, and two versions of the "
         f"weights need {size(needed)}"
     )
-    own = not fleet.addresses and fleet.discover == "static"
+    own = not (fleet.addresses or fleet.join)
     if (own or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
         say(f"{what}; they go to {workdir}, which is slower; in Docker give --shm-size=8g")
         return str(workdir.absolute())

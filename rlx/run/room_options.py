@@ -37,7 +37,7 @@ def is_online(config: ConfigDict) -> bool:
 def has_servers(config: ConfigDict) -> bool:
     """Return whether the run has a fleet; training on a dataset needs none."""
     fleet = config.fleet
-    return bool(fleet.addresses) or fleet.num_servers > 0 or fleet.discover != "static"
+    return bool(fleet.addresses or fleet.join) or fleet.num_servers > 0
 
 
 def check_reward(config: ConfigDict) -> dict[str, float]:
@@ -131,12 +131,10 @@ def as_json(config: ConfigDict) -> dict:
 
 def joining_of(config: ConfigDict) -> Joining | None:
     """Return where servers that join are found; a directory is made. None: none join."""
-    fleet = config.fleet
-    if fleet.discover == "static":
+    if not config.fleet.join:
         return None
-    if fleet.discover == "dir":
-        make_directory(Path(fleet.join), "--config.fleet.join")
-    return Joining(fleet.discover, fleet.join, client_tls(**fleet.tls))
+    make_directory(Path(config.fleet.join), "--config.fleet.join")
+    return Joining(config.fleet.join, client_tls(**config.fleet.tls))
 
 
 def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:

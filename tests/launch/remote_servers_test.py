@@ -120,7 +120,7 @@ def test_up_status_and_down_on_three_hosts(ssh, tmp_path, capsys, monkeypatch, e
     assert status == 0, out
     checks = [line for line in out.splitlines() if line[:3].strip() in HOSTS and "✓ yes" in line]
     assert [line.count("✓") for line in checks] == [7, 7, 7]
-    assert "--config.fleet.discover=dir" in out
+    assert "--config.fleet.join=" in out
     assert len(list((tmp_path / "shared" / "servers").iterdir())) == 3
     with pytest.raises(UserError, match="has servers already"):
         command(ssh, tmp_path, capsys, "up", "--hosts=a,b,c")

@@ -63,7 +63,7 @@ def test_servers_join_a_run_with_one_of_its_own_and_leave_and_nothing_is_lost(
     run.parent.mkdir()
     process = subprocess.Popen(
         [*COMMAND, f"--workdir={run}", "--config.reward.name=arithmetic",
-         "--config.fleet.discover=dir", f"--config.fleet.join={tmp_path / 'servers'}",
+         f"--config.fleet.join={tmp_path / 'servers'}",
          "--config.gate.every_steps=0", "--config.fleet.hang_seconds=60",
          "--config.total_steps=100000"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
