@@ -1,7 +1,7 @@
 """Keep the sessions of outside applications, each under an API key, in an SQLite database.
 
 `session_state.py` has the rules of a session's life; here are its key, its tokens and its place on
-disk. An event is committed before its request is answered, so no SIGKILL loses it. Commits wait for
+disk. A change is committed before its request is answered, so no SIGKILL loses it. Commits wait for
 no disk: the write-ahead log is synced every second, and a power cut may cost the last second. All
 runs on the gateway's loop.
 """
@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.agents import session_state, trajectories
+from rlx.agents import trajectories
 from rlx.agents.dialects import ApiError
-from rlx.agents.session_state import Denied, SessionEvent, SessionState, require_open
+from rlx.agents.session_state import Denied, SessionState
 from rlx.agents.sessions import Interaction, Session, TurnPlace
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
@@ -186,7 +186,7 @@ class OnlineSessions:
         """Return the open session of a key, None for an unknown key; raise Denied if it ended."""
         state = self.current(key)
         if state:
-            require_open(state)
+            state.require_open()
         return self.live[state.id] if state else None
 
     # What happens.
@@ -206,8 +206,12 @@ class OnlineSessions:
             raise Denied("bound", "this API key is in use; end its session first, or refresh it")
         if sum(not state.ended for state in self.states.values()) >= self.options.most:
             raise Denied("full", f"{self.options.most} sessions are open; try again")
-        name, slot = "session-" + secrets.token_hex(8), self.admit(task)
-        return self._record("open", name, key=_digest(key), task=task, slot=slot), key
+        slot, now = self.admit(task), self._clock()
+        name = "session-" + secrets.token_hex(8)
+        state = self._save(SessionState(name, now, now, _digest(key), task, slot))
+        self.live[name] = self._session(name)
+        self.changed(now)
+        return state, key
 
     def refresh(self, key: str) -> SessionState | None:
         """End a key's session if it is open, and begin the next one; None for an unknown key.
@@ -224,18 +228,21 @@ class OnlineSessions:
 
     def reward(self, name: str, value: float | Mapping[str, float]) -> SessionState:
         """Take a reward of a session, or of its completions."""
-        return self._record("reward", name, value=value)
+        state = self._save(self.state(name).add_reward(value))
+        self.changed(state.touched)
+        return state
 
     def end(self, name: str, by: str) -> SessionState:
         """End a session and its requests."""
-        state = self._record("end", name, by=by)
+        state = self._save(self.state(name).end(by))
+        self.changed(state.touched)
         for task in list(self.live[name].tasks):
             task.cancel()
         return state
 
     def take(self, name: str, how: str, why: str = "") -> None:
         """Record what became of an ended session."""
-        self._record("take", name, how=how, why=why)
+        self._save(self.state(name).take(how, why))
 
     def state(self, name: str) -> SessionState:
         """Return the state of a session; raise Denied where there is none."""
@@ -292,33 +299,26 @@ class OnlineSessions:
         with open(f"{self._path}-wal", "rb") as file:
             os.fsync(file.fileno())
 
-    def _record(
-        self, kind: str, name: str, answer: Mapping[str, Any] | None = None, **data: Any
-    ) -> SessionState:
-        """Let an event happen, in the database first; `answer` has the tokens of one."""
-        event = SessionEvent(kind, name, self._clock(), data)
-        state = session_state.advance(self.states.get(name), event)
+    def _save(self, state: SessionState, answer: Mapping[str, Any] | None = None) -> SessionState:
+        """Return the state of now once the database has it, and the answer that led to it."""
+        state = replace(state, touched=self._clock())
         try:
             with self._db:
-                self._db.execute(_SAVE, (name, jsonl.encode(asdict(state))))
+                self._db.execute(_SAVE, (state.id, jsonl.encode(asdict(state))))
                 if answer:
-                    row = (name, jsonl.encode(answer))
+                    row = (state.id, jsonl.encode(answer))
                     self._db.execute("INSERT INTO answers VALUES (?, ?)", row)
-                if kind == "open":
-                    known = (state.key, name, json.dumps(state.task))
+                if state.id not in self.states:
+                    known = (state.key, state.id, json.dumps(state.task))
                     self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?)", known)
         except sqlite3.Error as error:
             raise ApiError(503, f"the session cannot be kept: {error}", code="no_space") from error
-        self.states[name] = state
-        if kind == "open":
-            self.live[name] = self._session(name)
-        if kind in ("open", "reward", "end"):
-            self.changed(event.time)
+        self.states[state.id] = state
         return state
 
     def _keep(self, session: Session, i: Interaction) -> None:
-        made = _made(i, session.interactions)
-        self._record("answer", session.key, made, completion=i.completion_id)
+        state = self.state(session.key).add_answer(i.completion_id)
+        self._save(state, _made(i, session.interactions))
 
     def _session(self, name: str, answers: Iterable[bytes] = ()) -> Session:
         """Return a session whose seed is a function of its id, with the answers that it had."""

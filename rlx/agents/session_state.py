@@ -1,19 +1,14 @@
-"""What happens to a session of an outside application: (state, event) → state. Pure.
+"""State of a session of an outside application, and what may happen to it. Pure.
 
-    open ─▶ answer, reward … ─▶ end ─▶ reward … ─▶ take
-
-The database keeps each state, so those after a restart are those before it.
+open ─▶ answers, rewards … ─▶ end ─▶ rewards … ─▶ take
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-_NONE: Mapping[str, Any] = {}
 
 
 class Denied(Exception):
-    """An event that does not fit the state.
+    """Refusal of what does not fit the state.
 
     Attributes:
       reason: ended | taken | open | early | completion | unknown, of the states here; bound |
@@ -26,34 +21,18 @@ class Denied(Exception):
         self.reason, self.wait = reason, wait
 
 
-class SessionEvent(NamedTuple):
-    """Something that happens to a session.
-
-    Attributes:
-      event: open    data: key, a digest of its API key; task; slot of a run's group, −1 for none
-             answer  completion, the id of the answer
-             reward  value, of the session, or of completions by their ids
-             end     by: application | refresh | idle | restart
-             take    how: trained | exported | dropped; why
-      session: its id. time: seconds since 1970.
-    """
-
-    event: str
-    session: str
-    time: float
-    data: Mapping[str, Any] = _NONE
-
-
 @dataclass(frozen=True, slots=True)
 class SessionState:
     """The state of a session.
 
     Attributes:
-      id, key, task, slot: as in the event `open`.
-      opened, touched: when it began, and when something last happened.
+      id: of the session. key: a digest of its API key. task: of its group.
+      opened, touched: seconds since 1970 when it began, and when something last happened.
+      slot: of a run's group, −1 for none.
       completions: ids of its answers, in order, without repetition.
-      reward: of the whole, or by completion id; None: not told.
-      ended: by whom; "" while it is open. taken, why: how and why; "" until then.
+      reward: of the whole, or by completion id; None: there is none yet.
+      ended: application | refresh | idle | restart; "" while it is open.
+      taken: trained | exported | dropped; "" until then. why: it could not be trained on.
     """
 
     id: str
@@ -73,67 +52,45 @@ class SessionState:
         """Return open, ended or taken."""
         return "taken" if self.taken else "ended" if self.ended else "open"
 
+    def require_open(self) -> None:
+        """Raise Denied where the session has ended."""
+        if self.ended:
+            raise Denied(
+                "ended", f"the session has ended (by {self.ended}); POST /v1/session/refresh "
+                "begins the next one under the same key",
+            )  # fmt: skip
 
-def advance(state: SessionState | None, event: SessionEvent) -> SessionState:
-    """Return the state after an event; None is the state before `open`.
+    def add_answer(self, completion: str) -> "SessionState":
+        """Return the state after a choice of an answer; raise Denied where it has ended."""
+        self.require_open()
+        if completion in self.completions:  # another choice of the same answer
+            return self
+        return replace(self, completions=(*self.completions, completion))
 
-    Raises:
-      Denied: the event does not fit.
-    """
-    if state is None and event.event == "open":
-        return SessionState(event.session, event.time, event.time, **event.data)
-    if state is None:
-        raise Denied("unknown", f"there is no session {event.session[:40]!r}")
-    return replace(_STEPS[event.event](state, event.data), touched=event.time)
+    def add_reward(self, value: float | Mapping[str, float]) -> "SessionState":
+        """Return the state after a reward; raise Denied where it comes too early or too late."""
+        if self.taken:
+            raise Denied("taken", f"the session was {self.taken}; its reward comes too late")
+        if not self.completions:
+            raise Denied("early", "nothing was generated in this session yet; ask the model first")
+        if not isinstance(value, Mapping):
+            return replace(self, reward=value)
+        if unknown := set(value) - set(self.completions):
+            named = min(unknown)
+            raise Denied("completion", f"no completion {named!r} in this session; use its ids")
+        before = self.reward if isinstance(self.reward, Mapping) else {}
+        return replace(self, reward={**before, **value})
 
+    def end(self, by: str) -> "SessionState":
+        """Return the state after its end; raise Denied where it has ended before."""
+        self.require_open()
+        return replace(self, ended=by)
 
-def require_open(state: SessionState) -> None:
-    """Raise Denied where a session has ended."""
-    if state.ended:
-        raise Denied(
-            "ended", f"the session has ended (by {state.ended}); POST /v1/session/refresh begins "
-            "the next one under the same key",
-        )  # fmt: skip
-
-
-def _open(state: SessionState, data: Mapping[str, Any]) -> SessionState:
-    raise Denied("open", f"session {state.id} has begun already")
-
-
-def _answer(state: SessionState, data: Mapping[str, Any]) -> SessionState:
-    require_open(state)
-    if data["completion"] in state.completions:  # another choice of the same answer
-        return state
-    return replace(state, completions=(*state.completions, data["completion"]))
-
-
-def _reward(state: SessionState, data: Mapping[str, Any]) -> SessionState:
-    value, before = data["value"], state.reward
-    if state.taken:
-        raise Denied("taken", f"the session was {state.taken}; its reward comes too late")
-    if not state.completions:
-        raise Denied("early", "nothing was generated in this session yet; ask the model first")
-    if not isinstance(value, Mapping):
-        return replace(state, reward=value)
-    if unknown := set(value) - set(state.completions):
-        raise Denied("completion", f"no completion {min(unknown)!r} in this session; use its ids")
-    return replace(state, reward={**(before if isinstance(before, Mapping) else {}), **value})
-
-
-def _end(state: SessionState, data: Mapping[str, Any]) -> SessionState:
-    require_open(state)
-    return replace(state, ended=data["by"])
-
-
-def _take(state: SessionState, data: Mapping[str, Any]) -> SessionState:
-    if not state.ended:
-        raise Denied("open", f"session {state.id} has not ended; end it first")
-    exported = data["how"] == "exported" and state.why  # it could not be trained on
-    if state.taken not in ("", data["how"]) and not exported:
-        raise Denied("taken", f"session {state.id} was {state.taken} already")
-    return replace(state, taken=data["how"], why=data["why"])
-
-
-_STEPS: Mapping[str, Callable[[SessionState, Mapping[str, Any]], SessionState]] = {
-    "open": _open, "answer": _answer, "reward": _reward, "end": _end, "take": _take,
-}  # fmt: skip
+    def take(self, how: str, why: str) -> "SessionState":
+        """Return the state once its data was used; raise Denied where it is open or was taken."""
+        if not self.ended:
+            raise Denied("open", f"session {self.id} has not ended; end it first")
+        exported = how == "exported" and self.why  # it could not be trained on
+        if self.taken not in ("", how) and not exported:
+            raise Denied("taken", f"session {self.id} was {self.taken} already")
+        return replace(self, taken=how, why=why)
