@@ -1,9 +1,9 @@
 """Keep the sessions of outside applications, each under an API key, in an SQLite database.
 
 `session_state.py` has the rules of a session's life; here are its key, its tokens and its place on
-disk. A change is committed before its request is answered, so no SIGKILL loses it. Commits wait for
-no disk: the write-ahead log is synced every second, and a power cut may cost the last second. All
-runs on the gateway's loop.
+disk. A change is committed before its request is answered, so no SIGKILL loses it. A commit does
+not wait for the disk. The write-ahead log is synced every second, so a power cut costs the last
+second at most. All runs on the gateway's loop.
 """
 
 import asyncio
