@@ -17,7 +17,7 @@ from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.tls import Tls
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.launch.servers import RunningServers
-from rlx.model import directory
+from rlx.model import config_forms, directory
 from rlx.model.model_config import ModelConfig
 
 
@@ -88,7 +88,7 @@ def check(
 
     Args:
       student: its HF directory.
-      read: returns the model of a directory; `hf_files.check` compares its tensors, too.
+      read: returns the model of a directory; `directory.check` compares its tensors, too.
 
     Raises:
       UserError: the teacher is missing, in vain, no language model, of another vocabulary, or too
@@ -159,7 +159,7 @@ def vocabulary(model: Path) -> dict[str, int]:
     path = model / "tokenizer.json"
     if not path.exists():
         return {}
-    record = directory.read_json(path)
+    record = config_forms.read_json(path)
     words: Any = record.get("model", {}).get("vocab", {})
     if isinstance(words, list):  # Unigram: (token, score) pairs in order
         words = {word: index for index, (word, _) in enumerate(words)}

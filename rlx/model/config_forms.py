@@ -1,7 +1,9 @@
 """Check the values of HF's `config.json`, key by key, before anything is computed of them."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
@@ -80,3 +82,22 @@ def need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
     if not value:
         raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
     return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of an HF directory; UserError when it has none."""
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing; give an HF directory with config.json and safetensors"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error.reason}); get it again") from None
+    except (OSError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); get it again") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{path} holds no JSON object; get it again")
+    return record

@@ -1,14 +1,14 @@
-"""Location and `config.json` of an HF directory, before any tensor is read. No JAX."""
+"""Find an HF directory, read its `config.json`, check its tensors by their headers. No JAX."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 from rlx.base import UserError, unknown
-from rlx.model.config_forms import NotOurs
+from rlx.model import hf_files
+from rlx.model.config_forms import NotOurs, read_json
 from rlx.model.model_config import ModelConfig, end_tokens
+from rlx.model.tensors import open_tensors
 
 
 def resolve(path: str, what: str = "model.path") -> Path:
@@ -44,7 +44,7 @@ def resolve(path: str, what: str = "model.path") -> Path:
 
 
 def _packaged(name: str) -> Path:
-    from rlx.model import gguf_files  # which reads config.json by this module
+    from rlx.model import gguf_files  # it imports tokenizers, which takes a moment
 
     if name in gguf_files.PACKAGES:
         return gguf_files.packaged(name)
@@ -65,8 +65,6 @@ def load_config(path: str | Path) -> ModelConfig:
     try:
         config = ModelConfig.from_hf(record)
     except NotOurs as error:
-        from rlx.model.tensors import open_tensors  # which reads JSON by this module
-
         numbers = 0
         if list(path.glob("*.safetensors")):
             with open_tensors(path) as tensors:
@@ -81,20 +79,16 @@ def load_config(path: str | Path) -> ModelConfig:
     return dataclasses.replace(config, eos_token_ids=merged)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of an HF directory; UserError when it has none."""
-    try:
-        record = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing; give an HF directory with config.json and safetensors"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); mend it") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error.reason}); get it again") from None
-    except (OSError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}); get it again") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{path} holds no JSON object; get it again")
-    return record
+def check(path: str | Path) -> ModelConfig:
+    """Return the ModelConfig of an HF directory; reads only the headers of its tensors.
+
+    What a foreign model's should be called transformers alone knows.
+
+    Raises:
+      UserError: naming the file or tensor that is missing, extra or mis-shaped.
+    """
+    config = load_config(path)
+    with open_tensors(path) as tensors:
+        if not config.foreign:
+            hf_files.check_tensors(tensors, config)
+    return config

@@ -22,9 +22,9 @@ import numpy as np
 from rlx.model import hf_files
 from rlx.model import params as parameters
 from rlx.model.buckets import export
+from rlx.model.directory import check as check
 from rlx.model.directory import load_config as load_config
 from rlx.model.directory import resolve as resolve
-from rlx.model.hf_files import check as check
 from rlx.model.hf_files import write as write
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, Row

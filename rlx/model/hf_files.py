@@ -10,10 +10,9 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.model import params as parameters
-from rlx.model.directory import load_config
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Row
-from rlx.model.tensors import WEIGHTS, Buckets, LazyTensors, open_tensors, save_tensors
+from rlx.model.tensors import WEIGHTS, Buckets, LazyTensors, save_tensors
 from rlx.system.atomic_directory import atomic_directory
 
 # Copied next to exported weights from the directory that the run started from.
@@ -25,21 +24,6 @@ COMPANIONS = (
 
 # Tensors that old exporters wrote and no decoder reads.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-
-
-def check(path: str | Path) -> ModelConfig:
-    """Return the ModelConfig of an HF directory; reads only the headers of its tensors.
-
-    What a foreign model's should be called transformers alone knows.
-
-    Raises:
-      UserError: naming the file or tensor that is missing, extra or mis-shaped.
-    """
-    config = load_config(path)
-    with open_tensors(path) as tensors:
-        if not config.foreign:
-            check_tensors(tensors, config)
-    return config
 
 
 def check_tensors(tensors: LazyTensors, config: ModelConfig) -> None:

@@ -18,7 +18,7 @@ from rlx.base import UserError
 from rlx.config import LORA_TARGETS
 from rlx.model import lora_config
 from rlx.model import params as parameters
-from rlx.model.directory import read_json
+from rlx.model.config_forms import read_json
 from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params

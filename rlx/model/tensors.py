@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from rlx.base import UserError
-from rlx.model.directory import read_json
+from rlx.model.config_forms import read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -28,7 +28,7 @@ from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
-from rlx.model import directory, hf_files
+from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
@@ -122,13 +122,13 @@ def _model(
         count = len(list(place.glob("*.safetensors")))
         fit = "are transformers' own" if model.foreign else "fit"
         words = f"names and shapes {fit}, by the headers of {count} file{'s' * (count > 1)}"
-        rows.append(attempt(area, "tensors", partial(hf_files.check, place), lambda _: words)[0])
+        rows.append(attempt(area, "tensors", partial(directory.check, place), lambda _: words)[0])
     rows += _tokenizer(config, place, model)
     options = ScorerOptions.of_teacher(config)
     if algorithm and options:
         known = "its vocabulary is the student's"
         words = known if options.path else f"at {', '.join(options.addresses)}"
-        compare = partial(teacher.check, options, algorithm, place, hf_files.check)
+        compare = partial(teacher.check, options, algorithm, place, directory.check)
         rows.append(attempt(area, "teacher", compare, lambda _: words)[0])
     return rows, model
 

@@ -18,7 +18,7 @@ from rlx.base import Group, UserError
 from rlx.cli import user_code
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
-from rlx.model import directory, hf_files
+from rlx.model import directory
 from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
@@ -83,7 +83,7 @@ def prepare(config: ConfigDict) -> Inputs:
     """
     weights = check_reward(config)
     model_dir = directory.resolve(config.model.path)
-    read = directory.load_config if config.model.random_init else hf_files.check
+    read = directory.load_config if config.model.random_init else directory.check
     model_config = read(model_dir).within(context_of(config))
     if config.trainer == "jax":
         model_config.require_ours("trainer=jax")
@@ -95,7 +95,7 @@ def prepare(config: ConfigDict) -> Inputs:
     algorithm = options.algorithm
     dry_call.check(algorithm, config.trainer)
     model_checks.check_kind(config, model_config, algorithm)
-    teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, hf_files.check)
+    teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, directory.check)
     given = rows(config, algorithm)
     pool = pool_of(config, weights, config.reward.workers)
     prompts = Prompts(
@@ -152,7 +152,7 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
     if not options.path:
         return make if options else None
     place = directory.resolve(options.path, "reward.model.path")
-    model, longest = hf_files.check(place), options.longest // 2
+    model, longest = directory.check(place), options.longest // 2
     if not model.value_head or longest > model.max_position:
         kind = "reward" if model.value_head else "language"
         raise UserError(

@@ -175,12 +175,12 @@ def _halved(out):
 
 def test_a_foreign_model_is_for_torch_and_vllm_alone(made):
     path, _ = made("granite")
-    model = hf_files.check(path)
+    model = directory.check(path)
     assert (model.max_position, model.vocab_size, model.eos_token_ids) == (256, 128, (2,))
     assert model.to_hf() == json.loads((path / "config.json").read_text())
     with pytest.raises(UserError, match=r"unsupported .*trainer=torch with fleet.engine=vllm"):
         model.require_ours("trainer=jax")
-    with pytest.raises(UserError, match="unsupported"), hf_files.open_tensors(path) as tensors:
+    with pytest.raises(UserError, match="unsupported"), hf.open_tensors(path) as tensors:
         hf_files.check_tensors(tensors, model)
 
 
@@ -189,7 +189,7 @@ def test_mlps_and_mixtures_by_turns_are_for_torch_and_vllm_alone(tmp_path):
         given = {**SMALL, **KINDS["qwen3_moe"], key: value}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **given))
         model.save_pretrained(tmp_path / key)
-        found = hf_files.check(tmp_path / key)
+        found = directory.check(tmp_path / key)
         with pytest.raises(UserError, match=rf"option {key}=.*trainer=torch with fleet.engine=vll"):
             found.require_ours("trainer=jax")
         packed_model.require_packed(packed_model.load(tmp_path / key, "cpu", "float32"))
