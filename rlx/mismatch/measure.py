@@ -170,10 +170,10 @@ class TrainerScorer:
 
     def logprobs(self, params: Params, samples: Sequence[EngineSample]) -> list[np.ndarray]:
         """Return each completion's log-probabilities, [T] float32, nats. Waits for the device."""
-        from rlx.model import decoder_scores
+        from rlx.model import decoder
 
         rows = _rows(samples, self.row_length)
-        scores = np.asarray(decoder_scores.logprobs(params, rows, self))
+        scores = np.asarray(decoder.row_logprobs(params, rows, self))
         return [
             scores[i, len(s.prompt) :][: len(s.completion.tokens)] for i, s in enumerate(samples)
         ]
@@ -188,10 +188,10 @@ class TrainerScorer:
             i * self.row_length + len(s.prompt) - 1 + np.arange(len(s.completion.tokens))
             for i, s in enumerate(samples)
         ])  # fmt: skip
-        from rlx.model import decoder_scores
+        from rlx.model import decoder
 
         rows = _rows(samples, self.row_length)
-        return np.asarray(decoder_scores.logits(params, rows, index, self))
+        return np.asarray(decoder.row_logits(params, rows, index, self))
 
 
 def row_length(longest: int) -> int:

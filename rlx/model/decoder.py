@@ -321,3 +321,26 @@ def shift(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
     first = jnp.zeros_like(segment_ids[:, :1], bool)
     same = jnp.concatenate([first, segment_ids[:, 1:] == segment_ids[:, :-1]], axis=1)
     return jnp.where(same & (segment_ids > 0), jnp.roll(x, 1, axis=1), 0.0)
+
+
+# What rlx.mismatch asks about rows; `scorer` is a `measure.TrainerScorer`.
+
+
+@partial(jax.jit, static_argnums=2)
+def row_logprobs(params: Params, batch: Any, scorer: Any) -> jax.Array:
+    """Return the log-probabilities of rows' tokens, [B, T] float32, by a TrainerScorer."""
+    return logprobs(
+        params, scorer.model, batch,
+        temperature=scorer.temperature, compute_dtype=jnp.dtype(scorer.compute_dtype),
+        chunk=scorer.chunk,
+    )[0]  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=3)
+def row_logits(params: Params, batch: Any, index: Any, scorer: Any) -> jax.Array:
+    """Return the logits after the flat positions `index` of rows, [N, V] float32."""
+    x = hidden(
+        params, scorer.model, batch["tokens"], batch["positions"], batch["segment_ids"],
+        compute_dtype=jnp.dtype(scorer.compute_dtype),
+    )  # fmt: skip
+    return unembed(params, scorer.model, x.reshape(-1, x.shape[-1])[index])

@@ -20,7 +20,7 @@ from rlx.mismatch.measure import (
     TrainerScorer,
     compare,
 )
-from rlx.model import decoder_scores, hf
+from rlx.model import decoder, hf
 from tests.fixtures.model import make_oracle
 
 LOOSE = Tolerance(max=0.1, mean=0.1)
@@ -123,12 +123,12 @@ def test_restricted_logprobs_are_those_of_the_definition(top_p, top_k):
 def test_one_shape_compiles_one_program(tiny_model_dir):
     config, params = hf.load(tiny_model_dir)
     scorer = dataclasses.replace(TrainerScorer(config, 0.7, 192), chunk=77)  # used nowhere else
-    before = decoder_scores.logprobs._cache_size()
+    before = decoder.row_logprobs._cache_size()
     for cut in (0, 3, 6):
         shorter = [EngineSample(s.prompt[: 8 - cut], s.completion) for s in samples()]
         scorer.logprobs(params, shorter)
         scorer.logprobs({**params, "embed": params["embed"] + jnp.float32(0.1)}, shorter)
-    assert decoder_scores.logprobs._cache_size() == before + 1
+    assert decoder.row_logprobs._cache_size() == before + 1
 
 
 def test_a_table_without_transformers_says_why():
