@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from rlx.algorithms import advantages, critic, kl, losses, supervised, surrogates
+from rlx.algorithms import advantages, kl, losses, supervised, surrogates
 from rlx.algorithms.algorithm import FIELDS, REDUCTIONS, Algorithm, check_choices, choose
 from rlx.algorithms.presets import PRESETS, idle, resolve
 from rlx.base import UserError
@@ -27,7 +27,7 @@ BY_CHOICE = {"peers": advantages.peers, "kl_estimator": kl.estimate,
              "proximal": losses.proximal_logprobs, "weight_action": surrogates.control_weights,
              "reduction": losses.loss_weights, "divergence": surrogates.divergence}  # fmt: skip
 BY_FIELD = {
-    "critic": critic.value_loss,
+    "critic": losses.value_loss,
     "second_moment": losses.within_second_moment,
     "second_moment_clip": losses.second_moment_bound,
 }

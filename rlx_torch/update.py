@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlx.algorithms import critic, kl
+from rlx.algorithms import kl, losses
 from rlx.base import UserError
 from rlx.model import lora_config
 from rlx.model import params as parameters
@@ -315,7 +315,7 @@ class TorchUpdate(BatchUpdate):
 
     def _value_loss(self, model: Any, batch: dict) -> tuple[Tensor, dict[str, Tensor]]:
         before = packed_model.before(self._values(model, batch), batch["segment_ids"])
-        return critic.value_loss(before, batch, self._algorithm)
+        return losses.value_loss(before, batch, self._algorithm)
 
     def _descend(
         self, learned: Learned, loss: Any, batches: list, denominator: Tensor, held: bool

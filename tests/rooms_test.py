@@ -36,10 +36,10 @@ LIGHT_ROOMS = (
     "agents", "debugger", "launch", "evaluation", "plan", "areal",
 )  # fmt: skip
 LIGHT_FILES = (
-    "algorithms/algorithm.py", "algorithms/presets.py", "algorithms/running_means.py",
+    "algorithms/algorithm.py", "algorithms/presets.py",
     "algorithms/signatures.py",
     "algorithms/surrogates.py", "algorithms/array_ops.py", "algorithms/advantages.py",
-    "algorithms/critic.py", "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
+    "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
     "train/archive.py", "train/batch_update.py", "train/conductor.py", "train/contract.py",
     "train/hosts.py", "train/objective.py", "train/optimizer_options.py", "train/packing.py",
     "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",

@@ -9,12 +9,14 @@ trajectories of any order are right by construction. `advantages` has the order 
 layout of training rows plays no part.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 from rlx.algorithms.array_ops import Array, ops_of, same_shape
 from rlx.algorithms.signatures import AdvantageInputs
+from rlx.base import Group
 
 EPS = 1e-5
 
@@ -336,3 +338,34 @@ def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Arra
     following = ops.lib.concatenate([at_or_after[1:], ops.lib.full_like(index[:1], size)])
     safe = ops.lib.clip(following, None, size - 1)
     return safe, (following < size) & (sequence_ids_F[safe] == sequence_ids_F)
+
+
+def running_baselines(
+    means: Mapping[str, float], groups: Sequence[Group], decay: float
+) -> tuple[dict[str, float], list[Group]]:
+    """Return the running means after a batch, and its groups with baselines for trajectories.
+
+        b ← decay·b + (1 − decay)·R, then A = R − b   (RAE, 2506.24119, eq. 4)
+
+    Each agent has its own b; runs are taken in the order of the groups. The rows of one run count
+    once, with their mean reward.
+
+    Args:
+      means: agent → mean; an agent without one begins at 0.
+      decay: in [0, 1).
+    """
+    after, found = dict(means), []
+    for group in groups:
+        rewards: dict[tuple[str, str], list[float]] = {}
+        for t in group.trajectories:
+            rewards.setdefault((t.run_id, t.agent), []).append(t.reward)
+        taken = {}
+        for (run, agent), values in rewards.items():
+            mean = sum(values) / len(values)
+            after[agent] = decay * after.get(agent, 0.0) + (1 - decay) * mean
+            taken[run, agent] = after[agent]
+        rows = (
+            dataclasses.replace(t, baseline=taken[t.run_id, t.agent]) for t in group.trajectories
+        )
+        found.append(dataclasses.replace(group, trajectories=tuple(rows)))
+    return after, found

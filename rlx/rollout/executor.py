@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Protocol
 
-from rlx.algorithms import running_means
+from rlx.algorithms.advantages import running_baselines
 from rlx.base import Group, Unavailable, UserError
 from rlx.rollout import attempts, staleness, workflows
 from rlx.rollout import buffer as buffers
@@ -148,7 +148,7 @@ class Executor:
         self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
         self._rejected_since = 0.0
         self._best = -math.inf  # reward of any trajectory
-        self._means: running_means.Means = {}
+        self._means: Mapping[str, float] = {}
         self._dropped = 0
         self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
         self._idle_since: float | None = None
@@ -232,7 +232,7 @@ class Executor:
                 self._buffer, batch = buffers.take(self._buffer, step, self._limits)
                 self._staleness = staleness.consume(self._staleness, self._limits)
                 if decay := self._running_mean:
-                    self._means, batch = running_means.take_off(self._means, batch, decay)
+                    self._means, batch = running_baselines(self._means, batch, decay)
                 return batch
             finally:
                 self._wait_seconds += self._clock() - begun

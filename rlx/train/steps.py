@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from rlx.algorithms import critic as critic_lib
-from rlx.algorithms import kl
+from rlx.algorithms import kl, losses
 from rlx.algorithms.algorithm import Algorithm
 from rlx.model import decoder
 from rlx.model import lora as lora_lib
@@ -333,7 +332,7 @@ class Steps:
     ) -> tuple[Array, Stats]:
         """Return the critic's summed loss and its summed stats."""
         del frozen
-        return critic_lib.value_loss(self.value_step(params, batch)[0], batch, self.algorithm)
+        return losses.value_loss(self.value_step(params, batch)[0], batch, self.algorithm)
 
     # Around the minibatches.
 

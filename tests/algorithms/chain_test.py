@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx import config as config_lib
-from rlx.algorithms import critic, losses, presets, supervised
+from rlx.algorithms import losses, presets, supervised
 from rlx.train import objective
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -70,7 +70,7 @@ def differentiated(rows, per_token, sums, progress, algorithm):
     out = jax.value_and_grad(policy, (0, 1), has_aux=True)(rows["target"], rows["entropy"])
     if not algorithm.critic:
         return out, None
-    value_loss = jax.value_and_grad(critic.value_loss, has_aux=True)
+    value_loss = jax.value_and_grad(losses.value_loss, has_aux=True)
     return out, value_loss(rows["current_values"], batch, algorithm)
 
 

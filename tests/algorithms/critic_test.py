@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.algorithms import critic
+from rlx.algorithms import losses
 from rlx.algorithms.presets import PRESETS
 
 PPO = PRESETS["ppo"]
@@ -19,7 +19,7 @@ few = settings(derandomize=True, deadline=None, max_examples=15)
 
 @partial(jax.jit, static_argnums=1)
 def differentiated(rows, algorithm):
-    return jax.value_and_grad(critic.value_loss, has_aux=True)(
+    return jax.value_and_grad(losses.value_loss, has_aux=True)(
         rows["current_values"], rows, algorithm
     )
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.advantages import advantages
+from rlx.algorithms.advantages import advantages, running_baselines
 from rlx.algorithms.presets import PRESETS
-from rlx.algorithms.running_means import take_off
 from rlx.base import Group, Trajectory
 from rlx.train import packing
 
@@ -31,7 +30,7 @@ def test_batches_are_one_sequence_of_each_agents_rewards(played, decay, size):
     groups = [Group(i, (row(r / 4, a, f"{i}.0"),)) for i, (a, r) in enumerate(played)]
     means, taken = {}, []
     for start in range(0, len(groups), size):
-        means, batch = take_off(means, groups[start : start + size], decay)
+        means, batch = running_baselines(means, groups[start : start + size], decay)
         taken += [t.baseline for g in batch for t in g.trajectories]
     for agent in "ab":
         rewards = [r / 4 for a, r in played if a == agent]
@@ -46,7 +45,7 @@ def test_batches_are_one_sequence_of_each_agents_rewards(played, decay, size):
 
 def test_rows_of_one_run_count_once_and_lose_the_same():
     rows = (row(1.0, name="0.0"), row(3.0, name="0.0.1"), row(4.0, name="0.1"))
-    means, (group,) = take_off({"": 2.0}, [Group(0, rows)], 0.5)
+    means, (group,) = running_baselines({"": 2.0}, [Group(0, rows)], 0.5)
     assert [t.baseline for t in group.trajectories] == [2.0, 2.0, 3.0]
     assert means == {"": 3.0}
     assert [t.reward for t in group.trajectories] == [1.0, 3.0, 4.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.bench import algorithms_workers as workers
-from rlx.algorithms import advantages, critic, kl, losses, presets, supervised
+from rlx.algorithms import advantages, kl, losses, presets, supervised
 from rlx.algorithms.algorithm import CHOICES, REDUCTIONS
 from rlx.base import Group, Trajectory, UserError
 
@@ -178,11 +178,11 @@ def test_value_loss_is_that_of_jax(value_clip):
     values = rng.normal(size=(4, 32)).astype(np.float32)
     batch = {"loss_mask": rng.random((4, 32)) < 0.7}
     batch |= {k: rng.normal(size=(4, 32)).astype(np.float32) for k in ("values", "returns")}
-    (want, stats), grad = jax.value_and_grad(critic.value_loss, has_aux=True)(
+    (want, stats), grad = jax.value_and_grad(losses.value_loss, has_aux=True)(
         values, batch, algorithm
     )
     tensor = torch.from_numpy(values).requires_grad_()
-    got, torch_stats = critic.value_loss(tensor, workers.torch_inputs(batch), algorithm)
+    got, torch_stats = losses.value_loss(tensor, workers.torch_inputs(batch), algorithm)
     got.backward()
     close(got.detach(), want, "loss")
     close(tensor.grad, grad, "gradient")
