@@ -112,8 +112,8 @@ class TorchUpdate(BatchUpdate):
                 f"train.offload_optimizer is of one process with a GPU and this is {self.devices}; "
                 "unset it"
             )
-        self._follows = self._algorithm.needs_reference and options.reference_mode != "frozen"
-        if self._algorithm.needs_reference and not self._follows and not options.lora:
+        frozen = self._algorithm.needs_reference and not options.reference_moves
+        if frozen and not options.lora:
             self._reference = self._load()
         self.state_bytes = self._count_bytes()
         self._writer = ThreadPoolExecutor(1)
@@ -124,8 +124,8 @@ class TorchUpdate(BatchUpdate):
         numbers = sum(p.numel() for p in shapes.parameters())
         if lora := self._options.lora:
             numbers = lora_config.count(self.model, lora)
-        moments = OPTIMIZERS[self._options.optimizer.name]
-        return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + self._follows)
+        moments, moves = OPTIMIZERS[self._options.optimizer.name], self._options.reference_moves
+        return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + moves)
 
     def _load(self, valued: bool = False, lora: LoraConfig | None = None) -> Any:
         o = self._options
@@ -147,15 +147,18 @@ class TorchUpdate(BatchUpdate):
         """Return the state before the first update, with the weights that the run begins with."""
         o = self._options
         model = self._load(self._algorithm.kind.scores, o.lora)
-        reference = self._load() if self._follows and not o.lora else None
+        reference = self._load() if o.reference_moves and not o.lora else None
         if o.lora and self._algorithm.needs_reference:
             first = OtherAdapters.of(model)  # which add nothing
-            self._reference, reference = first, OtherAdapters.of(model) if self._follows else None
-        judge = None
+            self._reference, reference = (
+                first,
+                OtherAdapters.of(model) if o.reference_moves else None,
+            )
+        critic = None
         if self._algorithm.critic:
             own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
             updates = o.total_steps * o.minibatches
-            judge = _learned(self._load(valued=True), own, updates, o.offload_optimizer)
+            critic = _learned(self._load(valued=True), own, updates, o.offload_optimizer)
         if self._scored and self._ranks.count == 1:  # it goes on from a reward model
             with open_tensors(self._directory) as tensors, torch.no_grad():
                 head = np.array(tensors["score.weight"], np.float32)
@@ -166,7 +169,7 @@ class TorchUpdate(BatchUpdate):
             for layer in packed_model.layers(model):
                 layer.compile(dynamic=True)
         policy = _learned(model, o.optimizer, o.policy_updates, o.offload_optimizer)
-        return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, judge)
+        return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, critic)
 
     def save(self, path: Path, state: TorchState) -> Future[None]:
         """Begin to write the state to `path`, by torch's distributed checkpoints, from a copy."""
@@ -275,13 +278,6 @@ class TorchUpdate(BatchUpdate):
     def _waits(self, step: int) -> bool:
         return step < self._options.critic_warmup
 
-    def _learn(self, state: TorchState, inputs: Any, denominator: Any, waits: Any) -> tuple:
-        return state, self._descend(state.policy, self._loss, inputs, denominator, waits)
-
-    def _learn_values(self, state: TorchState, inputs: Any, tokens: Any) -> tuple:
-        assert state.critic
-        return state, self._descend(state.critic, self._value_loss, inputs, tokens, False)
-
     @torch.no_grad()
     def _stats(self, state: TorchState, inputs: Any) -> Any:
         return self._ranks.sums(self._loss(state.policy.model, inputs)[1])
@@ -317,13 +313,15 @@ class TorchUpdate(BatchUpdate):
         before = packed_model.before(self._values(model, batch), batch["segment_ids"])
         return losses.value_loss(before, batch, self._algorithm)
 
-    def _descend(
-        self, learned: Learned, loss: Any, batches: list, denominator: Tensor, held: bool
-    ) -> dict[str, Any]:
-        """Make one optimizer update by a minibatch; return its summed stats.
+    def _learn(
+        self, state: TorchState, batches: list, denominator: Tensor, held: Any, critic: bool = False
+    ) -> tuple[TorchState, dict[str, Any]]:
+        """Make one optimizer update by a minibatch; return the state and summed stats.
 
         A gradient norm that is not finite leaves parameters and optimizer as they were.
         """
+        learned: Any = state.critic if critic else state.policy
+        loss = self._value_loss if critic else self._loss
         learned.optimizer.zero_grad(set_to_none=True)
         total: dict[str, Tensor] = {}
         # Autocast keeps what it has cast until the outermost one ends: here a weight of a process
@@ -346,7 +344,8 @@ class TorchUpdate(BatchUpdate):
             else:
                 learned.optimizer.step()
             learned.updates += 1
-        return {**total, "grad_norm": norm, "skipped_updates": 1.0 - finite, "updates": updates}
+        applied = {"grad_norm": norm, "skipped_updates": 1.0 - finite, "updates": updates}
+        return state, {**total, **applied}
 
     @torch.no_grad()
     def _end_batch(

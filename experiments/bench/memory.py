@@ -49,8 +49,8 @@ def worker(options: dict) -> dict:
     from rlx.config import default
     from rlx.model import decoder, params
     from rlx.train.optimizer_options import OptimizerOptions
-    from rlx.train.steps import Steps
     from rlx.train.train_options import TrainOptions
+    from rlx.train.update import JaxUpdate
 
     config, length = default(), options["row"]
     if options["variant"] == "naive":
@@ -59,7 +59,8 @@ def worker(options: dict) -> dict:
     chunk = options["chunk"] if options["variant"] == "chunked" else options["tokens"]
     algorithm = presets.resolve(config.algorithm, config.sampling.max_new_tokens)
     clipped = OptimizerOptions(clip_norm=1.0)
-    steps = Steps(model, TrainOptions(algorithm, clipped, remat=options["remat"], chunk=chunk))
+    own = TrainOptions(algorithm, clipped, remat=options["remat"], chunk=chunk)
+    trainer = JaxUpdate(model, own)
     shape = (options["tokens"] // length, length)
     batch = {name: np.ones(shape, np.float32) for name in ("advantages", "loss_weights")}
     batch["behaviour_logprobs"] = np.full(shape, -np.log(model.vocab_size), np.float32)
@@ -69,11 +70,11 @@ def worker(options: dict) -> dict:
         batch[name] = np.ones(shape, np.int32)
 
     def make(key):
-        return steps.init(params.init(model, key))
+        return trainer.first_state(params.init(model, key))
 
     key = jax.random.key(0)
     arguments = (jax.eval_shape(make, key), None, batch, jnp.float32(shape[0]), jnp.bool_(False))
-    compiled = jax.jit(steps.learner.step, donate_argnums=0).lower(*arguments).compile()
+    compiled = jax.jit(trainer.learner.step, donate_argnums=0).lower(*arguments).compile()
     m = compiled.memory_analysis()
     planned = {
         "arguments": m.argument_size_in_bytes,

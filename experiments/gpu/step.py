@@ -28,8 +28,8 @@ from rlx.model.attention import attention
 from rlx.model.cross_entropy import target_logprobs
 from rlx.model.model_config import ModelConfig
 from rlx.train.packing import segment_sizes
-from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
+from rlx.train.update import JaxUpdate
 
 TINY = qwen2(512, 2, 64, 4, 2, 160)
 
@@ -107,9 +107,11 @@ def make_batch(model: ModelConfig, ids: np.ndarray) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parts_seconds(steps: Steps, state: Any, ids: np.ndarray, o: dict[str, Any]) -> dict[str, float]:
+def parts_seconds(
+    model: ModelConfig, state: Any, ids: np.ndarray, o: dict[str, Any]
+) -> dict[str, float]:
     """Return seconds of each part in a step, each timed by itself and times the layers."""
-    model, (rows, length) = steps.model, ids.shape
+    rows, length = ids.shape
     layer = jax.tree.map(lambda leaf: leaf[0], state.params["layers"])
     x = jax.random.normal(jax.random.key(0), (rows, length, model.model_dim), jnp.bfloat16)
     heads = (rows, length, -1, model.head_dim)
@@ -153,12 +155,12 @@ def run(o: dict[str, Any]) -> dict[str, Any]:
     """Return seconds, utilisation, parts and memory of the step."""
     model = TINY if o["tiny"] else MODELS["1.5b"]
     config, device = make_config(o), measure.device()
-    steps = Steps(model, TrainOptions.of(config))
+    trainer = JaxUpdate(model, TrainOptions.of(config))
     ids = measure.segments(o["rows"], o["length"])
     key = jax.random.key(0)
-    state = jax.jit(lambda key: steps.init(parameters.init(model, key)))(key)
+    state = jax.jit(lambda key: trainer.first_state(parameters.init(model, key)))(key)
     arguments = (None, jax.device_put(make_batch(model, ids)), jnp.float32(1), jnp.bool_(False))
-    step = jax.jit(steps.learner.step, donate_argnums=0)
+    step = jax.jit(trainer.learner.step, donate_argnums=0)
     compiled = step.lower(state, *arguments).compile()
     m = compiled.memory_analysis()
 
@@ -172,9 +174,9 @@ def run(o: dict[str, Any]) -> dict[str, Any]:
     taken = measure.seconds(lambda: run_steps(3), calls=1) / 3
     stats = jax.devices()[0].memory_stats() or {}
     pieces = memory.trainer(sizes_of(config, model), Devices(device["platform"]))
-    update = jax.jit(steps.learner.apply, donate_argnums=0)
+    update = jax.jit(trainer.learner.apply, donate_argnums=0)
     grads = jax.tree.map(jnp.zeros_like, state.params)
-    seconds = parts_seconds(steps, state, ids, o)
+    seconds = parts_seconds(model, state, ids, o)
 
     def run_update() -> None:
         nonlocal state

@@ -54,10 +54,9 @@ class BatchUpdate:
     _prepare: Callable[..., tuple]  # `objective.prepare`, of (state, flat, minibatch_of, count)
     _gather: Callable[..., Arrays]  # `objective.gather`, and what else the model takes
     _waits: Callable[[Any], Any]  # whether the policy waits for its critic at a step; bool
-    # The state after the policy's update by a minibatch, unless it waits, and its summed stats, of
-    # (state, microbatches, denominator, waits); and after the critic's, of (…, trained tokens).
+    # (state, microbatches, denominator, held, critic=False) → the state after an update of the
+    # policy or critic by a minibatch, unless held, and summed stats.
     _learn: Callable[..., tuple[State, Arrays]]
-    _learn_values: Callable[..., tuple[State, Arrays]]
     _stats: Callable[[State, Arrays], Arrays]  # summed, of a microbatch that is not trained on
     # The state one version on, with β and the reference policy that follow, of (state, summed KL to
     # the reference, the tokens it is of, trajectories).
@@ -136,7 +135,7 @@ class BatchUpdate:
             denominator, tokens = divisors[index]
             state, stats = self._learn(state, inputs, denominator, waits)
             if state.critic is not None:
-                state, more = self._learn_values(state, inputs, tokens)
+                state, more = self._learn(state, inputs, tokens, np.bool_(False), critic=True)
                 del more["updates"]
                 own = ("grad_norm", "skipped_updates")
                 stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}

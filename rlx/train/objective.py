@@ -168,13 +168,9 @@ def loss(
     if algorithm.kind.scores:
         return supervised.pair_loss(scores(), batch, algorithm)
     target, entropy = logprobs()
-
-    def policy_loss() -> tuple[Array, Stats]:
-        total, stats = losses.policy_loss(target, entropy, batch, algorithm)
-        return total, stats | losses.lag_stats(target, batch)
-
-    return {
-        "rollouts": policy_loss,
-        "demonstrations": lambda: supervised.nll_loss(target, entropy, batch),
-        "pairs": lambda: supervised.pair_loss(target, batch, algorithm),
-    }[algorithm.data]()
+    if algorithm.data == "demonstrations":
+        return supervised.nll_loss(target, entropy, batch)
+    if algorithm.data == "pairs":
+        return supervised.pair_loss(target, batch, algorithm)
+    total, stats = losses.policy_loss(target, entropy, batch, algorithm)
+    return total, stats | losses.lag_stats(target, batch)

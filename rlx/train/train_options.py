@@ -94,6 +94,11 @@ class TrainOptions:
         return self.token_budget * parse_mesh(self.mesh).get("context", 1)
 
     @property
+    def reference_moves(self) -> bool:
+        """Whether the reference policy follows the trained one and so belongs to the state."""
+        return self.algorithm.needs_reference and self.reference_mode != "frozen"
+
+    @property
     def policy_updates(self) -> int:
         """Optimizer updates of the policy in the whole run: none while it waits for its critic."""
         return (self.total_steps - self.critic_warmup) * self.minibatches

@@ -1,6 +1,7 @@
-"""The trainer in JAX: a thin host loop over jitted steps.
+"""The trainer in JAX: pure functions of arrays, jitted, under a thin host loop.
 
 The host only arranges arrays and dispatches; nothing here waits for the device.
+Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tokens of a row.
 """
 
 import dataclasses
@@ -12,43 +13,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from rlx.algorithms import kl, losses
 from rlx.base import UserError
+from rlx.model import decoder, sharding
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
-from rlx.model import sharding
 from rlx.model.attention import attention_kind
 from rlx.model.buckets import Merge, export
+from rlx.model.experts import balance_loss
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets
-from rlx.train import objective, packing, state_files, steps
+from rlx.train import objective, packing, state_files, step_metrics
 from rlx.train.batch_update import BatchUpdate
-from rlx.train.steps import Critic, Steps, TrainState
+from rlx.train.learner import Batch, Critic, Learner, Stats, TrainState, float32, make_optimizer
 from rlx.train.train_options import TrainOptions
 
-ParamsSource = Callable[[Params], Params]  # where each parameter goes → all of them, there
+ParamsSource = Callable[[Params], Params]  # sharding of each parameter → all parameters, so placed
 
 
 class JaxUpdate(BatchUpdate):
-    """The trainer in JAX: jitted steps and where arrays go; holds nothing that changes.
-
-    It is an `Update` as rlx/train/contract.py has it.
+    """The trainer in JAX, an `Update` of rlx/train/contract.py; holds nothing that changes.
 
     Args:
-      model_config: the model.
+      model_config: the model, without a value head.
       options: of the run.
-      source: gives the weights that the run begins with and hands them over: the first update
-        deletes these arrays, so give a copy of what you keep. They are the frozen policy of KL
-        terms too, and what LoRA's adapters are added to; called when one of these is made.
+      source: called once, in the constructor or by `init`, for the weights that the run begins
+        with; the first update deletes these arrays. They are also the frozen policy of KL terms
+        and the base of LoRA's adapters.
       mesh: devices to use; made from `options.mesh` when None.
 
     Attributes:
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
-      lora: of the adapters, which then are all that `state.params` holds; None without.
+      lora: settings of the adapters, which then are all that `state.params` holds; None without.
+      learner: of the policy or the reward model. critic_learner: of `state.critic`.
 
     Raises:
       UserError: the algorithm needs a reference policy, or adapters a base, and there is none.
@@ -63,12 +65,17 @@ class JaxUpdate(BatchUpdate):
         mesh: Mesh | None = None,
     ):
         self._base, self._source, self.lora = model_config, source, options.lora
+        self._with_head = dataclasses.replace(model_config, value_head=True)
         self._mesh: Any = sharding.make_mesh(options.mesh) if mesh is None else mesh
         self._layout = self._laid_out()
         super().__init__(options, self._layout.row_shards, self._layout.context)
-        algorithm = self._algorithm
-        self._steps = s = Steps(model_config, options, self._layout)
-        self.model = s.model
+        algorithm, own = self._algorithm, options.optimizer
+        self.model = self._with_head if algorithm.kind.scores else model_config
+        optimizer = make_optimizer(own, options.policy_updates)
+        self.learner = Learner(self.loss, optimizer, own.clip_norm)
+        own = dataclasses.replace(own, learning_rate=options.critic_learning_rate)
+        optimizer = make_optimizer(own, options.total_steps * options.minibatches)
+        self.critic_learner = Learner(self.value_loss, optimizer, own.clip_norm)
         how = attention_kind(
             options.compute_dtype, model_config.head_dim, model_config.attention_softcap
         )
@@ -87,7 +94,7 @@ class JaxUpdate(BatchUpdate):
                     "a reference policy and there is none; give a source of its weights or set "
                     "algorithm.kl_placement=none"
                 )
-            if not s.follows:
+            if not options.reference_moves:
                 self._reference = self._load()
         places = self._state_shardings()
         self.abstract_state = self._abstract_state(places)
@@ -97,33 +104,150 @@ class JaxUpdate(BatchUpdate):
         self._compile(places)
 
     def _compile(self, places: Any) -> None:
-        """Say what each program gives up and where its results stay; compile at the first call."""
-        s, policy, critic = self._steps, places, None
+        """Declare what each program donates, and where its results go."""
+        policy, critic, everywhere = places, None, self._everywhere()
         # Committed to the device as restored arrays are: a resumed run finds the same programs.
         home = SingleDeviceSharding(jax.devices()[0]) if places is None else places
         if places is not None:
             policy, critic = places.replace(critic=None), places.critic
-        everywhere = self._everywhere()
-        self._init = jax.jit(s.init, donate_argnums=(0, 1), out_shardings=home)
-        self._learn_policy = s.learner.compiled(policy, everywhere)
-        if self._algorithm.critic:
-            self._learn_critic = s.critic_learner.compiled(critic, everywhere)
-        self._logprob_step, self._value_step = jax.jit(s.logprob_step), jax.jit(s.value_step)
-        self._loss = jax.jit(s.loss)
+        self._init = jax.jit(self.first_state, donate_argnums=(0, 1), out_shardings=home)
+        self._programs = self.learner.compiled(policy, everywhere)
+        self._critic_programs = self.critic_learner.compiled(critic, everywhere)
+        self._logprob_step, self._value_step = jax.jit(self.logprob_step), jax.jit(self.value_step)
+        self._loss = jax.jit(self.loss)
         self._prepare_step = jax.jit(objective.prepare, static_argnums=(4, 5))
-        self._gather, self._waits = jax.jit(objective.gather), jax.jit(s.waits)
-        self._end_batch = jax.jit(s.end_batch, donate_argnums=0, out_shardings=places)
+        self._gather, self._waits = jax.jit(objective.gather), jax.jit(self.policy_waits)
+        self._end_batch = jax.jit(self.end_batch, donate_argnums=0, out_shardings=places)
         # Every host has all scores: it may have to read them.
-        self._scatter = jax.jit(steps.scatter, donate_argnums=0, out_shardings=everywhere)
+        self._scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=everywhere)
+
+    # What the device computes: pure functions.
+
+    def first_state(self, params: Params, critic_params: Params | None = None) -> TrainState:
+        """Return the state before the first update; its arrays are those of the parameters."""
+        critic = reference = None
+        if self._algorithm.critic:
+            critic = Critic(
+                params=critic_params or {},
+                opt_state=self.critic_learner.optimizer.init(float32(critic_params)),
+                updates=jnp.zeros((), jnp.int32),
+            )
+        if self._options.reference_moves:
+            # An average's small steps would be rounded away in bfloat16.
+            wide = jnp.float32 if self._options.reference_mode == "ema" else None
+            reference = jax.tree.map(lambda leaf: jnp.array(leaf, wide or leaf.dtype), params)
+        return TrainState(
+            params=params,
+            opt_state=self.learner.optimizer.init(float32(params)),
+            step=jnp.zeros((), jnp.int32),
+            updates=jnp.zeros((), jnp.int32),
+            kl_coefficient=jnp.float32(self._algorithm.kl_coefficient),
+            reference=reference,
+            critic=critic,
+        )
+
+    def full_params(self, params: Any, frozen: Any) -> Params:
+        """Return all that the decoder reads: `params`, or with LoRA the base and these adapters.
+
+        With LoRA `frozen` is the base, and params of None are the base without adapters.
+        """
+        if self.lora is None:
+            return params
+        return frozen if params is None else lora_lib.attach(frozen, params, self.lora)
+
+    def token_logprobs(
+        self, params: Params | None, frozen: Params | None, batch: Batch
+    ) -> tuple[Array, Array]:
+        """Return log-probabilities and entropies of a microbatch's tokens, [B, T] float32 each."""
+        full = self.full_params(params, frozen)
+        return self._token_logprobs(full, batch, self._states(full, self.model, batch)[0])
+
+    def _token_logprobs(self, full: Params, batch: Batch, x: Array) -> tuple[Array, Array]:
+        o = self._options
+        return decoder.logprobs(
+            full, self.model, batch, x=x, temperature=o.temperature, chunk=o.chunk,
+            asked=batch.get("sampled", batch["loss_mask"]), layout=self._layout,
+        )  # fmt: skip
+
+    def _states(self, full: Params, model: ModelConfig, batch: Batch) -> tuple[Array, Any]:
+        o, dtype = self._options, jnp.dtype(self._options.compute_dtype)
+        return decoder.states(
+            full, model, batch, remat=o.remat, compute_dtype=dtype, layout=self._layout
+        )
+
+    def logprob_step(self, params: Params | None, frozen: Params | None, batch: Batch) -> Array:
+        """Return log-probabilities of tokens without entropies, [B, T] float32."""
+        return self.token_logprobs(params, frozen, batch)[0]
+
+    def value_step(self, params: Params, batch: Batch) -> tuple[Array, Array]:
+        """Return the critic's V before and after each token, [B, T] float32 each."""
+        x, _ = self._states(params, self._with_head, batch)
+        after_BT = decoder.values(params, self._with_head, batch, x=x, layout=self._layout)
+        return decoder.shift(after_BT, batch["segment_ids"]), after_BT
+
+    def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
+        """Return the microbatch's summed loss and its summed stats.
+
+        A mixture of experts adds the load-balancing loss of the microbatch, weighted as the
+        microbatch's tokens are in the loss.
+        """
+        full = self.full_params(params, frozen)
+        x, routing = self._states(full, self.model, batch)
+        total, stats = objective.loss(
+            batch, self._algorithm, logprobs=lambda: self._token_logprobs(full, batch, x),
+            scores=lambda: decoder.values(full, self.model, batch, x=x, layout=self._layout),
+        )  # fmt: skip
+        if routing is None:
+            return total, stats
+        weight = self._options.balance_coefficient * jnp.sum(batch["loss_weights"])
+        balance = weight * balance_loss(routing)
+        stats |= dict(zip(step_metrics.ROUTING, routing, strict=True))
+        return total + balance, {**stats, "balance_loss": balance}
+
+    def value_loss(self, params: Params, _: Any, batch: Batch) -> tuple[Array, Stats]:
+        """Return the critic's summed loss and its summed stats."""
+        return losses.value_loss(self.value_step(params, batch)[0], batch, self._algorithm)
+
+    def policy_waits(self, step: Array) -> Array:
+        """Return whether the policy waits for its critic at this train batch; bool scalar."""
+        return step < self._options.critic_warmup
+
+    def end_batch(
+        self, state: TrainState, reference_kl: Array, trained: Array, trajectories: Array
+    ) -> TrainState:
+        """Return the state after a train batch: one version on, with β and the reference policy.
+
+        Args:
+          state: after the last minibatch.
+          reference_kl: summed over the batch's trained tokens, nats. trained: their number.
+          trajectories: number of them in the batch.
+        """
+        o, algorithm, coefficient = self._options, self._algorithm, state.kl_coefficient
+        step, reference = state.step + 1, state.reference
+        if algorithm.kl_target:
+            adapted = kl.adapt(
+                coefficient, reference_kl / trained, trajectories,
+                target=algorithm.kl_target, horizon=algorithm.kl_horizon,
+            )  # fmt: skip
+            # The divergence of a policy that stands still says nothing about β.
+            coefficient = jnp.where(self.policy_waits(state.step), coefficient, adapted)
+        if o.reference_moves:
+            keep = jnp.float32(o.reference_decay)
+            if o.reference_mode == "copy":
+                keep = jnp.where(step % o.reference_every == 0, 0.0, 1.0)
+            reference = jax.tree.map(
+                lambda old, new: (keep * old + (1.0 - keep) * new).astype(old.dtype),
+                reference, state.params,
+            )  # fmt: skip
+        return state.replace(step=step, kl_coefficient=coefficient, reference=reference)
 
     # Where arrays live. Without a mesh everything is on the default device.
 
     def _laid_out(self) -> sharding.Layout:
         """Return the layout of the policy, the critic and the adapters on the mesh."""
-        valued = dataclasses.replace(self._base, value_head=True)
         single = dataclasses.replace(self._base, fused=False)  # see lora.attach
         adapters = lora_lib.table(single, self.lora) if self.lora else ()
-        rows = (*parameters.table(self._base), *parameters.table(valued), *adapters)
+        rows = (*parameters.table(self._base), *parameters.table(self._with_head), *adapters)
         return sharding.Layout.of(self._base, self._mesh, rows)
 
     def _everywhere(self) -> Any:
@@ -147,20 +271,20 @@ class JaxUpdate(BatchUpdate):
     def _state_shardings(self) -> Any:
         if self._mesh is None:
             return None
-        s, everywhere = self._steps, self._everywhere()
-        rows = lora_lib.table(s.model, self.lora) if self.lora else None
-        params, moments = self._learned_shardings(s.model, s.learner.optimizer, rows)
+        everywhere = self._everywhere()
+        rows = lora_lib.table(self.model, self.lora) if self.lora else None
+        params, moments = self._learned_shardings(self.model, self.learner.optimizer, rows)
         critic = None
-        if s.critic_model is not None:
-            own = self._learned_shardings(s.critic_model, s.critic_learner.optimizer)
-            critic = Critic(params=own[0], opt_state=own[1], updates=everywhere)
+        if self._algorithm.critic:
+            optimizer = self.critic_learner.optimizer
+            critic = Critic(*self._learned_shardings(self._with_head, optimizer), everywhere)
         return TrainState(
             params=params,
             opt_state=moments,
             step=everywhere,
             updates=everywhere,
             kl_coefficient=everywhere,
-            reference=params if s.follows else None,
+            reference=params if self._options.reference_moves else None,
             critic=critic,
         )
 
@@ -168,7 +292,12 @@ class JaxUpdate(BatchUpdate):
         def placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
-        state = self._steps.abstract()
+        dtype = jnp.dtype(self._options.dtype)
+        trained = parameters.shapes(self.model, dtype)
+        if self.lora:
+            trained = lora_lib.shapes(self.model, self.lora)
+        critic = parameters.shapes(self._with_head, dtype) if self._algorithm.critic else None
+        state = jax.eval_shape(self.first_state, trained, critic)
         return state if places is None else jax.tree.map(placed, state, places)
 
     def _places(self, model: ModelConfig) -> Params:
@@ -271,18 +400,33 @@ class JaxUpdate(BatchUpdate):
         given = flat, minibatch_of, state.step, state.kl_coefficient
         return self._prepare_step(*given, count, self._algorithm)
 
-    def _learn(self, state: TrainState, inputs: Any, denominator: Any, waits: Any) -> tuple:
-        learned = state.replace(critic=None)
-        learned, stats = self._learn_policy(learned, self._frozen, inputs, denominator, waits)
+    def _learn(
+        self, state: TrainState, inputs: Any, denominator: Any, held: Any, critic: bool = False
+    ) -> tuple[TrainState, Stats]:
+        programs, frozen = self._programs, self._frozen
+        learned: Any = state.replace(critic=None)
+        if critic:
+            programs, learned, frozen = self._critic_programs, state.critic, None
+        if len(inputs) == 1:
+            learned, stats = programs.step(learned, frozen, inputs[0], denominator, held)
+        else:
+            sums = programs.empty(learned.params, frozen, inputs[0])
+            for batch in inputs:
+                sums = programs.accumulate(sums, learned.params, frozen, batch)
+            grads, stats = sums
+            learned, applied = programs.apply(learned, grads, denominator, held)
+            stats = {**stats, **applied}
+        if critic:
+            return state.replace(critic=learned), stats
         return learned.replace(critic=state.critic), stats
-
-    def _learn_values(self, state: TrainState, inputs: Any, tokens: Any) -> tuple:
-        given = state.critic, None, inputs, tokens, np.bool_(False)
-        critic, stats = self._learn_critic(*given)
-        return state.replace(critic=critic), stats
 
     def _stats(self, state: TrainState, inputs: Any) -> Any:
         return self._loss(state.params, self._frozen, inputs)[1]
+
+
+def _scatter(flat_F: Array, flat_index_BT: Array, values_BT: Array) -> Array:
+    """Return flat_F with values_BT at flat_index_BT; an index beyond F is padding."""
+    return flat_F.at[flat_index_BT].set(values_BT, mode="drop")
 
 
 def _model_inputs(batch: dict[str, Any]) -> dict[str, Any]:

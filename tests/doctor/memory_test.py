@@ -20,8 +20,8 @@ from rlx.model import lora, params
 from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.run.room_options import sizes_of
 from rlx.system.available_memory import MemoryLimit
-from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
+from rlx.train.update import JaxUpdate
 
 MODEL = ModelConfig(
     "Qwen2ForCausalLM", vocab_size=2048, num_layers=4, model_dim=128, mlp_dim=512, num_heads=4,
@@ -50,7 +50,7 @@ def config_of(**values):
 
 def compiled_peak(config, tokens, model=MODEL):
     """Bytes that XLA plans for one train step of `tokens` tokens in rows of 512."""
-    steps = Steps(model, TrainOptions.of(config))
+    trainer = JaxUpdate(model, TrainOptions.of(config))
     shape = (tokens // ROW, ROW)
 
     def of(dtype, shape=shape):
@@ -61,8 +61,8 @@ def compiled_peak(config, tokens, model=MODEL):
     batch |= {n: of(np.int32) for n in ("positions", "tokens", "segment_ids", "versions")}
     batch |= {name: of(np.float32, ()) for name in ("target_version", "kl_coefficient")}
     batch["loss_mask"] = of(bool)
-    state = jax.eval_shape(steps.init, params.shapes(model, jnp.dtype(config.model.dtype)))
-    step = jax.jit(steps.learner.step, donate_argnums=0)
+    state = jax.eval_shape(trainer.first_state, params.shapes(model, jnp.dtype(config.model.dtype)))
+    step = jax.jit(trainer.learner.step, donate_argnums=0)
     done = step.lower(state, None, batch, of(np.float32, ()), of(bool, ())).compile()
     m = done.memory_analysis()
     results = m.output_size_in_bytes - m.alias_size_in_bytes
@@ -109,9 +109,9 @@ def test_scores_that_no_kernel_makes_are_counted_on_a_gpu():
 def test_the_state_is_counted_exactly():
     config = config_of(algorithm__preset="ppo")
     valued = dataclasses.replace(MODEL, value_head=True)
-    steps = Steps(MODEL, TrainOptions.of(config))
+    trainer = JaxUpdate(MODEL, TrainOptions.of(config))
     critic = params.init(valued, jax.random.key(1))
-    state = steps.init(params.init(MODEL, jax.random.key(0)), critic)
+    state = trainer.first_state(params.init(MODEL, jax.random.key(0)), critic)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     pieces = memory.state(sizes_of(config, MODEL))
     assert pieces.keys() == {"parameters", "optimizer", "critic"}

@@ -75,7 +75,7 @@ def planned(model, config):
     state = trainer.abstract_state
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = jax.jit(
-        trainer._steps.learner.step, donate_argnums=0,
+        trainer.learner.step, donate_argnums=0,
         out_shardings=(places, trainer._everywhere()),
     )  # fmt: skip
     m = step.lower(state, None, batch, np.float32(1), np.bool_(False)).compile().memory_analysis()

@@ -17,7 +17,7 @@ from rlx.config import default
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.run.export import Export
-from rlx.train.optimizer import make_optimizer as make_jax_optimizer
+from rlx.train.learner import make_optimizer as make_jax_optimizer
 from rlx.train.optimizer_options import OptimizerOptions
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate

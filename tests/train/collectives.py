@@ -48,9 +48,7 @@ def compiled(model, mesh, remat, chunk, compute_dtype="float32"):
     batch |= {"target_version": np.float32(0), "kl_coefficient": np.float32(0)}
     params = trainer.abstract_state.params
     places = jax.tree.map(lambda leaf: leaf.sharding, params)
-    gradient = jax.jit(
-        trainer._steps.learner.gradient, out_shardings=(places, trainer._everywhere())
-    )
+    gradient = jax.jit(trainer.learner.gradient, out_shardings=(places, trainer._everywhere()))
     return gradient.lower(params, None, batch)
 
 

@@ -15,7 +15,6 @@ from rlx.base import Group, UserError
 from rlx.model import decoder
 from rlx.model import params as parameters
 from rlx.train import checkpoint, update
-from rlx.train.steps import Steps
 from rlx.train.train_options import TrainOptions
 from tests.fixtures import rounding
 
@@ -212,8 +211,8 @@ def test_a_critic_learns_the_values(trainers, params, make_groups):
 
 def test_a_critic_has_a_learning_rate_of_its_own_and_the_policys_clip(model_config, make_config):
     own = {"algorithm.preset": "ppo", "critic.learning_rate": 0.25, "optimizer.clip_norm": 0.5}
-    steps = Steps(model_config, TrainOptions.of(make_config(**{**SGD, **own})))
-    for learner, rate in ((steps.learner, 1.0), (steps.critic_learner, 0.25)):
+    trainer = update.JaxUpdate(model_config, TrainOptions.of(make_config(**{**SGD, **own})))
+    for learner, rate in ((trainer.learner, 1.0), (trainer.critic_learner, 0.25)):
         one = jnp.ones(())
         assert learner.optimizer.update(one, learner.optimizer.init(one))[0] == -rate
         assert learner.clip_norm == 0.5
@@ -333,28 +332,31 @@ def test_an_averaged_reference_and_its_coefficient(trainers, params, make_groups
     assert gap(state.reference, state.params) > 1e-3
 
 
-def test_a_copied_reference_stands_still_in_between():
+def test_a_copied_reference_stands_still_in_between(model_config, params):
     """Copied after every second batch, on a state of one number."""
     kl = dataclasses.replace(PRESETS["grpo"], kl_placement="loss")
-    steps = Steps(None, TrainOptions(kl, reference_mode="copy", reference_every=2))
-    state = steps.init({"x": jnp.float32(0.0)})
-    end_batch, seen = jax.jit(steps.end_batch), []
+    options = TrainOptions(kl, reference_mode="copy", reference_every=2)
+    trainer = update.JaxUpdate(model_config, options, source=lambda _: params)
+    state = trainer.first_state({"x": jnp.float32(0.0)})
+    end_batch, seen = jax.jit(trainer.end_batch), []
     for value in (0.1, 0.2, 0.3, 0.7, 0.9):
         moved = state.replace(params={"x": jnp.float32(value)})
         state = end_batch(moved, jnp.float32(0.0), jnp.float32(1.0), jnp.float32(1.0))
         seen.append(np.float32(state.reference["x"]))
     np.testing.assert_array_equal(seen, np.float32([0.0, 0.2, 0.2, 0.7, 0.7]))
-    frozen = Steps(None, dataclasses.replace(steps.options, reference_mode="frozen"))
-    assert frozen.init({"x": jnp.float32(0.0)}).reference is None
+    frozen = dataclasses.replace(options, reference_mode="frozen")
+    trainer = update.JaxUpdate(model_config, frozen, source=lambda _: params)
+    assert trainer.first_state({"x": jnp.float32(0.0)}).reference is None
 
 
-def test_an_average_of_a_bfloat16_policy_moves():
+def test_an_average_of_a_bfloat16_policy_moves(model_config, params):
     """A step of (1 − decay) of a small change is below half of bfloat16's spacing at 1."""
     kl = dataclasses.replace(PRESETS["grpo"], kl_placement="loss", kl_coefficient=0.1)
-    steps = Steps(None, TrainOptions(kl, reference_mode="ema", reference_decay=0.99))
-    state = steps.init({"x": jnp.ones((), jnp.bfloat16)})
+    options = TrainOptions(kl, reference_mode="ema", reference_decay=0.99)
+    trainer = update.JaxUpdate(model_config, options, source=lambda _: params)
+    state = trainer.first_state({"x": jnp.ones((), jnp.bfloat16)})
     moved = state.replace(params={"x": jnp.bfloat16(1.125)})
-    state = jax.jit(steps.end_batch)(moved, jnp.float32(0.0), jnp.float32(1.0), jnp.float32(1.0))
+    state = jax.jit(trainer.end_batch)(moved, jnp.float32(0.0), jnp.float32(1.0), jnp.float32(1.0))
     assert float(state.reference["x"]) == pytest.approx(1.00125, abs=1e-6)
     assert state.params["x"].dtype == jnp.bfloat16
 

@@ -177,13 +177,13 @@ def test_adapters_are_float32_beside_a_bfloat16_base(
     trainer = update.JaxUpdate(model_config, TrainOptions.of(config), source=lambda _: params)
     adapters = trainer.init(params).params
     assert {leaf.dtype for leaf in jax.tree.leaves(adapters)} == {np.dtype(np.float32)}
-    assert trainer._steps.whole(adapters, trainer._frozen)["embed"].dtype == jnp.bfloat16
+    assert trainer.full_params(adapters, trainer._frozen)["embed"].dtype == jnp.bfloat16
     assert lora.merge(trainer._frozen, adapters, trainer.lora)["layers"]["q"].dtype == jnp.bfloat16
     row = jnp.ones((1, 32), jnp.int32)
 
     def loss(adapters):
         batch = {"tokens": row, "positions": row, "segment_ids": row}
-        whole = trainer._steps.whole(adapters, trainer._frozen)
+        whole = trainer.full_params(adapters, trainer._frozen)
         return decoder.logprobs(whole, model_config, batch, compute_dtype=jnp.bfloat16)[0].sum()
 
     grads = jax.eval_shape(jax.grad(loss), adapters)

@@ -6,7 +6,7 @@ import pytest
 
 from rlx import config as config_lib
 from rlx.base import UserError
-from rlx.train import optimizer
+from rlx.train import learner
 from rlx.train.optimizer_options import OptimizerOptions
 
 
@@ -24,14 +24,14 @@ def options(**overrides):
     ],
 )
 def test_schedules(name, expected):
-    rate = optimizer.make_schedule(options(schedule=name, warmup_steps=4), 104)
+    rate = learner.make_schedule(options(schedule=name, warmup_steps=4), 104)
     for step, value in expected.items():
         assert float(rate(step)) == pytest.approx(value, abs=1e-6), step
 
 
 def test_adamw_first_step_is_the_papers():
     """m̂/√v̂ = sign(g) at the first step, plus decay on matrices only."""
-    tx = optimizer.make_optimizer(options(weight_decay=0.1, learning_rate=0.5, eps=0.0), 10)
+    tx = learner.make_optimizer(options(weight_decay=0.1, learning_rate=0.5, eps=0.0), 10)
     params = {
         "embed": jnp.full((2, 2), 3.0),
         "final_norm": jnp.full(2, 3.0),

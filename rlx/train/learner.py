@@ -1,0 +1,206 @@
+"""Gradient descent in JAX: the state that it changes, a learner's pure functions, optimizers.
+
+    minibatch of one microbatch     step = gradient + apply, in one program
+    of several                      accumulate each, into a donated accumulator, then apply
+
+Losses and gradients are sums over tokens; the minibatch's denominator divides once, in `apply`.
+A run has a learner for the policy (or reward model), and with PPO another for its critic.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from rlx.model.params import Params
+from rlx.train.optimizer_options import OptimizerOptions, rate_at
+
+Batch = Mapping[str, Array]
+Stats = dict[str, Array]
+Schedule = Callable[[Any], Any]
+
+
+class Critic(flax.struct.PyTreeNode):
+    """PPO's second network: parameters with a value head, optimizer state, updates done."""
+
+    params: Params
+    opt_state: Any
+    updates: Array
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """The arrays that an update changes; what a checkpoint holds.
+
+    Attributes:
+      params: the parameters that are trained.
+      opt_state: the optimizer's; float32, whatever the parameters are.
+      step: int32; train batches done, which is the policy version of `params`.
+      updates: int32; optimizer updates done; skipped ones do not count.
+      kl_coefficient: float32; β of the KL term, where it adapts.
+      reference: the reference policy, where it follows the trained one; None where it is frozen.
+      critic: of algorithms that have one.
+    """
+
+    params: Params
+    opt_state: Any
+    step: Array
+    updates: Array
+    kl_coefficient: Array
+    reference: Params | None = None
+    critic: Critic | None = None
+
+
+Learned = TypeVar("Learned", TrainState, Critic)  # has params, opt_state, updates
+
+
+class Programs(NamedTuple):
+    """A Learner's functions, jitted."""
+
+    empty: Callable
+    accumulate: Callable
+    apply: Callable
+    step: Callable
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Gradient descent on one loss.
+
+    Attributes:
+      loss: (params, frozen, batch) → (summed loss, summed stats). `frozen` are parameters that are
+        needed and not trained, or None.
+      optimizer: gradients to updates, in float32.
+      clip_norm: largest global gradient norm; 0 is no limit.
+    """
+
+    loss: Callable[[Params, Params | None, Batch], tuple[Array, Stats]]
+    optimizer: optax.GradientTransformation
+    clip_norm: float = 0.0
+
+    @cached_property
+    def gradient(self) -> Callable[[Params, Params | None, Batch], tuple[Params, Stats]]:
+        """Arguments of `loss` → the summed loss's gradient, in the parameters' dtype; stats."""
+        return jax.grad(self.loss, has_aux=True)
+
+    def empty(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Params, Stats]:
+        """Return an accumulator of zeros: float32 gradients and stats."""
+        grads, stats = jax.eval_shape(self.gradient, params, frozen, batch)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (grads, stats))
+
+    def accumulate(
+        self, accumulator: tuple[Params, Stats], params: Params, frozen: Params | None, batch: Batch
+    ) -> tuple[Params, Stats]:
+        """Return the accumulator with one more microbatch in it."""
+        return jax.tree.map(jnp.add, accumulator, self.gradient(params, frozen, batch))
+
+    def apply(
+        self, learned: Learned, grads: Params, denominator: Array, held: Array
+    ) -> tuple[Learned, Stats]:
+        """Make one optimizer update with the gradient grads / denominator, clipped by its norm.
+
+        A gradient norm that is not finite leaves parameters and optimizer as they were.
+
+        Args:
+          learned: before the update.
+          grads: summed over the minibatch.
+          denominator: float32 scalar, of the whole minibatch.
+          held: bool scalar; true leaves everything as it was too (a policy that waits for its
+            critic), and is not counted as skipped.
+
+        Returns:
+          `learned` after it; grad_norm (before clipping), skipped_updates (0 or 1) and updates
+          (before this one).
+        """
+        grads = jax.tree.map(lambda g: g / denominator, float32(grads))
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm)
+        if self.clip_norm:
+            scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1.0)
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        wide = float32(learned.params)
+        changes, opt_state = self.optimizer.update(grads, learned.opt_state, wide)
+        params = jax.tree.map(
+            lambda p, w, u: (w + u).astype(p.dtype), learned.params, wide, changes
+        )
+        moves = finite & ~held
+
+        def if_moved(new, old):
+            return jax.tree.map(lambda n, o: jnp.where(moves, n, o), new, old)
+
+        new = learned.replace(
+            params=if_moved(params, learned.params),
+            opt_state=if_moved(opt_state, learned.opt_state),
+            updates=learned.updates + moves.astype(jnp.int32),
+        )
+        skipped = 1.0 - finite.astype(jnp.float32)
+        return new, {"grad_norm": norm, "skipped_updates": skipped, "updates": learned.updates}
+
+    def step(
+        self, learned: Learned, frozen: Params | None, batch: Batch, denominator: Array, held: Array
+    ) -> tuple[Learned, Stats]:
+        """Update by a minibatch that is one microbatch: `gradient` and `apply` in one program."""
+        grads, stats = self.gradient(learned.params, frozen, batch)
+        learned, applied = self.apply(learned, grads, denominator, held)
+        return learned, {**stats, **applied}
+
+    def compiled(self, places: Any = None, everywhere: Any = None) -> Programs:
+        """Return the jitted programs; those that take `learned` or sums donate them.
+
+        Args:
+          places: shardings of what learns; None keeps everything on one device.
+          everywhere: the sharding of scalars.
+        """
+        sums = None if places is None else (places.params, everywhere)
+        both = None if places is None else (places, everywhere)
+        return Programs(
+            empty=jax.jit(self.empty, out_shardings=sums),
+            accumulate=jax.jit(self.accumulate, donate_argnums=0, out_shardings=sums),
+            apply=jax.jit(self.apply, donate_argnums=0, out_shardings=both),
+            step=jax.jit(self.step, donate_argnums=0, out_shardings=both),
+        )
+
+
+def float32(tree: Any) -> Any:
+    """Return a pytree with its leaves in float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+OPTIMIZERS: dict[str, Callable[[OptimizerOptions, Schedule], optax.GradientTransformation]] = {
+    "adamw": lambda c, rate: optax.adamw(
+        rate, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=decayed
+    ),
+    "lion": lambda c, rate: optax.lion(
+        rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay, mask=decayed
+    ),
+    "sgd": lambda c, rate: optax.sgd(rate),
+}
+
+
+def make_schedule(options: OptimizerOptions, total_steps: int) -> Schedule:
+    """Return the learning rate by update, as `rate_at` has it: of a host or device integer."""
+    return lambda updates: rate_at(options, total_steps, updates, jnp)
+
+
+def decayed(params: Any) -> Any:
+    """Return a bool pytree: weight decay pulls on matrices, not on norms and biases."""
+
+    def is_matrix(path, _):
+        name = path[-1].key
+        return not name.endswith(("norm", "bias"))
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def make_optimizer(options: OptimizerOptions, total_steps: int) -> optax.GradientTransformation:
+    """Return the optimizer; clipping is the update's, which knows the norm already.
+
+    Args:
+      total_steps: optimizer updates of the whole run, for the schedule.
+    """
+    return OPTIMIZERS[options.name](options, make_schedule(options, total_steps))
