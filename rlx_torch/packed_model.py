@@ -33,10 +33,7 @@ _LAYERS = {"full_attention", "sliding_attention"}  # others keep a state over wh
 
 
 class Valued(nn.Module):
-    """A model with a value head of zeros in place of its logits: a critic or a reward model.
-
-    Its parameters have the names that rlx's own models with a value head have in HF directories.
-    """
+    """A model with a value head of zeros in place of its logits: a critic or a reward model."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -106,10 +103,7 @@ def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
 
 
 def known(path: str | Path) -> Any:
-    """Return transformers' config of an HF directory; UserError for what no packed row can enter.
-
-    That is a model that attends by code of its own, or has layers that are not attention.
-    """
+    """Return transformers' config of an HF directory; UserError for what no packed row can enter."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # one class for each of these
@@ -240,10 +234,7 @@ def _added(layer: Any) -> Tensor:
 
 @torch.no_grad()
 def require_packed(model: Any) -> None:
-    """Raise UserError unless packed sequences have the logits that the model gives each alone.
-
-    Two short ones are tried in float32; a model may count positions or scale logits in its own way.
-    """
+    """Raise UserError unless packed sequences have the logits that the model gives each alone."""
     device, own = next(model.parameters()).device.type, model.config._attn_implementation
     sizes, number = (3, 4), model.config.get_text_config().vocab_size
     arrays = {
@@ -294,10 +285,7 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
 
 
 def reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of whole layers with the names and shapes that HF's files have them in.
-
-    transformers keeps the experts of a layer in one tensor, and renames what old files have.
-    """
+    """Return tensors of whole layers with the names and shapes that HF's files have them in."""
     return tensors if isinstance(model, Valued) else revert_weight_conversion(model, tensors)
 
 

@@ -1,11 +1,9 @@
 """The processes of one trainer in PyTorch: their group, their mesh, and models cut over it.
 
-One process has one device, and all have the whole batch. `fsdp` cuts parameters, gradients and
-moments (FSDP2: a layer's are gathered while it computes), `replica` copies them, both deal the rows
-of each microbatch; `tensor` cuts heads and MLP as transformers' own plan of the model says, and its
-processes have equal rows. Gradients are summed and never averaged: losses are divided by what is
-counted over the whole batch, which every process knows. Alone, a process has no mesh, and nothing
-here does anything.
+One process has one device, and all have the full batch. `fsdp` cuts parameters, gradients and
+moments (FSDP2), `replica` copies them; both divide a microbatch's rows. `tensor` cuts heads and MLP
+by transformers' plan of the model. Gradients are summed, never averaged: losses are divided by
+counts of the full batch. A single process has no mesh.
 """
 
 import logging
@@ -321,10 +319,7 @@ class _Whole(dict):
 
 @torch.no_grad()
 def begin_adapters(model: Any, seed: int) -> None:
-    """Give a model's adapters their first numbers: A uniform in ±1/√in, B zero, as PEFT does.
-
-    They are the same however many processes have them.
-    """
+    """Give a model's adapters their first numbers: A uniform in ±1/√in, B zero, as PEFT does."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in packed_model.adapters(model).items():
         bound = parameter.shape[1] ** -0.5 if ".lora_A." in name else 0.0

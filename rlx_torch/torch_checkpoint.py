@@ -1,7 +1,6 @@
 """The state in a checkpoint of the trainer in PyTorch, by torch's distributed checkpoints.
 
-Their description, `.metadata`, is a pickle, which could do anything when it is read: here it may
-name torch's own classes of descriptions alone, and numbers are read as such.
+Their description, `.metadata`, is a pickle: only torch's own classes of descriptions may be named.
 """
 
 import pickle

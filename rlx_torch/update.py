@@ -1,7 +1,4 @@
-"""The trainer in PyTorch, of transformers' own models, where rlx knows their config.
-
-It is an `Update` as rlx/train/contract.py has it; the walk through a batch is `BatchUpdate`'s.
-"""
+"""The trainer in PyTorch, of transformers' own models, where rlx knows their config."""
 
 import dataclasses
 import os

@@ -2,11 +2,8 @@
 
 Shapes: F tokens of the flat axis, N trajectories, K of either.
 
-All trajectories of a train batch lie end to end on one axis: `sequence_ids[t]` in 0 … N − 1 is the
-trajectory of token t (N for padding), and arrays of shape [N] hold what is known per trajectory.
-Both axes may be padded. Groups are known by id, never by position, so partial groups and
-trajectories of any order are right by construction. `advantages` has the order of the steps; the
-layout of training rows plays no part.
+Trajectories lie end to end: `sequence_ids[t]` in 0 … N − 1 is the trajectory of token t (N for
+padding). Both axes may be padded. Groups are known by id, not by position.
 """
 
 import dataclasses
@@ -94,8 +91,7 @@ def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array
         agent   those of one agent in it
         turn    those of one turn in it
 
-    A trajectory of several turns counts, for its reward, to the turn of its last trained token, and
-    each token, for its advantage, to its own.
+    The reward of a trajectory of several turns belongs to the turn of its last trained token.
     """
     groups, ids = flat["group_ids"], flat["sequence_ids"]
     ops = ops_of(groups)
@@ -161,9 +157,8 @@ def standardise(
 
         (x − μ) / (σ + 1e-5), or for std=mean (x − μ) / μ (2602.02710), 0 where μ ≤ 1e-5
 
-    σ is the unbiased deviation, 1 where there is a single entry; without std there is no division
-    at all. A leave-one-out μ is that of the other runs, 0 where there are none. Sums are two-pass
-    around a member of the group: equal entries give exactly 0, not rounding noise over 1e-5.
+    σ is the unbiased deviation, 1 for a single entry. A leave-one-out μ is the mean of the other
+    runs, 0 where there are none. Equal entries give exactly 0 (two-pass sums).
 
     Args:
       x: [K] float32. group_ids: [K] int, any values. valid: [K] bool. run_ids: [K] int; n entries
@@ -282,7 +277,7 @@ def gae(
         δ_t = r_t + gamma·V_t' − V_t
         A_t = δ_t + gamma·lam·A_t', t' the next trained token of the same trajectory
 
-    However many observation tokens lie between. After the last one V is `bootstrap_N` and A is 0.
+    After the last trained token V is `bootstrap_N` and A is 0.
 
     Args:
       rewards_F, values_F: [F] float32. loss_mask_F: [F] bool. sequence_ids_F: [F] int32.

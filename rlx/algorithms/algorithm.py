@@ -1,7 +1,6 @@
 """`Algorithm`: one algorithm as data, each field declared once with type, choices, range and words.
 
-Config keys (`config.default`), checks (`presets.resolve`) and docs/algorithms.md are derived from
-these declarations. Imports neither JAX nor torch: servers, the config and rlx_torch share it.
+Config keys, checks and docs/algorithms.md derive from these declarations. Without JAX and torch.
 """
 
 import dataclasses
@@ -108,9 +107,7 @@ _ANY = (-math.inf, math.inf)
 class Algorithm:
     """One algorithm as data. Fields stand in the order in which a batch meets them.
 
-    Frozen and hashable, so a static argument of jitted functions. `resolve` makes the row of a run.
-    Fields without words of their own are no keys of a config: the row's name, the URL of the paper
-    it follows, and the user's functions where `loss` or `advantage` names one (`signatures`).
+    Hashable, for `jax.jit`. Fields without a help text are no config keys.
     """
 
     name: str
@@ -267,16 +264,12 @@ class Algorithm:
         return self.needs_anchor and kept
 
     def needs_proximal_pass(self, minibatches: int) -> bool:
-        """Return whether a forward pass before the first of `minibatches` updates is due.
-
-        With one minibatch the proximal policy is the target before its update, so the loss takes
-        it from there; a KL inside the reward and M2PO ask for it earlier. A loss without a ratio
-        has no anchor: its weight is that of the target itself.
-        """
+        """Return whether a forward pass before the first of `minibatches` updates is due."""
         if self.second_moment_clip:
             return True
         if self.data != "rollouts" or self.proximal != "recompute":
             return False
+        # With one minibatch the proximal policy is the target before its update: the loss has it.
         early = self.kl_in_reward or self.second_moment > 0
         return early or (minibatches > 1 and self.kind.ratio)
 

@@ -1,8 +1,7 @@
 """What algorithms compute with, so that each is written once for JAX's arrays and torch's tensors.
 
-Imports neither. Names that both libraries have with one meaning come from `lib`; the rest is here.
-An id equal to the number of segments, or above it, is padding: it adds to nothing and reads the
-fill. Every result has a shape that does not depend on the data, so that a whole call compiles.
+Imports neither. `lib` has what both libraries name alike. An id at or above the number of segments
+is padding: it adds nothing and reads the fill. No result's shape depends on data, for compilers.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The losses of a policy and of its critic as sums, on packed rows; others: `supervised.py`.
 
-Everything returned is a sum over the given rows: microbatches and devices add up, and one division
-by the minibatch's denominator comes last. `loss_weights` has the per-token weights and the
-denominator of every reduction, so the loss itself knows only one.
+Microbatches and devices add up; one division by the minibatch's denominator comes last.
 """
 
 import math
@@ -40,9 +38,8 @@ def policy_loss(
     an old policy pulls as often as the target itself would draw it, so the term's gradient has the
     same mean at every lag.
 
-    Tokens with a non-finite ratio are excluded from the loss and every mean, and counted; so are
-    those of which a user's own loss or advantage is not finite. Where the gradient is not, no
-    update is made.
+    Tokens whose ratio, own loss or own advantage is not finite are excluded from the loss and every
+    mean, and counted.
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated.
@@ -141,9 +138,7 @@ def policy_loss(
 def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
     """Return the sums behind `lag_kl`, KL(behaviour ‖ target) by k3 over every sampled token.
 
-    Unlike `behaviour_kl` it is one quantity for all objectives: it needs no proximal policy and
-    counts the tokens that M2PO or a filter leaves out. In a batch's first minibatch the target is
-    the policy before the batch, so there it says what the lag came to in nats.
+    It needs no proximal policy and counts tokens that M2PO or a filter leaves out.
 
     Args:
       target_BT: [B, T] float32, nats.
@@ -289,8 +284,6 @@ def second_moment_bound(log_ratio: Array, advantage: Array, used: Array, limit: 
 
         τ² = the greatest Δ² for which the mean of min(Δ², τ²) is at most second_moment_clip
         Δ = proximal − behaviour, of the tokens with A·Δ > 0; τ = ∞ where their mean Δ² is so low
-
-    Only these tokens, which a step moves farther from the behaviour policy, can be clipped.
 
     Args:
       log_ratio: [F] float32, Δ; advantage: [F] float32, A.

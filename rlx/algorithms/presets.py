@@ -1,8 +1,7 @@
 """The algorithm matrix on one screen: every algorithm is one row of data.
 
-No algorithm has code of its own: the functions in `advantages` and `losses` read a row's fields.
-`resolve` makes the row of a run from a preset and the config's overrides, and says what cannot work
-together. Imports neither JAX nor torch: the servers, the planner and `rlx_torch` share it.
+The functions in `advantages` and `losses` read a row's fields. `resolve` makes a run's row from a
+preset and the config's overrides. Imports neither JAX nor torch.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""What losses on rollouts and advantages are given and give back: rlx's own and a user's alike.
-
-Imports neither JAX nor torch: tensors stand where arrays stand.
-"""
+"""What losses on rollouts and advantages are given and give back: rlx's own and a user's alike."""
 
 import json
 from collections.abc import Callable, Mapping

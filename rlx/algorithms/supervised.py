@@ -117,11 +117,7 @@ def pair_loss(
 
 
 def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
-    """Return the sum of x over the masked tokens of every pair's odd, or even, segment.
-
-    Two passes: the second takes out the rounding of the first, so that long sequences do not blur
-    the small differences that pairs are made of.
-    """
+    """Return the sum of x over the masked tokens of every pair's odd, or even, segment."""
     rows, width = x_BT.shape
     ops = ops_of(x_BT)
     own = mask & (segments % 2 == odd) & (segments > 0)
@@ -132,6 +128,7 @@ def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
     def total(x):
         return ops.segment_sum(x.reshape(-1), index, slots)
 
+    # The second pass takes out the rounding of the first: differences of pairs are small.
     count = total(ops.float32(own))
     mean = total(x_BT) / ops.lib.clip(count, 1.0, None)
     near = ops.take(mean, index, 0.0).reshape(x_BT.shape)

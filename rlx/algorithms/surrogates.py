@@ -2,8 +2,8 @@
 
     u = exp(log_ratio), π the target policy, μ the behaviour policy, A the advantage
 
-Imports neither: `ops` has the library. Each loss returns ℓ and its statistics, [B, T] both;
-`actor_clip_ratio` is where the loss took a gradient away or bounded it.
+No JAX or torch import: array functions come from `ops`. Each loss returns ℓ and its statistics,
+both [B, T]; `actor_clip_ratio` is where the gradient was removed or bounded.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""What algorithms compute with in torch; see `array_ops.Ops`.
-
-Shapes are fixed, so that torch.compile keeps one graph. JAX drops and fills ids of padding by
-itself; torch gets one slot more.
-"""
+"""What algorithms compute with in torch; see `array_ops.Ops`."""
 
 import torch
 from torch import Tensor
@@ -10,6 +6,7 @@ from torch.nn.functional import logsigmoid, pad
 
 from rlx.algorithms.array_ops import Ops
 
+# No shape depends on the data, so that torch.compile keeps one graph.
 BLOCK = 32  # tokens that `recur` walks through one by one
 
 
@@ -32,20 +29,14 @@ def take(x: Tensor, ids: Tensor, fill: float) -> Tensor:
 
 
 def dense_ranks(ids: Tensor) -> Tensor:
-    """Return ids [K] of any values as integers from 0 without gaps, in their order; [K] int64.
-
-    The inverse of `torch.unique`, which has a shape that depends on the data.
-    """
+    """Return ids [K] of any values as integers from 0 without gaps, in their order; [K] int64."""
     ordered, order = ids.sort()
     first = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
     return torch.empty_like(order).scatter(0, order, first.cumsum(0).long())
 
 
 def recur(a: Tensor, b: Tensor) -> Tensor:
-    """Return x with x[t] = b[t] + a[t]·x[t + 1] and x[K] = 0: by steps in all blocks at once.
-
-    Then the blocks' own recurrence, of a BLOCK-th of the size, gives each what follows it.
-    """
+    """Return x with x[t] = b[t] + a[t]·x[t + 1] and x[K] = 0: by steps in all blocks at once."""
     size = a.shape[0]
     if size == 1:
         return b

@@ -86,8 +86,7 @@ class MismatchCase:
 class Guess:
     """One possible mistake, in words, and what the tokens would score under it.
 
-    `noise`, [T] a sample, is given where the mistake cannot be repeated digit for digit: by how
-    much it changes our own scores. The engine's deviation need only be of that size.
+    `noise`, [T] a sample: how much a mistake that cannot be repeated exactly changes our scores.
     """
 
     words: str

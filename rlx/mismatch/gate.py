@@ -3,8 +3,8 @@
 probe (executor's thread): a few prompts on every live server, with training's sampling
 check (trainer's thread):  the trainer's scores of these tokens ─▶ a record, or what is wrong
 
-A server that joins, or was started again, gets no other requests before it has passed; one that
-does not is refused, as long as another server passes.
+A server that joins or restarts gets no other requests before it passes; one that fails is refused
+while another passes.
 """
 
 import asyncio
@@ -83,10 +83,7 @@ class Gate:
         return frozenset(address for address, _ in new)
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
-        """Begin to ask every live server, once `publish` has brought them `version`.
-
-        They must get no other version before `verdict` returns.
-        """
+        """Begin to ask every live server, once `publish` has brought them `version`."""
         self._asked = executor.submit(self._probe(fleet, version, publish))
 
     @property

@@ -4,8 +4,7 @@ engine's tokens and logprobs ─┐
                               ├─▶ compare ─▶ Comparison ─ not ok ─▶ rlx.mismatch.diagnose: why
 trainer's logprobs of them ───┘
 
-The trainer scores samples as rows of one padded shape, so that a run compiles one program. JAX is
-imported where it does.
+Rows have one padded shape, so a run compiles one program. JAX is imported lazily.
 """
 
 from collections.abc import Sequence

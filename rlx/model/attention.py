@@ -1,12 +1,10 @@
 """Causal self-attention within the segments of packed rows.
 
-Queries are taken a block at a time, each against the keys up to its end, so half of the T² scores
-are never computed and long rows fit. The backward pass recomputes the scores from the row's
-log-normaliser (as FlashAttention does, arXiv 2205.14135), so nothing of size T² is kept.
+Takes queries a block at a time, each against the keys up to its end. The backward pass recomputes
+scores from the row's log-normaliser (FlashAttention, arXiv 2205.14135): nothing of size T² is kept.
 
-On NVIDIA GPUs half-precision attention is cuDNN's kernel instead: of packed rows, or with a mask of
-[B, 1, T, T] where the GPU is older than Hopper or nothing tells how long the segments are. In
-float32 (model.compute_dtype) it is the blocks there too: cuDNN has no kernel for it.
+Half precision on NVIDIA GPUs uses cuDNN: its packed kernel, or before Hopper or without segment
+sizes a mask of [B, 1, T, T]. cuDNN has no float32 kernel.
 """
 
 import math

@@ -4,9 +4,8 @@
 
 Of [L, E, in, out], a layer's experts together.
 
-Each bucket's copy to the host begins at once, so the next one can be computed while this one is
-read. On a mesh every device has the whole tensors of a bucket, so any one host can read them, and
-all hosts must go through the buckets. The order is that of the table, whatever the buckets' size.
+Each bucket's copy to the host begins at once, while the next is computed. On a mesh every device
+has the full tensors of a bucket, and all hosts must iterate over them. The order is the table's.
 """
 
 import math
@@ -52,8 +51,7 @@ def export(
 ) -> Buckets:
     """Return the tensors of `rows` with the names and layouts of HF's or PEFT's files.
 
-    A bucket's programs are dispatched when it is asked for, not before: until the last one has come
-    `params` must not be donated. From then on they may be.
+    `params` must not be donated before the last bucket was asked for.
 
     Args:
       dtype: of the tensors; None keeps each parameter's own.

@@ -1,8 +1,7 @@
 """Location and options of JAX's persistent compilation cache. No JAX here.
 
-Compiling a server's programs takes seconds, loading them a fraction of one. There is one directory
-per processor and jaxlib: an older processor that shares the home directory must not find machine
-code of a newer one.
+Compiling takes seconds, loading a fraction of one. There is one directory per processor and jaxlib:
+code for a newer processor must not run on an older one.
 """
 
 import atexit

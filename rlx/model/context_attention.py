@@ -1,20 +1,15 @@
 """Attention where the tokens of packed rows are cut over the mesh's axis `context`.
 
-Every device gathers the keys and values of its rows, and keeps its own queries. With grouped heads
-they are few: a layer of Qwen2.5-7B has 4 heads × 128 × (k, v) × 2 bytes = 2 kB a token, 64 MiB for
-a row of 32k, which is 0.2 ms on NVLink beside 4 ms of products on each of 8 devices. A ring of
-`ppermute` sends the same bytes and holds 1/context of them, but hides each step behind a part of
-the attention only, and has to merge partial results in both passes (as Llama 3 gathers,
-arXiv 2407.21783 §3.3.2; the ring is arXiv 2310.01889).
+Every device gathers the keys and values of its rows, and keeps its own queries (as Llama 3,
+arXiv 2407.21783 §3.3.2). A layer of Qwen2.5-7B has 2 kB of them a token: 64 MiB for a row of 32k,
+0.2 ms on NVLink against 4 ms of products on each of 8 devices. A ring (arXiv 2310.01889) sends the
+same bytes, holds 1/context of them, and hides less.
 
-A causal mask gives late tokens more keys than early ones. So a row is cut in 2N blocks for N
-devices, and device i has block i and block 2N − 1 − i (`Layout.balanced`): 2N + 1 blocks of keys
-for every device's two of queries. Scores are made a tile at a time, with a running softmax over a
-query tile's keys (arXiv 2112.05682), and again in the backward pass: nothing of size T² is kept,
-and of what is gathered nothing either.
+A causal mask gives late tokens more keys. So a row is cut in 2N blocks for N devices, and device i
+has blocks i and 2N − 1 − i (`Layout.balanced`). Scores are made a tile at a time, with a running
+softmax (arXiv 2112.05682), and again in the backward pass: nothing of size T² is kept.
 
-Tiles are XLA's products on GPUs as well: cuDNN's packed kernel knows no queries that begin in the
-midst of their keys.
+GPUs use XLA's products too: cuDNN's packed kernel has no queries that begin after their keys.
 """
 
 from functools import partial

@@ -1,8 +1,7 @@
 """Log-probabilities and entropies of tokens, without keeping all logits in memory.
 
-The logits of a chunk of tokens are computed and reduced; the backward pass computes them again.
-With float32 logits of a 152k vocabulary that saves 0.6 MB a token. Tokens that nobody asks about,
-which are those of prompts, have none: a third of a small model's work is in its head.
+The backward pass computes a chunk's logits again: with a 152k vocabulary that saves 0.6 MB a token.
+Prompts' tokens have none: a third of a small model's work is in its head.
 """
 
 from functools import partial

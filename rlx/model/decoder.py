@@ -1,10 +1,7 @@
 """The decoder: a pure function of (params, tokens, positions, segment_ids).
 
-What distinguishes one architecture from another are fields of `ModelConfig` (docs/models.md).
-
 Shapes: B rows, T tokens, D model width, N query heads, K key/value heads, H head width, F MLP
-width, V vocabulary. Rows are packed: segments of one row never see each other, and segment 0 is
-padding. The JAX engine has a decoder of its own, in layouts for serving: engines/jax/decode.py.
+width, V vocabulary. Segments of a row do not see each other; segment 0 is padding.
 """
 
 from collections.abc import Callable, Mapping
@@ -256,8 +253,8 @@ def logprobs(
 
         logprob_t = log softmax(logits_{t−1} / temperature)[token_t]
 
-    This is the one place where tokens are shifted against logits. At most `chunk` tokens' logits
-    exist at a time on each device that has rows of its own, in the backward pass too.
+    The only place that shifts tokens against logits. At most `chunk` tokens' logits exist at once
+    on a device.
 
     Args:
       batch, how: as `states` takes them. x: what it gives, where that is known.

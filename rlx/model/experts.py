@@ -2,14 +2,12 @@
 
     p = softmax(x·R),   y = Σ_{e of the k largest p} w_e · down_e(silu(gate_e x) · up_e x)
 
-w is p, or p over the sum of the k. A token's k rows are sorted by expert, so that `ragged_dot`
-multiplies each expert's run of them by its matrices (MegaBlocks, arXiv 2211.15841). On a CPU JAX
-expands it to products of all rows with all experts.
+w is p, or p over the sum of the k. A token's k rows are sorted by expert for `ragged_dot`
+(MegaBlocks, arXiv 2211.15841), which a CPU computes as products of all rows with all experts.
 
-On a mesh every device sorts its own tokens. Devices of the axis `expert` gather each other's,
-compute the rows of their own experts and scatter the sums back. With e devices that sends
-(e − 1) · D numbers a token each way; single rows (all-to-all) would be k · (e − 1) / e · D, no
-fewer while e ≤ k, and need room for the worst case as well.
+On a mesh, devices of the axis `expert` gather each other's tokens, compute the rows of their own
+experts and scatter the sums back: (e − 1) · D numbers a token each way for e devices. All-to-all
+sends k · (e − 1) / e · D, no fewer while e ≤ k, and needs room for the worst case.
 """
 
 from functools import partial

@@ -2,10 +2,8 @@
 
     FILE.gguf ─▶ keys ─▶ ModelConfig ─▶ names, shapes (params.table) ─▶ dequantise ─▶ HF directory
 
-Every tensor of the file must be one of the table and the other way round, so nothing is left out in
-silence. Of the tokenizer a file has words, merges, and the name alone of the rule that cuts a text
-into the pieces inside which tokens merge: the rules are `_CUTS` here, and a name that is not there
-is an error, because a wrong rule would show in nothing but worse answers.
+Every tensor of the file must be in the table and the other way round. A file names only the rule
+that cuts text into pieces: `_CUTS` has the rules, and an unknown name is an error.
 """
 
 import fcntl

@@ -1,10 +1,8 @@
 """Conversion of HF directories and tensors to (ModelConfig, params) and back.
 
-Both directions are copies and transposes driven by the parameter table, so a round trip is bit for
-bit. Exported directories load in transformers unchanged.
+The parameter table drives both directions; a round trip is exact.
 
-On a mesh each device's part of a parameter is read by itself, and at most BUCKET bytes of it are on
-the host at a time: a model need fit neither the host nor any one device.
+On a mesh each device's part is read by itself, with at most BUCKET bytes on the host at a time.
 """
 
 import math

@@ -44,9 +44,7 @@ def write(
 ) -> None:
     """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
 
-    A `chat_template` takes the place of the one that is among them.
-
-    It is written under another name and renamed, so `path` is always whole: old or new.
+    `path` is replaced in one step. `chat_template` replaces the one of `source`.
 
     Raises:
       UserError: it cannot be written; nothing is left behind.

@@ -2,9 +2,8 @@
 
     y = x·W + (alpha / rank) · (x·A)·B        A: [in, rank], B: [rank, out]
 
-Adapters are a pytree of their own with the parameters' structure, stacked over layers like them;
-`attach` puts them next to the base in one pytree, where `decoder.linear` finds them; `merge` adds
-them to it. The rows of `table` have their shapes, sharding and PEFT's names. I/O is in peft.py.
+Adapters have the parameters' structure, stacked over layers; `attach` puts them next to the base in
+one pytree, where `decoder.linear` finds them; `merge` adds them to it. I/O is in peft.py.
 """
 
 from typing import Any
@@ -51,8 +50,7 @@ def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
 def attach(base: Params, adapters: Params, lora: LoraConfig) -> Params:
     """Return parameters with which the decoder computes x·W + scale·(x·A)·B.
 
-    The base is not copied; the scale is folded into B. To train the adapters alone, differentiate
-    with respect to `adapters`.
+    The base is not copied; the scale is folded into B.
     """
     pairs = {
         name: leaf * lora.scale if name.endswith("_lora_b") else leaf

@@ -1,8 +1,7 @@
 """Hyperparameters of a decoder, read from and written to HF's `config.json`. Imports no JAX.
 
-The forward pass depends on one frozen, hashable `ModelConfig`, so it can be a static argument of
-`jax.jit`. Options of HF's file that this decoder does not have (another architecture, another
-activation, dropout) are named here: such a model is transformers' alone.
+A frozen, hashable `ModelConfig` is a static argument of `jax.jit`. Options that this decoder does
+not have make a model transformers' alone.
 """
 
 import json

@@ -1,9 +1,7 @@
 """Small operations of the decoder, with hand-written backward passes that XLA compiles well.
 
-XLA's own derivatives of these cost more than their matrix products on a CPU: a weight gradient
-gets a transposed copy of its operand (four times the product's time), a sum fused with its
-producer runs scalar, and everything elementwise is kept instead of being computed again. Here each
-backward pass chooses what is kept and the order of the axes.
+On a CPU XLA's own derivatives cost more than the matrix products: transposed operands, scalar sums,
+and every elementwise result kept. Here each backward pass chooses what is kept and the axes' order.
 """
 
 from collections.abc import Callable
@@ -88,7 +86,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 def lookup(table: Array, tokens: Array, dtype: Any, place: Placement | None = None) -> Array:
     """Return table[tokens] in `dtype`: [V, D] and [...] int32 → [..., D].
 
-    The gradient is added up in the table's dtype, and scattered to its `place` on a mesh.
+    The gradient has the table's dtype, and is scattered to its `place` on a mesh.
     """
     if place is None:  # few rows are looked up: not the whole table is cast
         return table[tokens].astype(dtype)

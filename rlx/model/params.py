@@ -1,9 +1,8 @@
 """Table of the parameters: one row each, from which shapes, sharding and HF's names follow.
 
-A row gives the path in the pytree, the logical axes, their sizes, HF's tensor name, and HF's
-layout. Initialisation, sharding and both HF directions read this table and nothing else.
-Parameters are a nested dict; those of the layers are stacked on axis 0, those of a layer's experts
-on axis 1. JAX is imported by what makes arrays alone.
+A row gives the path in the pytree, logical axes and sizes, HF's tensor name and layout, for
+initialisation, sharding and HF files. Parameters are a nested dict, stacked over layers on axis 0
+and over experts on axis 1. JAX is imported only by what makes arrays.
 """
 
 import dataclasses

@@ -3,8 +3,7 @@
     adapter_config.json           rank, alpha, targets
     adapter_model.safetensors     base_model.model.….q_proj.lora_A.weight [rank, in], and lora_B
 
-Copies and transposes driven by `lora_config.table`, as hf.py's are by the parameter table. JAX is
-imported by what takes and gives its arrays alone.
+`lora_config.table` drives both directions. JAX is imported only where its arrays are used.
 """
 
 import json

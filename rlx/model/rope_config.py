@@ -15,8 +15,6 @@ LAYER_KINDS = ("full_attention", "sliding_attention")  # of layers: without and 
 class Rope:
     """Rotary position embedding; names are HF's, None where HF's own default applies.
 
-    The numbers that a kind needs (see _REQUIRED) are at these defaults for other kinds.
-
     Attributes:
       kind: default | linear | llama3 | yarn | longrope.
       theta: base of the geometric series of wavelengths.

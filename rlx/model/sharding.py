@@ -10,9 +10,8 @@
     tensor    heads, MLP and vocabulary are cut (Megatron, arXiv 1909.08053); between the blocks the
               tokens of the residual stream are (sequence parallelism, arXiv 2205.05198)
 
-Parameters follow from mesh.RULES, which apply only where the axis divides the size. Activations
-follow from the constraints of `Layout`: without them XLA's partitioner spreads the cut of a weight
-over the activations, and reduces the tokens of all rows over all devices in every layer.
+mesh.RULES place parameters, where the axis divides the size. `Layout` constrains activations: else
+XLA's partitioner spreads the cut of a weight over them, and reduces all tokens in every layer.
 """
 
 from collections.abc import Callable, Iterable, Mapping

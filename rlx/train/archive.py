@@ -1,8 +1,4 @@
-"""Write groups of trajectories to two files and read them: .npz arrays, .json rest. No pickle.
-
-Imports neither JAX nor torch. Used by checkpoints (groups finished but not yet trained on) and by
-anything that keeps rollouts to train on later.
-"""
+"""Write groups of trajectories to two files and read them: .npz arrays, .json rest. No pickle."""
 
 import io
 import json
@@ -27,8 +23,7 @@ _OPTIONAL = {"turn_ids": np.int32, "reference_logprobs": np.float32}  # some tra
 def write_groups(stem: Path, groups: Sequence[Group]) -> None:
     """Write `{stem}.npz` and `{stem}.json`.
 
-    Rewards are written with all their digits and texts as they are, so reading gives back equal
-    groups. Rows must be JSON (strings, numbers, booleans, None, lists and dicts of them).
+    Reading gives back equal groups. Rows must be JSON.
 
     Raises:
       TypeError: a row holds something that JSON cannot.

@@ -6,9 +6,8 @@
       groups.npz, groups.json    groups finished but not yet trained on
       manifest.json              size and blake2b of every other file; written last
 
-A directory named step_* is complete: it is made under a temporary name and renamed when all its
-bytes are on disk. A process killed while it writes leaves the older checkpoints as they were and a
-temporary directory that the next save removes.
+A directory named step_* is complete: it is written under a temporary name and then renamed. The
+next save removes what a killed one left.
 """
 
 import hashlib
@@ -146,8 +145,7 @@ def restore_latest(
 ) -> Restored | None:
     """Read the newest checkpoint that is whole; None where there is none.
 
-    One whose bytes do not match its manifest is passed over, with a line to `say` or a warning.
-    What a killed save left is removed.
+    Skips one whose bytes do not match its manifest, with a line to `say` or a warning.
 
     Args:
       read_state: gives the train state of a checkpoint, as `Update.restore` does.

@@ -1,7 +1,4 @@
-"""What a run asks of its trainer: one interface, whoever computes. Neither JAX nor torch here.
-
-The run keeps the state and never looks into it: it hands it in and takes back what comes out.
-"""
+"""What a run asks of its trainer: one interface, whoever computes. Neither JAX nor torch here."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -20,9 +17,8 @@ State = Any  # a trainer's own: parameters, optimizer, counters, on its devices
 class Update(Protocol):
     """A trainer. Calls are made in one order, by one thread at a time.
 
-    On many hosts every process makes the same calls with equal arguments in the same order
-    (rlx/train/conductor.py), so whatever has to happen on all of them happens inside these methods,
-    each step of the iterator of `weights` included.
+    On many hosts every process makes the same calls in the same order (rlx/train/conductor.py), the
+    iteration over `weights` included.
 
     Attributes:
       model: of what is trained; a reward model's has a value head.
@@ -43,8 +39,7 @@ class Update(Protocol):
     def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
         """Begin to train on a batch; return the new state, and metrics that wait when read.
 
-        `state` is given up: whoever needs its parameters must have read them. Metrics may be read
-        in any thread, also after the new state has been given up; nothing else waits for it.
+        `state` is donated. Metrics may be read in any thread, also after the new state was donated.
         """
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
@@ -53,16 +48,14 @@ class Update(Protocol):
     def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
         """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them.
 
-        Log-probabilities of the tempered policy, nats, of tokens that are trained on; others' may
-        be 0.
+        Those of the tempered policy, nats; tokens that are not trained on may have 0.
         """
 
     def weights(self, state: State, adapters: bool = False) -> Buckets:
         """Return the policy with HF's names, in the dtype that is published.
 
-        Each bucket is computed when it is asked for, so all must have come before the next call
-        that is made of the trainer. `np.asarray` of a tensor waits for it, in any thread, also
-        after `state` has been given up.
+        Each bucket is computed when it is asked for: take all before the next call of the trainer.
+        `np.asarray` of a tensor waits for it, in any thread, also after `state` was donated.
 
         Args:
           adapters: of LoRA alone, with PEFT's names, float32; else they are merged.
@@ -71,5 +64,5 @@ class Update(Protocol):
     def save(self, path: Path, state: State) -> Future[None]:
         """Begin to write the state below `path`, a directory that all see; it may be given up then.
 
-        What is returned ends when all hosts have written theirs; any thread may wait for it.
+        The future ends when all hosts have written theirs.
         """

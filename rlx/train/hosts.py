@@ -264,8 +264,7 @@ class Hosts:
     def failed(self) -> None:
         """Say that the call that was sent last failed here; where others fail alike, all go on.
 
-        Where another process is gone, as a collective may tell before its connection does, this one
-        ends here with the line that names it.
+        Where another process is gone, this one ends here with the line that names it.
         """
         self._failed.add(self.sent)
         if self._closing.wait(_NEWS_SECONDS):
@@ -505,10 +504,7 @@ def _refuse(found: Mapping[int, _Peer], why: str) -> None:
 
 
 def tell_end(coordinator: str, why: str, done: threading.Event) -> None:
-    """Tell a process 0 that still waits for the others that one has ended; until it is `done`.
-
-    Where all had come it notices by itself.
-    """
+    """Tell a process 0 that still waits for the others that one has ended; until it is `done`."""
     while not done.wait(0.1):
         with suppress(OSError):
             peer = _Peer.at(socket.create_connection(_address(coordinator), timeout=5.0))

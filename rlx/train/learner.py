@@ -104,7 +104,7 @@ class Learner:
     ) -> tuple[Learned, Stats]:
         """Make one optimizer update with the gradient grads / denominator, clipped by its norm.
 
-        A gradient norm that is not finite leaves parameters and optimizer as they were.
+        A non-finite gradient norm changes nothing.
 
         Args:
           learned: before the update.

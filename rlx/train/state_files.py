@@ -33,7 +33,7 @@ POLL_SECONDS = 0.05  # how often host 0 looks whether the others have written
 def begin(path: Path, state: Any) -> Future[None]:
     """Begin to write a pytree of arrays, which may be given up then, into a checkpoint's directory.
 
-    What is returned ends when this host has written its shards, and on host 0 all have.
+    The future ends when this host has written its shards, and on host 0 when all have.
 
     Raises:
       UserError: this host does not see the directory that host 0 has made.

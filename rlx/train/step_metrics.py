@@ -1,8 +1,4 @@
-"""The statistics of one train step, computed when they are first read.
-
-Reading a device array waits for the step that makes it. `Metrics` keeps the arrays until the first
-read, so the loop may start step n before it reads the metrics of n − 1.
-"""
+"""The statistics of one train step, computed when they are first read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
