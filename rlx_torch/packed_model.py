@@ -103,7 +103,7 @@ def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
 
 
 def known(path: str | Path) -> Any:
-    """Return transformers' config of an HF directory; UserError for what no packed row can enter."""
+    """Return transformers' config of an HF directory; UserError if it cannot take packed rows."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # one class for each of these
@@ -196,11 +196,11 @@ class Weight(NamedTuple):
     def copied(self, dtype: torch.dtype) -> Tensor:
         """Return it whole, with what is added in its own dtype, as a copy in another."""
         if self.added is None:
-            return whole(self.tensor.to(dtype, copy=True))
-        return (whole(self.tensor) + self.added()).to(dtype)
+            return full(self.tensor.to(dtype, copy=True))
+        return (full(self.tensor) + self.added()).to(dtype)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     """Return a tensor that may be cut, whole, on every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -228,7 +228,7 @@ def published(model: Any, alone: bool = False) -> dict[str, Weight]:
 
 @torch.no_grad()
 def _added(layer: Any) -> Tensor:
-    down, up = (whole(pair["default"].weight) for pair in (layer.lora_A, layer.lora_B))
+    down, up = (full(pair["default"].weight) for pair in (layer.lora_A, layer.lora_B))
     return (up @ down) * layer.scaling["default"]
 
 

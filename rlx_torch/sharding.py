@@ -150,7 +150,7 @@ class Ranks:
 
     # Rows.
 
-    def deal(self, part: Arrays) -> Arrays:
+    def own_rows(self, part: Arrays) -> Arrays:
         """Return this process's rows of a microbatch, whose last ones may be empty."""
         return {name: rows[self._row :: self.row_shards] for name, rows in part.items()}
 

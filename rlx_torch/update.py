@@ -171,7 +171,7 @@ class TorchUpdate(BatchUpdate):
     def save(self, path: Path, state: TorchState) -> Future[None]:
         """Begin to write the state to `path`, by torch's distributed checkpoints, from a copy."""
         tree = _mapped(state.tree(), lambda x: x.to("cpu", copy=True))
-        return self._writer.submit(self._together, dcp.save, tree, path)
+        return self._writer.submit(self._run_dcp, dcp.save, tree, path)
 
     def restore(self, path: Path) -> TorchState:
         """Return the state of a checkpoint; UserError where it belongs to another model."""
@@ -179,7 +179,7 @@ class TorchUpdate(BatchUpdate):
         tree = state.tree()
         reader = Reader(path)
         require_same(path, _described(reader.read_metadata().state_dict_metadata), _described(tree))
-        self._together(partial(dcp.load, storage_reader=reader, planner=Planner()), tree, path)
+        self._run_dcp(partial(dcp.load, storage_reader=reader, planner=Planner()), tree, path)
         state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
         for name in ("policy", "critic"):
             if learned := getattr(state, name):
@@ -218,7 +218,7 @@ class TorchUpdate(BatchUpdate):
         return Buckets({k: np.broadcast_to(zero, x.shape) for k, x in named(empty).items()},
                        buckets())  # fmt: skip
 
-    def _together(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
+    def _run_dcp(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
         """Save or load on all processes; of one alone torch warns each time."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -234,7 +234,7 @@ class TorchUpdate(BatchUpdate):
         return {name: torch.from_numpy(x).to(self._device) for name, x in arrays.items()}
 
     def _put_rows(self, microbatch: Any) -> Any:
-        return packed_model.put(self._ranks.deal(microbatch), self._device)
+        return packed_model.put(self._ranks.own_rows(microbatch), self._device)
 
     def _to_host(self, tree: Any) -> Any:
         return _mapped(tree, _host)

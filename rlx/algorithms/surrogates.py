@@ -15,10 +15,10 @@ from rlx.algorithms.array_ops import Ops
 from rlx.algorithms.signatures import LossInputs
 
 T = TypeVar("T")
-Said = tuple[Any, Mapping[str, Any]]
+LossAndStats = tuple[Any, Mapping[str, Any]]
 
 
-def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
     """Return PPO's clipped ratio (1707.06347, eq. 7) with a dual clip (1912.09729).
 
         max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
@@ -43,7 +43,7 @@ def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
     return loss, {"actor_clip_ratio": clipped}
 
 
-def soft_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+def soft_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
     """Return SAPO's gate in place of the clip (2511.20347, eq. 5 and 6).
 
         −A·(4/τ)·σ(τ(u − 1)), τ = sapo_positive where A > 0, else sapo_negative
@@ -56,7 +56,7 @@ def soft_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
     return -inputs.advantage * (4.0 / tau) * gate, {}
 
 
-def plain_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+def plain_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
     """Return REINFORCE's loss, without a ratio; w is sg(exp(target − behaviour)).
 
         −A·log π
@@ -66,7 +66,7 @@ def plain_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
     return -inputs.advantage * inputs.target, {}
 
 
-def bounded_weight_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+def bounded_weight_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
     """Return CISPO's: REINFORCE weighed by a bounded ratio (2506.13585, eq. 4).
 
         −sg(clip(u, 1 − clip_low, 1 + clip_high))·A·log π
@@ -80,7 +80,7 @@ def bounded_weight_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
     return loss, {"actor_clip_ratio": held != ratio}
 
 
-def geometric_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+def geometric_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
     """Return GMPO's: the geometric mean of a sequence's clipped ratios (2507.20673, eq. 4).
 
         −A·exp(mean x), x = min(log u, log(1 + clip_high)) or, A ≤ 0, max(log u, log(1 − clip_low))
@@ -96,7 +96,7 @@ def geometric_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
     return -inputs.advantage * lib.exp(mean), {"actor_clip_ratio": held != log_ratio}
 
 
-def divergence_surrogate(inputs: LossInputs, algorithm: Algorithm) -> Said:
+def divergence_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
     """Return DPPO's: REINFORCE inside a trust region around the behaviour policy (2602.04879).
 
         −A·log π; 0 where A > 0, π > μ and D > clip_high, or A < 0, π < μ and D > clip_low
@@ -161,7 +161,7 @@ def kept_sequences(inputs: LossInputs, algorithm: Algorithm) -> Any:
 
 
 # ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
-SURROGATES: dict[str, Callable[[LossInputs, Algorithm], Said]] = {
+SURROGATES: dict[str, Callable[[LossInputs, Algorithm], LossAndStats]] = {
     "clip": clipped_surrogate,
     "sapo": soft_surrogate,
     "reinforce": plain_surrogate,

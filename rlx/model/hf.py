@@ -130,7 +130,7 @@ def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.
 
 def _in_whole(index: Slices, row: Row) -> Slices:
     """Return where a slice of a parameter, as HF lays it out, is in HF's tensor."""
-    if not row.whole:
+    if not row.joined_size:
         return index
     start, stop, _ = index[0].indices(row.shape[-1])
     return (slice(row.begin + start, row.begin + stop), *index[1:])

@@ -66,8 +66,8 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
                 )
         if base.begin:
             continue
-        inner, outer = base.axes[1], "joined" if base.whole else base.axes[2]
-        stem, own = PREFIX + base.hf.removesuffix("weight"), sizes | {"joined": base.whole}
+        inner, outer = base.axes[1], "joined" if base.joined_size else base.axes[2]
+        stem, own = PREFIX + base.hf.removesuffix("weight"), sizes | {"joined": base.joined_size}
         for half, axes, kind in (("a", (inner, "rank"), "matrix"), ("b", ("rank", outer), "zeros")):
             path, hf = (
                 ("layers", f"{adapter(base)}_lora_{half}"),

@@ -101,7 +101,7 @@ def _lookup_backward(dtype, place, kept, grad):
     table, tokens = kept
     total = jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype))
     # Whole rows first: cut at once, every device would be sent its columns of all tokens.
-    return sharding.scattered(sharding.whole(total, place), place), None
+    return sharding.scattered(sharding.full(total, place), place), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -31,8 +31,8 @@ class Row(NamedTuple):
       transposed: HF stores the matrix as [out, in]; here it is [in, out].
       kind: how it starts: `matrix` (normal), `ones`, `zeros`.
       shape: in the pytree, the size of each axis.
-      begin, whole: where HF joins several matrices in one tensor, its first row that is of this
-        one, and how many it has; whole 0: the tensor is this matrix alone.
+      begin, joined_size: where HF joins several matrices in one tensor, this one's first row, and
+        the tensor's rows; joined_size 0: the tensor is only this matrix.
     """
 
     path: tuple[str, ...]
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     kind: str
     shape: tuple[int, ...] = ()
     begin: int = 0
-    whole: int = 0
+    joined_size: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -69,12 +69,12 @@ class Row(NamedTuple):
         """Shape of each of HF's tensors."""
         one = self.shape[self.depth :]
         theirs = one[::-1] if self.transposed else one
-        return (self.whole, *theirs[1:]) if self.whole else theirs
+        return (self.joined_size, *theirs[1:]) if self.joined_size else theirs
 
     @property
     def part(self) -> slice:
         """Rows of each of HF's tensors that are of this parameter."""
-        return slice(self.begin, self.begin + self.shape[-1]) if self.whole else slice(None)
+        return slice(self.begin, self.begin + self.shape[-1]) if self.joined_size else slice(None)
 
     def sized(self, sizes: Mapping[str, int]) -> "Row":
         """Return the row with its shape filled in."""
@@ -123,7 +123,7 @@ def _fused(rows: list[Row]) -> list[Row]:
         sizes = [found[name].shape[-1] for name in names]
         for i, name in enumerate(names):
             found[name] = found[name]._replace(
-                hf=f"model.layers.{{}}.{hf}.weight", begin=sum(sizes[:i]), whole=sum(sizes)
+                hf=f"model.layers.{{}}.{hf}.weight", begin=sum(sizes[:i]), joined_size=sum(sizes)
             )
     return list(found.values())
 

@@ -99,7 +99,7 @@ def used(weight: Array, dtype, place: Placement | None) -> Array:
     weight = weight.astype(dtype)
     if place:
         weight = jax.lax.with_sharding_constraint(weight, place.own)
-    return whole(weight, place)
+    return full(weight, place)
 
 
 def scattered(gradient: Array, place: Placement | None) -> Array:
@@ -111,11 +111,11 @@ def scattered(gradient: Array, place: Placement | None) -> Array:
     if place is None:
         return gradient
     if place.own.mesh.shape["replica"] == 1:
-        gradient = whole(gradient, place)
+        gradient = full(gradient, place)
     return jax.lax.with_sharding_constraint(gradient, place.own)
 
 
-def whole(weight: Array, place: Placement | None) -> Array:
+def full(weight: Array, place: Placement | None) -> Array:
     """Return a weight or its gradient with what WEIGHTS cut in one piece."""
     return weight if place is None else jax.lax.with_sharding_constraint(weight, place.used)
 

@@ -33,7 +33,7 @@ from rlx.system.parent_death import end_with_parent
 from rlx.system.signals import interrupts
 from rlx.train import conductor
 from rlx.train.contract import Update
-from rlx.train.hosts import Cluster, Hosts, join, tell_end
+from rlx.train.hosts import Cluster, Hosts, join, report_end
 
 PARENT = "RLX_PARENT"  # the process that has started this one to join it; of the environment
 _LAST_SECONDS = 10.0  # that processes have to end by themselves
@@ -73,7 +73,7 @@ def make(config: ConfigDict, hosts: Hosts, model_dir: Path) -> Update:
     Args:
       model_dir: HF directory of the run's first weights, which all processes see.
     """
-    return conductor.conduct(hosts, partial(library(config).make, config), path=str(model_dir))
+    return conductor.driver(hosts, partial(library(config).make, config), path=str(model_dir))
 
 
 def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
@@ -81,7 +81,7 @@ def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
     say(f"process {hosts.index} of {hosts.count} follows process 0; stop it there")
     signals = current_thread() is main_thread()
     with interrupts(hosts.stop) if signals else nullcontext():
-        told = conductor.follow(hosts, partial(library(config).make, config))
+        told = conductor.worker_loop(hosts, partial(library(config).make, config))
     return told["step"], told["complete"]
 
 
@@ -165,7 +165,7 @@ def _hear(other: subprocess.Popen[bytes], name: str, address: str, done: Event) 
                 sys.stderr.flush()
     if (status := other.wait()) and not done.is_set():
         why = f"{name} ended {exit_reason.words(status, 0)}"
-        tell_end(address, ": ".join(filter(None, (why, last.removeprefix("error: ")))), done)
+        report_end(address, ": ".join(filter(None, (why, last.removeprefix("error: ")))), done)
 
 
 def _identity(config: ConfigDict) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class BatchUpdate:
             self._options.row_buckets,
             attention_cost=self._attention_cost,
             shards=self._row_shards,
-            together=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
+            row_mates=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
         )
         return plan, [self._put_rows(part) for part in packing.microbatches(flat, ids, plan)]
 
@@ -150,14 +150,14 @@ class BatchUpdate:
         denominators = [denominator for denominator, _ in divisors]
 
         def compute() -> dict[str, Any]:
-            made, divided, whole = self._to_host((results, denominators, sums))
+            made, divided, totals = self._to_host((results, denominators, sums))
             return {
                 **step_metrics.device_metrics(
-                    made, divided, whole, flat.num_runs,
+                    made, divided, totals, flat.num_runs,
                     lambda updates: rate_at(o.optimizer, o.policy_updates, updates, np),
                 ),
                 **known,
-                **step_metrics.staleness(versions, int(whole["version"])),
+                **step_metrics.staleness(versions, int(totals["version"])),
             }  # fmt: skip
 
         return state, Metrics(compute)

@@ -1,10 +1,10 @@
 """One trainer on many hosts: process 0 makes each call, the others repeat it. No JAX here.
 
     process 0    update.update(state, groups) ─▶ (name, groups) to all ─▶ its own trainer's call
-    the others   follow: receive ─▶ the same call of their trainer, with a state of their own
+    the others   worker_loop: receive ─▶ the same call of their trainer, with a state of their own
 
-What is sent are names, paths and groups of trajectories; the state never travels. Each process has
-its part of it, and the calls' order, equal everywhere, is the order of their collectives.
+Names, paths and groups of trajectories are sent; each process keeps its part of the state. Calls,
+and so their collectives, have one order everywhere.
 """
 
 import json
@@ -28,8 +28,8 @@ from rlx.train.hosts import Hosts
 Make = Callable[..., Update]
 
 
-def conduct(hosts: Hosts, make: Make, **arguments: Any) -> Update:
-    """Return `make(**arguments)`, made on all processes, each call of which all of them make.
+def driver(hosts: Hosts, make: Make, **arguments: Any) -> Update:
+    """Return the trainer `make(**arguments)` of all processes, which all make each of its calls.
 
     Args:
       arguments: JSON-able.
@@ -37,21 +37,18 @@ def conduct(hosts: Hosts, make: Make, **arguments: Any) -> Update:
     Raises:
       UserError: it cannot be made on one of them.
     """
-    return _Conducted(hosts, make, arguments) if hosts.count > 1 else make(**arguments)
+    return _Driver(hosts, make, arguments) if hosts.count > 1 else make(**arguments)
 
 
-def stop(hosts: Hosts, **told: Any) -> None:
-    """Let `follow` return `told` on the other processes, as process 0 ends."""
+def stop(hosts: Hosts, **result: Any) -> None:
+    """Make `worker_loop` return `result` on the other processes, as process 0 ends."""
     if hosts.count > 1:
-        hosts.send(_encode("stop", told))
+        hosts.send(_encode("stop", result))
 
 
-def follow(hosts: Hosts, make: Make) -> dict[str, Any]:
-    """Repeat the calls of process 0 until it stops; return what it tells then.
-
-    A call that fails is told to process 0, which fails alike, or ends the run.
-    """
-    repeated = _Repeated(make)
+def worker_loop(hosts: Hosts, make: Make) -> dict[str, Any]:
+    """Repeat the calls of process 0 until it stops; return the arguments of `stop`."""
+    worker = _Worker(make)
     while True:
         name, arguments, groups = _decode(hosts.receive())
         if name == "stop":
@@ -63,14 +60,14 @@ def follow(hosts: Hosts, make: Make) -> dict[str, Any]:
                 hosts.unsaved(call, words(failure))
 
         try:
-            if part := repeated.call(name, arguments, groups):
+            if part := worker.call(name, arguments, groups):
                 part.add_done_callback(written)
         except Exception as failure:
             error = words(failure)
         hosts.done(error)
 
 
-class _Conducted:
+class _Driver:
     """An `Update` whose calls reach the other processes too, in one order for all threads."""
 
     def __init__(self, hosts: Hosts, make: Make, arguments: dict[str, Any]):
@@ -113,17 +110,17 @@ class _Conducted:
         )
 
     def save(self, path: Path, state: State) -> Future[None]:
-        """Begin to save; what is returned fails at once where another process could not write."""
+        """Begin to save; the future fails at once where another process could not write."""
         given = {"path": str(path)}
         with self._lock:
-            whole = self._saves[self._hosts.sent + 1] = Future[None]()
+            saved = self._saves[self._hosts.sent + 1] = Future[None]()
             own = self._of(state, "save", lambda: self._update.save(path, state), given, wait=True)
-        own.add_done_callback(lambda part: _end(whole, part.exception()))
-        return whole
+        own.add_done_callback(lambda part: _finish(saved, part.exception()))
+        return saved
 
     def _unsaved(self, name: str, call: int, error: str) -> None:
-        if whole := self._saves.get(call):
-            _end(whole, _error(f"{name}: {error}"))
+        if saved := self._saves.get(call):
+            _finish(saved, _error(f"{name}: {error}"))
 
     def _of(self, state: State, *call: Any, **more: Any) -> Any:
         """Make a call that is about a state; the other processes have only the last one."""
@@ -158,14 +155,14 @@ def _error(text: str) -> UserError:
     return (DiskFull if f"{DiskFull.__name__}: " in text else UserError)(text)
 
 
-def _end(whole: Future[None], error: BaseException | None) -> None:
-    """End a save with what came of it; whoever comes second has nothing to add."""
+def _finish(saved: Future[None], error: BaseException | None) -> None:
+    """Set the future's result once; later results are ignored."""
     with suppress(InvalidStateError):
-        whole.set_exception(error) if error else whole.set_result(None)
+        saved.set_exception(error) if error else saved.set_result(None)
 
 
-class _Repeated:
-    """The trainer of a process that follows, its state, and the buckets that it is giving."""
+class _Worker:
+    """The trainer of another process, its state, and the buckets it is iterating over."""
 
     def __init__(self, make: Make):
         self._make = make
@@ -174,7 +171,7 @@ class _Repeated:
         self._buckets: Iterator[Any] = iter(())
 
     def call(self, name: str, given: dict, groups: Sequence[Group]) -> Future[None] | None:
-        """Make one call, as `_Conducted` has sent it; return what ends when a save is written."""
+        """Make one call, as `_Driver` sent it; return the future of a save."""
         update, state = self._update, self._state
         match name:
             case "make":

@@ -1,12 +1,11 @@
-"""The processes of one run on many hosts: who they are, how they meet, how a lost one is noticed.
+"""The processes of one run on many hosts: their places, connections, and the watch over them.
 
-    process 0    listens, waits for the others, tells them each call (rlx/train/conductor.py)
-    the others   connect, say what they run (config, code), repeat each call
+    process 0    listens, waits for the others, sends them each call (rlx/train/conductor.py)
+    the others   connect, send their identity (config, code), repeat each call
 
-Plain TCP between process 0 and each other one, without JAX or torch, whose collectives wait for
-ever for a process that is gone. Who closes its connection, gives no sign of life for too long, or
-does not begin or finish a call in time, ends all the others, with one line that says which: the
-process ends where it stands, for its main thread may be deep in a collective.
+Plain TCP without JAX or torch, whose collectives wait for ever for a lost process. If a process
+disconnects, falls silent, or does not begin or finish a call in time, every process exits at once
+and names it: the main thread may be deep in a collective.
 """
 
 import json
@@ -146,11 +145,11 @@ class _Call:
 
 @dataclass(eq=False)
 class _Peer:
-    """Another process: when it was heard, which calls it has made, why the last one failed."""
+    """Another process: when it was last seen, the calls it has made, why the last one failed."""
 
     link: Connection
     name: str = "process 0"
-    heard: float = 0.0
+    last_seen: float = 0.0
     begun: int = 0  # calls
     done: int = 0
     error: str = ""
@@ -196,8 +195,8 @@ class Hosts:
     """The processes of a run, as one of them sees the others; made by `join`.
 
     Attributes:
-      on_stop: what process 0 does when another one asks for the run's end.
-      on_unsaved: what it does when another could not write its part: of its name, call, error.
+      on_stop: called on process 0 when another one asks to end the run.
+      on_unsaved: called with (name, call, error) when another could not write its part.
       sent: calls that process 0 has sent, or that have come from it.
 
     Args:
@@ -226,7 +225,7 @@ class Hosts:
         self._sign = _ALIVE
         self._caller = 0  # the thread that makes the calls
         for peer in peers:
-            peer.heard = time.monotonic()
+            peer.last_seen = time.monotonic()
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
         if peers:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -235,11 +234,11 @@ class Hosts:
         """Send a call to all others; process 0 alone does."""
         self.sent, self._caller = self.sent + 1, threading.get_ident()
         self._open[self.sent] = call = _Call(name, time.monotonic())
-        self._tell(_CALL, message)
+        self._send_all(_CALL, message)
         call.sent = time.monotonic()  # a batch takes a while
 
     def made(self) -> None:
-        """Say that process 0 has made the last call itself; now it waits for the others."""
+        """Note that process 0 has made the last call itself and waits for the others."""
         with self._news:
             if call := self._open.get(self.sent):
                 call.made = time.monotonic()
@@ -254,15 +253,15 @@ class Hosts:
         return message
 
     def done(self, error: str = "") -> None:
-        """Tell process 0 what came of the call that was received last; "": all went well."""
-        self._tell(_DONE, error.encode())
+        """Report the result of the last call to process 0: its error, or "" for success."""
+        self._send_all(_DONE, error.encode())
 
     def unsaved(self, call: int, error: str) -> None:
-        """Tell process 0 that what the call `save` has begun could not be written here."""
-        self._tell(_UNSAVED, json.dumps([call, error]).encode())
+        """Report to process 0 that the save begun by that call could not be written here."""
+        self._send_all(_UNSAVED, json.dumps([call, error]).encode())
 
     def failed(self) -> None:
-        """Say that the call that was sent last failed here; where others fail alike, all go on.
+        """Report a local failure; if all processes fail the same way, they continue.
 
         Where another process is gone, this one ends here with the line that names it.
         """
@@ -281,11 +280,11 @@ class Hosts:
         self._sign = _STOP  # another thread tells it: the one interrupted may be sending
 
     def close(self, error: str = "") -> None:
-        """Leave the others, who do not miss this one; with an `error` they end too, and say it."""
+        """Leave the run; with an `error` the other processes end too, and print it."""
         self._closing.set()
-        self._tell(_FAILED if error else _ENDED, error.encode())
+        self._send_all(_FAILED if error else _ENDED, error.encode())
 
-    def _tell(self, kind: bytes, payload: bytes = b"") -> None:
+    def _send_all(self, kind: bytes, payload: bytes = b"") -> None:
         for peer in self._peers:
             try:
                 peer.send(kind, payload)
@@ -306,7 +305,7 @@ class Hosts:
         try:
             while True:  # to the very end, so that the other one may read all that was sent
                 message = peer.link.recv_bytes()
-                peer.heard = time.monotonic()
+                peer.last_seen = time.monotonic()
                 take[message[:1]](message[1:])
         except (OSError, EOFError) as error:
             self._lose(f"{peer.name} is lost: {str(error) or 'its connection has closed'}")
@@ -332,16 +331,16 @@ class Hosts:
             self._lose(f"{peer.name} failed: {error}")
 
     def _watch(self) -> None:
-        """Give a sign of life, and see that the others do, and go on."""
+        """Send heartbeats; end the run when another process is silent or hangs."""
         timeout = self._cluster.timeout
         while not self._closing.wait(min(1.0, timeout / 4)):
             for peer in self._peers:
-                if (silent := time.monotonic() - peer.heard) > timeout:
+                if (silent := time.monotonic() - peer.last_seen) > timeout:
                     self._lose(f"{peer.name} is lost: no sign of life for {silent:.0f} s")
                 elif text := self._hangs(peer):
                     self._lose(text)
             sign = (self._sign, self._place().encode())
-            threading.Thread(target=self._tell, args=sign, daemon=True).start()
+            threading.Thread(target=self._send_all, args=sign, daemon=True).start()
 
     def _place(self) -> str:
         """Return where in its call this process is: `file.py:12 function`, at most three, or ""."""
@@ -355,11 +354,10 @@ class Hosts:
         return " > ".join(found)
 
     def _hangs(self, peer: _Peer) -> str:
-        """Return what to say of a process that does not go on with a call; "" while it may yet.
+        """Return the message about a process that is stuck in a call; "" while it is in time.
 
-        Where process 0 has made it, another may have to compile what process 0 has in a cache: as
-        long as it took for such a call before, or, for the first one, as processes are waited for.
-        Where process 0 is in it too, it may wait for the other one in a collective.
+        After process 0 has made the call, another may still compile: its limit is its longest such
+        call, or `join` for the first one. Until then process 0 may wait in a collective for it.
         """
         limits, here = self._cluster, ""
         with self._news:
@@ -391,9 +389,9 @@ class Hosts:
     def _lose(self, text: str) -> None:
         """End all the others and this process, for one of them is gone."""
         if self._closing.is_set() or not self._ending.acquire(blocking=False):
-            return  # whoever comes second has nothing to add
+            return  # already ending
         self._closing.set()
-        tell = threading.Thread(target=self._tell, args=(_FAILED, text.encode()), daemon=True)
+        tell = threading.Thread(target=self._send_all, args=(_FAILED, text.encode()), daemon=True)
         tell.start()
         tell.join(1.0)  # one that hangs reads nothing
         self._end(f"{text}; the same command goes on after the last checkpoint")
@@ -411,12 +409,13 @@ def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process)
     """
     if cluster.count == 1:
         return Hosts(cluster, [])
-    role, identity = _come if cluster.index else _gather, {**identity, "processes": cluster.count}
+    role = _connect if cluster.index else _accept
+    identity = {**identity, "processes": cluster.count}
     peers, service = role(cluster, {name: json.dumps(identity[name]) for name in identity})
     return Hosts(cluster, peers, service, end)
 
 
-def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
+def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
     """Wait for all others on process 0; refuse them all when one is wrong."""
     deadline, found = time.monotonic() + cluster.join, dict[int, _Peer]()
     host, port = _address(cluster.coordinator)
@@ -437,7 +436,7 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
         f"{cluster.coordinator}{alone and '; '}{alone}", file=sys.stderr, flush=True,
     )  # fmt: skip
     hellos: queue.SimpleQueue[tuple[_Peer, bytes, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_answer, args=(listener, hellos), daemon=True).start()
+    threading.Thread(target=_read_hellos, args=(listener, hellos), daemon=True).start()
     try:
         while len(found) < cluster.count - 1:
             try:
@@ -460,11 +459,11 @@ def _gather(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
     return [found[index] for index in sorted(found)], service
 
 
-def _answer(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
-    """Put the first message of each connection into `hellos`; who sends none keeps nobody out."""
+def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
+    """Put the first message of each connection into `hellos`; silent ones block no others."""
     free = threading.Semaphore(_MOST_STRANGERS)
 
-    def hear(peer: _Peer) -> None:
+    def read(peer: _Peer) -> None:
         with suppress(OSError, EOFError, ValueError):
             hellos.put((peer, *peer.first(_HELLO_SECONDS)))
         free.release()
@@ -472,7 +471,7 @@ def _answer(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
     with suppress(OSError):  # until it is shut down
         while free.acquire():
             peer = _Peer.at(listener.accept()[0])
-            threading.Thread(target=hear, args=(peer,), daemon=True).start()
+            threading.Thread(target=read, args=(peer,), daemon=True).start()
 
 
 def _admit(
@@ -503,8 +502,8 @@ def _refuse(found: Mapping[int, _Peer], why: str) -> None:
     raise UserError(why)
 
 
-def tell_end(coordinator: str, why: str, done: threading.Event) -> None:
-    """Tell a process 0 that still waits for the others that one has ended; until it is `done`."""
+def report_end(coordinator: str, why: str, done: threading.Event) -> None:
+    """Report to a process 0 that still waits for others that one has ended, until `done`."""
     while not done.wait(0.1):
         with suppress(OSError):
             peer = _Peer.at(socket.create_connection(_address(coordinator), timeout=5.0))
@@ -512,7 +511,7 @@ def tell_end(coordinator: str, why: str, done: threading.Event) -> None:
             done.wait(_HELLO_SECONDS)
 
 
-def _come(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
+def _connect(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
     """Connect to process 0, which may begin to listen later than this one to connect."""
     deadline, refused = time.monotonic() + cluster.join, ""
     hello = {"index": cluster.index, "name": str(cluster), "identity": identity}
@@ -537,10 +536,10 @@ def _come(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], s
 
 
 def relay(target: str) -> str:
-    """Listen on loopback for what goes on to `target`, host:port; return where.
+    """Forward a loopback port to `target`, host:port; return its address.
 
-    A connection that `target` closes stays open on this side: JAX's client would abort its process
-    with a stack trace when process 0 is gone, before anyone could say so in one line.
+    A connection that `target` closes stays open on this side: JAX's client would abort with a stack
+    trace when process 0 is gone.
     """
     listener = socket.create_server(("127.0.0.1", 0))
 

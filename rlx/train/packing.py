@@ -295,7 +295,7 @@ def plan(
     *,
     attention_cost: float = 0.0,
     shards: int = 1,
-    together: np.ndarray | None = None,
+    row_mates: np.ndarray | None = None,
 ) -> PackPlan:
     """Choose the row length of each microbatch and pack, as cheaply as `PackPlan.cost` counts it.
 
@@ -309,15 +309,15 @@ def plan(
       attention_cost: work of attention per token and key, over the other work per token; 0 where
         attention does not look beyond a segment.
       shards: of rows over devices; every microbatch has a multiple of it in rows.
-      together: [N] int64 from 0; sequences of equal number share a row (the two of a pair).
+      row_mates: [N] int64 from 0; sequences of equal number share a row (the two of a pair).
 
     Raises:
-      UserError: a sequence, or what must be together, is longer than the budget.
+      UserError: a sequence, or a pair of row mates, is longer than the budget.
     """
-    if together is not None:
-        units = np.bincount(together, sizes).astype(np.int64)
+    if row_mates is not None:
+        units = np.bincount(row_mates, sizes).astype(np.int64)
         found = plan(units, budget, buckets, attention_cost=attention_cost, shards=shards)
-        return replace(found, rows=found.rows[together])
+        return replace(found, rows=found.rows[row_mates])
     longest = int(sizes.max(initial=1))
     if longest > budget:
         raise UserError(

@@ -116,9 +116,9 @@ class Pair:
         )
         self.told = queue.Queue()
         make = lambda path: Recording(self.log, dict(follower_fails), path)  # noqa: E731
-        run = lambda: self.told.put(conductor.follow(self.follower, make))  # noqa: E731
+        run = lambda: self.told.put(conductor.worker_loop(self.follower, make))  # noqa: E731
         threading.Thread(target=run, daemon=True).start()
-        self.update = conductor.conduct(
+        self.update = conductor.driver(
             self.lead, lambda path: Recording(self.lead_log, dict(lead_fails), path), path="first"
         )
 
@@ -251,8 +251,8 @@ class Trainer:
 address, index, count, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 hosts = join(Cluster(address, count, index, timeout=6.0, join=300.0, call=6.0), {})
 if index:
-    conductor.follow(hosts, Trainer)
-update = conductor.conduct(hosts, Trainer, path="")
+    conductor.worker_loop(hosts, Trainer)
+update = conductor.driver(hosts, Trainer, path="")
 state = update.init()
 for _ in range(2):
     state, _ = update.update(state, [])

@@ -98,10 +98,10 @@ def full(directory: Path, mesh: str) -> None:
     if cluster.index:
         free = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, free[1]))
-        conductor.follow(joined, Given)
+        conductor.worker_loop(joined, Given)
         resource.setrlimit(resource.RLIMIT_FSIZE, free)
     else:
-        update = conductor.conduct(joined, Given, mesh=mesh)
+        update = conductor.driver(joined, Given, mesh=mesh)
         save = partial(update.save, state=update.init())
         with pytest.raises(DiskFull, match=r"process 1 of 2 .*: no disk space for its part of"):
             checkpoint.begin(directory, 1, save, update.state_bytes, {"step": 1})()
