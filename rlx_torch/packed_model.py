@@ -153,11 +153,7 @@ def adapters(model: Any) -> dict[str, nn.Parameter]:
 
 @dataclasses.dataclass
 class OtherAdapters:
-    """Adapters that a model may have in place of its own: its reference policy's.
-
-    Attributes:
-      tensors: by the names of the model's own.
-    """
+    """A reference policy's adapters, which a model may have in place of its own, by its names."""
 
     model: Any
     tensors: dict[str, Tensor]
@@ -206,10 +202,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def published(model: Any, alone: bool = False) -> dict[str, Weight]:
-    """Return the tensors of a model, adapters merged, or with `alone` those of adapters.
-
-    Names are those of its parameters, or PEFT's; of a tied head there is one.
-    """
+    """Return a model's tensors by its or PEFT's names, adapters merged, or only they (`alone`)."""
     if alone:
         own = adapters(model).items()
         return {PREFIX + name.replace(".default", ""): Weight(p.detach()) for name, p in own}

@@ -103,11 +103,7 @@ def processes() -> int:
 
 
 def check_plan(model: Any) -> dict[str, str]:
-    """Return how transformers would cut a model by `tensor`: name of a module → style.
-
-    Raises:
-      UserError: it has no plan, or one with styles that are not in _STYLES.
-    """
+    """Return transformers' tensor plan, name of a module → style; UserError if it is unusable."""
     plan = dict(model.tp_plan)
     if model.config.tie_word_embeddings:  # fsdp alone cuts what two modules share
         shared = ("lm_head", "embedding_rowwise")
@@ -265,10 +261,7 @@ class Ranks:
     # Gradients.
 
     def expect(self, model: Any, last: bool) -> None:
-        """Say whether the next backward pass is a minibatch's last, which sends the gradients.
-
-        Those of a model that has not the room to keep them whole are sent after each.
-        """
+        """Set whether the next backward pass sends gradients; without room for them, each does."""
         if self._mesh is None:
             return
         model.set_requires_gradient_sync(last or not self._has_room(model))

@@ -73,11 +73,7 @@ class Planner(DefaultLoadPlanner):
 
 
 class TorchCheckpoint(Mapping[str, Any]):
-    """Tensors, as numpy's, and numbers of a checkpoint by name; each access reads one whole.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """Tensors and numbers of a checkpoint by name, read when accessed; UserError if unreadable."""
 
     def __init__(self, path: Path):
         self._reader = Reader(path)

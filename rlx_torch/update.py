@@ -313,10 +313,7 @@ class TorchUpdate(BatchUpdate):
     def _learn(
         self, state: TorchState, batches: list, denominator: Tensor, held: Any, critic: bool = False
     ) -> tuple[TorchState, dict[str, Any]]:
-        """Make one optimizer update by a minibatch; return the state and summed stats.
-
-        A gradient norm that is not finite leaves parameters and optimizer as they were.
-        """
+        """Make one optimizer update by a minibatch; a non-finite norm changes nothing."""
         learned: Any = state.critic if critic else state.policy
         loss = self._value_loss if critic else self._loss
         learned.optimizer.zero_grad(set_to_none=True)

@@ -198,10 +198,7 @@ def standardise(
 
 
 def _centre(x: Array, index: Array | None, weight: Array) -> tuple[Array, Array]:
-    """Return x minus its peers' mean, and how many runs they are, [K] each.
-
-    Peers are the entries of equal index and weight > 0; all of them when index is None.
-    """
+    """Return x minus the mean of its index (None: of all), and how many runs that has, [K] each."""
     ops = ops_of(x)
     lib, valid = ops.lib, weight > 0
     n = lib.round(_total(ops.lib.ones_like(x), index, weight))  # three thirds may be less than one
@@ -254,10 +251,7 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
 
 
 def token_rewards(rewards_N: Array, loss_mask_F: Array, sequence_ids_F: Array) -> Array:
-    """Return each trajectory's reward on its last trained token, 0 elsewhere; [F] float32.
-
-    The last *trained* one: a trajectory that ends on tool output keeps its reward.
-    """
+    """Return each trajectory's reward on its last trained token, 0 elsewhere; [F] float32."""
     same_shape(loss_mask_F, sequence_ids_F)
     ops = ops_of(loss_mask_F)
     last = loss_mask_F & ~next_trained(loss_mask_F, sequence_ids_F)[1]
@@ -323,10 +317,7 @@ ADVANTAGES = {"gae": gae_advantage}
 
 
 def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Array]:
-    """Return the index of the next trained token ([F] int32, in range), and whether there is one.
-
-    One of the same trajectory, [F] bool.
-    """
+    """Return each token's next trained one of its trajectory, [F] int32, and whether it exists."""
     ops, size = ops_of(loss_mask_F), loss_mask_F.shape[0]
     index = ops.lib.where(loss_mask_F, ops.row_index(loss_mask_F)[:, 0], size)
     at_or_after = ops.least_from(index)

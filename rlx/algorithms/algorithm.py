@@ -59,22 +59,14 @@ OWN_LOSS = LossKind(ratio=True)
 
 
 def choose(field: str, name: str, table: Mapping[str, T]) -> T:
-    """Return `table[name]`: code that lacks a choice must not fall through to another.
-
-    Raises:
-      UserError: `name` is not in the table.
-    """
+    """Return `table[name]`; UserError for a name that is not in the table."""
     if name not in table:
         raise unknown(f"algorithm.{field}", name, table)
     return table[name]
 
 
 def require_reference(batch: Mapping[str, T]) -> T:
-    """Return `batch["reference_logprobs"]`, of JAX or of torch.
-
-    Raises:
-      UserError: there is none; a missing reference is not one of logprob 0.
-    """
+    """Return `batch["reference_logprobs"]`; UserError where there are none."""
     if "reference_logprobs" not in batch:
         raise UserError(
             "a KL term needs reference_logprobs and the batch has none; give a reference model or "
@@ -281,10 +273,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def check_choices(algorithm: Algorithm) -> None:
-    """Raise UserError for a field whose value is none of its choices, suggesting the nearest.
-
-    A user's own function is none of them; its arguments must be a JSON object.
-    """
+    """Raise UserError for a field whose value is none of its choices, suggesting the nearest."""
     for name, choices in CHOICES.items():
         if getattr(algorithm, f"{name}_function", None) is None:
             choose(name, getattr(algorithm, name), dict.fromkeys(choices))

@@ -51,11 +51,7 @@ class AdvantageInputs(Generic[T]):
 
 
 def own_advantage(inputs: AdvantageInputs[T], algorithm: Algorithm) -> T:
-    """Return what a user's advantage(inputs, algorithm) says of each token, [F] float32.
-
-    Raises:
-      UserError: it gives anything else.
-    """
+    """Return a user's advantage of each token, [F] float32; UserError for anything else."""
     function = algorithm.advantage_function
     assert function is not None
     out, what = function(inputs, algorithm), f"algorithm.advantage={algorithm.advantage}"

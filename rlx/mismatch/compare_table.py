@@ -40,11 +40,7 @@ def case_of(
     dtype: str,
     limits: tuple[float, float] = (0.0, 0.0),
 ) -> MismatchCase:
-    """Return the samples with the trainer's scorer; weights and activations are of `dtype`.
-
-    Args:
-      limits: of one |Δ logprob| and of their mean, nats; 0: by the dtypes.
-    """
+    """Return the samples with the trainer's scorer in `dtype`; limits of 0 follow the dtypes."""
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
     config, params = hf.load(model_dir, dtype)
@@ -73,11 +69,7 @@ def comparisons(case: MismatchCase, model_dir: Path) -> dict[str, Comparison]:
 
 
 def table(case: MismatchCase, found: dict[str, Comparison], dtype: str) -> str:
-    """Return one line a pair, and the likely cause where the engine differs from rlx.
-
-    Args:
-      dtype: of the engine.
-    """
+    """Return one line a pair, and the likely cause where the engine (of `dtype`) differs."""
     limits, tokens = case.tolerance, sum(len(s.completion.tokens) for s in case.samples)
     lines = [
         f"{len(case.samples)} completions, {tokens} tokens, temperature "

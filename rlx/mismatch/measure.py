@@ -178,11 +178,8 @@ class TrainerScorer:
         ]
 
     def logits(self, params: Params, samples: Sequence[EngineSample]) -> np.ndarray:
-        """Return the logits that each completion token was drawn from, [N, V] float32.
-
-        N counts the tokens of all completions, in order; no temperature is applied. All N × V are
-        in memory at once: use it for a few samples only.
-        """
+        """Return the logits that all completion tokens were drawn from, [N, V] float32."""
+        # All N × V are in memory at once: for a few samples only.
         index = np.concatenate([
             i * self.row_length + len(s.prompt) - 1 + np.arange(len(s.completion.tokens))
             for i, s in enumerate(samples)
@@ -230,11 +227,7 @@ def restricted(
 def transformers_logprobs(
     model_dir: Path, samples: Sequence[EngineSample], temperature: float, dtype: str
 ) -> list[np.ndarray]:
-    """Return the scores of transformers' implementation, on the CPU, as `TrainerScorer.logprobs`.
-
-    Args:
-      dtype: float32 | bfloat16, of weights and activations.
-    """
+    """Return transformers' scores on the CPU in `dtype`, float32 or bfloat16, [T] a sample."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

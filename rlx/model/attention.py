@@ -62,10 +62,8 @@ def attention(
 
 
 def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
-    """Return how this machine computes attention: packed | mask | blocks.
-
-    cuDNN's kernels know windows, but no softcap.
-    """
+    """Return how this machine computes attention: packed | mask | blocks."""
+    # cuDNN's kernels have windows, but no softcap.
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if not half or not kernel_fits(head_dim, softcap) or not cuda_capability():
         return "blocks"

@@ -44,11 +44,7 @@ def embed_scale(config: ModelConfig, x: jax.Array) -> jax.Array:
 def rope_tables(
     config: ModelConfig, positions: jax.Array, window: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (cos, sin) of positions, [...] int32 → two [..., H/2] float32.
-
-    Args:
-      window: of the layer; those with one may have a RoPE of their own.
-    """
+    """Return (cos, sin) of positions [...] int32, two [..., H/2] float32, for a `window`."""
     kind = config.local_rope if window and config.local_rope else config.rope
     return rope.tables(kind, config.head_dim, positions)
 
@@ -167,10 +163,7 @@ def hidden(
     segment_ids: jax.Array,
     **how: Any,
 ) -> jax.Array:
-    """Return the hidden states of packed rows [B, T, D], after the final norm.
-
-    Arguments, each [B, T] int32, and keywords as `states` has them.
-    """
+    """Return packed rows' states [B, T, D] after the final norm; arguments as of `states`."""
     batch = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
     return states(params, config, batch, **how)[0]
 

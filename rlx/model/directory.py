@@ -56,10 +56,7 @@ def _packaged(name: str) -> Path:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Return the ModelConfig of an HF directory, with the end tokens of generation_config.json.
-
-    Of a model that rlx's decoder does not have it is `foreign`.
-    """
+    """Return an HF directory's ModelConfig, `foreign` for a model that the decoder has not."""
     path = Path(path)
     record = read_json(path / "config.json")
     try:

@@ -83,11 +83,7 @@ def from_hf(
 
 
 def to_hf(params: Params, config: ModelConfig, dtype: Any = None) -> dict[str, np.ndarray]:
-    """Return tensors with HF's names and layouts, all on the host.
-
-    Args:
-      dtype: of the tensors; None keeps each parameter's own.
-    """
+    """Return tensors with HF's names and layouts, on the host; dtype None keeps each one's own."""
     return export(params, parameters.table(config), dtype).arrays()
 
 

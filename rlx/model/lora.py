@@ -48,10 +48,7 @@ def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
 
 
 def attach(base: Params, adapters: Params, lora: LoraConfig) -> Params:
-    """Return parameters with which the decoder computes x·W + scale·(x·A)·B.
-
-    The base is not copied; the scale is folded into B.
-    """
+    """Return parameters that compute x·W + scale·(x·A)·B; the base is not copied."""
     pairs = {
         name: leaf * lora.scale if name.endswith("_lora_b") else leaf
         for name, leaf in _single(base, adapters).items()

@@ -41,11 +41,7 @@ class LoraConfig:
 
 
 def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
-    """Return the rows of the adapters: A and B of each target, with PEFT's names and layouts.
-
-    Raises:
-      UserError: a target is of a mixture's experts, or a part of a joined matrix alone.
-    """
+    """Return the rows of the adapters, with PEFT's names; UserError for an unsuitable target."""
     sizes = parameters.axis_sizes(config) | {"rank": lora.rank}
     bases = {row.path: row for row in parameters.table(config)}
     rows: list[Row] = []

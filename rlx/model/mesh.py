@@ -36,11 +36,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse "fsdp:4,tensor:2" as {"fsdp": 4, "tensor": 2}; empty text is an empty mesh.
-
-    Raises:
-      UserError: an axis is unknown or given twice, or its size is no number of at least 1.
-    """
+    """Parse "fsdp:4,tensor:2" as {"fsdp": 4, "tensor": 2}, "" as {}; UserError if malformed."""
     axes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, size = part.partition(":")
@@ -106,10 +102,7 @@ def check_devices(text: str, devices: int) -> None:
 
 
 def check_model(text: str, model: ModelConfig) -> None:
-    """Raise UserError where `tensor` cannot cut the query heads or MLP, or `expert` the experts.
-
-    Key and value heads that `tensor` does not divide are whole on each of its devices.
-    """
+    """Raise UserError where `tensor` cannot cut the query heads or MLP, or `expert` the experts."""
     axes = parse_mesh(text)
     tensor, experts = axes.get("tensor", 1), axes.get("expert", 1)
     columns = model.expert_dim or model.mlp_dim

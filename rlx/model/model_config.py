@@ -191,12 +191,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
-        """Return the config of HF's `config.json`, a dict with `rope_scaling` or `rope_parameters`.
-
-        Raises:
-          UserError: for an architecture or an option this decoder does not have, and for a
-            missing key.
-        """
+        """Return the config of HF's `config.json`; UserError for what the decoder does not have."""
         architecture, value_head = _architecture(hf)
         given = {k: v for k, v in hf.items() if v is not None or k in _NULL_IS_OFF}
         if "num_local_experts" in given:  # as newer files have it
@@ -241,11 +236,7 @@ class ModelConfig:
 
     @classmethod
     def from_foreign(cls, hf: Mapping[str, Any], why: str, numbers: int) -> "ModelConfig":
-        """Return what a run asks of any causal language model; the rest is a guess for estimates.
-
-        Raises:
-          UserError: the file does not tell its vocabulary, context or sizes.
-        """
+        """Return what a run needs of any causal language model; UserError where it is missing."""
         check(hf, "architectures", "text_config")
         text, rows = hf.get("text_config") or {}, ARCHITECTURES.values()
         known = [row for row in rows if row["model_type"] == text.get("model_type")]

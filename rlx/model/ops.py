@@ -84,10 +84,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lookup(table: Array, tokens: Array, dtype: Any, place: Placement | None = None) -> Array:
-    """Return table[tokens] in `dtype`: [V, D] and [...] int32 → [..., D].
-
-    The gradient has the table's dtype, and is scattered to its `place` on a mesh.
-    """
+    """Return table[tokens] in `dtype`, [..., D]; the gradient has the table's dtype and `place`."""
     if place is None:  # few rows are looked up: not the whole table is cast
         return table[tokens].astype(dtype)
     return sharding.used(table, dtype, place)[tokens]

@@ -73,11 +73,8 @@ def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array, window: i
 
 
 def segment_table(segment_sizes: Array) -> tuple[Array, Array]:
-    """Return lengths [B, M] and first tokens [B, M + 1] of segments; −1 where there is none.
-
-    The last column of the first tokens is always −1: JAX joins those of all rows, and the end of
-    one row would stand before the beginning of the next.
-    """
+    """Return lengths [B, M] and first tokens [B, M + 1] of segments; −1 where there is none."""
+    # The last column is −1: JAX joins rows, and one row's end would precede the next one's begin.
     there, sizes = segment_sizes > 0, segment_sizes.astype(jnp.int32)
     starts = jnp.where(there, jnp.cumsum(sizes, axis=1) - sizes, -1)
     return jnp.where(there, sizes, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)

@@ -209,11 +209,7 @@ def init(config: ModelConfig, key: "jax.Array", dtype: Any = "float32") -> Param
 
 
 def with_value_head(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
-    """Return a critic or reward model that begins as a policy's decoder and a head of zeros.
-
-    Returns:
-      the parameters of `config` with `value_head`, sharing arrays with `params`; that config.
-    """
+    """Return `params` with a value head of zeros, sharing arrays, and the config with it."""
     import jax.numpy as jnp
 
     config = dataclasses.replace(config, value_head=True)
@@ -252,10 +248,8 @@ ATTENTION_SLOWDOWN = {"cpu": 2.0}
 
 
 def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
-    """Return the time of attention per token and key over that of everything else per token.
-
-    Arithmetic: 4 · layers · heads · head width over 2 · parameters used per token.
-    """
+    """Return the time of attention per token and key over that of everything else per token."""
+    # 4 · layers · heads · head width over 2 · parameters used per token.
     unused = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
     idle = config.num_layers * (config.num_experts - config.experts_per_token)
     unused += idle * 3 * config.model_dim * config.expert_dim

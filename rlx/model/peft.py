@@ -47,11 +47,7 @@ def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> Buck
 def from_peft(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, settings: LoraConfig
 ) -> Params:
-    """Return the adapters of tensors with PEFT's names, float32.
-
-    Raises:
-      UserError: naming the tensor that is missing, extra or mis-shaped.
-    """
+    """Return the adapters of PEFT's tensors, float32; UserError names a missing or extra tensor."""
     import jax.numpy as jnp
 
     rows = lora_config.table(config, settings)

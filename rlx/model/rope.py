@@ -14,11 +14,7 @@ from rlx.model.rope_config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return the angular frequency of each rotated pair, and the factor on cosine and sine.
-
-    Returns:
-      [head_dim / 2] float32, radians per token; a scale ≥ 1 (1 except for YaRN and LongRoPE).
-    """
+    """Return angular frequencies [head_dim / 2] float32, radians per token; cos and sin's scale."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = (np.float32(1.0) / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "linear":

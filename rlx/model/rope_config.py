@@ -58,11 +58,7 @@ def local_from_hf(hf: Mapping[str, Any]) -> Rope:
 
 
 def from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = KINDS) -> Rope:
-    """Return the RoPE of a `config.json`, of either spelling.
-
-    Raises:
-      UserError: for a kind or an option the decoder does not have, or one that a kind needs.
-    """
+    """Return the RoPE of a `config.json`, of either spelling; UserError if unsupported."""
     check(hf, "rope_scaling", "rope_parameters")
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     check(given)

@@ -42,11 +42,7 @@ BATCH = PartitionSpec(ROWS)  # of a batch's arrays, whose tokens the decoder cut
 
 
 def make_mesh(text: str) -> Mesh | None:
-    """Return the mesh of `text` over all devices, or None for one device and empty text.
-
-    Raises:
-      UserError: `text` is malformed or its product is not the number of devices.
-    """
+    """Return the mesh of `text` over all devices, None for one device and no text."""
     devices = jax.device_count()
     if not parse_mesh(text) and devices == 1:
         return None
@@ -103,11 +99,8 @@ def used(weight: Array, dtype, place: Placement | None) -> Array:
 
 
 def scattered(gradient: Array, place: Placement | None) -> Array:
-    """Return a weight's gradient, added up over devices and cut as the weight is stored.
-
-    Without replicas each device makes all of it for its tokens, then keeps its part: cut at once,
-    the compiler may send it the columns of all tokens. Replicas add up parts alone.
-    """
+    """Return a weight's gradient, added up over devices and cut as the weight is stored."""
+    # Cut at once, XLA may send it the columns of all tokens; replicas add up parts only.
     if place is None:
         return gradient
     if place.own.mesh.shape["replica"] == 1:
@@ -181,11 +174,8 @@ class Layout:
         return 1 if self.mesh is None else self.mesh.shape["context"]
 
     def balanced(self, x: Array) -> Array:
-        """Return a batch's array [B, T] with its tokens in the order in which `context` cuts them.
-
-        Of 2 · context blocks of a row the device i has i and the one as far from the end, so that
-        all devices have equally many earlier tokens to attend to.
-        """
+        """Return a batch's array [B, T] with its tokens in the order in which `context` cuts."""
+        # Device i of a row has block i and the one as far from the end: equal work.
         if self.context == 1:
             return x
         blocks = x.reshape(x.shape[0], 2, self.context, -1)
@@ -195,7 +185,7 @@ class Layout:
         """Return an array [B, T] laid out by `balanced` with the tokens of a row in their order."""
         if self.context == 1:
             return x
-        x = jax.lax.with_sharding_constraint(x, self._cut(ROWS))
+        x = self._laid_out(x, ROWS)
         blocks = x.reshape(x.shape[0], self.context, 2, -1)
         parts = [blocks[:, :, 0], blocks[:, ::-1, 1]]
         return jnp.stack(parts, axis=1).reshape(x.shape)
@@ -216,9 +206,7 @@ class Layout:
 
     def rows(self, x: Array) -> Array:
         """Lay out [B, T, D] as looked up or as a head reads it: rows and `context`'s tokens cut."""
-        if self.mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, self._cut(ROWS, "context"))
+        return self._laid_out(x, ROWS, "context")
 
     def tokens(self, x: Array) -> Array:
         """Gather [B, T, D] over `tensor` for a block; gradients are cut as the stream is."""
@@ -228,11 +216,8 @@ class Layout:
 
     def heads(self, x: Array) -> Array:
         """Lay out [B, T, heads, H]: as `tokens`, and heads over `tensor` where it divides them."""
-        if self.mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(
-            x, self._cut(ROWS, "context", self.heads_axis(x.shape[2]))
-        )
+        axis = self.mesh and self.heads_axis(x.shape[2])
+        return self._laid_out(x, ROWS, "context", axis)
 
     def heads_axis(self, count: int) -> str | None:
         """Return the axis of a mesh that cuts so many heads: `tensor`, where it divides them."""
@@ -241,16 +226,11 @@ class Layout:
 
     def columns(self, x: Array) -> Array:
         """Lay out [B, T, F] inside a block: as `tokens`, and columns over `tensor`."""
-        if self.mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, self._cut(ROWS, "context", "tensor"))
+        return self._laid_out(x, ROWS, "context", "tensor")
 
     def flat(self, x: Array) -> Array:
-        """Return x [..., D] as the rows of a product, [N, D], or [shards, N, D] under `context`.
-
-        One axis could not tell that rows and tokens are cut, and over two of them the compiler
-        would add up gradients twice.
-        """
+        """Return x [..., D] as a product's rows, [N, D], or [shards, N, D] under `context`."""
+        # One axis cannot show that rows and tokens are cut; with two, XLA adds gradients twice.
         return self._split(x) if self.context > 1 else x.reshape(-1, x.shape[-1])
 
     def unflat(self, x: Array, shape: tuple[int, ...]) -> Array:
@@ -290,7 +270,10 @@ class Layout:
     def _by_shard(self, x: Array) -> Array:
         """Lay out [shards, N, …]; what follows the tokens stays as it is."""
         others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
-        return jax.lax.with_sharding_constraint(x, self._cut((*ROWS, "context"), None, *others))
+        return self._laid_out(x, (*ROWS, "context"), None, *others)
+
+    def _laid_out(self, x: Array, *axes: Any) -> Array:
+        return x if self.mesh is None else jax.lax.with_sharding_constraint(x, self._cut(*axes))
 
     def _cut(self, *axes) -> NamedSharding:
         assert self.mesh is not None

@@ -60,11 +60,7 @@ class LazyTensors(Mapping):
 
 @contextlib.contextmanager
 def open_tensors(path: str | Path):
-    """Open the tensors of an HF directory (one file, or several with an index), or of a file.
-
-    Raises:
-      UserError: a file is missing or damaged.
-    """
+    """Open the tensors of an HF directory or of a file; UserError for a missing or damaged one."""
     path = Path(path)
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -80,11 +76,7 @@ def open_tensors(path: str | Path):
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the safetensors files of an HF directory, or `path` itself if it is a file.
-
-    Raises:
-      UserError: the directory has none, or one that its index names is missing.
-    """
+    """Return an HF directory's safetensors files, or `path` if it is one; UserError for none."""
     if path.is_file():
         return [path]
     if (path / WEIGHTS).exists():
@@ -126,11 +118,7 @@ class Buckets:
         return {k: np.asarray(v) for bucket in self for k, v in bucket.items()}
 
     def header(self) -> tuple[bytes, int]:
-        """Return the first bytes of a safetensors file of the tensors, and the whole file's size.
-
-        Raises:
-          ValueError: a tensor's dtype does not exist in safetensors files.
-        """
+        """Return a safetensors file's first bytes and its size; ValueError for an odd dtype."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for name, tensor in self.tensors.items():

@@ -90,11 +90,7 @@ def _describe_group(group: Group) -> dict:
 
 
 def read_groups(stem: Path) -> list[Group]:
-    """Return the groups that `write_groups(stem, groups)` wrote, bit for bit.
-
-    Raises:
-      ValueError: the files are of another format version.
-    """
+    """Return the groups of `write_groups(stem, groups)`; ValueError for another format version."""
     described = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
     if described["format"] != FORMAT:
         raise ValueError(f"{stem}.json has format {described['format']}, want {FORMAT}")

@@ -92,11 +92,7 @@ class BatchUpdate:
         return self._on_flat_axis(batches, size, 1, lambda b: (self._logprobs_of(policy, b),))[0]
 
     def _begin(self, state: State, groups: Sequence[Group], minibatches: int) -> tuple:
-        """Pack groups, ask other networks about their tokens, and compute what the loss needs.
-
-        Returns:
-          The flat batch; of each minibatch the plan and the microbatches; what `prepare` has.
-        """
+        """Pack groups, score them by other networks; return flat, plans, batches, `prepare`'s."""
         flat, algorithm = packing.flatten(groups), self._algorithm
         objective.require(groups, flat, algorithm)
         parts = packing.minibatch_ids(flat, minibatches)

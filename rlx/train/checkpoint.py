@@ -267,11 +267,8 @@ def _remove(path: Path) -> None:
 
 
 def _remove_failed(temporary: Path, patience: float = 10.0) -> None:
-    """Remove what a failed save wrote; the other leaves' writers may go on for a while.
-
-    tensorstore's threads are not told of the leaf that failed: they make files, and directories for
-    them, while these are removed. A directory that is gone twice in a row stays away.
-    """
+    """Remove what a failed save wrote; the other leaves' writers may go on for a while."""
+    # tensorstore's threads make files meanwhile: only a directory gone twice in a row stays away.
     deadline, gone = time.monotonic() + patience, 0
     while gone < 2 and time.monotonic() < deadline:
         gone = 0 if temporary.exists() else gone + 1

@@ -62,7 +62,7 @@ class Update(Protocol):
         """
 
     def save(self, path: Path, state: State) -> Future[None]:
-        """Begin to write the state below `path`, a directory that all see; it may be given up then.
+        """Begin to write the state below `path`, on shared storage; it may be donated then.
 
         The future ends when all hosts have written theirs.
         """

@@ -103,11 +103,7 @@ class Cluster:
 
 
 def _found(environ: Mapping[str, str]) -> tuple[str, int, int, str]:
-    """Return coordinator, count, index by the environment, and its words; ("", 1, −1, "") by none.
-
-    Raises:
-      UserError: a variable that has to be a number is none.
-    """
+    """Return coordinator, count, index, source by the environment; ("", 1, −1, "") by none."""
 
     def number(name: str, unset: str = "") -> int:
         text = environ.get(name) or unset
@@ -261,10 +257,7 @@ class Hosts:
         self._send_all(_UNSAVED, json.dumps([call, error]).encode())
 
     def failed(self) -> None:
-        """Report a local failure; if all processes fail the same way, they continue.
-
-        Where another process is gone, this one ends here with the line that names it.
-        """
+        """Report a local failure; all continue if they fail alike, and end if one is gone."""
         self._failed.add(self.sent)
         if self._closing.wait(_NEWS_SECONDS):
             self._ended.wait(_NEWS_SECONDS)

@@ -198,9 +198,5 @@ def decayed(params: Any) -> Any:
 
 
 def make_optimizer(options: OptimizerOptions, total_steps: int) -> optax.GradientTransformation:
-    """Return the optimizer; clipping is the update's, which knows the norm already.
-
-    Args:
-      total_steps: optimizer updates of the whole run, for the schedule.
-    """
+    """Return the optimizer without clipping, for a run of `total_steps` updates."""
     return OPTIMIZERS[options.name](options, make_schedule(options, total_steps))

@@ -18,11 +18,7 @@ SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The keys of `config.optimizer`.
-
-    Raises:
-      UserError: when made with an unknown name or schedule, or a value out of range.
-    """
+    """The keys of `config.optimizer`; UserError for an unknown name or a value out of range."""
 
     name: str = "adamw"
     learning_rate: float = 1e-6

@@ -70,11 +70,8 @@ class FlatBatch:
         return np.unique(self.groups[ids], return_inverse=True)[1]
 
     def minibatch_of(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the minibatch of each of `sequences`, [N_padded] int32, −1 at padding.
-
-        Args:
-          parts: the trajectories of each minibatch, see `minibatch_ids`.
-        """
+        """Return the minibatch of each of `sequences`, [N_padded] int32, −1 at padding."""
+        # `parts` are of `minibatch_ids`.
         own = np.empty(self.num_sequences, np.int32)
         for index, ids in enumerate(parts):
             own[ids] = index
@@ -251,10 +248,8 @@ def fullest_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _best_filling(waiting: dict[int, list[int]], taken: int, room: int) -> list[int]:
-    """Return sizes whose sum comes nearest to `room` from below; subset sums as bits of an integer.
-
-    At most FILL_CANDIDATES distinct sizes are tried, spread over what fits.
-    """
+    """Return sizes whose sum is nearest to `room` from below, of at most FILL_CANDIDATES sizes."""
+    # Subset sums are the bits of an integer.
     fitting = [size for size in waiting if size <= room]
     sums, history = 1, []  # bit n: some subset sums to n
     for size in fitting[:: -(-len(fitting) // FILL_CANDIDATES) or 1]:
@@ -360,10 +355,8 @@ def _in_rows_of_one_length(
 def _length_classes(
     sizes: np.ndarray, budget: int, lengths: list[int], attention_cost: float, shards: int
 ) -> list[int]:
-    """Return the longest sequence of each class of lengths, such that classes cost least.
-
-    An estimate: sequences of more than half a row have one each, the others leave no gaps.
-    """
+    """Return the longest sequence of each class of lengths, such that classes cost least."""
+    # An estimate: over half a row a sequence has its own, and the others leave no gaps.
     ordered = np.sort(sizes)
     before = np.concatenate([[0], np.cumsum(ordered)])
     ends, halves = (

@@ -147,10 +147,7 @@ class JaxUpdate(BatchUpdate):
         )
 
     def full_params(self, params: Any, frozen: Any) -> Params:
-        """Return all that the decoder reads: `params`, or with LoRA the base and these adapters.
-
-        With LoRA `frozen` is the base, and params of None are the base without adapters.
-        """
+        """Return all that the decoder reads: `params`; with LoRA `frozen`, and adapters if any."""
         if self.lora is None:
             return params
         return frozen if params is None else lora_lib.attach(frozen, params, self.lora)
@@ -186,11 +183,7 @@ class JaxUpdate(BatchUpdate):
         return decoder.shift(after_BT, batch["segment_ids"]), after_BT
 
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
-        """Return the microbatch's summed loss and its summed stats.
-
-        A mixture of experts adds the load-balancing loss of the microbatch, weighted as the
-        microbatch's tokens are in the loss.
-        """
+        """Return the microbatch's summed loss, experts' balance loss included; summed stats."""
         full = self.full_params(params, frozen)
         x, routing = self._states(full, self.model, batch)
         total, stats = objective.loss(
