@@ -59,7 +59,7 @@ class TrainState(flax.struct.PyTreeNode):
 Learned = TypeVar("Learned", TrainState, Critic)  # has params, opt_state, updates
 
 
-class Programs(NamedTuple):
+class LearnerPrograms(NamedTuple):
     """A Learner's functions, jitted."""
 
     empty: Callable
@@ -149,7 +149,7 @@ class Learner:
         learned, applied = self.apply(learned, grads, denominator, held)
         return learned, {**stats, **applied}
 
-    def compiled(self, places: Any = None, everywhere: Any = None) -> Programs:
+    def compiled(self, places: Any = None, everywhere: Any = None) -> LearnerPrograms:
         """Return the jitted programs; those that take `learned` or sums donate them.
 
         Args:
@@ -158,7 +158,7 @@ class Learner:
         """
         sums = None if places is None else (places.params, everywhere)
         both = None if places is None else (places, everywhere)
-        return Programs(
+        return LearnerPrograms(
             empty=jax.jit(self.empty, out_shardings=sums),
             accumulate=jax.jit(self.accumulate, donate_argnums=0, out_shardings=sums),
             apply=jax.jit(self.apply, donate_argnums=0, out_shardings=both),
