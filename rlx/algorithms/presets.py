@@ -222,11 +222,8 @@ Rules = tuple[tuple[bool, str], ...]  # (is broken, words after `algorithm.`)
 
 
 def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
-    """Return the rules of weight control.
-
-    The default bound is one of a single token's ratio; other statistics have other scales. Weights
-    of data that is on policy must be within the bounds, or nothing is trained on.
-    """
+    """Return the rules of weight control."""
+    # The default bound is one of a single token's ratio; other statistics have other scales.
     if a.weight_action == "none":
         return ()
     upper, lower, statistic = a.weight_upper, a.weight_lower, a.weight_statistic

@@ -84,10 +84,7 @@ class MismatchCase:
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """One possible mistake, in words, and what the tokens would score under it.
-
-    `noise`, [T] a sample: how much a mistake that cannot be repeated exactly changes our scores.
-    """
+    """One possible mistake, the scores under it, and how much it changes ours where it is noise."""
 
     words: str
     scores: Scores
@@ -223,11 +220,7 @@ CAUSES: dict[str, tuple[Callable[[MismatchCase], Iterator[Guess]], str]] = {
 
 
 def diagnose(case: MismatchCase, observed: Comparison) -> list[Explanation]:
-    """Return the causes that explain `observed`, best first, at most two; none may fit.
-
-    Those that bring the deviation within the tolerance come before rounding whose noise is as
-    large as the deviation, and that before any that is CLEARLY times closer.
-    """
+    """Return the causes that explain `observed`, best first, at most two; none may fit."""
     found: list[tuple[int, Explanation]] = []
     for cause, (guesses, remedy) in CAUSES.items():
         for guess in guesses(case):

@@ -44,10 +44,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`record` is a line of gate.jsonl; `error`, where there is one, has to end the run.
-
-    `refused` says which newcomers do not take part; the run goes on without them.
-    """
+    """A line of gate.jsonl, the error that has to end the run, and newcomers that are left out."""
 
     record: dict[str, Any]
     error: UserError | None

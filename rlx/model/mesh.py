@@ -138,9 +138,7 @@ def check_torch(text: str, model: ModelConfig) -> None:
 
 
 def check_rows(text: str, longest: int, buckets: Sequence[int], budget: int) -> None:
-    """Raise UserError where `context` cannot cut a row that may come up.
-
-    Each device has two equal blocks of a row, see context_attention.
+    """Raise UserError unless each device gets two equal blocks of a row, see context_attention.
 
     Args:
       longest: tokens of the longest possible trajectory.

@@ -176,11 +176,8 @@ class ModelConfig:
         return self.windows or (0,) * self.num_layers
 
     def within(self, context: int) -> "ModelConfig":
-        """Return the model for sequences of at most so many tokens.
-
-        Longrope's frequencies are those of the longest that may come, as vLLM has it, not of each
-        batch, as transformers has it: no token's probability may depend on how many follow it.
-        """
+        """Return the model for sequences of at most so many tokens."""
+        # As in vLLM: no token's probability may depend on how many tokens follow it.
         long = context > self.rope.original_max_position_embeddings
         return replace(self, rope=replace(self.rope, long=self.rope.kind == "longrope" and long))
 

@@ -21,11 +21,8 @@ def _on_cpu() -> bool:
 
 
 def product(x: Array, matrix: Array, axis: int, other: int) -> Array:
-    """Return the product over an axis of x and an `other` one of a matrix, in their dtype.
-
-    On a CPU XLA multiplies bfloat16 by the CPU's own instructions where float32 is asked for; asked
-    for bfloat16, it makes float32 of the operands first: half the pace, with AVX512_BF16.
-    """
+    """Return the product over an axis of x and an `other` one of a matrix, in their dtype."""
+    # Asked for bfloat16, XLA on a CPU casts operands to float32 first: half the pace.
     over = (((axis,), (other,)), ((), ()))
     wide = jnp.promote_types(x.dtype, jnp.float32) if _on_cpu() else x.dtype
     return lax.dot_general(x, matrix, over, preferred_element_type=wide).astype(x.dtype)
@@ -54,11 +51,8 @@ def _matmul_backward(place, kept, grad):
 
 
 def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None = None) -> Array:
-    """Return xᵀ·grad: [..., D] and [..., F] → [D, F] of `dtype`, added up in it, at its `place`.
-
-    On a CPU the narrower operand goes first, with a transpose of the small result where that is
-    grad: the other order is up to twice as slow there. The barrier keeps XLA from undoing it.
-    """
+    """Return xᵀ·grad: [..., D] and [..., F] → [D, F] of `dtype`, added up in it, at its `place`."""
+    # On a CPU the narrower operand goes first, up to twice as fast; the barrier keeps the order.
     if _on_cpu() and place is None and x.dtype == jnp.bfloat16:
         return _rows_first(x, grad).astype(dtype)
     tokens = tuple(range(x.ndim - 1))
@@ -70,10 +64,8 @@ def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None =
 
 
 def _rows_first(x: Array, grad: Array) -> Array:
-    """Return xᵀ·grad in float32 by the CPU's own products of bfloat16: of rows by columns alone.
-
-    A transposed array has its columns first in memory until it is reshaped behind a barrier.
-    """
+    """Return xᵀ·grad in float32 by the CPU's own products of bfloat16: of rows by columns alone."""
+    # A transposed array has its columns first until it is reshaped behind a barrier.
     flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     turned = lax.optimization_barrier(flat.T.reshape(1, *flat.shape[::-1]))
     return jnp.dot(turned.reshape(flat.shape[::-1]), grad, preferred_element_type=jnp.float32)

@@ -122,11 +122,7 @@ def _to_json(settings: LoraConfig, adapted: list[str], base: str) -> dict[str, A
 
 
 def load(path: str | Path, config: ModelConfig) -> tuple[LoraConfig, Params]:
-    """Return the adapters of a PEFT directory, for the model of `config`.
-
-    Raises:
-      UserError: a file or tensor is missing, or an option is not supported.
-    """
+    """Return the adapters of a PEFT directory, for the model of `config`; UserError if unfit."""
     path = Path(path)
     settings = load_config(path)
     if not (path / WEIGHTS).exists():

@@ -195,11 +195,8 @@ class Layout:
         return None if self.mesh is None else self.places[name]
 
     def stream(self, x: Array) -> Array:
-        """Lay out the residual stream [B, T, D]: rows cut, tokens over `context` and `tensor`.
-
-        Over `tensor` only if it can be. Gradients arrive with all tokens that `context` leaves to
-        a device, as the products before them need them.
-        """
+        """Lay out the residual stream [B, T, D]: rows cut, tokens over `context` and `tensor`."""
+        # Gradients arrive with all tokens that `context` leaves to a device.
         if self.mesh is None:
             return x
         return _moved(x, self._tokens_cut(x), self._cut(ROWS, "context"))

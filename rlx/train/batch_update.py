@@ -116,11 +116,7 @@ class BatchUpdate:
         )
 
     def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
-        """Train on a batch of groups; return the new state and lazy `Metrics`; see the contract.
-
-        Raises:
-          UserError, ValueError: the groups lack what the algorithm is trained on.
-        """
+        """Train on groups; return the new state and lazy `Metrics`; raises for unfit groups."""
         o = self._options
         flat, plans, packed, prepared = self._begin(state, groups, o.minibatches)
         per_token, divisors, sums = prepared

@@ -71,11 +71,7 @@ class Cluster:
         join_seconds: float,
         call_seconds: float,
     ) -> "Cluster":
-        """Return the place that `config.cluster` gives, or else Slurm's step, Ray's or torchrun's.
-
-        Raises:
-          UserError: some of it is missing or cannot be.
-        """
+        """Return the place by config.cluster, else by Slurm, Ray or torchrun; UserError if bad."""
         found = ("", 1, -1, "") if processes == 1 else _found(environ)
         coordinator, count = coordinator or found[0], processes or found[1]
         index = found[2] if process < 0 else process

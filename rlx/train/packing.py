@@ -267,11 +267,9 @@ def _best_filling(waiting: dict[int, list[int]], taken: int, room: int) -> list[
 
 
 def _microbatch_rows(num_rows: int, full: int, shards: int) -> tuple[int, ...]:
-    """Return the rows of each microbatch, from few sizes that waste little.
-
-    One microbatch is the least fourth of a full one that fits. Several are full ones, and for the
-    rest ½, ¼ and ⅛ ones, each at most once.
-    """
+    """Return the rows of each microbatch: full ones, and ½, ¼ and ⅛ ones at most once each."""
+    # A batch that fits in one microbatch gets the least fourth of a full one that holds it.
+    # A batch that fits in one microbatch gets the least fourth of a full one that holds it.
     eighth = -(-full // (8 * shards)) * shards
     fourth = min(2 * eighth, full)
     if num_rows <= full:

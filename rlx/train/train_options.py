@@ -54,11 +54,7 @@ class TrainOptions:
 
     @classmethod
     def of(cls, config: Any) -> "TrainOptions":
-        """Return the options of a run's whole config.
-
-        Raises:
-          UserError: an unknown name, or values that cannot work together.
-        """
+        """Return the options of a run's whole config; UserError for values that do not fit."""
         sampling, model, train = config.sampling, config.model, config.train
         options = cls(
             presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples, find),
