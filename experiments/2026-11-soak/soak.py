@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -93,7 +92,8 @@ def train(out: Path, steps: int) -> int:
             f"{HERE / 'agent.py'}:Adds", tokenizer, training_sampling(config),
             config.sampling.n_samples,
         )  # fmt: skip
-        return replace(inputs, workflow=Mixed(inputs.workflow, agent))
+        inputs.workflow = Mixed(inputs.workflow, agent)
+        return inputs
 
     loop.prepare = with_agent
     return int(not loop.run(config_of(out, steps), out / "run").complete)

@@ -39,23 +39,28 @@ class Finding:
 def attempt(
     area: str, name: str, function: Callable[[], _T], found: Callable[[Any], str]
 ) -> tuple[Finding, _T | None]:
-    """Call `function`; return the row of its outcome, and its value or None where it raises.
-
-    A UserError says what to change. Any other exception is unexpected: its row has the line that
-    raised it, so that the other rows are shown all the same.
-    """
+    """Call `function`; return the row of its outcome, and its value or None where it raises."""
     try:
         value = function()
-    except UserError as error:
-        text, _, remedy = str(error).rpartition("; ")
-        return Finding(area, name, "problem", text or remedy, remedy if text else ""), None
     except Exception as error:
-        words = " ".join(str(error).split())[:200]
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{PurePath(place.filename).name}:{place.lineno}"
-        what = f"{type(error).__name__} in {where}: {words}"
-        return Finding(area, name, "problem", what, "not foreseen: tell those who make rlx"), None
+        return problem(area, name, error), None
     return Finding(area, name, "ok", found(value)), value
+
+
+def problem(area: str, name: str, error: Exception) -> Finding:
+    """Return the row of a check that raised an error.
+
+    A UserError says what to change. The row of another error has the line that raised it, so that
+    the other rows are shown all the same.
+    """
+    if isinstance(error, UserError):
+        text, _, remedy = str(error).rpartition("; ")
+        return Finding(area, name, "problem", text or remedy, remedy if text else "")
+    words = " ".join(str(error).split())[:200]
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{PurePath(place.filename).name}:{place.lineno}"
+    what = f"{type(error).__name__} in {where}: {words}"
+    return Finding(area, name, "problem", what, "not foreseen: tell those who make rlx")
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:

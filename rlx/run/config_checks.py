@@ -6,35 +6,27 @@ Nothing is written or started; only a hub name is downloaded, as the run would.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 from packaging.version import Version
 
-from rlx import config as configs
-from rlx.algorithms import presets
-from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError, install
 from rlx.cli.text import number
-from rlx.cli.user_code import find
 from rlx.doctor import capacity, machine
-from rlx.doctor.findings import Finding, attempt, problems
+from rlx.doctor.findings import Finding, attempt, problem, problems
 from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
-from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
-from rlx.rollout.workflows import encode, render
-from rlx.run import dataset_rows, model_checks, room_options, tokenizer_files
-from rlx.run.inputs import Inputs, prepare
+from rlx.run.inputs import Inputs, Missing, prepare
 from rlx.run.room_options import sizes_of
 from rlx.system.jsonl import read_jsonl
 from rlx.train import packing
@@ -44,34 +36,40 @@ SAMPLED_ROWS = 256  # whose prompts are counted in tokens
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
     """Yield the rows of a config by section; what follows from something broken is left out."""
-    row, _ = attempt("config", "values", partial(configs.check, config), lambda _: "they fit")
-    yield from problems([row])
-    named, algorithm = attempt("config", "algorithm", partial(_algorithm, config), str)
-    found, model = _model(config, algorithm)
-    yield from found
-    if model:
-        found += [attempt("config", "mesh", partial(_mesh, config, model, devices), str)[0]]
-        yield found[-1]
-    whole, inputs = attempt("data", "rows", partial(prepare, config), _rows)
-    if not inputs:
-        yield from problems([named])
-        yield from _blame(config, model, algorithm, whole, [row, named, *found])
-    elif inputs.train_rows:
-        yield whole
+    rows: list[Finding] = []
+    inputs = prepare(config, partial(noted, rows))
+    yield from rows
+    bad, model = {row.name for row in problems(rows)}, vars(inputs).get("model_config")
+    if not bad:
         prompts = _prompt_tokens(inputs)
         yield judge_prompts(prompts, config.data.max_prompt_tokens)
-        if row.level == "ok":
-            yield from arithmetic(config, inputs, prompts, workdir, devices)
-    if model and row.level == "ok":
-        with suppress(UserError):  # rows above have complained about it
-            sizes = sizes_of(config, model)
-            yield from capacity.check(sizes, _teacher_sizes(config), workdir, devices)
+    if model and "mesh" not in bad:
+        yield attempt("config", "mesh", partial(_mesh, config, model, devices), str)[0]
+    if not bad:
+        yield from arithmetic(config, inputs, prompts, workdir, devices)
+    if model and not bad & {"values", "algorithm"}:
+        sizes = sizes_of(config, model)
+        yield from capacity.check(sizes, _teacher_sizes(config), workdir, devices)
+
+
+@contextmanager
+def noted(rows: list[Finding], area: str, name: str) -> Iterator[Callable[..., None]]:
+    """Add the row of a check; none where it needs what an earlier one did not find."""
+    said: list[tuple[str, ...]] = []
+    try:
+        yield lambda *words: said.append(words)
+    except Missing:
+        return
+    except Exception as error:
+        row = problem(area, name, error)
+        if row.found not in {row.found for row in rows}:
+            rows.append(row)
+    rows += (Finding(area, name, "warning" if len(s) > 1 else "ok", *s) for s in said if s[0])
 
 
 def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> str:
     """Return in words how the run uses its devices; UserError where it cannot."""
     text, count = config.train.mesh, devices.count
-    model_checks.check_mesh(config, model)
     places = math.prod(mesh_axes(text, count).values())
     hosts = max(places // count, 1)  # this is one of them
     check_devices(text, hosts * count)
@@ -102,106 +100,6 @@ def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
     )
 
 
-def _algorithm(config: ConfigDict) -> Algorithm:
-    sampling = config.sampling
-    return presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples, find)
-
-
-def _model(
-    config: ConfigDict, algorithm: Algorithm | None
-) -> tuple[list[Finding], ModelConfig | None]:
-    """Return the rows of the model's and the teacher's directory, and the config that was read."""
-    area = "model"
-    row, place = attempt(area, "directory", lambda: directory.resolve(config.model.path), str)
-    rows = [row]
-    if not place:
-        return rows, None
-    row, model = attempt(area, "config.json", lambda: directory.load_config(place), _shape)
-    rows.append(row)
-    if model and not config.model.random_init:
-        count = len(list(place.glob("*.safetensors")))
-        fit = "are transformers' own" if model.foreign else "fit"
-        words = f"names and shapes {fit}, by the headers of {count} file{'s' * (count > 1)}"
-        rows.append(attempt(area, "tensors", partial(directory.check, place), lambda _: words)[0])
-    rows += _tokenizer(config, place, model)
-    options = ScorerOptions.of_teacher(config)
-    if algorithm and options:
-        known = "its vocabulary is the student's"
-        words = known if options.path else f"at {', '.join(options.addresses)}"
-        compare = partial(teacher.check, options, algorithm, place, directory.check)
-        rows.append(attempt(area, "teacher", compare, lambda _: words)[0])
-    return rows, model
-
-
-def _shape(model: ModelConfig) -> str:
-    count = parameters.count(model)
-    return (
-        f"{model.architecture}, {count / 1e6:.1f}M parameters, {model.num_layers} layers, context "
-        f"{model.max_position}"
-    )
-
-
-def _tokenizer(config: ConfigDict, place: Path, model: ModelConfig | None) -> Iterator[Finding]:
-    """Yield the rows of tokenizer and chat template."""
-    prompt = config.data.system_prompt
-    read = partial(tokenizer_files.load_tokenizer, place, prompt, config.data.chat_template)
-    row, tokenizer = attempt("model", "tokenizer", read, lambda found: f"{len(found)} tokens")
-    if not tokenizer:
-        yield row
-        return
-    if model and len(tokenizer) > model.vocab_size:
-        what = f"{len(tokenizer)} tokens, the model's vocabulary has {model.vocab_size}"
-        row = Finding("model", "tokenizer", "warning", f"{what}: rows with others are refused",
-                      "use the tokenizer files that came with the weights")  # fmt: skip
-    yield row
-    text = render(tokenizer, "?", prompt)
-    around = len(encode(tokenizer, text)) - 1
-    system = " and the system prompt" if prompt else ""
-    yield Finding("model", "chat template", "ok", f"{around} tokens around a question{system}; "
-                  f"the prompt ends in {text[-24:]!r}")  # fmt: skip
-
-
-def _blame(
-    config: ConfigDict,
-    model: ModelConfig | None,
-    algorithm: Algorithm | None,
-    whole: Finding,
-    earlier: list[Finding],
-) -> Iterator[Finding]:
-    """Yield the rows of a run whose inputs cannot be prepared, checking each part by itself.
-
-    So one mistake does not hide another. `whole` is what all of them together said.
-    """
-    looks: dict[str, Callable[[], Any]] = {
-        "reward": partial(room_options.check_reward, config),
-    }
-    if model:
-        looks["engine"] = partial(model_checks.check_engine, config, model)
-        looks["context"] = partial(model_checks.check_context, config, model)
-    if model and algorithm:
-        looks["algorithm"] = partial(model_checks.check_kind, config, model, algorithm)
-    rows = [attempt("config", name, look, str)[0] for name, look in looks.items()]
-    if algorithm:
-        read = partial(dataset_rows.rows, config, algorithm)
-        words = "read; prompts need the model's tokenizer"
-        rows.append(attempt("data", "rows", read, lambda _: words)[0])
-    bad = list({row.found: row for row in problems(rows)[::-1]}.values())[::-1]  # once each
-    if (whole.found, whole.remedy) not in {(row.found, row.remedy) for row in [*earlier, *bad]}:
-        name = "first row" if "dry call" in whole.remedy else "prompts"
-        bad.append(Finding("data", name, "problem", whole.found, whole.remedy))
-    elif algorithm and rows[-1].level == "ok":
-        yield rows[-1]
-    yield from bad
-
-
-def _rows(inputs: Inputs) -> str:
-    counts = [f"{len(s.rows)} of {s.name}" for s in inputs.sources]
-    if len(counts) > 1:
-        counts = [f"{c} (weight {s.weight:g})" for c, s in zip(counts, inputs.sources, strict=True)]
-    held_out = f"{len(inputs.eval_rows)} held out, {inputs.notes or 'none is bad'}"
-    return f"{', '.join(counts)} to train on, {held_out}"
-
-
 def _prompt_tokens(inputs: Inputs) -> np.ndarray:
     """Return [N] prompt lengths, tokens, of rows spread over the dataset."""
     rows = inputs.train_rows
@@ -215,10 +113,10 @@ def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:
     what = f"{tokens.mean():.0f} tokens on average, {most} at most of {len(tokens)} looked at"
     enough = math.ceil(1.5 * most / 64) * 64
     if limit > max(4 * most, enough):
-        return Finding("data", "prompts", "warning", f"{what}; data.max_prompt_tokens={limit} "
-                       "makes servers and rows keep room for more",
+        return Finding("data", "prompt lengths", "warning", f"{what}; data.max_prompt_tokens="
+                       f"{limit} makes servers and rows keep room for more",
                        f"set data.max_prompt_tokens={enough}")  # fmt: skip
-    return Finding("data", "prompts", "ok", f"{what}; the limit is {limit}")
+    return Finding("data", "prompt lengths", "ok", f"{what}; the limit is {limit}")
 
 
 def arithmetic(

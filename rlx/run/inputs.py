@@ -1,14 +1,14 @@
 """Read and check everything a run needs, before anything is written or started."""
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from rlx import config as configs
 from rlx.agents import loading
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.agents.online import ADMIN_VARIABLE, OnlineOptions
@@ -19,6 +19,7 @@ from rlx.cli import user_code
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory
+from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
@@ -26,9 +27,8 @@ from rlx.rollout.data import Source
 from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
 from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.tool_use import ToolUse
-from rlx.rollout.workflows import Prompts, Workflow, encode
-from rlx.run import model_checks
-from rlx.run.dataset_rows import fitting, rows
+from rlx.rollout.workflows import Prompts, Workflow, encode, render
+from rlx.run import dataset_rows, model_checks
 from rlx.run.room_options import (
     agents_of,
     check_reward,
@@ -45,94 +45,172 @@ from rlx.train.train_options import TrainOptions
 
 INITIAL = "initial"  # directory of a run's first weights if they are random
 _ANSWER = "The answer is 42."  # rewards are tried with it
+# Given area and name of a row of the doctor's table: encloses a check, and takes the row's text.
+Row = Callable[[str, str], AbstractContextManager[Callable[..., Any]]]
 
 
-@dataclass(frozen=True)
+class Missing(AttributeError):
+    """Inputs lack something that an earlier check did not find."""
+
+
 class Inputs:
     """Model, algorithm, dataset rows and workflow of a run; reward workers are not started yet.
 
     Attributes:
-      sources: of `train_rows`, one after the other.
-      notes: in words, how many rows were too long, and which answers are inexact; may be empty.
+      weights: name → weight of the rewards.
       prompts: of the rows, whichever workflow answers them.
+      named: what makes the workflow that `rollout.workflow` names.
+      read: sources of rows, those that are too long among them; held-out rows are the last.
+      sources: of `train_rows`, one after the other.
+      notes: how many rows are too long, and which answers are inexact; may be empty.
       held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
         rollouts, whose held-out rows have to be answered.
       model_rewarded: makes a workflow one that a reward model rewards too, given the fleet that
         scores; None without such a model.
     """
 
+    weights: dict[str, float]
     model_dir: Path
     model_config: ModelConfig
     algorithm: Algorithm
+    prompts: Prompts
+    reward_pool: RewardPool
+    named: NamedWorkflow
+    workflow: Workflow
+    read: list[Source]
     sources: list[Source]
     train_rows: list[dict]
     eval_rows: list[dict]
     notes: str
-    reward_pool: RewardPool
-    prompts: Prompts
-    workflow: Workflow
     held_out: list[Group]
-    model_rewarded: Callable[..., Workflow] | None = None
+    model_rewarded: Callable[..., Workflow] | None
+
+    def __getattr__(self, name: str) -> Any:
+        raise Missing(name)
 
 
-def prepare(config: ConfigDict) -> Inputs:
-    """Read and check model, tokenizer and data.
+def prepare(config: ConfigDict, row: Row = lambda *_: nullcontext(lambda *_: None)) -> Inputs:
+    """Read and check everything a run needs, in the order of the doctor's table.
+
+    Args:
+      row: encloses each check; a run stops at the first error, the doctor notes it and goes on.
 
     Raises:
       UserError: naming the file, line, row or tensor that cannot work.
     """
-    weights = check_reward(config)
-    model_dir = directory.resolve(config.model.path)
-    read = directory.load_config if config.model.random_init else directory.check
-    model_config = read(model_dir).within(context_of(config))
-    if config.trainer == "jax":
-        model_config.require_ours("trainer=jax")
-    model_checks.check_engine(config, model_config)
-    model_checks.check_context(config, model_config)
-    model_checks.check_mesh(config, model_config)
-    model_checks.check_experts(config, model_config)
-    options = TrainOptions.of(config)
-    algorithm = options.algorithm
-    dry_call.check(algorithm, config.trainer)
-    model_checks.check_kind(config, model_config, algorithm)
-    teacher.check(ScorerOptions.of_teacher(config), algorithm, model_dir, directory.check)
-    given = rows(config, algorithm)
-    pool = pool_of(config, weights, config.reward.workers)
-    prompts = Prompts(
-        load_tokenizer(model_dir, config.data.system_prompt, config.data.chat_template),
-        system_prompt=config.data.system_prompt,
-        question_key=config.data.question_key,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_model_len=model_config.max_position,
-        vocab_size=model_config.vocab_size,
-    )
-    kwargs = loading.parse_kwargs(config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
-    sampling, n = training_sampling(config), config.sampling.n_samples
-    sandbox = SandboxOptions(**config.sandbox)
-    named = NamedWorkflow(config.rollout.workflow, kwargs, prompts, sampling, n, sandbox)
-    answering = named.build(pool, agents_of(config))
-    workflow = _workflow(config, options, model_config, prompts, answering)
-    answers = workflow if isinstance(workflow, AnswerWorkflow) else None
-    check = workflow.check if isinstance(workflow, AnswerWorkflow | ToolUse) else prompts.check
-    kept, notes = [], []
-    for name, found, weight in given:
-        kept.append(Source(name, fitting(found, name, check, config.data.overlong), weight))
-        if lost := len(found) - len(kept[-1].rows):
-            notes.append(f"{lost} of {len(found)} rows of {name} are too long and left out "
-                         "(data.overlong=skip)")  # fmt: skip
-    *sources, (_, eval_rows, _) = kept
-    train_rows = [row for source in sources for row in source.rows]
-    notes += filter(None, [rewards.float_answers(weights, train_rows)])
-    held_out = [answers.group(row, i) for i, row in enumerate(eval_rows)] if answers else []
-    own = algorithm.data == "rollouts" and not is_online(config)
-    rewarded = train_rows if own else eval_rows
-    if rewarded and has_servers(config):
-        _try_rewards(config, prompts, rewarded[0])
-        named.try_out(rewarded[0])
-    return Inputs(
-        model_dir, model_config, algorithm, sources, train_rows, eval_rows, "; ".join(notes),
-        pool, prompts, workflow, held_out, _model_rewarded(config, prompts),
-    )  # fmt: skip
+    inputs = Inputs()
+    with row("config", "values"):
+        configs.check(config)
+    with row("config", "reward"):
+        inputs.weights = check_reward(config)
+    with row("config", "algorithm"):
+        inputs.algorithm = TrainOptions.of(config).algorithm
+    _read_model(config, inputs, row)
+    _check_model(config, inputs, row)
+    _read_rows(config, inputs, row)
+    return inputs
+
+
+def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
+    with row("model", "directory") as say:
+        inputs.model_dir = directory.resolve(config.model.path)
+        say(str(inputs.model_dir))
+    with row("model", "config.json") as say:
+        model = directory.load_config(inputs.model_dir).within(context_of(config))
+        inputs.model_config, count = model, parameters.count(model)
+        say(f"{model.architecture}, {count / 1e6:.1f}M parameters, {model.num_layers} layers, "
+            f"context {model.max_position}")  # fmt: skip
+    if not config.model.random_init:
+        with row("model", "tensors") as say:
+            fit = "are transformers' own" if directory.check(inputs.model_dir).foreign else "fit"
+            count = len(list(inputs.model_dir.glob("*.safetensors")))
+            say(f"names and shapes {fit}, by the headers of {count} file{'s' * (count > 1)}")
+    with row("model", "teacher") as say:
+        options = ScorerOptions.of_teacher(config)
+        teacher.check(options, inputs.algorithm, inputs.model_dir, directory.check)
+        known = "its vocabulary is the student's"
+        say(known if options.path else ", ".join(options.addresses))
+    system_prompt = config.data.system_prompt
+    with row("model", "tokenizer") as say:
+        tokenizer = load_tokenizer(inputs.model_dir, system_prompt, config.data.chat_template)
+        inputs.prompts = Prompts(
+            tokenizer,
+            system_prompt=system_prompt,
+            question_key=config.data.question_key,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_model_len=inputs.model_config.max_position,
+            vocab_size=inputs.model_config.vocab_size,
+        )
+        most = inputs.model_config.vocab_size
+        if len(tokenizer) > most:
+            say(f"{len(tokenizer)} tokens, the model has {most}: rows with others are refused",
+                "use the tokenizer files that came with the weights")  # fmt: skip
+        else:
+            say(f"{len(tokenizer)} tokens")
+    with row("model", "chat template") as say:
+        text = render(inputs.prompts.tokenizer, "?", system_prompt)
+        around = len(encode(inputs.prompts.tokenizer, text)) - 1
+        system = " and the system prompt" if system_prompt else ""
+        say(f"{around} tokens around a question{system}; the prompt ends in {text[-24:]!r}")
+
+
+def _check_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
+    with row("config", "engine"):
+        model_checks.check_engine(config, inputs.model_config)
+    with row("config", "context"):
+        model_checks.check_context(config, inputs.model_config)
+    with row("config", "mesh"):
+        model_checks.check_mesh(config, inputs.model_config)
+    with row("config", "experts"):
+        model_checks.check_experts(config, inputs.model_config)
+    with row("config", "algorithm"):
+        model_checks.check_kind(config, inputs.model_config, inputs.algorithm)
+    with row("config", "loss"):
+        dry_call.check(inputs.algorithm, config.trainer)
+
+
+def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
+    with row("config", "workflow"):
+        inputs.reward_pool = pool_of(config, inputs.weights, config.reward.workers)
+        kwargs = loading.parse_kwargs(config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
+        sampling, n = training_sampling(config), config.sampling.n_samples
+        sandbox = SandboxOptions(**config.sandbox)
+        name = config.rollout.workflow
+        inputs.named = NamedWorkflow(name, kwargs, inputs.prompts, sampling, n, sandbox)
+        answering = inputs.named.build(inputs.reward_pool, agents_of(config))
+        inputs.workflow = _workflow(config, inputs, answering)
+    with row("config", "reward model"):
+        inputs.model_rewarded = _model_rewarded(config, inputs.prompts)
+    with row("data", "rows") as say:
+        *train, held_out = inputs.read = dataset_rows.rows(config, inputs.algorithm)
+        counts = [f"{len(s.rows)} of {s.name}" for s in train]
+        if len(counts) > 1:
+            counts = [f"{c} (weight {s.weight:g})" for c, s in zip(counts, train, strict=True)]
+        say(f"{', '.join(counts)} to train on, {len(held_out.rows)} held out")
+    with row("data", "prompts") as say:
+        workflow = inputs.workflow
+        answers = workflow if isinstance(workflow, AnswerWorkflow) else None
+        own = workflow if isinstance(workflow, AnswerWorkflow | ToolUse) else inputs.prompts
+        kept, notes = [], []
+        for name, found, weight in inputs.read:
+            rows = dataset_rows.fitting(found, name, own.check, config.data.overlong)
+            kept.append(Source(name, rows, weight))
+            if lost := len(found) - len(rows):
+                notes.append(f"{lost} of {len(found)} rows of {name} are too long and left out "
+                             "(data.overlong=skip)")  # fmt: skip
+        *inputs.sources, (_, inputs.eval_rows, _) = kept
+        inputs.train_rows = [row for source in inputs.sources for row in source.rows]
+        notes += filter(None, [rewards.float_answers(inputs.weights, inputs.train_rows)])
+        rows = inputs.eval_rows
+        inputs.held_out = [answers.group(row, i) for i, row in enumerate(rows)] if answers else []
+        inputs.notes = "; ".join(notes)
+        say(inputs.notes or "none is too long")
+    with row("data", "first row"):
+        answered = inputs.algorithm.data == "rollouts" and not is_online(config)
+        first = (inputs.train_rows if answered else inputs.eval_rows)[:1]
+        if first and has_servers(config):
+            _try_rewards(config, inputs, first[0])
+            inputs.named.try_out(first[0])
 
 
 def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workflow] | None:
@@ -167,9 +245,9 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
     return partial(make, prompts=read, end=end_token(own, model.eos_token_ids))
 
 
-def _try_rewards(config: ConfigDict, prompts: Prompts, row: Mapping[str, Any]) -> None:
+def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> None:
     """Raise UserError where a reward of the user's own fails on a short completion of `row`."""
-    own = {name: 1.0 for name in check_reward(config) if user_code.is_own(name)}
+    own, prompts = {name: 1.0 for name in inputs.weights if user_code.is_own(name)}, inputs.prompts
     ids = encode(prompts.tokenizer, _ANSWER)
     call = RewardCall(prompts.text(row), _ANSWER, prompts.ids(row), ids, row)
     with closing(pool_of(config, own, 1)) as pool:
@@ -179,24 +257,17 @@ def _try_rewards(config: ConfigDict, prompts: Prompts, row: Mapping[str, Any]) -
             raise UserError(f"{error}; mend it: this was a dry call on the first row") from error
 
 
-def _workflow(
-    config: ConfigDict,
-    options: TrainOptions,
-    model_config: ModelConfig,
-    prompts: Prompts,
-    answering: Workflow,
-) -> Workflow:
+def _workflow(config: ConfigDict, inputs: Inputs, answering: Workflow) -> Workflow:
     """Return the workflow that makes the algorithm's kind of group of a row."""
-    algorithm = options.algorithm
-    if algorithm.data == "rollouts":
+    prompts, keys = inputs.prompts, config.data
+    if inputs.algorithm.data == "rollouts":
         return _online(config, prompts, answering) if is_online(config) else answering
     limits = {
-        "end": end_token(prompts.tokenizer, model_config.eos_token_ids),
+        "end": end_token(prompts.tokenizer, inputs.model_config.eos_token_ids),
         "max_new_tokens": config.sampling.max_new_tokens,
-        "max_tokens": options.row_budget,
+        "max_tokens": TrainOptions.of(config).row_budget,
     }
-    keys = config.data
-    if algorithm.data == "pairs":
+    if inputs.algorithm.data == "pairs":
         return Preferences(prompts, answering, keys.chosen_key, keys.rejected_key, **limits)
     return Demonstrations(prompts, answering, keys.completion_key, **limits)
 

@@ -13,7 +13,9 @@ from rlx.train.train_options import lora_of
 
 
 def check_engine(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise UserError where vLLM is to be started and not installed, or JAX has not the model."""
+    """Raise UserError where JAX has not the model, or vLLM is to be started and not installed."""
+    if config.trainer == "jax":
+        model.require_ours("trainer=jax")
     starts = config.fleet.num_servers and not config.fleet.addresses
     if starts and config.fleet.engine == "jax":
         model.require_ours("fleet.engine=jax")

@@ -187,7 +187,7 @@ def test_answers_that_went_through_a_float_are_counted_before_the_run(config, tm
     answers = [0.3, 0.30000001192092896, 0.1 + 0.7, "5"]
     file.write_text("\n".join(json.dumps({"question": "1+1=?", "answer": a}) for a in answers))
     config.data.kind, config.data.train = "jsonl", str(file)
-    assert rows_of(config, tmp_path)["rows"].found.endswith(
+    assert rows_of(config, tmp_path)["prompts"].found == (
         "2 of 4 answers went through a float, first row 2: 0.30000001192092896; they "
         "compare to 6 places, answers kept as text exactly"
     )
@@ -198,16 +198,14 @@ def test_rows_that_are_too_long_are_left_out_and_counted(config, tmp_path):
     row = {"question": "1+1=?", "answer": "2"}
     file.write_text("\n".join(json.dumps(r) for r in (row, {**row, "question": "1" * 99}, row)))
     config.data.kind, config.data.train, config.data.overlong = "jsonl", str(file), "skip"
-    found = rows_of(config, tmp_path)["rows"]
     left_out = f"1 of 3 rows of {file} are too long and left out (data.overlong=skip)"
-    assert (found.level, found.found) == (
-        "ok", f"2 of {file} to train on, 0 held out, {left_out}"
-    )  # fmt: skip
+    found = rows_of(config, tmp_path)["prompts"]
+    assert (found.level, found.found) == ("ok", left_out)
     mix = tmp_path / "mix.csv"
     mix.write_text("question,answer\n2+2=?,4\n")
     config.data.mix = ((str(file), 0.75), (str(mix), 1))
     assert rows_of(config, tmp_path)["rows"].found == (
-        f"2 of {file} (weight 0.75), 1 of {mix} (weight 1) to train on, 0 held out, {left_out}"
+        f"3 of {file} (weight 0.75), 1 of {mix} (weight 1) to train on, 0 held out"
     )
     config.data.mix = ("rows.jsonl", 0.7)
     assert "data.mix has 'rows.jsonl'" in rows_of(config, tmp_path)["values"].found
@@ -235,7 +233,7 @@ def test_rows_of_one_s_own_code_are_read_and_counted(config, tmp_path):
     config.data.dataset = f"{file}:rows"
     found = rows_of(config, tmp_path)
     assert not [row for row in found.values() if row.level == "problem"]
-    assert found["rows"].found == f"3 of {file}:rows to train on, 2 held out, none is bad"
+    assert found["rows"].found == f"3 of {file}:rows to train on, 2 held out"
     config.data.dataset = f"{file}:TABLE"
     assert rows_of(config, tmp_path)["rows"].found.startswith(f"1 of {file}:TABLE to train on, 0 ")
     config.data.dataset = f"{file}:row"
