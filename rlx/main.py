@@ -16,13 +16,11 @@ from rlx.config import check
 from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
-from rlx.run import command_line, scheduler
+from rlx.run import command_line
 from rlx.run.allocate import allocated
 from rlx.run.run_checks import findings
 from rlx.system.workdir_lock import chosen_workdir
 from rlx.train.hosts import Cluster
-
-INTERRUPTED = 130  # exit status
 
 
 def main() -> int:
@@ -41,16 +39,16 @@ def main() -> int:
     config = allocated(config)
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
     given = values.workdir, config_flags.get_config_filename(values["config"])
+    from rlx.run import loop, scheduler, trainers
+
     if not local or config.scheduler.retries > 0:
         with chosen_workdir(*given) as workdir:
             return scheduler.launch(config, workdir, sys.argv[1:], values.dry_run)
-    from rlx.run import loop, trainers
-
     with (
         trainers.others_of_this_host(config) as config,
         chosen_workdir(*given, not Cluster.of(os.environ, **config.cluster).index) as workdir,
     ):
-        return 0 if loop.run(config, workdir).complete else INTERRUPTED
+        return 0 if loop.run(config, workdir).complete else command.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -15,15 +15,14 @@ from threading import Event, Thread
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
-from rlx.cli.command import say
+from rlx.cli.command import INTERRUPTED, say
 from rlx.fleet import wire
 from rlx.launch.processes import Process, addresses, table
 from rlx.launch.ray_cluster import RayCluster, Running, joined
 from rlx.launch.run_secrets import TOKEN, make_secrets
 from rlx.run.inputs import INITIAL
 from rlx.run.on_hosts import ADDRESSES, processes_of
-from rlx.run.resume import last_step
-from rlx.run.scheduler import retries
+from rlx.run.scheduler import DONE, FAILED, Ended, retry
 from rlx.system.jsonl import write_atomically
 from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import SILENT_SECONDS
@@ -31,19 +30,20 @@ from rlx.system.workdir_lock import SILENT_SECONDS
 _LOOK_SECONDS = 0.3
 _LAST_SECONDS = 60.0  # for Ray to say what became of each process, once one of the trainer's ended
 _PORTS, _PORTS_OF_RUNS = 20_000, 10_000  # Ray's own are below, outgoing connections' above
-DONE, INTERRUPTED = 0, 130  # exit statuses of rlx.main
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
     """Start a run on the cluster and follow it; as `rlx.run.scheduler.launch`."""
     with joined() as cluster:
         run = _RayRun(cluster, config, workdir, flags)
-        plan = run.plan()
-        say(table(plan))
+        say(table(run.plan()))
         if dry_run:
             return DONE
         with interrupts(run.interrupt):
-            return run.main(plan)
+            ended = retry(run.attempt, config, workdir)
+    if ended.failure:
+        raise UserError(f"{ended.failure}; logs are in {workdir.absolute() / 'logs'}")
+    return ended.status
 
 
 class _RayRun:
@@ -57,7 +57,7 @@ class _RayRun:
         self._directory = self._workdir / "ray"  # what the hosts share
         self._running: list[Running] = []
         self._restarts: dict[str, int] = {}  # of each server, by name
-        self._stop = Event()
+        self._stop, self._lost = Event(), False  # whether the host of trainer 0 is gone
 
     def plan(self) -> tuple[Process, ...]:
         """Return the processes on the nodes there are; raise UserError where they do not fit."""
@@ -66,33 +66,23 @@ class _RayRun:
         self._cluster.check(plan)
         return plan
 
-    def main(self, plan: Sequence[Process]) -> int:
-        """Attempt the run, by a plan at first, until it ends well or its retries are used up."""
-        for attempt in range(1 + retries(self._config)):
-            before = last_step(self._workdir).get("step", 0)
-            try:
-                if attempt:
-                    self._start_again()
-                else:
-                    self._start(plan)
-                trainers = self._follow()
-            finally:
-                self._cluster.end(self._running)
-            status = trainers[0].code
-            if status in (DONE, INTERRUPTED):
-                return status
+    def attempt(self) -> Ended:
+        """Run the processes on the nodes there are until the trainer's have ended."""
+        if self._lost:  # another host may take the directory only then
+            self._stop.wait(SILENT_SECONDS)
+        try:
             if self._stop.is_set():
-                return INTERRUPTED
-            wrong = "; ".join(f"{one.name} {one.ending}" for one in trainers if one.code != DONE)
-            by_itself = all(one.code is not None and one.code >= 0 for one in trainers)
-            if by_itself and last_step(self._workdir).get("step", 0) <= before:
-                break  # it would end like this again
-            say(f"attempt {attempt + 1} of the run has ended: {wrong}")
-            if trainers[0].lost:
-                self._stop.wait(SILENT_SECONDS)  # another host may take the directory only then
-            if self._stop.is_set():
-                return INTERRUPTED
-        raise UserError(f"{wrong}; logs are in {self._workdir / 'logs'}")
+                return Ended(INTERRUPTED)
+            self._start_when_it_fits()
+            trainers = self._follow()
+        finally:
+            self._cluster.end(self._running)
+        status, self._lost = trainers[0].code, bool(trainers[0].lost)
+        if status in (DONE, INTERRUPTED) or self._stop.is_set():
+            return Ended(DONE if status == DONE else INTERRUPTED)
+        wrong = "; ".join(f"{one.name} {one.ending}" for one in trainers if one.code != DONE)
+        by_itself = all(one.code is not None and one.code >= 0 for one in trainers)
+        return Ended(FAILED, f"the run ended: {wrong}", by_itself)
 
     def interrupt(self) -> None:
         """Ask the trainer to finish its step, or where there is none yet, end at once."""
@@ -100,8 +90,8 @@ class _RayRun:
         if not self._running:
             raise KeyboardInterrupt
 
-    def _start_again(self) -> None:
-        """Start on what is left; wait for nodes to come where that is too little."""
+    def _start_when_it_fits(self) -> None:
+        """Start on the nodes there are; wait for more to come where they are too few."""
         seconds = self._config.scheduler.wait_seconds
         deadline, said = time.monotonic() + seconds, ""
         while True:

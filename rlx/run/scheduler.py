@@ -1,21 +1,56 @@
-"""Hand a run over to the scheduler that `scheduler.type` names, where that is not this machine.
+"""Run a config in other processes: here, on Slurm or on Ray, and again where that may help."""
 
-Each is a module with `launch`, imported when it is asked for.
-"""
-
-from collections.abc import Sequence
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm_run", "local": "rlx.run.restarts"}
+from rlx.cli.command import INTERRUPTED, say
+from rlx.run.resume import last_step
+from rlx.run.trainers import PARENT
+from rlx.system import exit_reason
+from rlx.system.signals import interrupts
+
+DONE, FAILED = 0, 1  # exit statuses
+SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm_run"}
 
 
-def retries(config: ConfigDict) -> int:
-    """Return how often a run on other hosts is begun again at most."""
-    return 3 if config.scheduler.retries < 0 else config.scheduler.retries
+class Ended(NamedTuple):
+    """How an attempt at a run ended.
+
+    Attributes:
+      status: exit status for the command.
+      failure: what went wrong, where another attempt may do better; else empty.
+      by_itself: the run ended itself, so that without a step it would end in the same way again.
+    """
+
+    status: int
+    failure: str = ""
+    by_itself: bool = False
+
+
+def retry(attempt: Callable[[], Ended], config: ConfigDict, workdir: Path) -> Ended:
+    """Attempt a run until it is over or its retries are used up; return how it ended."""
+    retries = 3 if config.scheduler.retries < 0 else config.scheduler.retries
+    for n in range(1, retries + 1):
+        before = steps_in(workdir)
+        ended = attempt()
+        if not ended.failure or (ended.by_itself and steps_in(workdir) <= before):
+            return ended
+        say(f"{ended.failure}; it goes on after the last checkpoint ({n} of {retries})")
+    return attempt()
+
+
+def steps_in(workdir: Path) -> int:
+    """Return the last step with a record in a run's directory."""
+    return last_step(workdir).get("step", 0)
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
@@ -30,6 +65,38 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     Raises:
       UserError: it cannot be started, or has failed; nothing of it is left running.
     """
+    if config.scheduler.type == "local":
+        return _launch_here(config, workdir)
     module: Any = import_module(SCHEDULERS[config.scheduler.type])
     given = [flag for flag in flags if flag.lstrip("-").partition("=")[0] != "dry_run"]
     return module.launch(config, workdir, given, dry_run)
+
+
+def _launch_here(config: ConfigDict, workdir: Path) -> int:
+    """Run a config on this machine in a process of its own, again where it dies."""
+    command = (*sys.orig_argv, f"--workdir={workdir}", "--config.scheduler.retries=0")
+
+    def attempt() -> Ended:
+        # A session of its own: Ctrl-C reaches it by way of this process.
+        environment, asked = {**os.environ, PARENT: str(os.getpid())}, Event()
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+        def ask() -> None:
+            asked.set()
+            process.send_signal(signal.SIGINT)
+
+        try:
+            with interrupts(ask):
+                try:
+                    status = process.wait()
+                except KeyboardInterrupt:  # the second time
+                    process.send_signal(signal.SIGINT)
+                    status = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        words = f"the run ended {exit_reason.words(status, 0)} after step {steps_in(workdir)}"
+        over = asked.is_set() or status in (DONE, INTERRUPTED)
+        return Ended(status if status >= 0 else 128 - status, "" if over else words, status >= 0)
+
+    return retry(attempt, config, workdir).status

@@ -24,22 +24,21 @@ from ml_collections import ConfigDict
 
 import rlx
 from rlx.base import UserError
-from rlx.cli.command import say
+from rlx.cli.command import INTERRUPTED, say
 from rlx.launch import slurm
 from rlx.launch.processes import addresses, table
 from rlx.launch.slurm import ENDINGS, Job
-from rlx.run import resume
 from rlx.run.inputs import INITIAL
 from rlx.run.on_hosts import processes_of
 from rlx.run.room_options import as_json
-from rlx.run.scheduler import retries
+from rlx.run.scheduler import DONE, FAILED, Ended, retry, steps_in
 from rlx.system.exit_reason import last_words
 from rlx.system.jsonl import read_json, write_atomically
 from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import make_directory
 
-INTERRUPTED = 130  # exit status
 _POLL_SECONDS = 1.0
+_AGAIN = "the same command goes on after the last checkpoint"
 _NODE = "@node{}@"  # a host of the plan: which ones they are, Slurm says when the job starts
 
 
@@ -48,48 +47,48 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     workdir = workdir.absolute()
     root = workdir / "slurm"
     make_directory(root)
-    running = "" if dry_run else _running(root)
+    excluded = [config.scheduler.exclude] if config.scheduler.exclude else []
+    if dry_run:
+        script, shown = _write(config, workdir, root / "dry-run", flags, ",".join(excluded))
+        say(f"{shown}\nscript: {script}\nconfig: {script.with_name('config.json')}")
+        return DONE
+    running = _running(root)
     if running:
         say(f"job {running} has been started in {workdir} before; following it")
-    excluded = [config.scheduler.exclude] if config.scheduler.exclude else []
-    most = retries(config)
-    for start in range(most + 1):
-        before = _steps(workdir)
-        if running:
-            number, attempt = running, Path(read_json(root / "job.json")["attempt"])
+
+    def attempt() -> Ended:
+        nonlocal running
+        number, running = running, ""
+        if number:
+            directory = Path(read_json(root / "job.json")["attempt"])
         else:
-            attempt = root / ("dry-run" if dry_run else f"attempt-{_attempts(root) + 1}")
-            script, shown = _write(config, workdir, attempt, flags, ",".join(excluded))
-            if dry_run:
-                say(f"{shown}\nscript: {script}\nconfig: {attempt / 'config.json'}")
-                return 0
+            directory = root / f"attempt-{_attempts(root) + 1}"
+            script, shown = _write(config, workdir, directory, flags, ",".join(excluded))
             number = slurm.submit(script)
-            record = {"job": number, "attempt": str(attempt)}
+            record = {"job": number, "attempt": str(directory)}
             write_atomically(root / "job.json", json.dumps(record).encode())
-            say(f"job {number} is submitted; its logs are in {attempt}\n{shown}")
-        running = ""
-        followed = _Followed(number, attempt)
+            say(f"job {number} is submitted; its logs are in {directory}\n{shown}")
+        followed = _Followed(number, directory)
         job = followed.follow()
         if job is None:
             say(f"job {number} goes on; the same command with --workdir={workdir} follows it again")
-            return 0
-        failed = slurm.failed_nodes(job.nodes)
-        if job.state == "COMPLETED":
-            return 0
+        if job is None or job.state == "COMPLETED":
+            return Ended(DONE)
         if job.state == "CANCELLED" or followed.cancelled:
-            say(f"job {number} was cancelled after step {_steps(workdir)}; the same command with "
+            say(f"job {number} was cancelled after step {steps_in(workdir)}; the same command with "
                 f"--workdir={workdir} goes on after the last checkpoint")  # fmt: skip
-            return INTERRUPTED
-        why = _why(number, job, workdir, attempt, failed)
-        again = ENDINGS[job.state].again and job.status != slurm.UNSHARED
-        if job.state == "FAILED" and not failed and _steps(workdir) <= before:
-            again = False  # it would fail in the same way again
-        if not again or start == most:
-            raise UserError(f"{why}; the same command goes on after the last checkpoint")
-        excluded += failed
-        without = f" without {', '.join(failed)}" if failed else ""
-        say(f"{why}; starting it again{without} ({start + 1} of {most})")
-    raise AssertionError("a start either returns or raises")
+            return Ended(INTERRUPTED)
+        failed = slurm.failed_nodes(job.nodes)
+        excluded.extend(failed)
+        why = _why(number, job, workdir, directory, failed)
+        if not ENDINGS[job.state].again or job.status == slurm.UNSHARED:
+            raise UserError(f"{why}; {_AGAIN}")
+        return Ended(FAILED, why, by_itself=job.state == "FAILED" and not failed)
+
+    ended = retry(attempt, config, workdir)
+    if ended.failure:
+        raise UserError(f"{ended.failure}; {_AGAIN}")
+    return ended.status
 
 
 def _running(root: Path) -> str:
@@ -100,10 +99,6 @@ def _running(root: Path) -> str:
 
 def _attempts(root: Path) -> int:
     return len([path for path in root.glob("attempt-*") if "." not in path.name])
-
-
-def _steps(workdir: Path) -> int:
-    return resume.last_step(workdir).get("step", 0)
 
 
 def _write(

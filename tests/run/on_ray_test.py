@@ -342,7 +342,7 @@ def test_agents_go_on_when_the_servers_node_dies_and_ctrl_c_ends_all(cluster, st
     assert process.wait(SECONDS) == 130, log.read_text()
     said = log.read_text()
     assert said.count('| {"port"') >= 3
-    assert "attempt" not in said
+    assert "(1 of 3)" not in said
     assert "trainer 0 | stopped after step" in said
     assert not processes_of(run)
 

@@ -87,6 +87,23 @@ def test_an_error_while_a_job_is_followed_does_not_cancel_it_and_ctrl_c_does(tmp
         assert (tmp_path / "scancel.called").exists() == cancels
 
 
+@pytest.mark.parametrize(
+    ("steps", "by_itself", "attempts"),
+    [((0,), True, 1), ((2, 2), True, 2), ((2, 3, 4), True, 3), ((0, 0, 0), False, 3)],
+)
+def test_a_run_that_fails_by_itself_without_a_step_is_not_retried(
+    steps, by_itself, attempts, tmp_path
+):
+    left = list(steps)
+
+    def attempt():
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {left.pop(0)}}}\n')
+        return scheduler.Ended(1, "it broke", by_itself)
+
+    scheduler.retry(attempt, config_of(scheduler__retries=2), tmp_path)
+    assert len(steps) - len(left) == attempts == len(steps)
+
+
 @pytest.mark.slow
 def test_a_local_run_goes_on_by_itself_when_its_trainer_is_killed(tmp_path):
     run, flags = tmp_path / "run", ("--config.scheduler.retries=1", "--config.total_steps=4")

@@ -86,7 +86,7 @@ def test_a_run_that_loses_a_node_equals_one_that_is_left_alone(slurm, start, sai
     finally:
         slurm.revive("n1")
     # Slurm notices first, and puts the job back, or we do, as trainer 0 ends, and submit it again.
-    assert re.search("is back in Slurm's queue|starting it again", said())
+    assert re.search("is back in Slurm's queue|it goes on after the last checkpoint", said())
     assert " runs on n[0,2]" in said()
     assert "continuing after step" in said()
     ours = {record["step"]: record for record in records(run)}
@@ -118,7 +118,7 @@ def test_a_run_is_put_back_and_started_again_and_ctrl_c_saves_and_leaves_no_proc
     pid = run / "slurm" / "attempt-1.1" / "trainer-0.pid"
     os.kill(int(pid.read_text()), signal.SIGKILL)
     slurm.wait(lambda: goes_on("attempt-2"), SECONDS)
-    assert "starting it again (1 of 3)" in said()
+    assert "it goes on after the last checkpoint (1 of 3)" in said()
     process.send_signal(signal.SIGINT)
     assert process.wait(SECONDS) == 130, said()
     assert "was cancelled after step" in said()
