@@ -74,7 +74,7 @@ class Fleet:
       publish_dir: directory of the weights file that is written once for all servers.
       kv_on_update: one of KV_POLICIES; None: as each server was started.
       on_message: takes one line for the user when a server is lost or none is alive.
-      restart: ends the server at an address that answers and sends no token, if it is ours.
+      restart: ends a server of ours that is silent; see `Member`.
       joining: where further servers are found, now and later, as in a file of addresses; there may
         be none yet. One that cannot be reached, or refuses us, is left out and named.
     """
@@ -89,7 +89,7 @@ class Fleet:
         publish_dir: str = "/dev/shm",
         kv_on_update: str | None = None,
         on_message: Callable[[str], None] | None = None,
-        restart: Callable[[str], None] | None = None,
+        restart: Callable[[str, float], None] = lambda address, seconds: None,
         joining: Joining | None = None,
     ):
         self._limits = limits or Timeouts()
@@ -114,7 +114,7 @@ class Fleet:
                 tls=joining.tls if joining and joined else tls,
                 joined=joined,
                 silent=self._balancer.silent,
-                restart=restart or (lambda address: None),
+                restart=restart,
                 kv=wire.KV_NUMBERS[kv_on_update],
             )
 

@@ -8,6 +8,7 @@ continue them on another server.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
@@ -123,7 +124,8 @@ class Member:
       changed: called whenever `live` changes.
       say: takes one line for the user.
       silent: returns for how long it has sent no token that was due; 0.0 while none is.
-      restart: is called with its address when it is left out for that.
+      restart: is called with its address and the seconds in which it has not answered; with
+        infinity when it answers and is left out for sending no token.
       joined: it joined by itself; an address that was left behind, or is another's now, is no
         mistake of the run's.
 
@@ -151,7 +153,7 @@ class Member:
         kv: int = pb.SERVER_DEFAULT,
         joined: bool = False,
         silent: Callable[["Member"], float] = lambda member: 0.0,
-        restart: Callable[[str], None] = lambda address: None,
+        restart: Callable[[str, float], None] = lambda address, seconds: None,
     ):
         transport.check_address(address, token, tls)
         self.address, self.joined = address, joined
@@ -170,6 +172,7 @@ class Member:
         self._kv, self._tls = kv, tls
         self._silent, self._restart = silent, restart
         self._mute = ""  # the life of it that sent no token
+        self._unanswered = 0.0  # seconds since its last status
         self._has: Weights | None = None
         self._serves: tuple[int, int] | None = None  # version and checksum, unless in doubt
         self._updating = asyncio.Lock()
@@ -181,9 +184,13 @@ class Member:
         """Keep the server connected; returns only when cancelled, or on a fatal answer."""
         delay = 0.05
         while not self.fatal:
+            begun = time.monotonic()
             was_live = await self._live_once()
             delay = 0.05 if was_live else min(2 * delay, self._limits.backoff)
             await asyncio.sleep(delay)
+            # What takes longer is a life of it, or a time in which this process was stopped.
+            self._unanswered += min(time.monotonic() - begun, self._limits.probe + delay)
+            self._restart(self.address, self._unanswered)
 
     def fail(self, reason: str) -> None:
         """Take the server out until it is connected again; its running calls raise Lost."""
@@ -313,7 +320,7 @@ class Member:
         reply = await self._stub.Status(
             pb.StatusRequest(drain_spans=True), timeout=self._limits.probe, metadata=self._metadata
         )
-        rtt_ns = time.monotonic_ns() - sent_ns
+        rtt_ns, self._unanswered = time.monotonic_ns() - sent_ns, 0.0
         if reply.instance != self.status.instance:
             self._has = self._serves = None
             self._rtt_ns = float("inf")
@@ -390,7 +397,7 @@ class Member:
             if not self._updating.locked() and (late := self._silent(self)):
                 self._mute = self.status.instance
                 self.fail(f"{_MUTE} for {late:.0f} s; it is left out until it sends one")
-                self._restart(self.address)
+                self._restart(self.address, math.inf)
 
     async def _try_out(self) -> None:
         """Ask for one token; raise Lost where none comes."""

@@ -5,12 +5,13 @@ server when the *thread* that started it ends (see rlx/system/parent_death.py): 
 trainer, SIGKILL included, its servers go with it.
 
     start ─▶ spawn all ─▶ JSON ready lines in WORKDIR/logs/server-i.log ─▶ wait() has addresses
-                              watch ◀─┐
-              silent ─▶ SIGKILL ─▶ dead ─▶ back-off ─▶ spawn on the same port, up to `max_restarts`
+    the fleet finds one silent ─▶ SIGKILL ─▶ dead ─▶ back-off ─▶ spawn on the same port, up to
+                                                                 `max_restarts`
 """
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import signal
@@ -30,7 +31,6 @@ from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.joining import Joining
 from rlx.fleet.scratch import Scratch
-from rlx.launch.liveness import LivenessProbe
 from rlx.system import exit_reason
 
 _POLL_SECONDS = 0.05
@@ -151,14 +151,13 @@ class LocalServers:
                 log=logs / f"{name}-{i}.log",
                 cpus=cpus,
                 env=_environment(len(cpus), platform, self.token, *gpus[i : i + 1]),
-                token=self.token,
                 lock=self._scratch.lock,
             )
             for i, cpus in enumerate(plan.servers)
         ]
         self._ready_timeout, self._max_restarts = ready_timeout, max_restarts
         self._answer_timeout, self._joining = answer_timeout, joining
-        self._mute = set[str]()  # addresses of servers to kill
+        self._silent = dict[str, float]()  # address → seconds, as the fleet has found
         self._say = on_message or (lambda text: None)
         self._ready: Future[tuple[str, ...]] = Future()
         self._stopping = threading.Event()
@@ -187,7 +186,7 @@ class LocalServers:
             self.wait(),
             token=self.token,
             publish_dir=self.directory,
-            restart=self._mute.add,
+            restart=self._silent.__setitem__,
             joining=self._joining,
             **options,
         )
@@ -246,17 +245,13 @@ class LocalServers:
 
     def _end_if_hung(self, server: "_Server") -> None:
         """Kill `server` if it runs and has not answered for too long, or sends no token."""
-        probe = server.probe
-        if probe is None or not server.pid:
-            return
-        probe.poll()
-        limit = self._answer_timeout if probe.answered else self._ready_timeout
-        mute = (address := f"127.0.0.1:{server.port}") in self._mute
-        if mute or probe.silent > limit:
-            self._mute.discard(address)
+        silent = self._silent.pop(f"127.0.0.1:{server.port}", 0.0)
+        ready, mute = server.read_port(), math.isinf(silent)
+        limit = self._answer_timeout if ready else self._ready_timeout
+        lived = time.monotonic() - (server.ready_at or server.started)
+        if server.pid and (mute or min(silent, lived) > limit):
             what = "sends no token" if mute else f"has not answered for {limit:g} s"
             self._say(f"rollout server {server.log.stem} (port {server.port}) {what}; killing it")
-            server.drop_probe()
             server.signal(signal.SIGKILL)
 
     def _revive(self, server: "_Server") -> None:
@@ -289,10 +284,9 @@ class _Server:
     log: Path
     cpus: tuple[int, ...]
     env: dict[str, str]
-    token: str
     lock: int  # descriptor of a file that the process inherits
     port: int = 0
-    probe: LivenessProbe | None = None  # of this process, once its port is known
+    ready_at: float = 0.0  # when this process was seen to be ready
     restarts: int = 0
     retry_at: float = 0.0  # 0: its end has not been seen yet
     started: float = 0.0
@@ -325,9 +319,8 @@ class _Server:
                 )
         finally:
             os.sched_setaffinity(0, ours)
-        self.started, self.retry_at = time.monotonic(), 0.0
+        self.started, self.retry_at, self.ready_at = time.monotonic(), 0.0, 0.0
         self.oom_kills, self.peak = exit_reason.OomKills(), 0
-        self._start_probe(ready=False)
 
     def poll(self) -> str | None:
         """Return how the process ended, None while it runs; kill what it started once it ended."""
@@ -346,23 +339,10 @@ class _Server:
 
     def read_port(self) -> int:
         """Return the port that the process announced; 0 before."""
-        if not self.port:
-            for line in self._lines():
-                if line.startswith('{"port"') and line.endswith("}"):
-                    self.port = json.loads(line)["port"]
-                    self._start_probe(ready=True)
-        return self.port
-
-    def drop_probe(self) -> None:
-        """Stop probing the process."""
-        if self.probe:
-            self.probe.close()
-            self.probe = None
-
-    def _start_probe(self, *, ready: bool) -> None:
-        self.drop_probe()
-        if self.port:
-            self.probe = LivenessProbe(self.port, self.token, answered=ready)
+        for line in () if self.ready_at else self._lines():
+            if line.startswith('{"port"') and line.endswith("}"):
+                self.port, self.ready_at = json.loads(line)["port"], time.monotonic()
+        return self.port if self.ready_at else 0
 
     def last_words(self) -> str:
         """Return what the process wrote last, with a remedy where it mentions memory; or ""."""
@@ -382,7 +362,6 @@ class _Server:
 
 def _end(servers: Sequence[_Server]) -> None:
     for server in servers:
-        server.drop_probe()
         server.signal(signal.SIGTERM)
         server.signal(signal.SIGCONT)  # a stopped one would not hear it
     deadline = time.monotonic() + _STOP_SECONDS

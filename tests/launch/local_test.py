@@ -1,5 +1,6 @@
 """Local servers: cores, start, death, restart, and an end with whoever started them."""
 
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.base import UserError
+from rlx.fleet.member import Timeouts
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_plan
+from rlx.system.loop_thread import LoopThread
 from tests.fixtures.commands import ended
 
 SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")
@@ -173,19 +176,47 @@ def test_dead_server_is_started_again_on_its_port(tmp_path):
     assert 0.01 < float(number) < 2, "an interpreter with numpy and gRPC"
 
 
-def test_hung_server_is_killed_and_started_again(tmp_path):
+@pytest.fixture
+def loop():
+    thread = LoopThread("fleet")
+    thread.start()
+    yield thread
+    thread.close()
+
+
+def test_the_silence_of_a_server_is_not_that_of_its_successor_while_it_starts(tmp_path):
+    program = f"import time, runpy; time.sleep(1); runpy.run_path({SCRIPT!r}, run_name='__main__')"
+    said, command = [], (sys.executable, "-c", program)
+    with start(tmp_path, command=command, answer_timeout=60.0, on_message=said.append) as local:
+        (address,) = local.wait()
+        local._silent[address] = math.inf
+        deadline = time.monotonic() + 30
+        while len(said) < 2 or not listens(int(address.split(":")[1])):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            local._silent.update({address: 99.0} if len(said) == 2 else {})
+        time.sleep(0.2)
+    assert [line.split(")")[1].split(" at ")[0] for line in said] == [
+        " sends no token; killing it", " ended by SIGKILL",
+    ]  # fmt: skip
+
+
+def test_hung_server_is_killed_and_started_again(tmp_path, loop):
     said = []
     with start(tmp_path, num_servers=2, answer_timeout=1.5, on_message=said.append) as local:
         address, _ = local.wait()
         pid, other = local.pids
+        fleet = local.fleet(limits=Timeouts(probe=0.3, probe_every=0.1))
+        loop.run(fleet.connect())
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + 30
         port = int(address.split(":")[1])
-        while time.monotonic() < deadline and (len(said) < 2 or not listens(port)):
+        while time.monotonic() < deadline and (len(said) < 2 or address not in fleet.live):
             time.sleep(0.02)
         assert ended(pid, 0.1)
-        assert listens(port)
+        assert address in fleet.live
         assert local.pids[1] == other
+        loop.run(fleet.close())
     name = f"rollout server server-0 (port {port})"
     assert said[0] == f"{name} has not answered for 1.5 s; killing it"
     assert said[1].startswith(f"{name} ended by SIGKILL at a peak of ")
