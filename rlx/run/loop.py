@@ -114,16 +114,15 @@ def run(
         make_directory(workdir)
         with failures.explained(), ExitStack() as stack:
             killed = stack.enter_context(occupied(workdir))
-            said = resume.claim(config, workdir)
+            messages = resume.claim(config, workdir)
+            parts = Parts(config=config, workdir=workdir, inputs=inputs, hooks=hooks, stop=stop)
             sizes = sizes_of(config, inputs.model_config)
             devices = trainers.library(config).devices
             advice = partial(memory.advice, sizes, devices, started=False)
             with failures.explained(advice, "before the first step"):
-                built = build(
-                    config, workdir, inputs, stack, killed, said, hooks, stop, hosts, gpus
-                )
-            watch(built[0])
-            step, complete = _Loop(*built).main()
+                built = build(parts, stack, killed, messages, hosts, gpus)
+            watch(parts)
+            step, complete = _Loop(parts, *built).main()
         conductor.stop(hosts, step=step, complete=complete)
     return _result(workdir, step, complete)
 
@@ -325,12 +324,12 @@ class _Loop:
             if verdict.error:
                 raise verdict.error
             assert isinstance(self.fleet, Fleet)
-            self.executor.run(self.fleet.admit(self.gate.passed))
+            self.parts.loop.run(self.fleet.admit(self.gate.passed))
             for text in verdict.refused or (sentence(verdict.record),):
                 self.progress.message(text)
 
     def _send(self, weights: Any) -> Future:
-        return self.executor.submit(self._deliver(self.step, weights))
+        return self.parts.loop.submit(self._deliver(self.step, weights))
 
     async def _deliver(self, version: int, weights: Any) -> None:
         """Publish `version`; its tokens count once every live server has acknowledged it."""
@@ -388,7 +387,7 @@ class _Loop:
     def _engines(self, process: str, fleet: Fleet | NoFleet) -> float:
         """Add the engines' spans since the last record to the timeline; return busy seconds."""
         try:
-            spans = list(self.executor.run(fleet.drain_spans(), SPAN_SECONDS).values())
+            spans = list(self.parts.loop.run(fleet.drain_spans(), SPAN_SECONDS).values())
         except TimeoutError:  # something blocks the loop, which the watchdog reports
             spans = []
         for index, server in enumerate(spans):

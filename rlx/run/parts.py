@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event, current_thread, main_thread
@@ -64,7 +64,7 @@ from rlx.run.room_options import (
 )
 from rlx.system import available_memory
 from rlx.system.jsonl import append_jsonl, read_jsonl
-from rlx.system.loop_thread import CLOSE_SECONDS
+from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
 from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import Killed
 from rlx.train import checkpoint
@@ -75,11 +75,12 @@ from rlx.train.train_options import TrainOptions
 SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, kw_only=True)
 class Parts:
-    """A run's parts, connected and started; none is replaced while the run goes on.
+    """A run's parts, connected and started by `build`; none is replaced while the run goes on.
 
     Attributes:
+      loop: thread in which rollouts, publishes and evaluations run.
       stop: set by the first Ctrl-C or SIGTERM, or by whoever else has it.
       elapsed: seconds of the run, with those of the processes that it continues.
       tutor: the fleet in front of the teacher, where one scores rollouts.
@@ -91,21 +92,22 @@ class Parts:
     workdir: Path
     inputs: Inputs
     stop: Event
-    elapsed: Callable[[], float]
-    progress: Progress
-    timeline: Timeline
-    update: Update
-    export: Export
-    writer: MetricsWriter
     hooks: Hooks
-    held_out: HeldOut
-    executor: Executor
-    fleet: Fleet | NoFleet
-    tutor: Fleet | None
-    gate: Gate | None
-    advice: Callable[[], str]
-    begun: Position
-    last: Mapping[str, Position]
+    elapsed: Callable[[], float] = field(init=False)
+    progress: Progress = field(init=False)
+    timeline: Timeline = field(init=False)
+    update: Update = field(init=False)
+    export: Export = field(init=False)
+    writer: MetricsWriter = field(init=False)
+    held_out: HeldOut = field(init=False)
+    loop: LoopThread = field(init=False)
+    executor: Executor = field(init=False)
+    fleet: Fleet | NoFleet = field(init=False)
+    tutor: Fleet | None = None
+    gate: Gate | None = None
+    advice: Callable[[], str] = field(init=False)
+    begun: Position = field(init=False)
+    last: Mapping[str, Position] = field(init=False)
 
 
 def _restore(update: Any, trainer: str, path: Path) -> Any:
@@ -121,47 +123,42 @@ def _restore(update: Any, trainer: str, path: Path) -> Any:
 
 
 def build(
-    config: ConfigDict,
-    workdir: Path,
-    inputs: Inputs,
+    parts: Parts,
     stack: ExitStack,
     killed: Killed | None,
-    said: Sequence[str],
-    hooks: Hooks,
-    stop: Event,
+    messages: Sequence[str],
     hosts: Hosts,
     gpus: Sequence[Sequence[str]],
-) -> tuple[Parts, State, int]:
+) -> tuple[State, int]:
     """Build and start everything; `stack` ends it, in reverse order.
 
     Args:
-      killed: how the process before this one ended in `workdir`, where it was killed.
-      said: what `resume.claim` has to say, for the terminal.
-      stop: see Parts.
+      killed: how the process before this one ended in the workdir, where it was killed.
+      messages: of `resume.claim`, for the terminal.
       hosts: the processes of the trainer, of which this is number 0.
       gpus: names of those of each server that is started here; empty: all see what there is.
 
     Returns:
-      the parts, the train state to go on with, and the train batches it has seen. Parts do not hold
-      the state: the first update donates it.
+      the train state to go on with, which the first update donates, and the train batches it has
+      seen.
 
     Raises:
       UserError: servers, teacher, checkpoint or storage that cannot work.
     """
+    config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
     begun, served = time.monotonic(), has_servers(config)
-    timeline = Timeline(earlier=workdir / "timeline.json")
+    parts.timeline = timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
     log = workdir / "console.log"
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name, log=log))
-    for text in said:
+    parts.progress = progress
+    for text in filter(None, [*messages, inputs.notes]):
         progress.message(text)
-    if inputs.notes:
-        progress.message(inputs.notes)
     _warn_truncated(config, progress.message)
     _warn_low_memory(config, workdir, inputs, killed, progress.message)
 
     def end_well() -> None:
-        stop.set()
+        parts.stop.set()
         progress.message("finishing this step, then saving; once more to stop at once")
 
     if current_thread() is main_thread():  # signals reach no other
@@ -187,13 +184,12 @@ def build(
     if served:
         sizes = sizes_of(config, inputs.model_config)
         started["publish_dir"] = publish_dir(config, sizes, workdir, progress.message)
-    servers = tutors = judges = None  # those started load and compile while the trainer is built
-    if taught:
-        tutors = teacher.servers(taught, plan.servers[own:first_judge], **given, **started)
-        stack.enter_context(tutors)
-    if judged:
-        judges = teacher.servers(judged, plan.servers[first_judge:], **given, **started)
-        stack.enter_context(judges)
+    scorers = {taught: plan.servers[own:first_judge], judged: plan.servers[first_judge:]}
+    scoring: dict[str, Any] = {  # those started load and compile while the trainer is built
+        options.name: stack.enter_context(teacher.servers(options, cores, **given, **started))
+        for options, cores in scorers.items()
+        if options
+    }
     if served:
         own_plan = CpuPlan(plan.trainer, plan.servers[:own])
         addresses = config.fleet.addresses
@@ -206,9 +202,9 @@ def build(
     if served:
         inputs.reward_pool.start()
 
-    update = trainers.make(config, hosts, model_dir)
+    parts.update = update = trainers.make(config, hosts, model_dir)
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
-    export = Export(config, update, model_dir, inputs.model_dir, template)
+    parts.export = export = Export(config, update, model_dir, inputs.model_dir, template)
     restored = None
     if config.checkpoint.recover_mode == "auto":
         checkpoints = workdir / "checkpoints"
@@ -221,9 +217,7 @@ def build(
     else:
         state, step, earlier = update.init(), 0, 0.0
 
-    def elapsed() -> float:
-        return earlier + time.monotonic() - begun
-
+    parts.elapsed = lambda: earlier + time.monotonic() - begun
     hooks.say = progress.message
     place = {
         "cores": len(cores),
@@ -231,42 +225,44 @@ def build(
         "devices": update.devices,
         "servers": len(config.fleet.addresses) or config.fleet.num_servers,
     }
-    writer = _records(config, workdir, step, place, restored, hooks, progress.message)
+    parts.writer = _records(parts, step, place, restored)
     stack.push(lambda kind, *_: hooks.end("stopped" if kind is KeyboardInterrupt else "failed"))
     hooks.begin(as_json(config), workdir, step)
     note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
     evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
     questions = _held_out_options(config, inputs)
     positions = restored.host.get("positions", {}) if restored else {}
-    now, last = from_host(positions, Position(step=step, seconds=earlier))
-    held_out = HeldOut(
-        questions, evaluated, step, last["eval"].step, timeline, elapsed, note_skip,
+    parts.begun, parts.last = from_host(positions, Position(step=step, seconds=earlier))
+    parts.held_out = HeldOut(
+        questions, evaluated, step, parts.last["eval"].step, timeline, parts.elapsed, note_skip,
         progress.message,
     )  # fmt: skip
     fleet: Fleet | NoFleet = NoFleet()
     limits = Timeouts.of(config.fleet, config.rollout.request_timeout_seconds)
-    if servers:
+    if served:
         fleet = servers.fleet(
             limits=limits, kv_on_update=config.fleet.kv_on_update, on_message=progress.message
         )
-    tutor = teacher.fleet(tutors, limits, progress.message) if tutors else None
-    judge = teacher.fleet(judges, limits, progress.message, judged.name) if judges else None
+    fleets = {name: teacher.fleet(servers, limits, progress.message, name)
+              for name, servers in scoring.items()}  # fmt: skip
+    parts.fleet, parts.tutor = fleet, fleets.get(taught.name)
     longest = min(TrainOptions.of(config).row_budget, max(config.train.row_buckets))
-    executor = _executor(config, inputs, fleet, tutor, judge, longest, note_skip, progress.message)
+    parts.loop = loop = LoopThread("executor")
+    parts.executor = executor = _executor(parts, fleets.get(judged.name), longest, note_skip)
     if isinstance(inputs.workflow, OnlineWorkflow):
         needed = partial(_oldest_needed, workdir / "checkpoints", config.rollout.max_staleness)
         dealt = restored.host["executor"]["cursor"]["position"] if restored else 0
         inputs.workflow.place = RunPlace(
             workdir / "sessions", dealt, lambda: executor.version, needed, longest, progress.message
         )  # fmt: skip
-    executor.start()
+    loop.start()
+    stack.callback(loop.close)
     stack.callback(executor.close)
-    stack.callback(_close, executor, fleet)
-    for scorer, options in ((tutor, taught), (judge, judged)):
-        if scorer:
-            stack.callback(_close, executor, scorer)
-            executor.run(teacher.connect(scorer, options.name))
-    executor.run(fleet.connect())
+    stack.callback(_close, loop, fleet)
+    for name, scorer in fleets.items():
+        stack.callback(_close, loop, scorer)
+        loop.run(teacher.connect(scorer, name))
+    loop.run(fleet.connect())
     if restored:
         changed = executor.restore(
             restored.host["executor"], restored.groups, config.data.allow_change
@@ -277,19 +273,14 @@ def build(
     if restored or config.fleet.addresses or config.fleet.join:
         export.publish(
             state,
-            lambda weights: executor.submit(fleet.publish(step, weights, config.fleet.publish)),
+            lambda weights: loop.submit(fleet.publish(step, weights, config.fleet.publish)),
         ).result()
     executor.set_version(step)
-    gate = None
     if served and config.gate.enabled:
-        gate = _gate(config, inputs, model_dir, workdir / "hf")
+        parts.gate = _gate(config, inputs, model_dir, workdir / "hf")
     devices = trainers.library(config).devices
-    advice = partial(memory.advice, sizes_of(config, inputs.model_config), devices)
-    parts = Parts(
-        config, workdir, inputs, stop, elapsed, progress, timeline, update, export, writer,
-        hooks, held_out, executor, fleet, tutor, gate, advice, now, last,
-    )  # fmt: skip
-    return parts, state, step
+    parts.advice = partial(memory.advice, sizes_of(config, inputs.model_config), devices)
+    return state, step
 
 
 def disk_warning(config: ConfigDict, workdir: Path, inputs: Inputs) -> str:
@@ -405,19 +396,14 @@ def _held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:
 
 
 def _records(
-    config: ConfigDict,
-    workdir: Path,
-    step: int,
-    place: dict[str, Any],
-    restored: checkpoint.Restored | None,
-    hooks: Hooks,
-    say: Callable[[str], None],
+    parts: Parts, step: int, place: dict[str, Any], restored: checkpoint.Restored | None
 ) -> MetricsWriter:
     """Open the run's records after `step`; say what a continued run does again, and where."""
+    config, workdir, say = parts.config, parts.workdir, parts.progress.message
     last, now = resume.last_step(workdir), as_json(config)
     before = restored.host.get("config", now) if restored else now
     changed = list(resume.differences(before, now))
-    writer = MetricsWriter(workdir, hooks, step + 1, place, now, changed)
+    writer = MetricsWriter(workdir, parts.hooks, step + 1, place, now, changed)
     own = [*own_files(), flags.config_file(sys.argv), Path(config.data.chat_template)]
     environment.keep(workdir / "code" / f"start-{writer.start}", own)
     if writer.unreadable:
@@ -437,20 +423,14 @@ def _records(
 
 
 def _executor(
-    config: ConfigDict,
-    inputs: Inputs,
-    fleet: Fleet | NoFleet,
-    tutor: Fleet | None,
-    judge: Fleet | None,
-    longest: int,
-    note_skip: Callable[[dict[str, Any]], None],
-    say: Callable[[str], None],
+    parts: Parts, judge: Fleet | None, longest: int, note_skip: Callable[[dict[str, Any]], None]
 ) -> Executor:
-    """Return the executor of the run's workflow, not started yet."""
-    c, workflow, online = config, inputs.workflow, isinstance(inputs.workflow, OnlineWorkflow)
+    """Return the executor of the run's workflow; `parts.loop` need not run yet."""
+    c, inputs = parts.config, parts.inputs
+    workflow, online = inputs.workflow, isinstance(inputs.workflow, OnlineWorkflow)
     mix = [(len(source.rows), source.weight) for source in inputs.sources]
-    if tutor:
-        workflow = TeacherScored(workflow, tutor, c.sampling.temperature)
+    if parts.tutor:
+        workflow = TeacherScored(workflow, parts.tutor, c.sampling.temperature)
     if judge and inputs.model_rewarded:
         workflow = inputs.model_rewarded(workflow, judge)
     return Executor(
@@ -462,13 +442,14 @@ def _executor(
             c.rollout.max_concurrent_rollouts,
             c.total_steps,
         ),
-        fleet,
+        parts.fleet,
         seed=c.seed,
         force_staleness=c.rollout.force_staleness,
         patience=patience(c),
         max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
-        say=say,
+        say=parts.progress.message,
+        loop=parts.loop,
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
         running_mean=inputs.algorithm.running_mean,
         request_timeout=None if online else c.rollout.request_timeout_seconds,
@@ -482,9 +463,9 @@ def _oldest_needed(checkpoints: Path, max_staleness: int) -> int:
     return min(steps, default=0) - max_staleness
 
 
-def _close(executor: Executor, fleet: Fleet | NoFleet) -> None:
-    with suppress(RuntimeError, TimeoutError):  # the executor's thread has ended, or is blocked
-        executor.run(fleet.close(), CLOSE_SECONDS)
+def _close(loop: LoopThread, fleet: Fleet | NoFleet) -> None:
+    with suppress(RuntimeError, TimeoutError):  # the thread has ended, or is blocked
+        loop.run(fleet.close(), CLOSE_SECONDS)
 
 
 class _Skips:

@@ -116,7 +116,7 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     found = {"user": Sign(mark, lambda: f"{place_of(inside)} does not return")}
     if parts is None:
         return found
-    executor, loop = parts.executor, parts.executor.loop
+    executor, loop = parts.executor, parts.loop
     blocked = stack(loop.thread.ident or 0)
     turned = None if _debugging(blocked) else loop.turned()
     at = "the loop of all rollouts is blocked at"
