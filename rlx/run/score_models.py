@@ -7,6 +7,7 @@ given each model in turn. Every sample is kept, and none is generated twice
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.base import UserError
 from rlx.cli import flags
+from rlx.cli.command import say
 from rlx.evaluation import sample_files, statistics
 from rlx.evaluation.question_sets import Benchmark
 from rlx.evaluation.runner import Evaluator
@@ -212,6 +214,10 @@ def _set_of(
     return _Set(found.name, rows, samples, path, tokenizer, workflow, pool if graded else None)
 
 
+def _say(text: str) -> None:
+    say(text, sys.stderr)  # stdout has the table
+
+
 def _servers(
     config: ConfigDict, directory: Path, workdir: Path, token: str | None
 ) -> LocalServers | RunningServers:
@@ -220,7 +226,7 @@ def _servers(
     return servers_of(
         fleet.addresses, directory, token=token, tls=client_tls(**fleet.tls), workdir=workdir,
         plan=plan, gpus=dealt.servers if dealt else (), joining=joining_of(config),
-        **server_options(config),
+        on_message=_say, **server_options(config),
     )  # fmt: skip
 
 
@@ -238,7 +244,7 @@ def _ask(
     Raises the first failure that is not one row's, after the others' samples are written.
     """
     seconds = config.rollout.request_timeout_seconds
-    fleet = servers.fleet(limits=Timeouts.of(config.fleet, seconds))
+    fleet = servers.fleet(limits=Timeouts.of(config.fleet, seconds), on_message=_say)
 
     async def connect() -> Fleet:
         try:

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 import rlx
 from rlx.base import UserError
-from rlx.cli.command import say
+from rlx.cli.command import INTERRUPTED, say
 from rlx.cli.flags import leaves
 from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
@@ -104,7 +104,7 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     except BaseException as error:
         hosts.close(str(error) if isinstance(error, UserError) else words(error))
         if hosts.count > 1:  # else its library waits at exit for those that are gone
-            atexit.register(_leave, 130 if isinstance(error, KeyboardInterrupt) else 2)
+            atexit.register(_leave, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2)
         raise
     hosts.close()
     if hosts.count > 1:
@@ -115,9 +115,11 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
 def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
     """Start the command's other processes where no more than their number is given; then end them.
 
-    For trainer=torch alone, whose processes have a GPU each; one of JAX's has all of a host. They
-    end with this one, whatever ends it, which alone says why a run has failed.
+    Only for trainer=torch, whose processes have a GPU each; one of JAX's has all of a host. They
+    end with this one, whatever ends it, and this one reports why a run has failed.
     """
+    # Not torchrun: it ends with 1 for any status, adds a traceback of 40 lines, and leaves its
+    # processes behind when it is killed.
     c = config.cluster
     if parent := os.environ.pop(PARENT, ""):
         end_with_parent(int(parent))

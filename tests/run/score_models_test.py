@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from rlx.model import directory, hf
 from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.run.export import named_models
 from rlx.run.room_options import server_options
-from rlx.run.score_models import score_models
+from rlx.run.score_models import _ask, score_models
 from rlx.system.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.system.workdir_lock import fresh_workdir, occupied
 from tests.fixtures.commands import RLX_MAIN, without_torch
@@ -213,6 +214,16 @@ def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
         with config.unlocked():
             config.fleet.addresses = tuple(servers.wait())
         assert answers(tmp_path / "given") == wanted
+
+
+def test_an_outage_of_the_servers_is_reported(capsys):
+    def fleet(on_message, **_):
+        on_message("no rollout server alive")
+        raise UserError("stop here")
+
+    with pytest.raises(UserError, match="stop here"):
+        _ask(rlx_config.default(), None, SimpleNamespace(fleet=fleet), *[None] * 4)
+    assert capsys.readouterr().err == "no rollout server alive\n"
 
 
 def test_a_reward_model_is_refused(tmp_path):
