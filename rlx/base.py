@@ -32,7 +32,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra, of a clone or of a wheel: rlx is on no index."""
+    """Return the command that installs an extra, from a clone or a wheel: rlx is on no index."""
     source = "'FILE.whl" if "-packages/" in __file__ else "-e '."
     return f"pip install {source}[{extra}]'"
 
@@ -44,11 +44,11 @@ def place(function: Any) -> str:
 
 
 class Unavailable(UserError):
-    """A mistake that holds for every row, as where no server is alive: a run cannot skip it."""
+    """A mistake that holds for every row, such as no live server: a run cannot skip it."""
 
 
 class DiskFull(UserError):
-    """There is no space for what was to be written; what was there before still is."""
+    """The disk is full; files that were there before are unchanged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,9 +62,9 @@ class Trajectory:
         distribution: log softmax(logits / temperature).
       versions: [T] int32; the policy version that produced each token, −1 where not sampled.
       reward: the trajectory's reward, before any shaping; finite.
-      baseline: what is taken off the reward, and off each turn's return, before any shaping.
-      turn_rewards: the return of each turn, in the order of `turn_ids`, where they are not all the
-        trajectory's reward: each lands on its own turn's tokens alone; (): `reward` on all.
+      baseline: subtracted from the reward and from each turn's return, before any shaping.
+      turn_rewards: the return of each turn, in the order of `turn_ids`, for that turn's tokens;
+        (): every token has `reward`.
       stop_reason: `stop` (end token or stop string) or `length` (budget exhausted).
       trajectory_id: unique in the run, `"{group_id}.{sample}"`.
       turn_ids: [T] int32; the turn each token belongs to, 0 for a single-turn workflow.

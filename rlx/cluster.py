@@ -1,6 +1,6 @@
-"""`python -m rlx.cluster up --hosts=a,b,c --model=DIR`: servers on machines with ssh alone.
+"""`python -m rlx.cluster up --hosts=a,b,c --model=DIR`: servers on machines that have ssh.
 
-`status` shows what runs, `down` ends it. What follows -- are flags of rlx.serve.
+`status` shows what runs, `down` ends it. Flags after -- go to rlx.serve.
 """
 
 import os

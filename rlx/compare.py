@@ -1,7 +1,7 @@
 """`python -m rlx.compare --model=DIR --engine=vllm`: an engine's logprobs against rlx's and HF's.
 
-Starts one local server (or asks the one at --address), has it complete prompts, scores its tokens
-with rlx's decoder and, where torch is installed, with transformers. Exit status 1: they differ.
+One local server, or the one at --address, completes prompts. rlx's decoder scores its tokens, and
+transformers does too if torch is installed. Exit status 1: they differ.
 """
 
 import os

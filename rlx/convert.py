@@ -1,11 +1,11 @@
 """`python -m rlx.convert SOURCE TARGET`: orbax checkpoint → HF directory, or back.
 
 The direction follows from SOURCE. A checkpoint is DIR/step_*, or the directory that holds several
-(a run's WORKDIR/checkpoints, or WORKDIR itself): the newest whole one. One of a LoRA run holds
-adapters alone: they are merged into the model that the run began with (--model, or the one that
-the checkpoint names), and --adapter=DIR writes them as a PEFT directory too. An HF directory has a
-config.json; TARGET gets one checkpoint of its parameters. TARGET must not exist.
---gguf=FILE --hf=DIR, in place of both, makes an HF directory of a GGUF file.
+(a run's WORKDIR/checkpoints, or WORKDIR itself), of which the newest complete one is read. A LoRA
+run's checkpoint holds only adapters. They are merged into the model that the run began with
+(--model, or the one that the checkpoint names); --adapter=DIR also writes a PEFT directory. An HF
+directory has a config.json; TARGET gets one checkpoint of its parameters. TARGET must not exist.
+--gguf=FILE --hf=DIR makes an HF directory of a GGUF file, without SOURCE and TARGET.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """`python -m rlx.gateway --model=DIR`: the HTTP APIs of OpenAI and Anthropic, for any client.
 
-Starts one local server (or asks running ones, --servers). Prints one JSON line, {"base_url": …,
-"pid": …}, once it answers; SIGTERM or SIGINT ends it. Anthropic's clients take the same base_url.
+It starts one local server, or uses running ones (--servers). Once it answers it prints one JSON
+line, `{"base_url": …, "pid": …}`. SIGTERM or SIGINT ends it. Anthropic's clients take the same
+base_url.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""List keys of a config: default, choices or range, what each is: `rlx keys [PREFIX]`."""
+"""`rlx keys [PREFIX]`: each key of the config with its default, choices or range, and meaning."""
 
 from rlx.cli import command
 from rlx.cli.key_names import unknown_key

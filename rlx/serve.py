@@ -1,6 +1,6 @@
 """`python -m rlx.serve --model=DIR`: one rollout server process; --help lists the flags.
 
-Prints one JSON line, {"port": …, "pid": …}, once it answers calls.
+Once it answers calls it prints one JSON line, `{"port": …, "pid": …}`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES)
     """Serve until SIGTERM or SIGINT."""
     args = options.parser(engines).parse_args(argv)
     keep_private()  # /proc/PID/environ holds the token that we were started with
-    os.umask(0o077)  # files and vLLM's sockets are for this user alone
+    os.umask(0o077)  # only this user may read files and vLLM's sockets
     if args.parent_pid:
         end_with_parent(args.parent_pid)
     asyncio.run(_serve(args, engines[args.engine]))

@@ -1,6 +1,6 @@
 """`python -m rlx.areal FILE.yaml [key=value …] > configs/mine.py`: AReaL's YAML as a config.
 
-Overrides are AReaL's. What rlx has not is in the config as comments, and on stderr.
+Overrides are AReaL's. Keys without an equivalent become comments, and are listed on stderr.
 """
 
 import sys

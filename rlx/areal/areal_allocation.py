@@ -16,7 +16,7 @@ from rlx.base import UserError
 from rlx.launch import allocation
 
 SERVERS = {"vllm": "vllm", "sglang": "vllm", "mock": "jax"}
-# A trainer's backend → the letters it takes; one without a name is of the first releases.
+# A trainer's backend → the letters it takes; first releases gave it no name.
 TRAINERS = {"fsdp": "dtc", "megatron": "dtpce", "archon": "dtpce", "": "dtpce"}
 _SIZES = r"([a-z]\d+)+"
 

@@ -149,7 +149,7 @@ def modern(leaves: Mapping[str, Any]) -> ArealFile:
 
 
 def _alike(value: Any, usual: Any) -> bool:
-    """Return whether a value is of the type of AReaL's default, where there are both."""
+    """Return whether a value has the type of AReaL's default; True where either is missing."""
     if value in (None, {}) or usual is None:
         return True
     if isinstance(usual, list):

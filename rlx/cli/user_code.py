@@ -4,7 +4,7 @@
     package.module:name      as Python imports the module
     path/to/file.py:name     of a file that is in no package
 
-What fails in a user's module is the user's: a UserError of one line, with file and line.
+A failure in a user's module becomes a UserError of one line, with file and line.
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """Write and read the directory of an evaluation.
 
 OUT/settings.json              settings; an evaluation with others does not continue here
-OUT/MODEL/SET.jsonl            every sample; only those that failed are generated again
+OUT/MODEL/SET.jsonl            every sample; failed ones are generated again
 OUT/MODEL/hf                   the HF directory that a checkpoint was converted to
 OUT/results.json, table.txt    the table; results.json has intervals of 95 %
 """

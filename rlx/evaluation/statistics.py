@@ -80,8 +80,8 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
         t = z + (z**3 + z) / (4 * n - 4) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * (n - 1) ** 2)
         half = t * math.sqrt(variance / (n - 1))  # t: Abramowitz and Stegun 26.7.5
         return mean - half, mean + half
-    # A share of several samples varies less than 0 and 1, so its question counts for more: up to
-    # twice, since a few questions do not show how far others are off.
+    # A share of several samples varies less than 0 and 1, so its question counts for more. The
+    # limit is two, because a few questions do not show the spread of others.
     spread = mean * (1 - mean)
     size = n * min(spread / variance, 2.0) if variance else n * (2.0 if spread else 1.0)
     centre = (mean + z * z / (2 * size)) / (1 + z * z / size)

@@ -1,1 +1,1 @@
-"""What a user sees of a run: metrics, timeline, live progress, report. Imports no JAX."""
+"""Show a run to its user: metrics, timeline, live progress, report. Imports no JAX."""

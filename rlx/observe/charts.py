@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rlx.cli.text import number, visible
 
 MAX_POINTS = 500  # longer lines are averaged down to this many values
-_MAX_BARS = 98  # more stacked bars than these could not be told apart
+_MAX_BARS = 98  # the eye cannot separate more stacked bars
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def check(name: str, hook: Any) -> None:
         try:
             inspect.signature(method).bind(*METHODS[each])
         except TypeError as error:
-            raise UserError(f"{name}: {each}: {error}; it is called as {call}") from error
+            raise UserError(f"{name}.{each}: {error}; it is called as {call}") from error
 
 
 class Hooks:

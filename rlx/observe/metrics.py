@@ -24,8 +24,8 @@ HELD_OUT = {
     "greedy_acc": "greedy", "held_out_sft_loss": "loss", "held_out_pair_loss": "loss",
     "held_out_pair_accuracy": "accuracy", "held_out_pair_margin": "margin",
 }  # fmt: skip
-# Files with a step in every line, and the hook's method that gets each line: one a train batch, an
-# evaluation, a comparison of engines and trainer.
+# Files with one line for each train batch, evaluation, or comparison of engines and trainer, and
+# the hook's method that gets the line.
 RECORDS = {"metrics.jsonl": "on_step", "eval.jsonl": "on_eval", "gate.jsonl": "on_gate"}
 STARTS = "starts.jsonl"  # an object for each start, one for the end; no line is ever changed
 
@@ -39,9 +39,9 @@ def present(metrics: Mapping[str, str], records: Iterable[Mapping[str, Any]]) ->
 class MetricsWriter:
     """Appends a run's records to WORKDIR and passes them to hooks, on the trainer's thread.
 
-    Files: `metrics.jsonl` (an object a step), `eval.jsonl` (an object an evaluation),
-    `rollouts/step-000001.jsonl` (sampled transcripts), `environment.json` (where the run began),
-    `starts.jsonl` (settings and environment of each start).
+    Files: `metrics.jsonl` has an object for each step, `eval.jsonl` for each evaluation.
+    `rollouts/step-000001.jsonl` has sampled transcripts, `environment.json` the place of the first
+    start, and `starts.jsonl` settings and environment of each start.
 
     Attributes:
       start: number of this start, from 1; the loop adds it to the record of each step.

@@ -4,9 +4,9 @@ Cheap and exact ways come first; each decides or passes on:
 
     same text ─▶ choice (A) ─▶ words ─▶ numbers with units ─▶ lists of such ─▶ math-verify
 
-Lists are compared item by item, first without, then with math-verify: it reads a list as a set and
-neither `and` nor `or`, nor the two values of `1 \pm \sqrt{5}`. It also reads `5t` as 5, 5 cents as
-5 dollars, and choices and words as products. Nothing here raises; math-verify is stopped after
+Lists are compared item by item, first without, then with math-verify. math-verify reads a list as a
+set, and does not read `and`, `or`, or the two values of `1 \pm \sqrt{5}`. It also reads `5t` as 5,
+5 cents as 5 dollars, and choices and words as products. Nothing here raises; math-verify is stopped after
 `symbolic.CPU_SECONDS` of processor time, and the rest takes less.
 """
 

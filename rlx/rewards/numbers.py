@@ -1,7 +1,8 @@
 r"""Read numbers as people and models write them, as exact fractions.
 
-`find` reads the numbers of free text, `read` a text that is one number with its unit: `-1,000.50`,
-`3/4`, `1½`, `\frac{3}{4}`, `2.5 \times 10^{-4}`, `0.1\overline{6}`, `$5`, `50%`, `5 \text{ cm}^2`.
+`find` reads the numbers in free text. `read` reads a text that is one number with its unit, such as
+`-1,000.50`, `3/4`, `1½`, `\frac{3}{4}`, `2.5 \times 10^{-4}`, `0.1\overline{6}`, `$5`, `50%` or
+`5 \text{ cm}^2`.
 Time is linear in the text, and no text raises.
 """
 

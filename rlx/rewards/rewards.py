@@ -2,9 +2,9 @@ r"""The reward functions that come with rlx, and how a config names one.
 
 A reward function is `fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`, where
 `row` is the dataset row (so its `answer` arrives as `answer=`); docs/extend.md has the other kinds.
-It runs in a worker process (`reward_pool.py`); math-verify and sympy are imported there, on first
-use. The functions here return 0.0 or 1.0 on any text and bound their own work: an answer that takes
-too long to compare gets 0, and no worker is killed.
+It runs in a worker process (`reward_pool.py`), which imports math-verify and sympy on first use. The
+functions here return 0.0 or 1.0 on any text and bound their own work. An answer that takes too
+long to compare gets 0, and no worker is killed.
 """
 
 import inspect
@@ -52,7 +52,7 @@ def math(
     bounds (`equality.equal`).
 
     Args:
-      answer: the expression alone, or a solution with `\boxed{…}`, `$…$` or `#### …` in it.
+      answer: the expression, or a solution with `\boxed{…}`, `$…$` or `#### …` in it.
       solution: read when there is no answer; a text with a `\boxed{…}`.
     """
     wanted = answers.reference(answer, solution)
