@@ -1,6 +1,6 @@
 """Agents as a workflow: n runs of an agent for a row become a group of trajectories.
 
-    row ─▶ session × n ─▶ Workers (other processes) ── HTTP ──▶ Gateway ─▶ fleet
+    row ─▶ session × n ─▶ worker (other processes) ── HTTP ──▶ Gateway ─▶ fleet
                                │ reward                            │ what it was answered
                                ▼                                   ▼
                                └────────────▶ trajectories ◀───────┘
@@ -10,6 +10,7 @@ Training and evaluation use it alike, as a `rlx.rollout.workflows.Workflow`.
 
 import asyncio
 import hashlib
+import json
 import os
 import sys
 import time
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlx.agents import loading, returns, trajectories
 from rlx.agents.sessions import Session
-from rlx.agents.workers import AgentError, Displaced, Workers
 from rlx.base import Group, Trajectory, UserError, install, place
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls, server_tls
 from rlx.rollout.episode import together
 from rlx.rollout.workflows import Generator, Task, conversation
+from rlx.workers.worker_pool import Displaced, WorkerError, WorkerKind, WorkerPool
 from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 NO_COMPLETION = "it asked for no completion; does it use the base_url that `run` is given?"
 _MOVES = 3  # processes that a run may lose because of other runs before it fails
 _ROW_CHARACTERS = 200
+_REPORT_SECONDS = 5.0  # a loop is blocked before its process reports where
+
+
+class AgentError(RuntimeError):
+    """An agent failed; the message has its reason, and its traceback if it raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class _Front:
 
     fleet: Generator
     gateway: "Gateway"
-    workers: Workers
+    workers: WorkerPool
 
 
 DEFAULTS = AgentOptions()
@@ -134,11 +140,7 @@ class AgentWorkflow:
         self._options = options
         name = agent if isinstance(agent, str) else name_of(cls)
         loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
-        self._new_workers = partial(
-            Workers, name, kwargs or {}, options.workers, block_seconds=options.block_seconds,
-            limits=options.limits, per_run=options.process_per_run, start=options.start,
-            no_proxy=options.host,
-        )  # fmt: skip
+        self._kind = worker_kind(name, kwargs or {}, options)
         self._front: _Front | None = None
         self._starting = asyncio.Lock()
 
@@ -179,7 +181,9 @@ class AgentWorkflow:
                     cast("Fleet", fleet), self._tokenizer, host=self._options.host,
                     tls=self._options.tls,
                 )  # fmt: skip
-                self._front = _Front(fleet, gateway, self._new_workers())
+                single = self._options.process_per_run
+                workers = WorkerPool(self._kind, self._options.workers, single_job=single)
+                self._front = _Front(fleet, gateway, workers)
                 await gateway.start()
                 await self._front.workers.start()
             return self._front
@@ -197,7 +201,7 @@ class AgentWorkflow:
             try:
                 url = front.gateway.base_url(session)
                 began = time.monotonic()
-                value = await front.workers.run(data, url, session.key)
+                value = await run_agent(front.workers, data, url, session.key)
                 if value is None and session.interactions:
                     with suppress(TimeoutError):
                         wait = session.rewarded.wait()
@@ -215,15 +219,52 @@ class AgentWorkflow:
                 )  # fmt: skip
             except Displaced:
                 continue
-            except AgentError as error:
+            except (AgentError, WorkerError) as error:
                 raise self._failure(error, data) from error
             finally:
                 front.gateway.sessions.end(session)
         raise self._failure(AgentError(f"its process was killed {_MOVES} times"), data)
 
-    def _failure(self, error: AgentError, data: Mapping[str, Any]) -> AgentError:
+    def _failure(self, error: Exception, data: Mapping[str, Any]) -> AgentError:
         row = str({k: v for k, v in data.items() if k not in ("answer", "messages")})
         return AgentError(f"agent {self.agent} failed on row {row[:_ROW_CHARACTERS]}: {error}")
+
+
+def worker_kind(name: str, kwargs: Mapping[str, Any], options: AgentOptions) -> WorkerKind:
+    """Return the kind of process that runs the agent class `name`, made with `kwargs`."""
+    report = min(_REPORT_SECONDS, options.block_seconds / 2)
+    first = {"class": name, "kwargs": dict(kwargs), "report": report, "no_proxy": options.host}
+    return WorkerKind(
+        "rlx.agents.worker", first, options.limits, options.start, options.block_seconds
+    )
+
+
+async def run_agent(
+    workers: WorkerPool, data: Mapping[str, Any], base_url: str, api_key: str,
+    seconds: float | None = None,
+) -> Any:  # fmt: skip
+    """Return what `run` of a new agent returns for `data`: a float or {completion id: float}.
+
+    Cancelling this cancels the agent. After `seconds` it fails, at the line where it waits.
+
+    Raises:
+      AgentError: the agent raised. WorkerError: its process died.
+      Displaced: its process was killed because of another run.
+      UserError: `data` cannot be sent.
+    """
+    try:
+        text = json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"a row cannot be given to an agent, {error}; rows are JSON: {str(data)[:120]}"
+        ) from None
+    async with workers.worker() as worker:
+        await worker.ready()
+        job = {"data": text, "base_url": base_url, "api_key": api_key, "seconds": seconds}
+        message = await worker.run_job(job)
+    if "value" in message:
+        return message["value"]
+    raise AgentError(f"{message.get('error')}\n{message.get('traceback')}".rstrip())
 
 
 def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, Any]:

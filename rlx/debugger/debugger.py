@@ -7,15 +7,14 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
 from rich.console import Console
 
 from rlx.agents import returns
-from rlx.agents.workers import AgentError, Displaced, Workers
-from rlx.agents.workflow import NO_COMPLETION, AgentOptions
+from rlx.agents.workflow import NO_COMPLETION, AgentError, AgentOptions, run_agent, worker_kind
 from rlx.cli.command import say
 from rlx.cli.text import duration
 from rlx.debugger.agent_rows import Row
@@ -24,6 +23,7 @@ from rlx.debugger.forwarder import HOST, Forwarder
 from rlx.doctor import table
 from rlx.doctor.findings import Finding, problems
 from rlx.observe.progress_bar import ProgressBar
+from rlx.workers.worker_pool import Displaced, WorkerError, WorkerPool
 from rlx.workers.worker_process import WorkerLimits
 
 _GRACE = 5.0  # seconds a run has to end after its time is up
@@ -45,10 +45,8 @@ class Debugger:
     ):  # fmt: skip
         options = options or AgentOptions(limits=WorkerLimits(environment=tuple(os.environ)))
         block_seconds = min(filter(None, (options.block_seconds, timeout)))
-        self._workers = Workers(
-            agent, kwargs, options.workers, block_seconds=block_seconds, limits=options.limits,
-            no_proxy=HOST,
-        )  # fmt: skip
+        options = replace(options, block_seconds=block_seconds, host=HOST)
+        self._workers = WorkerPool(worker_kind(agent, kwargs, options), options.workers)
         self._server, self._timeout = Forwarder(base_url, api_key, model), timeout
 
     def run(self, steps: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
@@ -103,10 +101,10 @@ class Debugger:
         try:
             # The process itself ends a run in time, and is killed where the run blocks it.
             async with asyncio.timeout(seconds and 2 * seconds + _GRACE):
-                value = await self._workers.run(run.row, url, key, seconds)
+                value = await run_agent(self._workers, run.row, url, key, seconds)
         except TimeoutError:
             run.error = "it goes on when it is cancelled; let CancelledError pass (`raise`)"
-        except (AgentError, Displaced) as error:
+        except (AgentError, WorkerError, Displaced) as error:
             text = str(error) or "its process was ended because of another run"
             run.error, _, run.traceback = text.partition("\n")
         run.seconds, run.calls = time.monotonic() - began, self._server.calls(run.number)

@@ -6,8 +6,8 @@ Cheap and exact ways come first; each decides or passes on:
 
 Lists are compared item by item, first without, then with math-verify. math-verify reads a list as a
 set, and does not read `and`, `or`, or the two values of `1 \pm \sqrt{5}`. It also reads `5t` as 5,
-5 cents as 5 dollars, and choices and words as products. Nothing here raises; math-verify is stopped after
-`symbolic.CPU_SECONDS` of processor time, and the rest takes less.
+5 cents as 5 dollars, and choices and words as products. Nothing here raises. math-verify is stopped
+after `symbolic.CPU_SECONDS` of processor time, and the rest takes less.
 """
 
 import re

@@ -1,67 +1,77 @@
-"""The process that computes rewards for `reward_pool`: `python -m rlx.rewards.reward_worker N`.
+"""Compute rewards for `reward_pool`: `python -m rlx.rewards.reward_worker N`.
 
-    in    pickles: (sys.path, rewards' names) first, then (a name, pickled calls of one group)
-    out   a line of JSON each: {"pid", "functions": {name: [kind, place]}} or {"pid", "error"}, then
-          for each call of a task {"index", "value", "start", "end"}, or {"index", "error", …}, with
-          which the task ends
+    first       {"names": [reward, …]}; ready: [process id, {name: [kind, place]}]
+    a job       {"name", "calls": base64 of pickled calls of one group}
+    progress    [index, value] of each call
+    its end     {} or {"index", "error", "traceback"}
 
 It sends nothing but JSON, because the pool must not unpickle what untrusted code may have written.
 """
 
 import asyncio
+import base64
 import inspect
-import json
 import os
 import pickle
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rlx.base import UserError, place
+from rlx.base import place
 from rlx.cli import user_code
 from rlx.rewards import rewards, symbolic
 from rlx.rewards.reward_pool import EACH, GROUP, TOGETHER, RewardCall, problem
-from rlx.workers.worker_process import inherited_socket, search_first
+from rlx.workers.worker_process import WorkerEnd
 
 _RESERVED = ("prompt", "completion", "prompt_ids", "completion_ids")  # of a call; no row's keys
 _MOST = 8000  # characters of a traceback
-_Send = Callable[[Mapping[str, Any]], None]
 _Calls = Sequence[RewardCall]
+_Report = Callable[[int | None, Any], Mapping[str, Any]]  # as `_report`
 
 
 def main() -> None:
     """Compute rewards until the pool closes its end."""
-    with inherited_socket() as pool, pool.makefile("rb") as stream, asyncio.Runner() as runner:
-
-        def send(message: Mapping[str, Any]) -> None:
-            pool.sendall(json.dumps(message).encode() + b"\n")
-
-        try:
-            path, names = pickle.load(stream)
-            search_first(path)
-            functions = _load(names, send)
-            while True:
-                name, calls = pickle.load(stream)
-                _compute(send, runner, functions[name], pickle.loads(calls))
-        except (EOFError, ConnectionError):
-            pass
+    with suppress(ConnectionError), asyncio.Runner() as runner:
+        end = WorkerEnd()
+        functions = _load(end)
+        while job := end.receive():
+            function, calls = functions[job["name"]], pickle.loads(base64.b64decode(job["calls"]))
+            report = partial(_report, end, job["id"], function)
+            end.send(id=job["id"], **_compute(report, runner, function, calls))
 
 
-def _load(names: Sequence[str], send: _Send) -> dict[str, Callable]:
+def _load(end: WorkerEnd) -> dict[str, Callable]:
     """Import the reward functions, and math-verify where answers need it; send what they are."""
     try:
-        functions = {name: rewards.resolve(name) for name in names}
+        functions = {name: rewards.resolve(name) for name in end.first["names"]}
         kinds = {name: (_kind(f), place(f)) for name, f in functions.items()}
         if rewards.math in functions.values():
             symbolic.warm()
     except BaseException as error:  # SystemExit of a module, too
-        said = str(error) if isinstance(error, UserError) else user_code.where(error)
-        send({"pid": os.getpid(), "error": said})
-        return {}
-    send({"pid": os.getpid(), "functions": kinds})
+        end.send(id="", wrong=user_code.where(error))
+        raise SystemExit from None
+    end.send(id="", ready=(os.getpid(), kinds))
     return functions
+
+
+def _report(end: WorkerEnd, job: str, function: Callable, index: int | None, found: Any) -> dict:
+    """Send a reward; return the last message of a job with one that failed, of others {}.
+
+    Args:
+      index: of the completion; None: the whole group. found: its reward, or what was raised.
+    """
+    trace = ""
+    if isinstance(found, BaseException):
+        error = user_code.where(found, function, 4)
+        trace = "".join(traceback.format_exception(found))[-_MOST:]
+    elif wrong := problem(found):
+        error = f"it returned {wrong} {place(function)}"
+    else:
+        end.send(id=job, progress=(index, float(found)))
+        return {}
+    return {"index": index, "error": error, "traceback": trace}
 
 
 def _kind(function: Callable) -> str:
@@ -71,47 +81,43 @@ def _kind(function: Callable) -> str:
     return TOGETHER if inspect.iscoroutinefunction(function) else EACH
 
 
-def _compute(send: _Send, runner: asyncio.Runner, function: Callable, calls: _Calls) -> None:
-    """Send the reward of each call, up to the first that fails."""
+def _compute(
+    report: _Report, runner: asyncio.Runner, function: Callable, calls: _Calls
+) -> Mapping[str, Any]:
+    """Report the reward of each call, up to the first that fails; return the last message."""
     kind = _kind(function)
+    found: Iterable[tuple[int | None, Any]]
+    if kind == TOGETHER:
+        return runner.run(_together(report, [_bound(function, call) for call in calls]))
     if kind == GROUP:
-        messages = _of_group(runner, function, calls)
-    elif kind == TOGETHER:
-        return runner.run(_together(send, function, [_bound(function, call) for call in calls]))
+        found = _of_group(runner, function, calls)
     else:
-        jobs = (_bound(function, call) for call in calls)
-        messages = (
-            _message(function, index, time.monotonic_ns(), _outcome(job))
-            for index, job in enumerate(jobs)
-        )
-    for message in messages:
-        send(message)
-        if "error" in message:
-            return None
+        found = ((i, _outcome(_bound(function, call))) for i, call in enumerate(calls))
+    return next(filter(None, (report(index, value) for index, value in found)), {})
 
 
-async def _together(send: _Send, function: Callable, jobs: Sequence[Callable]) -> None:
-    """Send the rewards of an async function, each when it is there."""
+async def _together(report: _Report, jobs: Sequence[Callable]) -> Mapping[str, Any]:
+    """Report the rewards of an async function, each when it is there."""
 
-    async def one(index: int, job: Callable) -> dict[str, Any]:
-        start = time.monotonic_ns()
+    async def one(index: int, job: Callable) -> tuple[int, Any]:
         try:
-            found = await job()
+            return index, await job()
         except BaseException as error:
-            found = error
-        return _message(function, index, start, found)
+            return index, error
 
     tasks = [asyncio.ensure_future(one(index, job)) for index, job in enumerate(jobs)]
     for done in asyncio.as_completed(tasks):
-        send(message := await done)
-        if "error" in message:
+        if failed := report(*await done):
             for task in tasks:  # they end when the loop runs again
                 task.cancel()
-            return
+            return failed
+    return {}
 
 
-def _of_group(runner: asyncio.Runner, function: Callable, calls: _Calls) -> Iterator[dict]:
-    start = time.monotonic_ns()
+def _of_group(
+    runner: asyncio.Runner, function: Callable, calls: _Calls
+) -> Iterable[tuple[int | None, Any]]:
+    """Return the rewards of a function that takes the group, or what it raised, for no index."""
     columns = {key: [call.row[key] for call in calls] for key in calls[0].row}
     for plural, name in zip(rewards.OF_GROUP, _RESERVED, strict=True):
         columns[plural] = [getattr(call, name) for call in calls]
@@ -119,13 +125,12 @@ def _of_group(runner: asyncio.Runner, function: Callable, calls: _Calls) -> Iter
     if inspect.iscoroutine(found):
         found = _outcome(partial(runner.run, found))
     values = found if isinstance(found, BaseException) else _outcome(partial(list, found))
-    if isinstance(values, list) and len(values) != len(calls):
-        found = ValueError(f"{len(values)} rewards were returned for {len(calls)} completions")
-    elif isinstance(values, list):
-        for index, value in enumerate(values):
-            yield _message(function, index, start, value)
-        return
-    yield _message(function, None, start, found)
+    if not isinstance(values, list):
+        return [(None, found)]
+    if len(values) == len(calls):
+        return enumerate(values)
+    wrong = f"{len(values)} rewards were returned for {len(calls)} completions"
+    return [(None, ValueError(wrong))]
 
 
 def _outcome(job: Callable) -> Any:
@@ -149,17 +154,6 @@ def _accepted(function: Callable, given: dict[str, Any]) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return given
     return {name: value for name, value in given.items() if name in parameters}
-
-
-def _message(function: Callable, index: int | None, start: int, found: Any) -> dict[str, Any]:
-    """Return the message of a reward, or of why it is none; `index` None: of the whole group."""
-    message = {"index": index, "start": start, "end": time.monotonic_ns(), "traceback": ""}
-    if isinstance(found, BaseException):
-        message["traceback"] = "".join(traceback.format_exception(found))[-_MOST:]
-        return {**message, "error": user_code.where(found, function, 4)}
-    if error := problem(found):
-        return {**message, "error": f"it returned {error} {place(function)}"}
-    return {**message, "value": float(found)}
 
 
 if __name__ == "__main__":

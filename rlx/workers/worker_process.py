@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -126,13 +127,6 @@ class SupervisedProcess:
             return self._process.wait()
 
 
-def exit_text(code: int | None, limits: WorkerLimits) -> str:
-    """Return a sentence's verb phrase for how a worker ended."""
-    if code == supervisor.TOO_MANY and limits.max_processes:
-        return f"was ended: it had more than max_processes={limits.max_processes}"
-    return f"died (exit code {code})"
-
-
 def environment(names: Sequence[str] = ()) -> dict[str, str]:
     """Return the harmless variables of this environment, and those called `names`."""
     kept = {
@@ -176,18 +170,39 @@ def worker_sandbox(preload: Sequence[str] = ()) -> Any:
     return SandboxOptions(**json.loads(os.environ.get(_SANDBOX, "{}"))).make(preload)
 
 
-def inherited_socket() -> socket.socket:
-    """Return the worker's end of the pair that `start_worker` made; called in the worker.
+class WorkerEnd:
+    """The worker's side of its socket; `receive` in one thread, `send` in any.
 
-    What the worker prints goes to standard error: standard output belongs to the command.
+    Attributes:
+      first: the first message from the process that started this one.
     """
-    os.dup2(2, 1)
-    keep_private()
-    end = socket.socket(fileno=int(sys.argv[1]))
-    end.set_inheritable(False)
-    return end
 
+    def __init__(self):
+        os.dup2(2, 1)  # standard output belongs to the command, not to what users print
+        keep_private()
+        self._socket = socket.socket(fileno=int(sys.argv[1]))
+        self._socket.set_inheritable(False)
+        self._unread, self._lock = bytearray(), threading.Lock()
+        self.first = self.receive() or sys.exit()
+        # Modules are looked for where the starting process does, then elsewhere.
+        path = self.first["path"]
+        sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
 
-def search_first(path: Sequence[str]) -> None:
-    """Have this worker look for modules where the process that started it does, then elsewhere."""
-    sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message and return it; {} where there will be none."""
+        seen = 0
+        while (end := self._unread.find(b"\n", seen)) < 0:
+            seen = len(self._unread)
+            data = self._socket.recv(1 << 20)
+            if not data:
+                return {}
+            self._unread += data
+        line = self._unread[:end]
+        del self._unread[: end + 1]
+        return json.loads(line)
+
+    def send(self, **message: Any) -> None:
+        """Send a message."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            self._socket.sendall(data)

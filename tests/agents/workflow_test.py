@@ -4,13 +4,13 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from rlx.agents import trajectories
-from rlx.agents.workers import AgentError, Displaced, Workers
-from rlx.agents.workflow import AgentOptions, AgentWorkflow
+from rlx.agents.workflow import AgentOptions, AgentWorkflow, run_agent, worker_kind
 from rlx.base import UserError
 from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling
@@ -18,6 +18,8 @@ from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import Task
+from rlx.system.process_supervisor import descendants
+from rlx.workers.worker_pool import Displaced, WorkerError, WorkerPool
 from rlx.workers.worker_process import WorkerLimits
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]
@@ -46,12 +48,10 @@ def shared(agents):
     workflow = AgentWorkflow(
         f"{agents.classes}:AsTheRowSays", agents.tokenizer(), agents.sampling, 2
     )
+    before = descendants(os.getpid())
     with Evaluator(Fleet(agents, engine).connect, workflow, patience=Patience(attempts=1)) as run:
         yield SimpleNamespace(run=run, engine=engine, workflow=workflow)
-        process = workflow._front.workers._processes[0]
-    with pytest.raises(ProcessLookupError):  # it ended with the evaluator
-        os.kill(process._kept.pid, 0)
-    assert workflow._front is None
+    assert descendants(os.getpid()) == before  # its process ended with the evaluator
 
 
 def rows_of(agent, rows=ROWS, **options):
@@ -216,39 +216,40 @@ def wait_until(true, seconds=20):
         time.sleep(0.005)
 
 
-def workers(agents, name, **options):
-    return Workers(f"{agents.classes}:{name}", {}, 1, **options)
+def workers(agents, cancel_seconds=10.0, **options):
+    kind = worker_kind(f"{agents.classes}:Misbehaves", {}, AgentOptions(**options))
+    return WorkerPool(replace(kind, cancel_seconds=cancel_seconds), 1)
 
 
 async def row_of(g, own, how):
     session = g.gateway.sessions.open(g.session.defaults)
     data = {"how": how, "messages": [{"role": "user", "content": "x"}]}
-    return await own.run(data, g.gateway.base_url(session), session.key)
+    return await run_agent(own, data, g.gateway.base_url(session), session.key)
 
 
 def test_a_run_that_will_not_stop_is_killed_and_its_neighbours_are_moved(agents):
     async def main():
         async with agents.gateway() as g:
-            own = workers(agents, "Misbehaves", cancel_seconds=0.3)
+            others = set(descendants(os.getpid()))
+            own = workers(agents, cancel_seconds=1.0)
             await own.start()
             stubborn = asyncio.create_task(row_of(g, own, "stubborn"))
             beside = asyncio.create_task(row_of(g, own, "waits"))
             while len(g.engine.requests) < 2 or g.engine.running:
                 await asyncio.sleep(0.01)
-            process = own._processes[0]
             given_up = asyncio.create_task(row_of(g, own, "waits"))
-            while len(process.runs) < 3 or len(g.engine.requests) < 3:
+            while len(g.engine.requests) < 3:
                 await asyncio.sleep(0.01)
-            given_up.cancel()
-            while len(process.runs) > 2:  # the agent was cancelled, and said so
-                await asyncio.sleep(0.01)
+            given_up.cancel()  # the agent is cancelled and says so: nothing is killed
+            await asyncio.sleep(1.5)
+            assert not beside.done()
+            before = {*descendants(os.getpid())} - others
             stubborn.cancel()
             with pytest.raises(Displaced):
                 await beside
             assert await row_of(g, own, "well") == 1.0
-            assert own._processes[0] is not process
-            with pytest.raises(ProcessLookupError):
-                os.kill(process._kept.pid, 0)
+            assert before
+            assert not before & {*descendants(os.getpid())}
             await own.close()
 
     agents.run(main())
@@ -257,17 +258,16 @@ def test_a_run_that_will_not_stop_is_killed_and_its_neighbours_are_moved(agents)
 def test_a_run_given_up_before_it_began_costs_no_process(agents):
     async def main():
         async with agents.gateway() as g:
-            own = workers(agents, "Misbehaves")
+            own = workers(agents, cancel_seconds=1.0)
             await own.start()
-            (process,) = own._processes
+            before = descendants(os.getpid())
             given_up = asyncio.create_task(row_of(g, own, "well"))
-            while not process.runs:
+            for _ in range(3):  # until it is sent
                 await asyncio.sleep(0)
-            given_up.cancel()  # told in one breath with the beginning
-            while process.runs:  # the agent was cancelled, and said so
-                assert not process.over
-                await asyncio.sleep(0.01)
-            assert not process.over
+            given_up.cancel()  # sent together with the beginning
+            await asyncio.sleep(1.5)
+            assert descendants(os.getpid()) == before
+            assert await row_of(g, own, "well") == 1.0
             await own.close()
 
     agents.run(main())
@@ -276,8 +276,8 @@ def test_a_run_given_up_before_it_began_costs_no_process(agents):
 def test_who_blocks_the_loop_for_too_long_is_killed_and_the_line_is_named(agents):
     async def main():
         async with agents.gateway() as g:
-            own = workers(agents, "Misbehaves", block_seconds=1.0)
-            with pytest.raises(AgentError, match=r"agent_classes.py:\d+ .*time.sleep") as error:
+            own = workers(agents, block_seconds=1.0)
+            with pytest.raises(WorkerError, match=r"agent_classes.py:\d+ .*time.sleep") as error:
                 await row_of(g, own, "blocks")
             assert "blocked the event loop" in str(error.value)
             await own.close()
@@ -359,7 +359,7 @@ class Counted(Rows):
 @pytest.mark.slow
 def test_faults_of_many_kinds_lose_no_row_and_train_on_none_twice(agents, tmp_path):
     """Agents raise, exit, hang, are killed in flight by the kernel, and calls of theirs fail."""
-    options = AgentOptions(workers=2, block_seconds=2.0)
+    options, others = AgentOptions(workers=2, block_seconds=2.0), descendants(os.getpid())
     workflow = AgentWorkflow(
         f"{agents.classes}:Unlucky", agents.tokenizer(), agents.sampling, 2, options=options
     )
@@ -378,8 +378,9 @@ def test_faults_of_many_kinds_lose_no_row_and_train_on_none_twice(agents, tmp_pa
         executor.set_version(0)
         for step in range(1, 7):
             if step % 2:  # a process with runs in it, by signal 9
-                wait_until(lambda: front_runs(workflow))
-                os.kill(front_runs(workflow)[0]._kept.pid, signal.SIGKILL)
+                wait_until(lambda: engine.running)
+                supervisors = (pid for pid in descendants(os.getpid()) if pid not in others)
+                os.kill(next(supervisors), signal.SIGKILL)
                 killed += 1
             batch = executor.collect()
             engine.version = step
@@ -400,12 +401,6 @@ def test_faults_of_many_kinds_lose_no_row_and_train_on_none_twice(agents, tmp_pa
     assert {name.partition("-")[0] for name in tried} == {"raises", "exits", "blocks", "dies"}
     ids = [t.trajectory_id for g in seen for t in g.trajectories]
     assert len(set(ids)) == len(ids) == 2 * len(seen)
-
-
-def front_runs(workflow):
-    """The processes that have a run in flight."""
-    front = workflow._front
-    return [p for p in front.workers._processes if p and p.runs and p._kept] if front else []
 
 
 def check_tokens(group):

@@ -1,9 +1,9 @@
 """Real worker processes: what they compute, and how they are killed."""
 
 import asyncio
+import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool, problem
+from tests.fixtures.commands import ended
 
 HERE = str(Path(__file__).parent)
 
@@ -28,10 +29,9 @@ def importable_by_workers():
 
 @pytest.fixture(scope="module")
 def running_pool():
-    pool = RewardPool("reward_functions:echo", workers=1, timeout=1.0)
-    pool.start()
-    yield pool
-    pool.close()
+    with closing(RewardPool("reward_functions:echo", workers=1, timeout=1.0)) as pool:
+        pool.start()
+        yield pool
 
 
 @pytest.fixture
@@ -48,22 +48,6 @@ def compute(pool, *completions, **row):
     return graded.rewards, pool.drain_spans()
 
 
-def alive(pid):
-    """True while the process exists and is not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
-        return False
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
 def test_rewards_in_order_with_their_time(echo):
     before = time.monotonic_ns()
     rewards, (span,) = compute(echo, "a", "b", "slow")
@@ -78,7 +62,7 @@ def test_a_hanging_function_is_killed_and_named(echo, how):
     _, (span,) = compute(echo, "a")
     with pytest.raises(RewardError, match=rf"killed after 1 s.*completion 1 \('{how}'\).*q7"):
         compute(echo, "a", how, "b")
-    wait_until(lambda: not alive(span.pid))
+    assert ended(span.pid, 20.0)
     assert compute(echo, "a")[0] == [1.0]
 
 
@@ -125,36 +109,30 @@ def test_a_failure_is_one_line_with_the_users_file_and_the_workers_traceback_as_
 def test_an_idle_worker_that_is_killed_is_replaced(echo):
     _, (span,) = compute(echo, "a")
     os.kill(span.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(span.pid))
-
-    def works():
-        try:
-            return compute(echo, "a")[0] == [1.0]
-        except RewardError:
-            return False
-
-    wait_until(works)
+    assert ended(span.pid, 20.0)
+    with contextlib.suppress(RewardError):  # the pool may not know yet
+        compute(echo, "a")
+    assert compute(echo, "a")[0] == [1.0]
 
 
 def test_arguments_and_kinds_of_numbers():
     row = {"answer": "yes", "prompt": "a column that would clash", "completion_ids": 3}
     weights = {"length": 1.0, "truth": 0.5, "few": -2}
-    pool = RewardPool({f"reward_functions:{n}": w for n, w in weights.items()}, timeout=20.0)
-    try:
+    with closing(
+        RewardPool({f"reward_functions:{n}": w for n, w in weights.items()}, timeout=20.0)
+    ) as pool:
         calls = [RewardCall("p", "four", [1], [2, 3], row), RewardCall("p", "yes", [1], [2], row)]
         graded = pool.compute(calls)
         assert graded.infos[0] == {"reward/length": 4.2, "reward/truth": 0.0, "reward/few": 4.0}
         assert graded.infos[1] == {"reward/length": 3.1, "reward/truth": 1.0, "reward/few": 3.0}
         assert graded.rewards == pytest.approx([4.2 - 8.0, 3.1 + 0.5 - 6.0])
         assert len(pool.drain_spans()) == 1
-    finally:
-        pool.close()
     assert RewardPool({}).compute(calls).rewards == [0.0, 0.0]
 
 
 def pool_of(path, source, *names, **options):
     path.write_text(source)
-    return RewardPool({f"{path}:{name}": 1.0 for name in names}, **options)
+    return closing(RewardPool({f"{path}:{name}": 1.0 for name in names}, **options))
 
 
 ASYNC = """
@@ -176,24 +154,18 @@ here = []
 
 
 def test_an_async_function_gets_the_completions_of_a_group_at_once(tmp_path):
-    pool = pool_of(tmp_path / "mine.py", ASYNC, "meet", timeout=20.0)
-    try:
+    with pool_of(tmp_path / "mine.py", ASYNC, "meet", timeout=20.0) as pool:
         assert compute(pool, "late", "one", "three")[0] == [4.0, 3.0, 5.0]
         match = r"completion 1 \('raise'\).*OSError: judge is away \(.*mine.py, line 9\)"
         with pytest.raises(RewardError, match=match):
             compute(pool, "late", "raise", "three")
         assert compute(pool, "a")[0] == [1.0], "what was cut off does not come back"
-    finally:
-        pool.close()
 
 
 def test_the_limit_of_an_async_function_names_the_completion_that_hangs(tmp_path):
-    pool = pool_of(tmp_path / "mine.py", ASYNC, "meet", timeout=1.0)
-    try:
-        with pytest.raises(RewardError, match=r"killed after 1 s.* 1 \('hang'\).*mine.py, line 4"):
-            compute(pool, "late", "hang", "three")
-    finally:
-        pool.close()
+    wanted = pytest.raises(RewardError, match=r"killed after 1 s.* 1 \('hang'\).*mine.py, line 4")
+    with pool_of(tmp_path / "mine.py", ASYNC, "meet", timeout=1.0) as pool, wanted:
+        compute(pool, "late", "hang", "three")
 
 
 def test_what_begins_together_has_one_limit_however_the_others_end(tmp_path):
@@ -203,12 +175,9 @@ async def wait(prompt, completion, prompt_ids, completion_ids):
     await asyncio.sleep(float(completion))
     return 1.0
 """
-    pool = pool_of(tmp_path / "mine.py", source, "wait", timeout=2.0)
-    try:
-        with pytest.raises(RewardError, match=r"killed after 2 s.* 1 \('3'\).*mine.py, line 3"):
-            compute(pool, "1.5", "3")
-    finally:
-        pool.close()
+    wanted = pytest.raises(RewardError, match=r"killed after 2 s.* 1 \('3'\).*mine.py, line 3")
+    with pool_of(tmp_path / "mine.py", source, "wait", timeout=2.0) as pool, wanted:
+        compute(pool, "1.5", "3")
 
 
 GROUPS = """
@@ -235,8 +204,7 @@ def together(prompts, completions):
 
 
 def test_a_function_with_plural_arguments_gets_a_group_in_one_call(tmp_path):
-    pool = pool_of(tmp_path / "mine.py", GROUPS, "rank", "judge", timeout=20.0)
-    try:
+    with pool_of(tmp_path / "mine.py", GROUPS, "rank", "judge", timeout=20.0) as pool:
         graded = pool.compute([call(c) for c in ("b", "c", "a")])
         assert [info["reward/rank"] for info in graded.infos] == [1.0, 2.0, 0.0]
         assert [info["reward/judge"] for info in graded.infos] == [2.0, 2.0, 2.0]
@@ -249,18 +217,13 @@ def test_a_function_with_plural_arguments_gets_a_group_in_one_call(tmp_path):
         ):
             with pytest.raises(RewardError, match=rf"mine.py:rank' failed on {match}"):
                 compute(pool, "b", how)
-    finally:
-        pool.close()
 
 
 def test_a_group_in_one_call_has_the_time_of_all_its_completions(tmp_path):
-    pool = pool_of(tmp_path / "mine.py", GROUPS, "together", timeout=0.5)
-    try:
+    with pool_of(tmp_path / "mine.py", GROUPS, "together", timeout=0.5) as pool:
         assert compute(pool, "a", "b", "c", "d")[0] == [0.0] * 4
         with pytest.raises(RewardError, match=r"after 0.5 s \(.* of each completion\) on the grou"):
             compute(pool, "a")
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize(
@@ -271,52 +234,11 @@ def test_numbers_of_any_kind_are_rewards(number):
     assert problem(number) is None
 
 
-PARENT = """
-import sys, threading
-from rlx.rewards.reward_pool import RewardCall, RewardPool
-
-if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])
-    pool = RewardPool("reward_functions:echo", timeout=1000.0)
-    pool.start()
-    pool.compute([RewardCall("", "a", [], [], {"answer": ""})])
-    (span,) = pool.drain_spans()
-    call = RewardCall("", sys.argv[2], [], [], {"answer": "", "marker": sys.argv[3]})
-    threading.Thread(target=lambda: pool.compute([call]), daemon=True).start()
-    print(span.pid, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("busy_with", ["a", "stuck in C"])
-def test_workers_die_with_a_killed_parent(tmp_path, busy_with):
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    marker = tmp_path / "begun"
-    command = [sys.executable, str(script), HERE, busy_with, str(marker)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(HERE).parents[1])}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as parent:
-        worker = int(parent.stdout.readline())
-        wait_until(marker.exists)
-        assert alive(worker)
-        parent.kill()
-    try:
-        wait_until(lambda: not alive(worker))
-    finally:
-        if alive(worker):
-            os.kill(worker, signal.SIGKILL)
-
-
 def test_a_hard_answer_is_a_zero_and_costs_no_worker():
-    pool = RewardPool("math", workers=1, timeout=30.0)
-    try:
+    with closing(RewardPool("math", workers=1, timeout=30.0)) as pool:
         texts = (r"\boxed{1/2}", r"\boxed{(x+y+z+1)^{200}(x-y)^{200}}", r"\boxed{9^{9^9}}", "0.5")
         calls = [call(text, answer=r"\frac{1}{2}") for text in texts]
         graded = pool.compute(calls)
-    finally:
-        pool.close()
     assert graded.rewards == [1.0, 0.0, 0.0, 1.0]
     assert len(pool.drain_spans()) == 1  # one task: nothing was killed and tried again alone
 

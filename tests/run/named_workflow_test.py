@@ -1,6 +1,7 @@
 """rollout.workflow: a class of one's own is built for the run, or refused before it starts."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rlx.agents.workflow import AgentWorkflow
 from rlx.base import UserError
 from rlx.config import check
 from rlx.run import inputs
+from rlx.system.process_supervisor import descendants
 
 AGENTS = Path(__file__).parents[1] / "agents/agent_classes.py"
 OWN = """
@@ -61,8 +63,9 @@ def test_a_workflow_that_gives_rewards_itself_needs_no_answers_and_no_workers(
     assert type(found.workflow).__name__ == "Own"
     assert found.workflow.depth == 3
     assert found.workflow.sampling.max_new_tokens == config.sampling.max_new_tokens
+    before = descendants(os.getpid())
     found.reward_pool.start()
-    assert not any(worker._process for worker in found.reward_pool._workers)
+    assert descendants(os.getpid()) == before
     found.reward_pool.close()
 
 

@@ -312,7 +312,7 @@ def test_reward_workers_are_where_the_resources_are_and_go_on_elsewhere(cluster)
         assert variables["RLX_TEST_WORKER"] == "a secret of the reward's"
         assert "RAY_AUTH_TOKEN" not in variables
         os.kill(first, signal.SIGKILL)
-        graded("error the worker process of reward 'arithmetic' died .exit code -9. .*\n")
+        graded("error reward 'arithmetic' failed .*: the worker process died .exit code -9. .*\n")
         killed = cluster.where(graded())
         cluster.kill(killed)
         third = graded()

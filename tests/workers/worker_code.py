@@ -34,7 +34,8 @@ def forked(marker, *, session=False, times=1):
 
 
 def leave(marker):
-    """Leaves a process of every kind behind, and returns when all are there."""
+    """Leaves a process of every kind behind, and returns when all are there; its own is first."""
+    Path(marker).write_text(f"{os.getpid()}\n")
     command = [sys.executable, "-c", SLEEPER, marker]
     forked(marker)
     forked(marker, session=True)
@@ -42,7 +43,7 @@ def leave(marker):
     subprocess.Popen(command)
     subprocess.Popen(command, start_new_session=True)
     subprocess.Popen(["setsid", "sh", "-c", '"$0" "$@" & "$0" "$@"', *command])
-    while not Path(marker).exists() or len(Path(marker).read_text().split()) < 7:
+    while len(Path(marker).read_text().split()) < 8:
         time.sleep(0.01)
 
 

@@ -1,21 +1,24 @@
 """Rewards and agents leave nothing behind, and cannot have more than they may."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rlx.agents.workers import Workers
+from rlx.agents.workflow import AgentOptions, run_agent, worker_kind
 from rlx.doctor import packages
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.workers import worker_process
+from rlx.workers.worker_pool import WorkerPool
 from rlx.workers.worker_process import WorkerLimits
+from tests.fixtures.commands import ended
 
 HERE = Path(__file__).parent
 
@@ -27,14 +30,6 @@ def importable_by_workers():
     sys.path.remove(str(HERE))
 
 
-def alive(pid):
-    """True while the process exists and is not a zombie."""
-    # It may end between the opening of its file and the reading.
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def wait_until(true, seconds=30):
     end = time.monotonic() + seconds
     while not true():
@@ -43,20 +38,19 @@ def wait_until(true, seconds=30):
 
 
 def left(marker):
-    """The processes that were left behind; None before all have said so."""
+    """The worker and the processes that it left behind; None before all are there."""
     found = marker.read_text().split() if marker.exists() else []
-    return [int(pid) for pid in found] if len(found) == 7 else None
+    return [int(pid) for pid in found] if len(found) == 8 else None
 
 
 def gone(marker):
     """Waits until nothing of it runs, and ends it otherwise."""
     pids = left(marker)
     assert pids
-    try:
-        wait_until(lambda: not any(map(alive, pids)), 20)
-    finally:
-        for pid in filter(alive, pids):
-            os.kill(pid, signal.SIGKILL)
+    late = [pid for pid in pids if not ended(pid, 20.0)]
+    for pid in late:
+        os.kill(pid, signal.SIGKILL)
+    assert not late
 
 
 class Rewards:
@@ -69,9 +63,6 @@ class Rewards:
         row = {"marker": str(marker), "answer": ""}
         return (await self.pool.grade([RewardCall("", how, [], [], row)])).rewards[0]
 
-    def worker(self):
-        return self.pool._workers[0]._pid
-
     async def close(self):
         self.pool.close()
 
@@ -80,13 +71,11 @@ class Agents:
     """The same of an agent's process."""
 
     def __init__(self, timeout=600.0):
-        self.workers = Workers("worker_code:Leaving", {}, block_seconds=timeout)
+        kind = worker_kind("worker_code:Leaving", {}, AgentOptions(block_seconds=timeout))
+        self.workers = WorkerPool(kind, 1)
 
     async def run(self, how, marker):
-        return await self.workers.run({"how": how, "marker": str(marker)}, "", "")
-
-    def worker(self):
-        return worker_process.supervisor.descendants(self.workers._processes[0]._kept.pid)[0]
+        return await run_agent(self.workers, {"how": how, "marker": str(marker)}, "", "")
 
     async def close(self):
         await self.workers.close()
@@ -101,7 +90,7 @@ def test_what_is_left_behind_ends_with_the_worker(kind, tmp_path):
         own = kind()
         try:
             assert await own.run("return", tmp_path / "pids") == 1.0
-            assert any(map(alive, left(tmp_path / "pids")))
+            assert all(map(psutil.pid_exists, left(tmp_path / "pids")))
         finally:
             await own.close()
 
@@ -115,7 +104,7 @@ def test_what_is_left_behind_ends_with_a_worker_that_is_killed(kind, tmp_path):
         own = kind()
         try:
             await own.run("return", tmp_path / "pids")
-            os.kill(own.worker(), signal.SIGKILL)
+            os.kill(left(tmp_path / "pids")[0], signal.SIGKILL)
             await asyncio.to_thread(gone, tmp_path / "pids")
         finally:
             await own.close()
@@ -165,30 +154,23 @@ def test_what_is_left_behind_ends_with_a_trainer_that_is_killed(kind, tmp_path):
 
 
 def test_one_hang_costs_one_timeout_and_computes_nothing_twice(tmp_path):
-    pool = RewardPool("worker_code:hanging", timeout=1.0)
     marker = tmp_path / "calls"
     row = {"marker": str(marker), "answer": ""}
-    try:
+    with closing(RewardPool("worker_code:hanging", timeout=1.0)) as pool:
         calls = [RewardCall("", text, [], [], row) for text in ("a", "b", "hang", "c")]
         with pytest.raises(RewardError, match=r"killed after 1 s.*completion 2 "):
             pool.compute(calls)
         assert marker.read_text().split() == ["a", "b", "hang"]
         assert pool.compute(calls[:2]).rewards == [1.0, 1.0]
-    finally:
-        pool.close()
 
 
 def test_limits_of_memory_and_processes_are_told_as_what_they_are():
-    pool = RewardPool(
-        "worker_code:greedy", timeout=60.0, limits=WorkerLimits(memory_gb=1.0, max_processes=8)
-    )
-    try:
+    limits = WorkerLimits(memory_gb=1.0, max_processes=8)
+    with closing(RewardPool("worker_code:greedy", timeout=60.0, limits=limits)) as pool:
         with pytest.raises(RewardError, match="MemoryError"):
             pool.compute([RewardCall("", "memory", [], [], {"answer": ""})])
         with pytest.raises(RewardError, match="more than max_processes=8"):
             pool.compute([RewardCall("", "processes", [], [], {"answer": ""})])
-    finally:
-        pool.close()
 
 
 def test_an_import_that_leaves_a_process_behind_holds_nobody_up(tmp_path, monkeypatch):
@@ -200,7 +182,7 @@ def test_an_import_that_leaves_a_process_behind_holds_nobody_up(tmp_path, monkey
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert packages.imports(["starts_one", "json"], seconds=30) == {"starts_one": "", "json": ""}
-    wait_until(lambda: not alive(int(marker.read_text())))
+    assert ended(int(marker.read_text()), 30.0)
 
 
 @pytest.fixture
@@ -214,23 +196,22 @@ def planted(tmp_path, monkeypatch):
 
 
 def test_a_reward_sees_nothing_of_the_trainer(planted):
-    pool = RewardPool("worker_code:spying", timeout=60.0)
-    try:
+    with closing(RewardPool("worker_code:spying", timeout=60.0)) as pool:
         call = RewardCall("", "", [], [], {"answer": "", "trainer": os.getpid()})
         assert pool.compute([call]).rewards == [1.0]
-    finally:
-        pool.close()
 
 
 def test_an_agent_sees_nothing_of_the_trainer_and_alone_nothing_of_other_runs(planted, tmp_path):
     async def main(per_run):
         place = tmp_path / str(per_run)
         place.mkdir()
-        own = Workers(f"{HERE / 'worker_code.py'}:Spying", {}, 2 if per_run else 1, per_run=per_run)
+        kind = worker_kind(f"{HERE / 'worker_code.py'}:Spying", {}, AgentOptions())
+        own = WorkerPool(kind, 2 if per_run else 1, single_job=per_run)
         data = {"trainer": os.getpid(), "marker": str(place / "ready")}
         try:
             await own.start()
-            runs = (own.run({**data, "wait": wait}, "", f"key-{wait:.1f}") for wait in (0.0, 2.0))
+            rows = ({**data, "wait": wait} for wait in (0.0, 2.0))
+            runs = (run_agent(own, row, "", f"key-{row['wait']:.1f}") for row in rows)
             return await asyncio.gather(*runs, return_exceptions=True)
         finally:
             await own.close()
@@ -248,17 +229,18 @@ def test_variables_that_a_config_names_are_passed_on(monkeypatch):
 
 
 def test_a_process_that_is_cancelled_while_it_ends_leaves_no_socket_open(tmp_path):
+    def sockets():
+        return [fd for fd in Path("/proc/self/fd").iterdir() if "socket" in str(fd.resolve())]
+
     async def main():
-        own = Agents()
+        own, before = Agents(), len(sockets())
         await own.run("return", tmp_path / "pids")
-        process = own.workers._processes[0]
         for _ in range(2):  # while it is waited for, and while it is ended
-            process._main.cancel()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
             await asyncio.sleep(0)
-        await asyncio.gather(process._main, return_exceptions=True)
-        assert process._writer.transport.is_closing()
         await own.close()
-        await asyncio.to_thread(process._kept.end)
+        assert len(sockets()) == before
 
     asyncio.run(main())
     gone(tmp_path / "pids")
