@@ -6,8 +6,8 @@ load("@rules_python//python:defs.bzl", "py_binary", "py_library", "py_test")
 ROOMS = [
     "base",
     "system",
+    "option",
     "algorithms",
-    "config",
     "cli",
     "model",
     "train",
@@ -24,10 +24,11 @@ ROOMS = [
     "evaluation",
     "doctor",
     "debugger",
+    "config",
     "areal",
     "run",
 ]
-FILES = ["base", "config"]  # rooms of one file of the package //rlx
+FILES = ["base", "config", "option"]  # rooms of one file of the package //rlx
 COMMANDS = [
     "main",
     "serve",

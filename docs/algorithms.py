@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlx.algorithms import advantages, kl, losses, supervised, surrogates
-from rlx.algorithms.algorithm import FIELDS, REDUCTIONS, Algorithm, check_choices, choose
+from rlx.algorithms.algorithm import CHOICES, FIELDS, REDUCTIONS, Algorithm, check_choices, choose
 from rlx.algorithms.presets import PRESETS, idle, resolve
 from rlx.base import UserError
 
@@ -90,9 +90,12 @@ def section(a: Algorithm) -> str:
 def field_row(name: str) -> str:
     """Return a line of the table of fields."""
     given = FIELDS[name].metadata
-    low, high = given.get("range", ("False", "True"))
-    values = " or ".join(given.get("choices", ())) or f"{written(low)} … {written(high)}"
-    values = values if FIELDS[name].type is not str or "choices" in given else "text"
+    if name in CHOICES:
+        values = " or ".join(given["values"])
+    elif given["values"]:
+        values = " … ".join(written(float(end)) for end in given["values"].strip("[]").split(", "))
+    else:
+        values = "text" if FIELDS[name].type is str else "False … True"
     return table(f"`{name}`", values, written(FIELDS[name].default), given["doc"])
 
 

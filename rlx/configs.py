@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 from rlx.cli import command
-from rlx.cli.flags import shipped
+from rlx.run.flags import shipped
 
 
 def variants(path: Path) -> dict[str, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rlx.agents import loading, workflow
 from rlx.base import UserError
-from rlx.cli import command, flags
+from rlx.cli import command
 from rlx.doctor import failures
-from rlx.run import command_line
+from rlx.run import command_line, flags
 from rlx.system.jsonl import jsonable, write_atomically
 
 FLAGS = {

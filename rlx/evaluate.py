@@ -6,10 +6,10 @@ Prints and saves one row a data set. The same command again goes on where it sto
 import sys
 from pathlib import Path
 
-from rlx.cli import command, flags
+from rlx.cli import command
 from rlx.config import check
 from rlx.doctor import failures
-from rlx.run import command_line
+from rlx.run import command_line, flags
 
 FLAGS = {
     "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic, "

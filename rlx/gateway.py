@@ -12,6 +12,7 @@ import tempfile
 from rlx.agents.online import OnlineOptions
 from rlx.cli import command
 from rlx.doctor import failures
+from rlx.engines.engine import EngineOptions
 from rlx.fleet import wire
 from rlx.fleet.tls import client_tls, server_tls
 from rlx.launch.servers import servers_of
@@ -26,8 +27,7 @@ def main() -> None:
     p.add_argument("--servers", default="", help="running ones of the model: host:port,host:port,…")
     p.add_argument("--tls", default="", help="of --servers: ca.pem, or ca.pem,cert.pem,key.pem")
     p.add_argument("--engine", default="jax", choices=("jax", "vllm"), help="of the started server")
-    p.add_argument("--slots", type=int, default=64, help="sequences decoded together")
-    p.add_argument("--max-model-len", type=int, default=0, help="tokens; 0: the model's context")
+    p.add_options(EngineOptions, "slots", "max_model_len")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--chat-template", default="", help="a file; default: the model's own")
     p.add_argument("--tool-format", default="", help="docs/agents.md; default: the template's")

@@ -2,7 +2,21 @@
 
 from rlx.cli import command
 from rlx.cli.key_names import unknown_key
-from rlx.cli.key_words import described
+from rlx.config import OPTIONS
+
+
+def described() -> dict[str, str]:
+    """Return each key → one line: its default, the values it may have, and its help."""
+    found = {}
+    for key, field in sorted(OPTIONS.items()):
+        values = field.metadata["values"]
+        if isinstance(values, tuple):
+            values = " | ".join(values)
+        elif values:
+            values = f"in {values}" if ", " in values else f"{values} or more"
+        shown = f"({values})  " * bool(values)
+        found[key] = f"{key}={field.default!r}  {shown}{field.metadata['doc']}"
+    return found
 
 
 def main() -> None:

@@ -12,10 +12,11 @@ def main() -> None:
     parser.add_argument("workdir", nargs="+", type=Path, help="the --workdir of a run")
     arguments = parser.parse_args()
 
+    from rlx.config import default
     from rlx.observe.run_report import write_report
 
     for workdir in arguments.workdir:
-        command.say(write_report(workdir))
+        command.say(write_report(workdir, default().to_dict()))
 
 
 if __name__ == "__main__":

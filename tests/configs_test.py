@@ -13,7 +13,6 @@ from jinja2 import Environment
 
 from configs.data import calculator_solutions
 from rlx.algorithms.presets import PRESETS
-from rlx.cli import flags
 from rlx.config import check
 from rlx.configs import variants
 from rlx.doctor import memory
@@ -25,7 +24,7 @@ from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.rollout import word_problems
 from rlx.rollout.tools import Calculator
-from rlx.run import config_checks, scheduler
+from rlx.run import config_checks, flags, scheduler
 from rlx.run.allocate import allocated
 from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of

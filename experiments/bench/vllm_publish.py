@@ -132,7 +132,7 @@ async def ours(model: Path, trainer: Trainer, method: str, kv: str, args, scratc
     rows: list[dict[str, float]] = []
     with LocalServers(model, workdir=scratch, plan=plan, engine="vllm", **options) as local:
         (address,) = await asyncio.to_thread(local.wait)
-        fleet = local.fleet(limits=Timeouts(publish=300), kv_on_update=kv)
+        fleet = local.fleet(limits=Timeouts(publish_timeout_seconds=300), kv_on_update=kv)
         await fleet.connect()
         channel = grpc.aio.insecure_channel(address, options=wire.OPTIONS)
         stub, metadata = rpc.RolloutStub(channel), (("authorization", f"Bearer {local.token}"),)

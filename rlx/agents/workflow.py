@@ -25,6 +25,7 @@ from rlx.agents.sessions import Session
 from rlx.base import Group, Trajectory, UserError, install, place
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls, server_tls
+from rlx.option import read_options
 from rlx.rollout.episode import together
 from rlx.rollout.workflows import Generator, Task, conversation
 from rlx.workers.worker_pool import Displaced, WorkerError, WorkerKind, WorkerPool
@@ -84,11 +85,10 @@ class AgentOptions:
                 f"agents.resources={agents.resources} puts agents on other nodes, which ask the "
                 "gateway by TLS; set online.host, tls_cert and tls_key, or scheduler.type=ray"
             )
-        return cls(
-            config.data.system_prompt, config.data.question_key, config.reward.workers,
-            agents.turn_discount, agents.export, agents.block_seconds, agents.reward_seconds,
-            WorkerLimits.of(agents, config.sandbox), agents.process_per_run,
-            host=online.host if tls else DEFAULTS.host, tls=tls,
+        return read_options(
+            cls, config.data, agents, workers=config.reward.workers, tls=tls,
+            limits=WorkerLimits.of(agents, config.sandbox),
+            host=online.host if tls else DEFAULTS.host,
         )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 Config keys, checks and docs/algorithms.md derive from these declarations. Without JAX and torch.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlx.base import UserError, unknown
+from rlx.option import check_value, option, options_of
 
 T = TypeVar("T")
 
@@ -75,20 +75,12 @@ def require_reference(batch: Mapping[str, T]) -> T:
     return batch["reference_logprobs"]
 
 
-def _flag(default: bool, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc})
-
-
 def _choice(default: str, choices: tuple[str, ...], doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
-
-
-def _text(doc: str) -> Any:
-    return dataclasses.field(default="", metadata={"doc": doc})
+    return option(default, doc, choices)
 
 
 def _number(default: float, low: float, high: float, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc, "range": (low, high)})
+    return option(default, doc, f"[{low:g}, {high:g}]")
 
 
 _KS = ("k1", "k2", "k3")
@@ -106,10 +98,10 @@ class Algorithm:
     source: str
     loss_function: Callable | None = None
     advantage_function: Callable | None = None
-    drop_equal_rewards: bool = _flag(
+    drop_equal_rewards: bool = option(
         False, "reject groups of equal rewards and sample others (DAPO's dynamic sampling)"
     )
-    overlong_filter: bool = _flag(
+    overlong_filter: bool = option(
         False, "train on no token of trajectories cut off by length; their rewards still count"
     )
     overlong_buffer: float = _number(
@@ -129,7 +121,7 @@ class Algorithm:
     reward_std: str = _choice(
         "none", (*LEVELS, "mean"), "rewards whose deviation divides, or the mean taken off (MaxRL)"
     )
-    leave_one_out: bool = _flag(False, "a reward's mean is that of its peers without itself")
+    leave_one_out: bool = option(False, "a reward's mean is that of its peers without itself")
     peers: str = _choice(
         "prompt", ("prompt", "agent", "turn"), "a group: all of a prompt | one agent's | one turn's"
     )
@@ -144,8 +136,8 @@ class Algorithm:
     kl_coefficient: float = _number(0.0, 0.0, math.inf, "β; the first one where it is adaptive")
     kl_target: float = _number(0.0, 0.0, math.inf, "nats a token that β is steered to; 0: fixed β")
     kl_horizon: int = _number(10_000, 1, math.inf, "trajectories in which β may change by a fifth")
-    critic: bool = _flag(False, "values come from a network of their own (config.critic), else 0")
-    bootstrap_truncated: bool = _flag(
+    critic: bool = option(False, "values come from a network of their own (config.critic), else 0")
+    bootstrap_truncated: bool = option(
         True, "V of the end stands for what was never sampled after a cut by length"
     )
     advantage: str = _choice(
@@ -160,7 +152,7 @@ class Algorithm:
         "the clip's anchor: the policy before the batch's first update, computed | interpolated | "
         "the sampled logprobs (plain PPO)",
     )  # fmt: skip
-    decoupled: bool = _flag(True, "weigh the loss by sg(exp(proximal − behaviour))")
+    decoupled: bool = option(True, "weigh the loss by sg(exp(proximal − behaviour))")
     weight_level: str = _choice("token", ("token", "sequence"), "what is held against the bounds")
     weight_action: str = _choice(
         "mask", ("none", "mask", "truncate"), "what happens to weights out of bounds"
@@ -196,7 +188,7 @@ class Algorithm:
         "clip", tuple(LOSS_KINDS),
         "loss of a token, a demonstration or a pair; or your own, FILE.py:name",
     )  # fmt: skip
-    loss_kwargs: str = _text("keyword arguments of your own loss, a JSON object")
+    loss_kwargs: str = option("", "keyword arguments of your own loss, a JSON object")
     ratio_level: str = _choice(
         "token",
         ("token", "sequence", "sequence_token"),
@@ -266,9 +258,9 @@ class Algorithm:
         return early or (minibatches > 1 and self.kind.ratio)
 
 
-FIELDS = {f.name: f for f in dataclasses.fields(Algorithm) if f.metadata}
+FIELDS = options_of(Algorithm)
 CHOICES: dict[str, tuple[str, ...]] = {
-    name: f.metadata["choices"] for name, f in FIELDS.items() if "choices" in f.metadata
+    n: f.metadata["values"] for n, f in FIELDS.items() if isinstance(f.metadata["values"], tuple)
 }
 
 
@@ -291,7 +283,5 @@ def check_choices(algorithm: Algorithm) -> None:
 def check_ranges(algorithm: Algorithm) -> None:
     """Raise UserError for a number outside its field's range, or NaN."""
     for name, field in FIELDS.items():
-        low, high = field.metadata.get("range", (None, None))
-        value = getattr(algorithm, name)
-        if low is not None and not low <= value <= high:
-            raise UserError(f"algorithm.{name}={value} must be in [{low}, {high}]")
+        if name not in CHOICES:
+            check_value(f"algorithm.{name}", getattr(algorithm, name), field.metadata["values"])

@@ -13,7 +13,8 @@ import yaml
 
 from rlx.areal import areal_allocation
 from rlx.base import UserError
-from rlx.config import LORA_TARGETS, default
+from rlx.config import default
+from rlx.model.lora_config import LORA_TARGETS
 from rlx.rollout import data
 
 NOTHING = object()  # as a value: no key is set, and nothing is lost

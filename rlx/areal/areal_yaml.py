@@ -19,13 +19,13 @@ from typing import Any
 
 import yaml
 
+from rlx import config as configs
 from rlx.algorithms.algorithm import FIELDS
 from rlx.algorithms.presets import PRESETS, idle
 from rlx.areal.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, ArealLoader
 from rlx.base import UserError
-from rlx.cli import command, flags
+from rlx.cli import command
 from rlx.cli.text import plain
-from rlx.config import default
 
 _TRAINING = ("algorithm.", "optimizer.", "train.", "checkpoint.")
 _IDLE: tuple[Any, ...] = (None, False, "", [], {}, "disabled")  # values that ask for nothing
@@ -205,7 +205,7 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
     Raises:
       UserError: a key that is none of AReaL's but near one, or a value of a wrong type.
     """
-    usual = dict(flags.leaves(default()))
+    usual = dict(configs.leaves(configs.default()))
     values: dict[str, Any] = {}
     comments: dict[str, str] = {}
     lost, same = [], []
@@ -256,7 +256,9 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
 def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
     """Return what `python` does of a file, with overrides, here and now."""
     leaves = load(Path(path), overrides, datetime.datetime.now(), os.environ)
-    ours = leaves.keys() & dict(flags.leaves(default())).keys() - {row.key for row in ROWS}
+    ours = leaves.keys() & dict(configs.leaves(configs.default())).keys() - {
+        row.key for row in ROWS
+    }
     if 2 * len(ours) > len(leaves):
         raise UserError(
             f"{path} has keys of rlx ({', '.join(sorted(ours)[:3])}), and YAML is read as AReaL's; "

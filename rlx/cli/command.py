@@ -12,6 +12,7 @@ from typing import NoReturn, TextIO
 
 from rlx.base import UserError
 from rlx.cli.text import plain
+from rlx.option import options_of
 from rlx.system.signals import WHOLE, end_soon
 
 INTERRUPTED = 130  # exit status
@@ -28,6 +29,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
         raise UserError(f"{message}; python -m {self.prog} --help lists the flags")
+
+    def add_options(self, room: type, *names: str) -> None:
+        """Add a flag for each option of a dataclass, or for those of `names` where some are given.
+
+        The flag takes choices from the declaration; whoever uses the option checks its range.
+        """
+        for name, field in options_of(room).items():
+            doc, values = field.metadata["doc"], field.metadata["values"]
+            if not names or name in names:
+                self.add_argument(
+                    f"--{name.replace('_', '-')}", type=type(field.default), default=field.default,
+                    choices=values if isinstance(values, tuple) else None, help=doc,
+                )  # fmt: skip
 
 
 def run(

@@ -4,9 +4,26 @@ The gRPC server depends on this alone; the JAX engine and the vLLM engine implem
 """
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Protocol
 
-from rlx.fleet.requests import Chunk, EngineStatus, Request, ScoreRequest, Scores
+from rlx.fleet.requests import KV_POLICIES, Chunk, EngineStatus, Request, ScoreRequest, Scores
+from rlx.option import option
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of a server's engine: flags of rlx.serve, keys of `config.fleet`."""
+
+    tensor_parallel: int = option(1, "GPUs of a vLLM server, each with a slice of every layer", "1")
+    gpu_memory: float = option(
+        0.0, "share of a GPU for a server; 0: the engine's choice, or 0.4 where allocation_mode "
+        "puts the trainer on the same GPUs", "[0, 1)",
+    )  # fmt: skip
+    slots: int = option(64, "sequences decoded together on one server", "1")
+    max_model_len: int = option(0, "tokens; 0: the model's context, in a run the two budgets")
+    decode_steps: int = option(8, "tokens of a sequence in one jitted decode call", "1")
+    kv_on_update: str = option("keep", "caches at an update; abort: send again", KV_POLICIES)
 
 
 class EngineStopped(RuntimeError):

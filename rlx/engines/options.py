@@ -7,8 +7,8 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.cli import command
+from rlx.engines.engine import EngineOptions
 from rlx.fleet import tls, wire
-from rlx.fleet.requests import KV_POLICIES
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -39,16 +39,11 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p = command.Parser("rlx.serve", allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory")
     p.add_argument("--engine", default=next(iter(engines)), choices=sorted(engines))
-    p.add_argument("--slots", type=int, default=64, help="sequences decoded together")
+    p.add_options(EngineOptions)
     p.add_argument("--max-queue", type=int, default=16384, help="samples, decoding or waiting")
-    p.add_argument("--max-model-len", type=int, default=0, help="tokens; 0: the model's context")
-    p.add_argument("--decode-steps", type=int, default=8, help="tokens a sequence per decode call")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of this server, by vLLM")
-    p.add_argument("--gpu-memory", type=float, default=0, help="share of a GPU; 0: the engine's")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--hang-seconds", type=float, default=60.0, help="a silent EngineCore is dead")
-    p.add_argument("--kv-on-update", default="keep", choices=KV_POLICIES)
     p.add_argument("--host", default="127.0.0.1", help="any but loopback needs a token and TLS")
     p.add_argument("--port", type=int, default=0, help="0: any")
     p.add_argument("--token", default="", help="bearer token; better in $RLX_FLEET_TOKEN")

@@ -21,10 +21,11 @@ from rlx.fleet import wire
 from rlx.fleet.addresses import FILE, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
 from rlx.fleet.joining import Joining
-from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused, Timeouts
+from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
+from rlx.fleet.timeouts import Timeouts
 from rlx.fleet.tls import Tls
 from rlx.system.threads import in_thread
 
@@ -95,7 +96,7 @@ class Fleet:
         self._limits = limits or Timeouts()
         self._publish_dir = publish_dir
         self._say = on_message or (lambda text: None)
-        self._balancer = Balancer(self._limits.outage, self._limits.probe, self._say)
+        self._balancer = Balancer(self._limits.outage_seconds, self._limits.hang_seconds, self._say)
         self._weights: Weights | None = None
         self.tokens = 0
         self._publishing = asyncio.Lock()
@@ -160,13 +161,13 @@ class Fleet:
             self._begin(self._follow())
         waiting = asyncio.create_task(self._say_who_is_missing())
         try:
-            async with asyncio.timeout(self._limits.connect):
+            async with asyncio.timeout(self._limits.connect_seconds):
                 await self._balancer.complete()
         except TimeoutError:
             missing = self._balancer.reasons()
             if not any(member.live for member in self._members):
                 raise UserError(
-                    f"no rollout server answered within {self._limits.connect:g} s: "
+                    f"no rollout server answered within {self._limits.connect_seconds:g} s: "
                     f"{missing}; start them (python -m rlx.serve) or check the addresses"
                 ) from None
             self._say(f"going on without {missing}")
@@ -192,7 +193,7 @@ class Fleet:
                     if self._connected or member.joined:  # before that, `connect` raises it
                         self._say(f"going on without {member.address}: {member.fatal}")
                     return
-                await asyncio.wait([running], timeout=self._limits.probe_every)
+                await asyncio.wait([running], timeout=self._limits.probe_seconds)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -201,7 +202,7 @@ class Fleet:
         """Add and remove servers as the files of addresses change, and as servers join."""
         before, said = None, ""
         while True:
-            await asyncio.sleep(self._limits.probe_every)
+            await asyncio.sleep(self._limits.probe_seconds)
             found = None
             try:
                 found = await in_thread(self._look)
@@ -242,7 +243,7 @@ class Fleet:
 
     async def _say_who_is_missing(self) -> None:
         """Say from time to time which servers `connect` waits for, and how much longer."""
-        end, pause = time.monotonic() + self._limits.connect, SAY_SECONDS
+        end, pause = time.monotonic() + self._limits.connect_seconds, SAY_SECONDS
         while True:
             await asyncio.sleep(pause)
             left, pause = end - time.monotonic(), SAY_AGAIN_SECONDS
@@ -270,7 +271,7 @@ class Fleet:
 
         Raises:
           ValueError: the request cannot be served; the message says why.
-          Unavailable: no server was alive for `limits.outage` seconds.
+          Unavailable: no server was alive for `limits.outage_seconds`.
           Failed: the last of several attempts failed.
         """
         if sampling.seed is None:

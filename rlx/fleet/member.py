@@ -11,11 +11,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import numpy as np
@@ -28,6 +27,7 @@ from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
 from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores
 from rlx.fleet.silence import TokenWaits
+from rlx.fleet.timeouts import Timeouts
 from rlx.system.threads import in_thread
 
 _Code = grpc.StatusCode
@@ -47,41 +47,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Deadlines and intervals of a fleet's client, in seconds.
-
-    Attributes:
-      connect: until the servers must answer, at the start.
-      request: deadline of one Generate call.
-      publish: deadline of one Publish call to one server.
-      probe: a server that does not answer Status for so long counts as hung, and as dead.
-      probe_every: between two probes.
-      outage: how long requests wait while no server is alive.
-      backoff: the longest pause between two attempts to join a lost server.
-    """
-
-    connect: float = 60.0
-    request: float = 600.0
-    publish: float = 120.0
-    probe: float = 5.0
-    probe_every: float = 1.0
-    outage: float = 300.0
-    backoff: float = 2.0
-
-    @classmethod
-    def of(cls, fleet: Mapping[str, Any], request: float) -> "Timeouts":
-        """Return the timeouts of a config's `fleet` section, with this deadline of a request."""
-        return cls(
-            connect=fleet["connect_seconds"],
-            request=request,
-            publish=fleet["publish_timeout_seconds"],
-            probe=fleet["hang_seconds"],
-            probe_every=fleet["probe_seconds"],
-            outage=fleet["outage_seconds"],
-        )
 
 
 @dataclass(frozen=True)
@@ -189,7 +154,7 @@ class Member:
             delay = 0.05 if was_live else min(2 * delay, self._limits.backoff)
             await asyncio.sleep(delay)
             # What takes longer is a life of it, or a time in which this process was stopped.
-            self._unanswered += min(time.monotonic() - begun, self._limits.probe + delay)
+            self._unanswered += min(time.monotonic() - begun, self._limits.hang_seconds + delay)
             self._restart(self.address, self._unanswered)
 
     def fail(self, reason: str) -> None:
@@ -318,7 +283,9 @@ class Member:
         """Ask for its status; collect spans, compare weights, refine the clock estimate."""
         sent_ns, serves = time.monotonic_ns(), self._serves
         reply = await self._stub.Status(
-            pb.StatusRequest(drain_spans=True), timeout=self._limits.probe, metadata=self._metadata
+            pb.StatusRequest(drain_spans=True),
+            timeout=self._limits.hang_seconds,
+            metadata=self._metadata,
         )
         rtt_ns, self._unanswered = time.monotonic_ns() - sent_ns, 0.0
         if reply.instance != self.status.instance:
@@ -364,7 +331,7 @@ class Member:
         except grpc.aio.AioRpcError as error:
             self.reason = wire.describe(error)
             if error.code() is _Code.DEADLINE_EXCEEDED:
-                self.reason = f"hung, no answer to Status for {self._limits.probe:g} s"
+                self.reason = f"hung, no answer to Status for {self._limits.hang_seconds:g} s"
             if error.code() is _Code.UNAUTHENTICATED:
                 self.fatal = self._wrong_token()
             if error.code() is _Code.UNAVAILABLE:
@@ -390,9 +357,10 @@ class Member:
     async def _watch(self) -> None:
         while True:
             begun = time.monotonic()
-            await asyncio.sleep(self._limits.probe_every)
+            await asyncio.sleep(self._limits.probe_seconds)
             await self.probe()
-            if (now := time.monotonic()) - begun > self._limits.probe_every + self._limits.probe:
+            longest = self._limits.probe_seconds + self._limits.hang_seconds
+            if (now := time.monotonic()) - begun > longest:
                 self.waits = self.waits.updated(now)  # this process was stopped meanwhile
             if not self._updating.locked() and (late := self._silent(self)):
                 self._mute = self.status.instance
@@ -402,7 +370,7 @@ class Member:
     async def _try_out(self) -> None:
         """Ask for one token; raise Lost where none comes."""
         try:
-            async with asyncio.timeout(self._limits.connect):
+            async with asyncio.timeout(self._limits.connect_seconds):
                 async for _ in self.generate(_TRY_OUT):
                     return
         except ValueError:  # it scores, and says so
@@ -427,7 +395,7 @@ class Member:
             try:
                 reply = await self._stub.Publish(
                     self._parts(weights, delta),
-                    timeout=self._limits.publish,
+                    timeout=self._limits.publish_timeout_seconds,
                     metadata=self._metadata,
                 )
             except grpc.aio.AioRpcError as error:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlx.option import option
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -16,7 +18,6 @@ class Sampling:
       temperature: ≥ 0; 0 is greedy. Behaviour logprobs are those of
         log softmax(logits / temperature) over the whole vocabulary (top-p and top-k restrict the
         draw, not the logprob); of the untempered distribution when greedy.
-      top_p: in (0, 1]. top_k: 0 is off.
       max_new_tokens, min_new_tokens: counted over the whole completion, `prefix_len` included.
       stop: strings that end a completion as soon as its text contains one (kept in the tokens).
       stop_token_ids: tokens that end a completion (kept in the tokens), besides the model's own.
@@ -28,12 +29,12 @@ class Sampling:
       unscored: nobody wants behaviour logprobs; an engine may save the work and give NaN.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    temperature: float = option(1.0, "above 0; losses use the same distribution")
+    top_p: float = option(1.0, "share of the probability to draw tokens from; 1: all", "(0, 1]")
+    top_k: int = option(0, "number of likeliest tokens to draw from; 0: all", "0")
+    max_new_tokens: int = option(256, "in an answer, also in answers of a dataset", "1")
+    min_new_tokens: int = option(0, "before an answer may end", "0")
+    stop: tuple[str, ...] = option((), "texts that end an answer")
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     guide: str = ""

@@ -19,6 +19,7 @@ from rlx.launch.local import CpuPlan, LocalServers
 from rlx.launch.servers import RunningServers
 from rlx.model import config_forms, directory
 from rlx.model.model_config import ModelConfig
+from rlx.option import read_options
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,12 @@ class ScorerOptions:
     def of_teacher(cls, config: Any) -> "ScorerOptions":
         """Return those of a run's teacher, which scores no evaluation."""
         engine = config.teacher.engine or config.fleet.engine
-        return cls(
+        return read_options(
+            cls,
+            config.teacher,
             name="teacher",
             preset=config.algorithm.preset,
-            path=config.teacher.path,
-            addresses=tuple(config.teacher.addresses),
             engine=engine,
-            num_servers=config.teacher.num_servers,
             # The JAX engine scores one sequence at a time; its slots would only take memory.
             slots=1 if engine == "jax" else config.fleet.slots,
             longest=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
@@ -62,11 +62,11 @@ class ScorerOptions:
     @classmethod
     def of_reward_model(cls, config: Any) -> "ScorerOptions":
         """Return those of a run's reward model; its tokenizer may need more tokens for a text."""
-        model, completion = config.reward.model, config.sampling.max_new_tokens
-        longest = config.data.max_prompt_tokens + max(completion, config.eval.max_new_tokens)
-        return cls(
-            "reward model", config.algorithm.preset, model.path, tuple(model.addresses), "jax",
-            model.num_servers, slots=1, longest=2 * longest,
+        completion = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
+        longest = 2 * (config.data.max_prompt_tokens + completion)
+        return read_options(
+            cls, config.reward.model, name="reward model", preset=config.algorithm.preset,
+            engine="jax", slots=1, longest=longest,
         )  # fmt: skip
 
     def __bool__(self) -> bool:
@@ -208,7 +208,7 @@ def fleet(
       UserError: one did not start.
     """
     # Report an outage before the attempt that waits for its end is given up.
-    limits = replace(limits, outage=min(limits.outage, limits.request / 2))
+    limits = replace(limits, outage_seconds=min(limits.outage_seconds, limits.request / 2))
     try:
         return servers.fleet(limits=limits, on_message=lambda text: on_message(f"{name}: {text}"))
     except UserError as error:

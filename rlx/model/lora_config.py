@@ -4,12 +4,13 @@ import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from rlx.base import UserError
-from rlx.config import LORA_TARGETS, lora_targets
+from rlx.base import UserError, unknown
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Row
+from rlx.option import option
 
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the decoder's matrices
 PREFIX = "base_model.model."  # of every name in PEFT's files
 
 
@@ -18,14 +19,13 @@ class LoraConfig:
     """Targets and size of the adapters.
 
     Attributes:
-      rank: ≥ 1.
-      alpha: > 0; what an adapter adds is multiplied by alpha / rank.
+      rank: ≥ 1 here; a config without adapters has 0.
       targets: names in LORA_TARGETS, in its order; HF's names (`q_proj`) become ours.
     """
 
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] = LORA_TARGETS
+    rank: int = option(0, "of each adapter; 0: off, train the whole model", "0")
+    alpha: float = option(16.0, "an adapter's output is multiplied by alpha / rank", "(0, inf)")
+    targets: tuple[str, ...] = option(LORA_TARGETS, "names of matrices, these or HF's (q_proj)")
 
     def __post_init__(self):
         if self.rank < 1:
@@ -38,6 +38,25 @@ class LoraConfig:
     def scale(self) -> float:
         """alpha / rank."""
         return self.alpha / self.rank
+
+
+def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
+    """Return `names` (ours, or HF's such as `q_proj`) as LORA_TARGETS has them, in its order.
+
+    Raises:
+      UserError: a name that is none, with the nearest that is; or no name at all.
+    """
+    if isinstance(names, str):
+        raise UserError(f"lora.targets={names!r} is one text; give a tuple of names")
+    joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # as Phi 3's files have them
+    given = [name.removesuffix("_proj") for name in names]
+    short = [each for name in given for each in joined.get(name, (name,))]
+    for name in short:
+        if name not in LORA_TARGETS:
+            raise unknown("lora.targets entry", name, LORA_TARGETS)
+    if not short:
+        raise UserError(f"lora.targets is empty; give some of {', '.join(LORA_TARGETS)}")
+    return tuple(name for name in LORA_TARGETS if name in short)
 
 
 def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:

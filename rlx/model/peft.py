@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
-from rlx.config import LORA_TARGETS
 from rlx.model import lora_config
 from rlx.model import params as parameters
 from rlx.model.config_forms import read_json
-from rlx.model.lora_config import LoraConfig
+from rlx.model.lora_config import LORA_TARGETS, LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets, open_tensors, save_tensors

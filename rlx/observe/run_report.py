@@ -24,15 +24,19 @@ from rlx.system.jsonl import has_step, write_atomically
 _SKIPPED = 20  # rows named
 
 
-def write_report(workdir: str | os.PathLike) -> Path:
-    """Write WORKDIR/report.html and return its path; raise UserError when WORKDIR holds no run."""
+def write_report(workdir: str | os.PathLike, defaults: Mapping[str, Any] | None = None) -> Path:
+    """Write WORKDIR/report.html and return its path; raise UserError when WORKDIR holds no run.
+
+    Args:
+      defaults: a nested mapping of config keys; the report lists which keys differ from it.
+    """
     run = load(workdir)
     path = Path(workdir) / "report.html"
-    write_atomically(path, visible(page(run)).encode("utf-8", "replace"))
+    write_atomically(path, visible(page(run, defaults)).encode("utf-8", "replace"))
     return path
 
 
-def page(run: Run) -> str:
+def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
     """Return the whole page."""
     import jinja2  # takes a moment to import
 
@@ -65,7 +69,7 @@ def page(run: Run) -> str:
         views=report_samples.VIEWS,
         sampled=any(report_samples.trained_versions(sample) for sample in run.samples),
         top_lag=int(min(5, max((v for v in run.series("staleness_max") if v), default=0))),
-        config=_config(run),
+        config=_config(run, defaults),
         changes=_changes(run),
         environment=flatten(run.environment),
         skipped=_skipped(run),
@@ -150,11 +154,9 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
         yield "bad" if dropped else "", "Dropped", number(dropped), "trajectories"
 
 
-def _config(run: Run) -> dict[str, Any]:
-    """Return all keys of the config, and those that differ from the defaults."""
-    from rlx.config import default  # ml_collections takes a moment to import
-
-    rows, standard = flatten(run.config), dict(flatten(default().to_dict()))
+def _config(run: Run, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the config's keys, and those that differ from the defaults; empty without one."""
+    rows, standard = flatten(run.config), dict(flatten(defaults or {}))
     changed = [(key, value) for key, value in rows if standard.get(key) != value]
     return {"rows": rows, "changed": changed} if rows else {}
 

@@ -12,8 +12,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
-from rlx.cli import command, flags
+from rlx.cli import command
 from rlx.launch import allocation
+from rlx.run import flags
 
 
 def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:

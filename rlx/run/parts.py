@@ -21,7 +21,6 @@ from ml_collections import ConfigDict
 
 from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
 from rlx.base import UserError
-from rlx.cli import flags
 from rlx.cli.text import size
 from rlx.cli.user_code import own_files
 from rlx.doctor import memory
@@ -43,12 +42,13 @@ from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.rundir import gaps
 from rlx.observe.timeline import Timeline
+from rlx.option import read_options
 from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
-from rlx.run import resume, trainers
+from rlx.run import flags, resume, trainers
 from rlx.run.export import Export
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import Inputs
@@ -238,7 +238,7 @@ def build(
         progress.message,
     )  # fmt: skip
     fleet: Fleet | NoFleet = NoFleet()
-    limits = Timeouts.of(config.fleet, config.rollout.request_timeout_seconds)
+    limits = read_options(Timeouts, config.fleet, request=config.rollout.request_timeout_seconds)
     if served:
         fleet = servers.fleet(
             limits=limits, kv_on_update=config.fleet.kv_on_update, on_message=progress.message

@@ -16,10 +16,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
-from rlx.cli.flags import leaves
 from rlx.observe.environment import SAME
 from rlx.observe.metrics import RECORDS, STARTS, forget
 from rlx.observe.writers import BOARD_ID
+from rlx.run.flags import leaves
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
 from rlx.system import atomic_directory

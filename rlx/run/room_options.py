@@ -6,7 +6,7 @@ names of the config's keys.
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from rlx.agents import named_workflow
 from rlx.agents.workflow import AgentOptions
 from rlx.base import UserError
 from rlx.doctor.memory import RunSizes
+from rlx.engines.engine import EngineOptions
 from rlx.fleet.joining import Joining
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
 from rlx.launch import ray_workers
 from rlx.model.model_config import ModelConfig
+from rlx.option import read_options
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.attempts import Patience
@@ -74,15 +76,7 @@ def agents_of(config: ConfigDict) -> AgentOptions:
 
 def training_sampling(config: ConfigDict) -> Sampling:
     """Return how rollouts are sampled; each prompt gets its own seed later."""
-    s = config.sampling
-    return Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        max_new_tokens=s.max_new_tokens,
-        min_new_tokens=s.min_new_tokens,
-        stop=tuple(s.stop),
-    )
+    return read_options(Sampling, config.sampling)
 
 
 def patience(config: ConfigDict) -> Patience:
@@ -109,15 +103,11 @@ def server_options(config: ConfigDict) -> dict[str, Any]:
     """Return the options of `LocalServers` for a run; most are flags of rlx.serve."""
     fleet = config.fleet
     return {
+        **asdict(read_options(EngineOptions, fleet)),
         "engine": fleet.engine,
-        "tensor_parallel": fleet.tensor_parallel,
-        "gpu_memory": fleet.gpu_memory,
-        "slots": fleet.slots,
         "max_model_len": context_of(config),
-        "decode_steps": fleet.decode_steps,
         "dtype": config.model.publish_dtype,
         "seed": config.seed,
-        "kv_on_update": fleet.kv_on_update,
         "publish_dir": fleet.publish_dir,
         "answer_timeout": fleet.kill_seconds,
         "max_restarts": fleet.max_restarts,
@@ -143,22 +133,18 @@ def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
     Raises:
       UserError: an unknown algorithm, or one that does not fit the config.
     """
-    c, fleet = config, config.fleet
-    return RunSizes(
+    fleet = config.fleet
+    return read_options(
+        RunSizes,
+        config.data,
+        config.sampling,
+        config.rollout,
+        fleet,
+        config.checkpoint,
         model=model,
         train=TrainOptions.of(config),
-        max_prompt_tokens=c.data.max_prompt_tokens,
-        max_new_tokens=c.sampling.max_new_tokens,
-        batch_prompts=c.rollout.batch_prompts,
-        n_samples=c.sampling.n_samples,
         has_fleet=has_servers(config),
-        engine=fleet.engine,
         num_servers=0 if fleet.addresses else fleet.num_servers,
-        slots=fleet.slots,
-        max_model_len=server_options(c)["max_model_len"],
-        decode_steps=fleet.decode_steps,
-        publish=fleet.publish,
-        publish_dir=fleet.publish_dir,
-        publish_dtype=c.model.publish_dtype,
-        keep=c.checkpoint.keep,
+        max_model_len=context_of(config),
+        publish_dtype=config.model.publish_dtype,
     )

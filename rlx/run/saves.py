@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from rlx.base import DiskFull, UserError
+from rlx.config import default
 from rlx.doctor import memory
 from rlx.observe.run_report import write_report
 from rlx.run.export import prune
@@ -126,7 +127,7 @@ class Saves:
         """Write the timeline and the report of the steps there are; return the report's path."""
         self._parts.timeline.save(self._parts.workdir / "timeline.json")
         there = (self._parts.workdir / "metrics.jsonl").exists()
-        return write_report(self._parts.workdir) if there else None
+        return write_report(self._parts.workdir, default().to_dict()) if there else None
 
     @contextmanager
     def told_if_full(self) -> Iterator[None]:

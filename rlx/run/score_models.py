@@ -21,7 +21,6 @@ from ml_collections import ConfigDict
 from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.base import UserError
-from rlx.cli import flags
 from rlx.cli.command import say
 from rlx.evaluation import sample_files, statistics
 from rlx.evaluation.question_sets import Benchmark
@@ -34,11 +33,12 @@ from rlx.fleet.tls import client_tls
 from rlx.launch.local import LocalServers, servers_plan
 from rlx.launch.servers import RunningServers, servers_of
 from rlx.model.directory import load_config
+from rlx.option import read_options
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
 from rlx.rollout.workflows import Prompts, Workflow
-from rlx.run import allocate
+from rlx.run import allocate, flags
 from rlx.run.export import directory_of
 from rlx.run.room_options import (
     agents_of,
@@ -244,7 +244,8 @@ def _ask(
     Raises the first failure that is not one row's, after the others' samples are written.
     """
     seconds = config.rollout.request_timeout_seconds
-    fleet = servers.fleet(limits=Timeouts.of(config.fleet, seconds), on_message=_say)
+    limits = read_options(Timeouts, config.fleet, request=seconds)
+    fleet = servers.fleet(limits=limits, on_message=_say)
 
     async def connect() -> Fleet:
         try:

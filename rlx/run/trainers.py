@@ -23,9 +23,9 @@ from ml_collections import ConfigDict
 import rlx
 from rlx.base import UserError
 from rlx.cli.command import INTERRUPTED, say
-from rlx.cli.flags import leaves
 from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
+from rlx.run.flags import leaves
 from rlx.run.inputs import INITIAL, Inputs
 from rlx.run.room_options import as_json
 from rlx.system import exit_reason

@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from rlx.base import UserError, unknown
 from rlx.cli import user_code
+from rlx.option import option
 from rlx.sandbox.layers import LEVELS, readable
 from rlx.system.threads import in_thread
 
@@ -72,9 +73,9 @@ class Outcome:
 class SandboxOptions:
     """The `sandbox` section of a config."""
 
-    kind: str = "local"  # or FILE.py:Class, module:Class: made with workers and preload
-    require: str = "landlock"  # of LEVELS: the weakest acceptable
-    workers: int = 0  # calls at once; 0: as many as there are cores
+    kind: str = option("local", "or FILE.py:Class, module:Class: your own")
+    require: str = option("landlock", "weakest one accepted: see docs/security.md", LEVELS)
+    workers: int = option(0, "programs at once in each process with a sandbox; 0: its cores", "0")
 
     def __post_init__(self):
         if self.require not in LEVELS:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.base import UserError, unknown
+from rlx.option import check_value, option, options_of
 
 OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # float32 numbers that each keeps for a parameter's
 # Share of the peak by the part of the run that is done, 0 to 1.
@@ -20,29 +20,19 @@ SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
 class OptimizerOptions:
     """The keys of `config.optimizer`; UserError for an unknown name or a value out of range."""
 
-    name: str = "adamw"
-    learning_rate: float = 1e-6
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 0.0
+    name: str = option("adamw", "rule of an update", tuple(OPTIMIZERS))
+    learning_rate: float = option(1e-6, "the peak, after warm-up", "[0, inf)")
+    schedule: str = option("constant", "of the rate after warm-up", tuple(SCHEDULES))
+    warmup_steps: int = option(0, "optimizer updates of linear warm-up from 0", "[0, inf)")
+    b1: float = option(0.9, "share of the first moment kept at each update", "[0, 1)")
+    b2: float = option(0.999, "share of the second moment kept", "[0, 1)")
+    eps: float = option(1e-8, "added to the root of the second moment", "[0, inf)")
+    weight_decay: float = option(0.0, "decoupled, of matrices; times the learning rate", "[0, inf)")
+    clip_norm: float = option(1.0, "largest norm of the whole gradient; 0: no limit", "[0, inf)")
 
     def __post_init__(self):
-        if self.name not in OPTIMIZERS:
-            raise unknown("optimizer.name", self.name, OPTIMIZERS)
-        if self.schedule not in SCHEDULES:
-            raise unknown("optimizer.schedule", self.schedule, SCHEDULES)
-        for key in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm", "eps"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise UserError(
-                    f"optimizer.{key}={getattr(self, key)} must be finite and 0 or more"
-                )
-        for key in ("b1", "b2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise UserError(f"optimizer.{key}={getattr(self, key)} must be in [0, 1)")
+        for name, field in options_of(OptimizerOptions).items():
+            check_value(f"optimizer.{name}", getattr(self, name), field.metadata["values"])
 
 
 def rate_at(options: OptimizerOptions, total_steps: int, updates: Any, lib: Any) -> Any:

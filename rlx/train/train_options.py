@@ -10,7 +10,13 @@ from rlx.base import UserError
 from rlx.cli.user_code import find
 from rlx.model.lora_config import LoraConfig
 from rlx.model.mesh import parse_mesh
+from rlx.option import option, read_options
 from rlx.train.optimizer_options import OptimizerOptions
+
+_ROW_BUCKETS = (
+    64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384,
+    24576, 32768,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,6 @@ class TrainOptions:
     Attributes:
       token_budget: train.max_tokens_per_microbatch; tokens on each device, which is all of its
         rows or, under `context`, its share of them.
-      mesh: train.mesh; "" or `fsdp:4,tensor:2`.
       dtype, compute_dtype, publish_dtype: of parameters, of activations, of exported weights.
       chunk: model.logprob_chunk; tokens whose logits exist at one time.
       temperature: > 0, the one the tokens were sampled with.
@@ -33,10 +38,14 @@ class TrainOptions:
     critic_learning_rate: float = 1e-5
     critic_warmup: int = 0
     total_steps: int = 1
-    minibatches: int = 1
+    minibatches: int = option(1, "optimizer updates in a batch", "1")
     token_budget: int = 4096
-    row_buckets: tuple[int, ...] = ()
-    mesh: str = ""
+    row_buckets: tuple[int, ...] = option(_ROW_BUCKETS, "tokens: lengths that packed rows may have")
+    mesh: str = option(
+        "", '"": all devices on fsdp; or e.g. "fsdp:4,tensor:2". replica copies parameters, expert '
+        "is fsdp that cuts a mixture's experts, context cuts the tokens of a row: every row bucket "
+        "must be a multiple of 2·context",
+    )  # fmt: skip
     dtype: str = "float32"
     compute_dtype: str = "float32"
     remat: str = "none"
@@ -48,38 +57,35 @@ class TrainOptions:
     lora: LoraConfig | None = None
     seed: int = 0
     publish_dtype: str = "float32"
-    compile: bool = False
-    offload_optimizer: bool = False
-    balance_coefficient: float = 0.0
+    compile: bool = option(False, "trainer=torch: use torch.compile on each layer")
+    offload_optimizer: bool = option(False, "trainer=torch on a GPU: moments in the host's memory")
+    balance_coefficient: float = option(
+        0.0, "of a mixture's load-balancing loss (arXiv 2101.03961, eq. 4); 1e-3 to 1e-2 in "
+        "pre-training, 0 in most RL; trainer=jax", "[0, inf)",
+    )  # fmt: skip
 
     @classmethod
     def of(cls, config: Any) -> "TrainOptions":
         """Return the options of a run's whole config; UserError for values that do not fit."""
-        sampling, model, train = config.sampling, config.model, config.train
-        options = cls(
-            presets.resolve(config.algorithm, sampling.max_new_tokens, sampling.n_samples, find),
-            OptimizerOptions(**config.optimizer),
-            config.critic.learning_rate,
-            config.critic.warmup_steps,
-            config.total_steps,
-            train.minibatches,
-            train.max_tokens_per_microbatch,
-            tuple(train.row_buckets),
-            train.mesh,
-            model.dtype,
-            model.compute_dtype,
-            model.remat,
-            model.logprob_chunk,
-            sampling.temperature,
-            config.reference.mode,
-            config.reference.every_steps,
-            config.reference.decay,
-            lora_of(config.lora),
-            config.seed,
-            model.publish_dtype,
-            train.compile,
-            train.offload_optimizer,
-            train.balance_coefficient,
+        sampling = config.sampling
+        options = read_options(
+            cls,
+            config,
+            config.train,
+            config.model,
+            algorithm=presets.resolve(
+                config.algorithm, sampling.max_new_tokens, sampling.n_samples, find
+            ),
+            optimizer=OptimizerOptions(**config.optimizer),
+            critic_learning_rate=config.critic.learning_rate,
+            critic_warmup=config.critic.warmup_steps,
+            token_budget=config.train.max_tokens_per_microbatch,
+            chunk=config.model.logprob_chunk,
+            temperature=sampling.temperature,
+            reference_mode=config.reference.mode,
+            reference_every=config.reference.every_steps,
+            reference_decay=config.reference.decay,
+            lora=lora_of(config.lora),
         )
         _check(options)
         return options
@@ -102,9 +108,7 @@ class TrainOptions:
 
 def lora_of(section: Mapping[str, Any]) -> LoraConfig | None:
     """Return the adapters that `config.lora` describes; None where the whole model is trained."""
-    if not section["rank"]:
-        return None
-    return LoraConfig(section["rank"], section["alpha"], tuple(section["targets"]))
+    return read_options(LoraConfig, section) if section["rank"] else None
 
 
 def _check(options: TrainOptions) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlx.option import option, read_options
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system import process_supervisor as supervisor
 from rlx.system.parent_death import keep_private
@@ -40,23 +41,18 @@ class WorkerLimits:
     """Limits of each worker process.
 
     Attributes:
-      memory_gb: address space of each of its processes, GiB; 0: no limit.
-      max_processes: of it and its descendants; 0: no limit.
-      environment: names of the variables it sees in addition to harmless ones.
       sandbox: that `worker_sandbox` makes in it.
     """
 
-    memory_gb: float = 0.0
-    max_processes: int = 0
-    environment: tuple[str, ...] = ()
+    memory_gb: float = option(0.0, "address space of each process; 0: no limit", "0")
+    max_processes: int = option(0, "of a worker and everything it starts; 0: no limit", "0")
+    environment: tuple[str, ...] = option((), "further variables it sees, after PATH, HOME, …")
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
 
     @classmethod
     def of(cls, section: Any, sandbox: Any) -> "WorkerLimits":
         """Return the limits in the `reward` or `agents` section of a config, and in `sandbox`."""
-        names = tuple(section.environment)
-        asked = SandboxOptions(**sandbox)
-        return cls(section.memory_gb, section.max_processes, names, asked)
+        return read_options(cls, section, sandbox=SandboxOptions(**sandbox))
 
 
 NO_LIMITS = WorkerLimits()

@@ -27,7 +27,10 @@ def _load(name):
 
 
 scripted = _load("scripted_engine")
-LIMITS = Timeouts(connect=10, request=20, probe=1.0, probe_every=0.1, outage=0.5, backoff=0.2)
+LIMITS = Timeouts(
+    connect_seconds=10, request=20, hang_seconds=1.0, probe_seconds=0.1, outage_seconds=0.5,
+    backoff=0.2,
+)  # fmt: skip
 
 
 class AgentTools:

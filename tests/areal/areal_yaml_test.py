@@ -16,12 +16,12 @@ from docs import from_areal
 from rlx.algorithms.presets import resolve
 from rlx.areal import areal_keys, areal_yaml
 from rlx.base import UserError
-from rlx.cli.flags import leaves
 from rlx.config import check, default
 from rlx.launch.local import LocalServers
 from rlx.model import hf
 from rlx.run import command_line
 from rlx.run.allocate import allocated
+from rlx.run.flags import leaves
 from rlx.run.inputs import prepare
 
 FILES = Path(__file__).parent / "recipes"

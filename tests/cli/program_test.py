@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
         (["report"], 2, ["error: the following arguments are required: workdir; python -m"]),
         (["serve", "--modl=x"], 2, ["error: the following arguments are required: --model; "]),
         (["convert", "--zz"], 2, ["error: unrecognized arguments: --zz; python -m"]),
-        (["keys", "optimizer"], 0, ["optimizer.learning_rate=1e-06  the peak", "optimizer.b2=0.9"]),
+        (["keys", "optimizer"], 0, ["optimizer.b2=0.999  (in [0, 1))  share"]),
         (["keys", "optimizer.lr"], 2, ["did you mean 'optimizer.learning_rate'?\n"]),
         (["configs"], 0, ["rlx:arithmetic ", "GRPO on chains", "rlx:cluster:math_7b_n4 "]),
     ],

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from rlx.__main__ import COMMANDS
-from rlx.cli import flags
-from rlx.config import check, default
+from rlx.config import check, default, leaves
+from rlx.run import flags
 from rlx.run.allocate import allocated
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ FENCE = re.compile(r"^( *)(`{3,})(\w*)[^\n]*\n(.*?)^\1\2$", re.DOTALL | re.MULTI
 SHOWN = {"text", "", "diff", "yaml", "console"}  # nothing that runs
 # Whose keys are other systems': only what stands in a row's first cell is ours.
 FOREIGN = ("coming_from.md", "from_areal.md")
-KEYS = dict(flags.leaves(default()))
+KEYS = dict(leaves(default()))
 RUN = {  # page → the tests that run its blocks, all of them
     "docs/agents.md": ("agents/docs_test.py", "run/extend_test.py"),
     "docs/debugging.md": ("debugger/docs_test.py",),

@@ -143,7 +143,9 @@ def test_a_server_ends_with_its_engine_and_is_started_again(
         command=(sys.executable, "-c", BREAKS_ONCE), slots=4, max_model_len=128,
     )  # fmt: skip
 
-    limits = dataclasses.replace(tools.limits, probe=10, outage=60)  # it compiles anew
+    limits = dataclasses.replace(
+        tools.limits, hang_seconds=10, outage_seconds=60
+    )  # it compiles anew
 
     async def main():
         fleet = local.fleet(limits=limits)

@@ -272,7 +272,7 @@ if __name__ == "__main__":
 """)
     new = {k: v * 1.5 for k, v in load_file(tiny_model_dir / "model.safetensors").items()}
     prompt, out = prompt_of(18, 40), []
-    limits = Timeouts(probe_every=0.1, backoff=0.2, connect=60)
+    limits = Timeouts(probe_seconds=0.1, backoff=0.2, connect_seconds=60)
     with servers_of(tiny_model_dir, tmp_path, command=(sys.executable, str(script))) as servers:
         fleet = servers.fleet(limits=limits)
 

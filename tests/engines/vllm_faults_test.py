@@ -42,8 +42,9 @@ MOST = 160  # tokens of every completion
 LENGTH = 192
 ATOL = 1e-3  # nats; measured 1e-5
 LIMITS = Timeouts(
-    connect=60, request=60, publish=30, probe=1.5, probe_every=0.1, outage=90, backoff=0.2
-)
+    connect_seconds=60, request=60, publish_timeout_seconds=30, hang_seconds=1.5,
+    probe_seconds=0.1, outage_seconds=90, backoff=0.2,
+)  # fmt: skip
 HANG_SECONDS = 4.0  # of EngineCore; a stopped server is left alone for longer
 
 
@@ -308,7 +309,7 @@ def test_a_wrong_stamp_is_noticed(world):
 
 
 def test_a_killed_server_loses_nothing_and_joins_another_fleet_late_with_its_weights(world):
-    limits = dataclasses.replace(LIMITS, connect=1.0)
+    limits = dataclasses.replace(LIMITS, connect_seconds=1.0)
     address = world.local.wait()[0]
 
     async def killed():
@@ -544,7 +545,7 @@ def test_requests_wait_while_all_servers_are_dead_and_then_finish(world):
     world.said.clear()
     run(body())
     (told,) = [line for line in world.said if line.startswith("no rollout server alive")]
-    assert f"waiting up to {LIMITS.outage:g} s: 127.0.0.1:" in told
+    assert f"waiting up to {LIMITS.outage_seconds:g} s: 127.0.0.1:" in told
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute", "abort"])

@@ -338,7 +338,7 @@ def test_returning_server_gets_the_weights_before_its_first_request(tools, tmp_p
 
 def test_restart_between_two_probes_is_noticed(tools, tmp_path, arithmetic):
     """The channel reconnects by itself; without the instance a fresh server's tokens came back."""
-    limits = dataclasses.replace(tools.limits, probe_every=60.0)
+    limits = dataclasses.replace(tools.limits, probe_seconds=60.0)
 
     async def main():
         async with tools.fleet(1, tmp_path, limits=limits) as (fleet, _, servers):
@@ -354,7 +354,7 @@ def test_restart_between_two_probes_is_noticed(tools, tmp_path, arithmetic):
 
 
 def test_no_server_alive(tools, tmp_path):
-    limits = dataclasses.replace(tools.limits, outage=0.5)
+    limits = dataclasses.replace(tools.limits, outage_seconds=0.5)
 
     async def main():
         async with tools.fleet(1, tmp_path, limits=limits) as (fleet, _, servers):
@@ -380,7 +380,7 @@ def test_connect_without_servers(tools, tmp_path):
         engine_server = Server(lambda: None)
         port = engine_server.port
         await engine_server.stop()
-        fleet = Fleet([f"127.0.0.1:{port}"], limits=Timeouts(connect=0.3, backoff=0.1))
+        fleet = Fleet([f"127.0.0.1:{port}"], limits=Timeouts(connect_seconds=0.3, backoff=0.1))
         with pytest.raises(UserError, match=r"no rollout server answered within 0\.3 s"):
             await fleet.connect()
         await fleet.close()
@@ -396,7 +396,7 @@ def test_connect_tells_at_once_for_whom_it_waits(tools):
         await unused.stop()
         said = asyncio.Queue()
         address = f"127.0.0.1:{unused.port}"
-        fleet = Fleet([address], limits=Timeouts(connect=600), on_message=said.put_nowait)
+        fleet = Fleet([address], limits=Timeouts(connect_seconds=600), on_message=said.put_nowait)
         connecting = asyncio.create_task(fleet.connect())
         text = await said.get()
         assert f"waiting up to 599 s for rollout servers: {address} (" in text
@@ -419,7 +419,7 @@ def test_connect_tells_at_once_for_whom_it_waits(tools):
 )
 def test_an_address_that_never_can_answer_is_not_waited_for(address, words, tools):
     async def main():
-        fleet = Fleet([address], limits=Timeouts(connect=600))
+        fleet = Fleet([address], limits=Timeouts(connect_seconds=600))
         with pytest.raises(UserError, match=words):
             await fleet.connect()
         await fleet.close()
@@ -435,7 +435,7 @@ def test_connect_goes_on_with_the_servers_there_are(tools, tmp_path, arithmetic)
             said = []
             fleet = Fleet(
                 [f"127.0.0.1:{unused.port}", f"127.0.0.1:{server.port}"],
-                limits=dataclasses.replace(tools.limits, connect=0.5),
+                limits=dataclasses.replace(tools.limits, connect_seconds=0.5),
                 on_message=said.append,
             )
             await fleet.connect()
@@ -465,7 +465,7 @@ def test_token(tools, tmp_path, arithmetic):
 
 def test_spans_are_on_our_clock(tools, tmp_path, arithmetic):
     """A server whose clock is an hour ahead: its spans must lie within the call that made them."""
-    limits = dataclasses.replace(tools.limits, probe_every=60.0)
+    limits = dataclasses.replace(tools.limits, probe_seconds=60.0)
 
     def clock():
         return time.monotonic_ns() + 3_600_000_000_000

@@ -18,6 +18,7 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
+from rlx.option import read_options
 
 PROMPT = [1, 2, 3]
 MOST = 300
@@ -120,7 +121,7 @@ def test_how_soon_a_hung_server_is_left_is_a_key_of_the_config(
     """And five seconds by default: nobody waits for one server while another is idle."""
     assert default().fleet.hang_seconds == 5
     config = {**default().fleet, "hang_seconds": 0.5, "probe_seconds": 0.1}
-    limits = Timeouts.of(config, request=600)
+    limits = read_options(Timeouts, config, request=600)
 
     async def main():
         fleet = servers.fleet(limits=limits)
@@ -143,7 +144,7 @@ def test_how_soon_a_hung_server_is_left_is_a_key_of_the_config(
 
 
 def test_hung_server_cannot_hold_up_a_publish(tools, tmp_path, servers):
-    limits = dataclasses.replace(tools.limits, publish=0.5, probe=20.0)
+    limits = dataclasses.replace(tools.limits, publish_timeout_seconds=0.5, hang_seconds=20.0)
 
     async def main():
         fleet = servers.fleet(limits=limits)
@@ -164,7 +165,7 @@ def test_servers_join_and_leave_by_a_file_while_requests_run(tools, tmp_path, se
     file.write_text(f"# ours\n{first}\n")
 
     async def main():
-        limits = dataclasses.replace(tools.limits, probe=5.0)
+        limits = dataclasses.replace(tools.limits, hang_seconds=5.0)
         fleet = Fleet(
             [f"@{file}"], limits=limits, token=servers.token, publish_dir=servers.directory
         )
@@ -193,7 +194,7 @@ def test_servers_join_and_leave_by_a_file_while_requests_run(tools, tmp_path, se
         later = [await request for request in requests()]
         assert [server.address for server in await fleet.status()] == [second]
         file.unlink()
-        await asyncio.sleep(5 * limits.probe_every)
+        await asyncio.sleep(5 * limits.probe_seconds)
         assert fleet.live == {second}
         await fleet.close()
         return done, later

@@ -48,7 +48,7 @@ def test_the_next_probe_tells(tools, tmp_path, version):
 
 
 def test_the_next_publish_tells_where_no_probe_came_between(tools, tmp_path):
-    limits = dataclasses.replace(tools.limits, probe_every=60)
+    limits = dataclasses.replace(tools.limits, probe_seconds=60)
 
     async def main(first):
         async with tools.fleet(1, tmp_path, limits=limits) as (fleet, _, servers):

@@ -59,7 +59,9 @@ def check(done, arithmetic):
 
 def patient(tools):
     """Limits by which a slow machine is none that hangs."""
-    return dataclasses.replace(tools.limits, connect=100, request=100, probe=60, outage=100)
+    return dataclasses.replace(
+        tools.limits, connect_seconds=100, request=100, hang_seconds=60, outage_seconds=100
+    )
 
 
 async def until(condition):

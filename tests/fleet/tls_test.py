@@ -83,7 +83,7 @@ def test_tokens_come_over_tls(tools, arithmetic, pem, server, client):
 def test_a_server_that_cannot_be_trusted_is_refused_at_once(tools, pem, server, client, words):
     one, other = (pem(*names) if names else None for names in (server, client))
     with pytest.raises(UserError, match=words) as caught:
-        tools.run(talk(tools, one, other), seconds=tools.limits.connect / 2)
+        tools.run(talk(tools, one, other), seconds=tools.limits.connect_seconds / 2)
     assert "\n" not in str(caught.value)
 
 
@@ -100,7 +100,7 @@ def test_a_server_that_cannot_be_trusted_is_refused_at_once(tools, pem, server, 
 )  # fmt: skip
 def test_a_client_that_is_not_trusted_is_hung_up_on(tools, pem, server, client):
     one, other = (pem(*names) if names else None for names in (server, client))
-    limits = dataclasses.replace(tools.limits, connect=1.0)
+    limits = dataclasses.replace(tools.limits, connect_seconds=1.0)
     words = "no rollout server answered.*Socket closed; if it asks for TLS.*set fleet.tls"
     with pytest.raises(UserError, match=words):
         tools.run(talk(tools, one, other, limits=limits))

@@ -206,7 +206,7 @@ def test_hung_server_is_killed_and_started_again(tmp_path, loop):
     with start(tmp_path, num_servers=2, answer_timeout=1.5, on_message=said.append) as local:
         address, _ = local.wait()
         pid, other = local.pids
-        fleet = local.fleet(limits=Timeouts(probe=0.3, probe_every=0.1))
+        fleet = local.fleet(limits=Timeouts(hang_seconds=0.3, probe_seconds=0.1))
         loop.run(fleet.connect())
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + 30

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlx.algorithms import presets
 from rlx.base import UserError
-from rlx.config import check, default
+from rlx.config import default
 from rlx.engines.server import Server
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.launch import teacher
@@ -113,14 +113,6 @@ def test_a_context_that_is_too_short_is_said_before_anything_starts(other):
         teacher.check(c, DISTILL, STUDENT)
 
 
-def test_keys_are_checked():
-    check(config_of(engine="vllm"))
-    with pytest.raises(UserError, match=r"unknown teacher.engine 'vlm'; did you mean 'vllm'"):
-        check(config_of(engine="vlm"))
-    with pytest.raises(UserError, match=r"teacher.num_servers=0 is below 1"):
-        check(config_of(num_servers=0))
-
-
 def test_only_servers_of_the_runs_own_need_cores():
     assert options_of().num_local == 0
     assert options_of(path="x", num_servers=3).num_local == 3
@@ -132,7 +124,7 @@ def test_a_dead_teacher_is_one_line_that_says_whose_server_it_is(tmp_path):
         server = Server(lambda: None)
         port = server.port
         await server.stop()
-        fleet = Fleet([f"127.0.0.1:{port}"], limits=Timeouts(connect=0.3, backoff=0.1))
+        fleet = Fleet([f"127.0.0.1:{port}"], limits=Timeouts(connect_seconds=0.3, backoff=0.1))
         with pytest.raises(UserError, match=r"^the teacher: no rollout server answered"):
             await teacher.connect(fleet)
         await fleet.close()

@@ -14,10 +14,9 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from rlx.base import UserError
-from rlx.config import LORA_TARGETS
 from rlx.model import decoder, hf, lora, peft
 from rlx.model import params as parameters
-from rlx.model.lora_config import LoraConfig
+from rlx.model.lora_config import LORA_TARGETS, LoraConfig
 from tests.fixtures.model import make_oracle
 
 TOKENS = np.random.default_rng(3).integers(0, 97, (2, 40)).astype(np.int32)

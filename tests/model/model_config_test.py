@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from rlx.base import UserError
-from rlx.config import LORA_TARGETS
 from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.config_forms import NotOurs
+from rlx.model.lora_config import LORA_TARGETS
 from rlx.model.model_config import ARCHITECTURES, TRAITS, ModelConfig
 from rlx.model.rope_config import Rope
 

@@ -112,12 +112,3 @@ def test_an_agent_class_has_the_run_s_options(config):
     assert found.name.startswith(f"Repeat ({AGENTS.resolve()}, line ")
     options = found._options
     assert (options.turn_discount, options.export, options.workers) == (0.5, "concat", 3)
-    config.agents.export = "tre"
-    with pytest.raises(UserError, match=r"unknown agents.export 'tre'; did you mean 'tree'\?"):
-        check(config)
-    config.agents.export, config.agents.block_seconds = "tree", 0.0
-    with pytest.raises(UserError, match=r"agents.block_seconds=0 must be above 0 and finite"):
-        check(config)
-    config.agents.block_seconds, config.agents.turn_discount = 300.0, 1.5
-    with pytest.raises(UserError, match=r"agents.turn_discount=1.5 must be in \[0, 1\]"):
-        check(config)

@@ -52,11 +52,7 @@ def test_adamw_first_step_is_the_papers():
     ("key", "value", "message"),
     [
         ("name", "adamm", "did you mean 'adamw'"),
-        ("schedule", "cosin", "did you mean 'cosine'"),
-        ("learning_rate", -1.0, "learning_rate=-1.0 must be finite"),
         ("learning_rate", float("nan"), "learning_rate=nan must be finite and 0 or more"),
-        ("clip_norm", float("inf"), "clip_norm=inf must be finite and 0 or more"),
-        ("eps", -1e-8, "eps=-1e-08 must be finite"),
         ("b2", 1.0, r"b2=1.0 must be in \[0, 1\)"),
     ],
 )

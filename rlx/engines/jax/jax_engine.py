@@ -27,6 +27,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.engines import kv_memory
+from rlx.engines.engine import EngineOptions
 from rlx.engines.jax.cache_plan import make_plan
 from rlx.engines.jax.programs import Programs
 from rlx.engines.jax.scoring import ScoreJob, Scoring
@@ -56,9 +57,9 @@ class JaxEngine(ModelEngine):
         model_path: str,
         *,
         seed: int = 0,
-        slots: int = 64,
+        slots: int = EngineOptions.slots,
         max_model_len: int = 0,
-        decode_steps: int = 8,
+        decode_steps: int = EngineOptions.decode_steps,
         dtype: str = "float32",
         clock: Callable[[], int] = time.monotonic_ns,
     ):

@@ -23,7 +23,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.cli.user_code import words
-from rlx.engines.engine import EngineStopped
+from rlx.engines.engine import EngineOptions, EngineStopped
 from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
 from rlx.engines.vllm.vllm_start import start_llm
@@ -59,7 +59,7 @@ class VllmEngine(ModelEngine):
         model_path: str,
         *,
         seed: int = 0,
-        slots: int = 64,
+        slots: int = EngineOptions.slots,
         max_model_len: int = 0,
         dtype: str = "float32",
         tensor_parallel: int = 1,

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 
+from rlx import keys
 from rlx.base import UserError
-from rlx.cli import flags, key_names, key_words
-from rlx.config import check, default
+from rlx.cli import key_names
+from rlx.config import check, default, leaves
+from rlx.run import flags
 
 CONFIG = "--config=configs/gsm8k.py"
 BODY = "from rlx.config import default\ndef get_config():\n    c = default()\n    c."
@@ -44,16 +46,11 @@ def parsed(*arguments):
             [CONFIG, "--config.trainer=torch", "--config.model.dtype=bfloat16"],
             ["model.dtype='bfloat16'", "trainer=jax"],
         ),
-        ([CONFIG, "--config.trainer=torhc"], ["'torhc'", "'torch'"]),
         ([CONFIG, "--config.fleet.max_model_len=1535"], ["=1535", "1536", "raise it"]),
         (
             [CONFIG, "--config.fleet.max_model_len=1536", "--config.eval.max_new_tokens=1025"],
             ["=1536", "1537", "set it to 0"],
         ),
-        ([CONFIG, "--config.checkpoint.keep=0"], ["checkpoint.keep=0", "1 or more"]),
-        ([CONFIG, "--config.reward.timeout_seconds=0"], ["timeout_seconds=0", "above 0"]),
-        ([CONFIG, "--config.fleet.threads=-1"], ["fleet.threads=-1", "0 or more"]),
-        ([CONFIG, "--config.eval.max_new_tokens=-1"], ["max_new_tokens=-1", "0 or more"]),
         ([CONFIG, "--workdri=x"], ["workdri", "workdir"]),
         ([CONFIG, "stray"], ["'stray'"]),
         (["--config=arithmetic"], ["did you mean rlx:arithmetic?"]),
@@ -180,7 +177,7 @@ def test_help_names_the_command(capsys):
 
 
 def test_every_name_of_other_packages_leads_to_a_key_or_flag_that_there_is():
-    known = dict(flags.leaves(default()))
+    known = dict(leaves(default()))
     names = key_names.elsewhere(known)
     assert set(names.values()) <= known.keys() | {"--workdir", "--dry_run"}
     assert len(names) > 100
@@ -204,9 +201,11 @@ def test_help_leads_to_the_keys_and_names_a_command_that_is_a_directory(capsys):
 
 
 def test_each_key_is_described_in_a_line():
-    lines = key_words.described()
-    assert lines.keys() == dict(flags.leaves(default())).keys() - {"observe.tensorboard"}
-    assert lines["optimizer.b1"] == "optimizer.b1=0.9  what the first moment keeps at each update"
-    assert "(0.0 … 1.0)" in lines["algorithm.clip_low"]
+    lines = keys.described()
+    assert lines.keys() == dict(leaves(default())).keys() - {"observe.tensorboard"}
+    assert lines["optimizer.b1"] == (
+        "optimizer.b1=0.9  (in [0, 1))  share of the first moment kept at each update"
+    )
+    assert "(in [0, 1])" in lines["algorithm.clip_low"]
     assert "sampling.top_p=1.0  (in (0, 1])  share" in lines["sampling.top_p"]
     assert not [line for line in lines.values() if "\n" in line or line.endswith("  ")]

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, config_flags
 
 from rlx.base import UserError
 from rlx.cli.key_names import embedded, meant, unknown_key
-from rlx.config import default
+from rlx.config import default, leaves
 
 
 def parse(
@@ -265,13 +265,3 @@ def _check_file(config_file: str, arguments: Sequence[str]) -> None:
         near = near or [f"rlx:{name}" for name in own]
         hint = f"did you mean {near[0]}?" if near else "give the path of a .py with get_config()"
         raise UserError(f"no config file {path}; {hint}")
-
-
-def leaves(tree: Mapping[str, Any] | ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that a config, or its JSON, has."""
-    for key in tree:
-        value = tree[key]
-        if isinstance(value, ConfigDict | Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

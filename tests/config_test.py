@@ -1,0 +1,67 @@
+"""Every key keeps its type, its default and the values that it accepts."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+from rlx import config as module
+from rlx.base import UserError
+
+# section → key → type, default, and the range or choices where it has them
+SECTIONS = json.loads((Path(__file__).parent / "fixtures" / "config_keys.json").read_text())
+KEYS = {
+    f"{part}.{k}".lstrip("."): row for part, keys in SECTIONS.items() for k, row in keys.items()
+}
+
+
+def rows(tree: ConfigDict, prefix: str = ""):
+    for key in tree:
+        if isinstance(tree[key], ConfigDict):
+            yield from rows(tree[key], f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", [tree.get_type(key).__name__, tree[key]]
+
+
+def test_every_key_has_its_type_and_default():
+    found = json.loads(json.dumps(dict(rows(module.default()))))
+    assert found == {key: row[:2] for key, row in KEYS.items()}
+
+
+def refusal(key: str, value: object) -> str:
+    """Return the error of a config in which `key` has `value`; empty without one."""
+    config = module.default().unlock()
+    config.model.path = "rlx:arithmetic"
+    section, _, name = key.rpartition(".")
+    place = config
+    for part in filter(None, section.split(".")):
+        place = place[part]
+    place[name] = type(place[name])(value)
+    try:
+        module.check(config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if len(row) > 2])
+def test_a_key_accepts_its_values_and_no_others(key):
+    kind, _, values = KEYS[key]
+    if kind == "str":
+        assert f"unknown {key} 'nonesuch'" in refusal(key, "nonesuch")
+        assert not [value for value in values if f"unknown {key}" in refusal(key, value)]
+        return
+    low, _, high = values.strip("()[]").partition(", ")
+    outside, inside = [float(low) - 1], []
+    (outside if values[0] == "(" else inside).append(float(low))
+    if kind == "float" and high:
+        (inside if values[-1] == "]" else outside).append(float(high))
+        outside.append(float("nan"))
+    for value in outside:
+        assert refusal(key, value).startswith(f"{key}="), value
+    for value in inside:  # what other keys refuse it for has other words
+        assert not re.match(
+            rf"{key}=\S+ (is below {low};|must be (in|finite))", refusal(key, value)
+        )
