@@ -1,13 +1,14 @@
 """Distillation on the student's own answers, with the model that comes with rlx and a teacher.
 
 Command:   python -m rlx.main --config=configs/arithmetic_distill.py
-           after the teacher's own run, which is two minutes of GRPO:
+           First train the teacher, two minutes of GRPO:
            python -m rlx.main --config=configs/arithmetic.py --workdir=runs/teacher
            Another teacher of the same vocabulary: --config.teacher.path=DIR
-Hardware:  two CPU cores, no network; three minutes or so when they are free.
-Expect:    greedy accuracy on 200 held-out problems from 0.345 to about 0.98 after 40 steps, where
-           it stays; the teacher has 0.985. The KL to it falls from 0.05 nats a token to 0.001. No
-           reward is learned from. The runs behind this: experiments/2026-11-other-trainers.
+Hardware:  two CPU cores, no network.
+Time:      3 to 7 minutes on a shared machine.
+Expect:    greedy accuracy on 200 held-out problems from 0.345 to 0.98 after 40 steps, without a
+           reward; the teacher has 0.985. The KL to it falls from 0.05 nats a token to 0.001.
+           Runs: experiments/2026-11-other-trainers.
 """
 
 from configs import arithmetic

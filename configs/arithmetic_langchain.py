@@ -1,8 +1,9 @@
-"""GRPO of the agent of arithmetic_agent.py, as written with LangChain.
+"""GRPO of the agent of arithmetic_agent.py, written with LangChain.
 
 Command:   python -m rlx.main --config=configs/arithmetic_langchain.py
 Hardware:  two CPU cores, no network; the extra `agents`, and `pip install langchain-openai`.
-Expect:    two steps like arithmetic_agent.py's, which its calls equal; no whole run was made.
+Time:      not run to the end.
+Expect:    not run to the end; two steps equal those of arithmetic_agent.py.
 """
 
 from configs import arithmetic_agent

@@ -1,11 +1,12 @@
-"""REINFORCE++ on what users say of an application's answers, with the model that comes with rlx.
+"""REINFORCE++ on users' ratings of an application's answers, with the model that comes with rlx.
 
 Command:   python -m rlx.main --config=configs/arithmetic_online.py
-           with $RLX_ADMIN_KEY from `openssl rand -hex 24`, and with it in another terminal
-           python experiments/2026-11-online/users.py
-Hardware:  two CPU cores, no network; the extra `agents`; about four minutes.
-Expect:    greedy accuracy on 200 held-out problems from 0.345 to 0.99, by thumbs up and down
-           alone. The run behind this: experiments/2026-11-online.
+           Set $RLX_ADMIN_KEY to the output of `openssl rand -hex 24`, here and in another
+           terminal, where you run: python experiments/2026-11-online/users.py
+Hardware:  two CPU cores, no network; the extra `agents`.
+Time:      6 minutes on a shared machine.
+Expect:    greedy accuracy on 200 held-out problems from 0.345 to 0.99, only by thumbs up and down.
+           Run: experiments/2026-11-online.
 """
 
 from configs import arithmetic
@@ -19,7 +20,7 @@ def get_config():
     c.online.port = 8123
     c.algorithm.preset = "reinforce_pp"
     c.algorithm.kl_coefficient = 0.0
-    c.sampling.n_samples = 1  # a session is a group: users ask what they like
+    c.sampling.n_samples = 1  # a session is a group, because users choose their own questions
     c.rollout.batch_prompts = 128
     c.rollout.max_concurrent_rollouts = 384
     c.eval.every_steps = 10

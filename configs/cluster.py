@@ -1,11 +1,11 @@
 """GRPO on competition mathematics with R1-Distill-Qwen on whole nodes, as one Slurm job.
 
 Command:   python -m rlx.main --config=configs/cluster.py:math_7b_n4 --workdir=SHARED
-           (SHARED: on a disk that all nodes see. On Ray: --config.scheduler.type=ray)
-Hardware:  nodes of 8 GPUs of 80 GB, as many as VARIANTS says; half of the GPUs train.
-Expect:    seconds a step that AReaL's guide published for this size and these nodes, on H800, with
-           512 prompts × 16 answers, 32 of 32B: in VARIANTS. 250 steps for 1.5B, 400 for 7B; the
-           guide did not train 32B to the end. Not yet run by rlx.
+           SHARED is on a disk that all nodes see. On Ray: --config.scheduler.type=ray
+Hardware:  nodes of 8 GPUs of 80 GB; VARIANTS has their number. Half of the GPUs train.
+Time:      not run. VARIANTS has the seconds a step that AReaL's guide published for this size and
+           these nodes, on H800, with 512 prompts × 16 answers (32B: × 32).
+Expect:    not run. The guide trained 250 steps for 1.5B and 400 for 7B, and 32B not to the end.
 """
 
 from configs import math_1_5b, math_7b, math_32b
@@ -32,5 +32,5 @@ def get_config(name=""):
     c.scheduler.type = "slurm"
     c.scheduler.nodes = nodes
     c.scheduler.gpus_per_node = 8
-    c.train.mesh = ""  # as the allocation has it
+    c.train.mesh = ""  # the allocation sets it
     return c

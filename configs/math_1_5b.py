@@ -1,10 +1,11 @@
 """GRPO on competition mathematics with long answers, R1-Distill-Qwen 1.5B, on one node.
 
 Command:   python -m rlx.main --config=configs/math_1_5b.py --config.fleet.addresses="('@servers',)"
-Hardware:  8 GPUs of 80 GB: 4 for the trainer (CUDA_VISIBLE_DEVICES=0,1,2,3; docs/scale.md has the
-           arithmetic), 4 for servers started by hand, whose host:port are the lines of servers.
-Expect:    published for this size, 512 prompts × 16 answers of about 8,000 tokens: 3,461 s a step
-           on one such node, 250 steps (AReaL's guide). Not yet run by rlx.
+Hardware:  8 GPUs of 80 GB, 4 for the trainer (CUDA_VISIBLE_DEVICES=0,1,2,3; see docs/scale.md) and
+           4 for servers. Start these by hand and list each host:port in the file `servers`.
+Time:      not run. AReaL's guide has 3,461 s a step on one such node, with 512 prompts × 16 answers
+           of about 8,000 tokens.
+Expect:    not run. The guide trained 250 steps.
 """
 
 from configs import gsm8k
@@ -33,7 +34,7 @@ def get_config():
     c.train.row_buckets = (2048, 4096, 8192, 12288, 17408)  # the last: the longest trajectory
     c.train.max_tokens_per_microbatch = 34816  # on each of 4 devices: two of the longest rows
     c.fleet.slots = 256
-    c.fleet.publish = "stream"  # what the servers of other hosts can take without a shared disk
+    c.fleet.publish = "stream"  # servers on other hosts need no shared disk
     c.fleet.publish_timeout_seconds = 600.0
     c.checkpoint.every_seconds = 1800.0
     c.eval.num_questions = 30

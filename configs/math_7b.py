@@ -2,9 +2,10 @@
 
 Command:   srun -N2 --ntasks-per-node=1 python -m rlx.main --config=configs/math_7b.py
            --config.fleet.addresses="('@servers',)"    (on two nodes; see docs/scale.md)
-Hardware:  4 nodes of 8 GPUs of 80 GB: 2 for the trainer, 2 for 16 servers.
-Expect:    published for this size, 512 × 16: 2,275 s a step on 4 nodes, 815 s on 16, 400 steps
-           (AReaL's guide). Not yet run by rlx.
+Hardware:  4 nodes of 8 GPUs of 80 GB, 2 for the trainer and 2 for 16 servers.
+Time:      not run. AReaL's guide has 2,275 s a step on 4 nodes and 815 s on 16, with 512 prompts
+           × 16 answers.
+Expect:    not run. The guide trained 400 steps.
 """
 
 from configs import math_1_5b

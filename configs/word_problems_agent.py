@@ -1,12 +1,12 @@
 """GRPO of an agent that calls a calculator over OpenAI's API, with a real language model.
 
 Command:   python -m rlx.main --config=configs/word_problems_agent.py
-           after configs/word_problems_tools_sft.py, whose weights it begins with; with vLLM's
-           servers, which generate faster: --config.fleet.engine=vllm
+           First run configs/word_problems_tools_sft.py. Faster, with vLLM's servers:
+           --config.fleet.engine=vllm
 Hardware:  two CPU cores and 16 GB, as configs/word_problems.py, and the extra `agents`.
-Expect:    greedy accuracy on 200 held-out problems from 0.485 to 0.67, calls an answer from 0.25 to
-           2.5, in 17 minutes of two cores of an AMD EPYC with vLLM's server
-           (experiments/2026-11-word-problems; one seed).
+Time:      17 minutes on an AMD EPYC, with vLLM's server.
+Expect:    greedy accuracy on 200 held-out problems from 0.485 to 0.67, and calls an answer from
+           0.25 to 2.5 (one seed; experiments/2026-11-word-problems).
 """
 
 from pathlib import Path

@@ -1,12 +1,12 @@
 """GRPO on word problems with a calculator inside generation, with a real language model.
 
 Command:   python -m rlx.main --config=configs/word_problems_tools.py
-           after configs/word_problems_tools_sft.py, whose weights it begins with; with vLLM's
-           servers, which generate faster: --config.fleet.engine=vllm
+           First run configs/word_problems_tools_sft.py. Faster, with vLLM's servers:
+           --config.fleet.engine=vllm
 Hardware:  two CPU cores and 16 GB, as configs/word_problems.py.
-Expect:    greedy accuracy on 200 held-out problems from 0.485 to 0.72 after 20 batches, calls an
-           answer from 0.25 to 2.4, in 22 minutes of two cores of an AMD EPYC with vLLM's server
-           (experiments/2026-11-word-problems; one seed).
+Time:      22 minutes on an AMD EPYC, with vLLM's server.
+Expect:    greedy accuracy on 200 held-out problems from 0.485 to 0.72 after 20 batches, and calls
+           an answer from 0.25 to 2.4 (one seed; experiments/2026-11-word-problems).
 """
 
 from configs import word_problems, word_problems_tools_sft
@@ -18,10 +18,10 @@ def get_config():
     c.total_steps = 24
     c.model.path = "runs/word_problems_tools_sft/hf"
     c.data.chat_template = f"{word_problems_tools_sft.DATA}/smollm2_tools.jinja"
-    c.data.system_prompt = ""  # the template's own says what tools there are
+    c.data.system_prompt = ""  # the template's own lists the tools
     c.rollout.workflow = "tools"
     c.rollout.workflow_kwargs = '{"tools": ["calculator"], "max_calls": 4, "max_output_tokens": 8}'
-    c.sampling.max_new_tokens = 256  # four calls and what is said of them
+    c.sampling.max_new_tokens = 256  # four calls and their text
     c.train.row_buckets = (384,)
     c.optimizer.learning_rate = 2e-5
     c.algorithm.drop_equal_rewards = True

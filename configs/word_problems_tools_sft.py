@@ -1,12 +1,13 @@
-"""SFT on solutions with a calculator, for configs/word_problems_tools.py to begin with.
+"""SFT on solutions with a calculator, the first step of configs/word_problems_tools.py.
 
 Command:   python -m rlx.main --config=configs/word_problems_tools_sft.py \
                --workdir=runs/word_problems_tools_sft
-           after configs/word_problems_sft.py, whose weights it begins with
+           First run configs/word_problems_sft.py.
 Hardware:  two CPU cores and 16 GB, as configs/word_problems.py.
-Expect:    the model calls a calculator for some equations and does the others by head, and errs:
-           97 of 200 held-out answers are right after 11 minutes of both cores of an AMD EPYC
-           (avx512_bf16), with a call in every fourth (experiments/2026-11-word-problems).
+Time:      11 minutes on an AMD EPYC (avx512_bf16).
+Expect:    97 of 200 held-out answers right, with a call in every fourth. The model calls the
+           calculator for some equations, and makes mistakes in the others
+           (experiments/2026-11-word-problems).
 """
 
 from pathlib import Path

@@ -77,7 +77,7 @@ def test_a_config_passes_every_check(name):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_config_says_command_hardware_and_what_to_expect(path):
+def test_a_config_has_command_hardware_time_and_expectation(path):
     first, rest = ast.get_docstring(ast.parse(path.read_text())).split("\n\n", 1)
     assert "\n" not in first
     assert f"--config={path.relative_to(ROOT)}" in rest.splitlines()[0]
@@ -85,6 +85,7 @@ def test_a_config_says_command_hardware_and_what_to_expect(path):
     assert [line.split(":")[0] for line in rest.splitlines() if line[:1].strip()] == [
         "Command",
         "Hardware",
+        "Time",
         "Expect",
     ]
 

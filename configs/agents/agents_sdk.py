@@ -10,7 +10,7 @@ class SecondTry:
     """At most two runs of an SDK agent in one session.
 
     Args:
-      rewards: of a right answer in the first turn, the second, …; a wrong one has 0.
+      rewards: rewards of a right answer in the first turn, the second, …; a wrong one has 0
     """
 
     def __init__(self, rewards=(1.0, 0.6)):

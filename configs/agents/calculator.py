@@ -1,4 +1,4 @@
-"""An agent with a calculator: it computes what the model calls for, until the model answers."""
+"""An agent with a calculator, which computes the calls of the model until the model answers."""
 
 import json
 import re
@@ -14,7 +14,7 @@ class WithCalculator:
     """A conversation by OpenAI's official client, with function calls.
 
     Args:
-      max_calls: answers with calls; one more that has some is worth 0.
+      max_calls: allowed answers with calls; the reward is 0 beyond
     """
 
     def __init__(self, max_calls=4):

@@ -1,4 +1,4 @@
-"""An agent that solves a problem, and where it was wrong is asked once more."""
+"""An agent that solves a problem, and gets a second try if it was wrong."""
 
 import re
 
@@ -9,7 +9,7 @@ class SecondTry:
     """A conversation of at most two turns, by OpenAI's official client.
 
     Args:
-      rewards: of a right answer in the first turn, the second, …; a wrong one has 0.
+      rewards: rewards of a right answer in the first turn, the second, …; a wrong one has 0
     """
 
     def __init__(self, rewards=(1.0, 0.6)):

@@ -1,8 +1,7 @@
 """Worked solutions of word problems that leave some of their equations to a calculator. No I/O.
 
-A solution is a conversation: "53 + 27 = 80. <tool_call>…</tool_call>", what the calculator said,
-"The answer is 70."; each answer in it is a row. Equations done by head have no tens before ones,
-without which a model of 135M parameters often gets them wrong: RL has something to find out.
+A solution is a conversation, and each answer in it is a row: "53 + 27 = 80.
+<tool_call>…</tool_call>", the calculator's output, "The answer is 70.".
 """
 
 import json
@@ -25,7 +24,8 @@ def rows(levels=tuple(word_problems.LEVELS)):
         talk, said = [TOOLS, {"role": "user", "content": problem["question"]}], []
         for sentence in re.findall(r"[^ ][^.]*\.", problem["solution"]):
             expression, equals, value = sentence.rstrip(".").partition(" = ")
-            value = value.split(" = ")[-1]  # without what is between
+            # Drops the tens-before-ones steps. Without them the model errs, so RL can improve.
+            value = value.split(" = ")[-1]
             if not equals or rng.random() > CALLS:
                 said.append(f"{expression}{equals}{value}.")
                 continue

@@ -1,7 +1,7 @@
-"""Problems whose numbers are too large to compute by head: `739*48-5160=?`. No I/O.
+"""Problems with numbers too large for mental arithmetic: `739*48-5160=?`. No I/O.
 
-Two or three operands; those of a product have two or three digits, the others three to five.
-Whether a problem is for training or held out is a hash of its text, as for the embedded task.
+They have two or three operands. Factors have two or three digits, the others three to five.
+A hash of the text holds a problem out, as in the embedded task.
 """
 
 import random
