@@ -1,4 +1,4 @@
-"""What mkdocs asks while it builds the site: its navigation, and pages that are not in docs/.
+"""Hooks of mkdocs: the navigation of the site, and pages for files outside docs/.
 
 A page in docs/ links into the repository as a reader of the repository would (`../rlx/config.py`).
 In the site an experiment's README is a page, any other file a page of its text, a directory a list.
@@ -47,7 +47,7 @@ def experiments() -> list[Path]:
 
 
 def site_path(repo: PurePosixPath) -> str:
-    """Return where the site has a file of the repository, given by its path there."""
+    """Return the URL in the site of a repository path."""
     if str(repo) in OF_ROOT:
         return OF_ROOT[str(repo)]
     if repo.parts[:1] == ("docs",) and repo.suffix != ".py":
@@ -59,7 +59,7 @@ def site_path(repo: PurePosixPath) -> str:
 
 
 def repo_path(page: str, link: str) -> PurePosixPath:
-    """Return which file of the repository a page's link means."""
+    """Return the repository file that a page links to."""
     outside = page.startswith("experiments/") or page in OF_ROOT.values()
     here = ROOT / page if outside else ROOT / "docs" / page
     return PurePosixPath((here.parent / link).resolve().relative_to(ROOT))
@@ -83,7 +83,7 @@ def prose(markdown: str) -> str:
 
 
 def on_config(config):
-    """Set the navigation: what NAV names, then experiments; nothing else may be in docs/."""
+    """Set the navigation to NAV and the experiments; refuse other files in docs/."""
     there = {p.name for p in (ROOT / "docs").glob("*.md")} | {"config.md"}
     there |= {page for name, page in OF_ROOT.items() if (ROOT / name).exists()}
     named = [page for pages in NAV.values() for page in pages]
@@ -100,7 +100,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Add what pages link to and docs/ has not."""
+    """Add pages for linked files outside docs/."""
     files.append(File.generated(config, "config.md", content=config_page.page()))
     beside = {page: ROOT / name for name, page in OF_ROOT.items() if (ROOT / name).exists()}
     for name, path in {
@@ -124,7 +124,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Let links mean the site's pages, and write formulas in HTML."""
+    """Rewrite links to the site's pages, and formulas to HTML."""
     uri = page.file.src_uri
     if uri.startswith("source/"):
         page.meta["search"] = {"exclude": True}
@@ -147,13 +147,13 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Let a line break after the dots and bars of a name, and nowhere else in it."""
+    """Allow line breaks in a name only after its dots and bars."""
     names = re.compile(r"(<code>)([^<]*)(</code>)")
     return names.sub(lambda m: m[1] + re.sub(r"([._/=])(?=\w)", r"\1<wbr>", m[2]) + m[3], html)
 
 
 def formula(found: re.Match) -> str:
-    """Return HTML of the little TeX that the pages have: letters, indices and upright words."""
+    """Return HTML of TeX with letters, indices and upright words."""
     text = re.sub(r"\\(?:mathrm|text)\{([^}]*)\}", lambda m: f"<b>{m[1]}</b>", found[1])
     text = re.sub(r"\\([A-Za-z]+|\||,) ?", lambda m: SYMBOLS[m[1]], text)
     while (

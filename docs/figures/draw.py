@@ -46,7 +46,7 @@ def new(columns: int = 1, width: float = 7.2, height: float = 3.1):
 
 
 def save(figure, name: str) -> None:
-    """Write a figure beside this file."""
+    """Write a figure next to this file."""
     figure.tight_layout()
     figure.savefig(HERE / f"{name}.svg", transparent=True, metadata={"Date": None})
     plt.close(figure)
