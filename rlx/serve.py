@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlx.cli import command
 from rlx.doctor import failures
 from rlx.engines import options
-from rlx.system.parent_death import end_with_parent, keep_private
+from rlx.system.process_settings import end_with_parent, keep_private
 
 
 def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES) -> None:

@@ -19,7 +19,7 @@ from rlx.algorithms.algorithm import Algorithm
 from rlx.algorithms.array_ops import ops_of
 from rlx.base import Group, Trajectory
 from rlx.config import default
-from rlx.system.host_memory import keep_freed_memory
+from rlx.system.process_settings import keep_freed_memory
 from rlx.train import packing
 
 Arrays = dict[str, np.ndarray]

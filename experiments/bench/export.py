@@ -29,7 +29,7 @@ from rlx.model import params as parameters
 from rlx.model.buckets import export
 from rlx.model.tensors import BUCKET, Buckets
 from rlx.run.export import hand_over
-from rlx.system.host_memory import keep_freed_memory
+from rlx.system.process_settings import keep_freed_memory
 
 SHAPES = {
     "0.5B": MODELS["0.5b"],

@@ -16,7 +16,7 @@ import numpy as np
 from rlx.base import Group, Trajectory
 from rlx.config import default
 from rlx.model.model_config import ModelConfig
-from rlx.system.host_memory import keep_freed_memory
+from rlx.system.process_settings import keep_freed_memory
 
 Step = Callable[[], float]
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.system.parent_death import end_with_parent
+from rlx.system.process_settings import end_with_parent
 
 ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",

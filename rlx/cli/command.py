@@ -13,7 +13,7 @@ from typing import NoReturn, TextIO
 from rlx.base import UserError
 from rlx.cli.text import plain
 from rlx.option import options_of
-from rlx.system.signals import WHOLE, end_soon
+from rlx.system.signals import IS_COMMAND, end_soon
 
 INTERRUPTED = 130  # exit status
 
@@ -68,7 +68,7 @@ def run(
         logging.getLogger("rlx").addHandler(logging.StreamHandler())
         logging.getLogger("rlx").setLevel(logging.DEBUG)
     sys.argv[:] = [argument for argument in sys.argv if argument != "--traceback"]
-    token = WHOLE.set(True)
+    token = IS_COMMAND.set(True)
     try:
         status = main() or 0
     except UserError as error:
@@ -89,7 +89,7 @@ def run(
         status = 2 if known else 1
     if status == INTERRUPTED:
         end_soon(status)  # a thread of users' code may not end
-    WHOLE.reset(token)
+    IS_COMMAND.reset(token)
     if not teardown:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,7 +19,7 @@ import numpy as np
 from rlx.base import DiskFull
 from rlx.cli.text import size
 from rlx.doctor.machine import Devices
-from rlx.engines.jax.cache_plan import make_plan
+from rlx.engines.kv_memory import make_plan
 from rlx.model import lora_config, remat
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, mesh_axes, num_row_shards, share

@@ -1,1 +1,1 @@
-"""The Engine protocol, the server around it, and the engines: JAX and vLLM."""
+"""The Engine protocol, its two engines (JAX and vLLM), and the server around them."""

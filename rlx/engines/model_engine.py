@@ -1,8 +1,4 @@
-"""Base class of the engines that serve an HF directory: options, request checks, state.
-
-No JAX and no torch here. The wire has checked the ranges of a request's fields; what depends on the
-model (vocabulary, context) is checked here.
-"""
+"""Base class of the engines: options, checks of requests against the model, state."""
 
 import asyncio
 import copy
@@ -19,25 +15,25 @@ from rlx.engines.stop_strings import Decode, StopStrings, load_decode
 from rlx.fleet.requests import EngineStatus, Request, Sampling, ScoreRequest
 from rlx.model.directory import load_config, resolve
 
-DEFAULT_MODEL_LEN = 4096  # tokens, where the model's context is longer and nothing was asked
-MAX_SPANS = 100_000  # kept until the next status; older ones are forgotten
+DEFAULT_MODEL_LEN = 4096  # tokens
+MAX_SPANS = 100_000  # kept until the next status
 
 
 class ModelEngine:
-    """State that the engines share; none of it needs a loaded model.
+    """State common to the engines.
 
     Args:
       model_path: HF directory or hub name.
       slots: sequences decoded together, ≥ 1.
-      max_model_len: tokens of prompt and completion together; 0: the model's context, at most
+      max_model_len: longest prompt and completion, tokens; 0: the model's context, at most
         DEFAULT_MODEL_LEN.
-      clock: ns, of the spans in `status`.
+      clock: returns ns, for spans.
 
     Attributes:
       model_path: the local HF directory.
 
     Raises:
-      UserError: an option is out of its range, or there is no such model.
+      UserError: an option is out of range, or the model does not exist.
     """
 
     def __init__(self, model_path: str, slots: int, max_model_len: int, clock: Callable[[], int]):
@@ -61,7 +57,7 @@ class ModelEngine:
         self._decode_text: Decode | None = None
 
     def _check_request(self, request: Request) -> None:
-        """Raise ValueError, with the remedy, for a request that this model cannot serve."""
+        """Raise ValueError if this model cannot serve `request`."""
         if self._config.value_head:
             raise ValueError("a reward model generates nothing; give a language model's server")
         length, longest = request.prompt_tokens.size, self._max_model_len
@@ -73,7 +69,7 @@ class ModelEngine:
             )
 
     def _check_score(self, request: ScoreRequest) -> None:
-        """Raise ValueError, with the remedy, for a sequence that this model cannot score."""
+        """Raise ValueError if this model cannot score the sequence."""
         self._check_vocabulary(request.tokens)
         if request.tokens.size > self._max_model_len:
             raise ValueError(
@@ -90,13 +86,11 @@ class ModelEngine:
             )
 
     def _stop_tokens(self, sampling: Sampling) -> tuple[int, ...]:
-        """Return the tokens that end a completion: the model's own, then the request's."""
+        """Return the model's and the request's stop tokens."""
         return tuple(dict.fromkeys((*self._config.eos_token_ids, *sampling.stop_token_ids)))
 
     async def _stop_strings(self, request: Request) -> Callable[[], StopStrings] | None:
-        """Return what makes each sample's StopStrings, which know what a continued one has so far.
-
-        It is None for a request without stop strings.
+        """Return a function that makes a sample's StopStrings, None if the request has none.
 
         Raises:
           ValueError: the model's directory has no tokenizer.
@@ -114,10 +108,10 @@ class ModelEngine:
         return partial(copy.copy, watch)
 
     def _status(self, *, running: int, queued: int, slots: int) -> EngineStatus:
-        """Return the status; raises EngineStopped once the engine is broken."""
+        """Return the status; raise EngineStopped after a failure."""
         self._check_alive()
         spans = []
-        while self._spans:  # not a copy and `clear`: the engine's thread may append meanwhile
+        while self._spans:  # no `clear`: the engine's thread may append meanwhile
             spans.append(self._spans.popleft())
         return EngineStatus(
             version=self._version,

@@ -1,7 +1,8 @@
-"""Listening rollout server: port, token check and TLS in front of the service and its engine."""
+"""The rollout server: port, token check and TLS around the service and its engine."""
 
 import asyncio
 import hmac
+import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from resource import RLIMIT_NOFILE, getrlimit
@@ -17,24 +18,23 @@ from rlx.engines.service import RolloutService
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
-from rlx.fleet.joining import announced
+from rlx.fleet.addresses import announced, bracketed
 
-_CHECK_SECONDS = 0.25  # between two checks of the engine
-QUIET_SECONDS = 3.0  # without a call: a connected client asks for the status every second
+_CHECK_SECONDS = 0.25  # between checks of the engine
+QUIET_SECONDS = 3.0  # without a call; a connected client calls Status every second
 _SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else two servers may share a port, and each sees half of the calls
-    # A burst of admissions may wait; beyond these numbers (default 1000, 3000) gRPC cancels calls.
+    ("grpc.so_reuseport", 0),  # else two servers could share a port, and its calls
+    # gRPC cancels calls beyond these numbers, by default 1000 and 3000.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
-    # Anyone may connect, and each connection takes a descriptor. A client that is at work asks for
-    # the status every second.
+    # Anyone may connect, and each connection takes a file descriptor.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),
 )
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):
-    """Answer UNAUTHENTICATED to calls without the bearer token, before anything is read."""
+    """Answers UNAUTHENTICATED to calls without the bearer token, before reading the request."""
 
     def __init__(self, token: str):
         self._wanted = f"Bearer {token}".encode()
@@ -53,14 +53,15 @@ async def _unauthenticated(request, context):
 
 
 class Server:
-    """A rollout server. Its port is bound at once, so a taken one is found before a model loads.
+    """A rollout server; binds its port before it loads the model.
 
     Args:
-      engine: makes the engine; called in `start`, when the port is ours.
-      host, port: address; port 0: any free one. token: bearer token that callers must send.
-      tls: certificate and key, and the CA of the callers' certificates when they must have one.
-      metrics_host, metrics_port: address of the Prometheus listener; port 0: none.
-      service: see RolloutService.
+      engine: returns the engine; called in `start`.
+      host, port: address; port 0: any free one.
+      token: bearer token that callers must send.
+      tls: certificate and key, and the CA of callers' certificates if they must have one.
+      metrics_host, metrics_port: address for Prometheus; port 0: none.
+      service: options of RolloutService.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Server:
     ):
         transport.check_host(host, token, tls)
         if not 0 <= port < 1 << 16:
-            raise UserError(f"port={port} is not in [0, 65535]; 0 takes any free one")
+            raise UserError(f"port={port} is not in [0, 65535]; 0 is any free one")
         credentials = transport.server_credentials(tls) if tls else None
         self.meters = server_metrics.Meters()
         self._listener: WSGIServer | None = None
@@ -95,7 +96,7 @@ class Server:
                 ("grpc.max_allowed_incoming_connections", getrlimit(RLIMIT_NOFILE)[0] // 2),
             ),
         )
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = bracketed(host, port)
         try:
             if credentials:
                 self.port = self._grpc.add_secure_port(address, credentials)
@@ -103,14 +104,14 @@ class Server:
                 self.port = self._grpc.add_insecure_port(address)
         except RuntimeError:
             raise UserError(
-                f"cannot listen on {address}: the port is in use or not ours; choose another, or "
-                "port 0 for any"
+                f"cannot listen on {address}: port in use or not permitted; choose another, or 0 "
+                "for any free one"
             ) from None
         if metrics_port:
             self._listener = server_metrics.listen(self.meters, metrics_host, metrics_port, tls)
 
     async def start(self) -> None:
-        """Start the engine, then answer calls."""
+        """Start the engine and the service."""
         self._engine = self._make_engine()
         await self._engine.start()
         self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
@@ -118,28 +119,20 @@ class Server:
         rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)
         await self._grpc.start()
 
-    def check(self) -> None:
-        """Raise EngineStopped when the engine is broken."""
-        if self._rollouts:
-            self._rollouts.look()
+    async def watch(self, end: asyncio.Event, quiet_seconds: float = math.inf) -> None:
+        """Wait until `end` is set, or no client has called for `quiet_seconds`.
 
-    async def watch(self, end: asyncio.Event) -> None:
-        """Return when `end` is set; raise EngineStopped when the engine breaks."""
-        while not end.is_set():
-            self.check()
+        Raises:
+          EngineStopped: the engine has failed.
+        """
+        assert self._rollouts
+        while not end.is_set() and self._rollouts.quiet_seconds < quiet_seconds:
+            self._rollouts.look()
             with suppress(TimeoutError):
                 await asyncio.wait_for(end.wait(), _CHECK_SECONDS)
 
-    async def drain(self, now: asyncio.Event) -> None:
-        """Return when its clients have let go of the server, or `now` is set."""
-        assert self._rollouts
-        while self._rollouts.quiet_seconds < QUIET_SECONDS and not now.is_set():
-            self.check()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(now.wait(), _CHECK_SECONDS)
-
     async def stop(self) -> None:
-        """End the running calls and the engine."""
+        """End running calls and the engine."""
         await self._grpc.stop(None)
         if self._listener:
             await asyncio.to_thread(self._listener.shutdown)
@@ -159,28 +152,27 @@ async def serve(
     drain_seconds: float = 0.0,
     **options: Any,
 ) -> None:
-    """Serve until `stop` is set; call `on_ready(port)` once calls are answered.
+    """Serve until `stop` is set; call `on_ready(port)` when the server answers calls.
 
     Args:
-      join: directory in which a file tells runs of this server while it takes new requests. After
-        `stop` it serves those it has for `drain_seconds` at most, or until `stop` is set again
-        (whoever sets it finds it clear); their clients take elsewhere what is not done then.
+      join: directory to announce this server in; "": none. With one, the server finishes its
+        requests after `stop`, for at most `drain_seconds` or until `stop`, cleared, is set again.
 
     Raises:
-      UserError: the port is taken, the host needs a token and TLS, or a certificate or the engine
-        cannot work.
-      EngineStopped: the engine broke; the process must end, to be started again.
+      UserError: the port is in use, the host needs a token and TLS, or a certificate or the engine
+        is unusable.
+      EngineStopped: the engine failed; restart the process.
     """
     server = Server(engine, **options)
     try:
         await server.start()
-        told = announced(join, options.get("host", ""), server.port) if join else nullcontext()
-        with told:
+        host = options.get("host", "")
+        with announced(join, host, server.port) if join else nullcontext():
             on_ready(server.port)
             await server.watch(stop)
         if join:
             stop.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(server.drain(stop), drain_seconds)
+                await asyncio.wait_for(server.watch(stop, QUIET_SECONDS), drain_seconds)
     finally:
         await server.stop()

@@ -1,16 +1,15 @@
-"""Prometheus metrics of a rollout server: counted per call, the engine's state at each scrape.
+"""Prometheus metrics of a rollout server.
 
     rlx_calls_total{method,code}           ended calls; method: Generate, Publish, …, other
     rlx_request_seconds                    histogram: Generate calls that ended OK
     rlx_first_token_seconds                histogram: until the first message of a Generate call
-    rlx_publish_bytes_total{way}           of weights taken; way: path, stream, delta, adapter
+    rlx_publish_bytes_total{way}           accepted weights; way: path, stream, delta, adapter
     rlx_load_stall_seconds                 histogram: time without a decode step, per load
     rlx_tokens_generated_total             since the engine started
     rlx_running_sequences, rlx_queued_sequences, rlx_slots, rlx_policy_version, rlx_paused
-    rlx_engine_alive                       0: it broke, or its event loop does not answer
+    rlx_engine_alive                       0: it has failed, or its event loop does not answer
 
-Publishes by result are rlx_calls_total{method="Publish"}. The listener is plain HTTP on loopback;
-on another address scrapers must show a client certificate.
+The listener is plain HTTP on loopback; elsewhere scrapers need a client certificate.
 """
 
 import asyncio
@@ -35,15 +34,15 @@ from rlx.fleet.requests import EngineStatus
 from rlx.fleet.tls import Tls, is_loopback
 
 _METHODS = ("Generate", "Score", "Publish", "Pause", "Resume", "Status")
-_STATUS_SECONDS = 5.0  # that the event loop may take to answer a scrape
-_SCRAPE_SECONDS, _MOST_SCRAPES = 10.0, 64  # without a byte of a request; at one time
+_STATUS_SECONDS = 5.0  # for the event loop to answer a scrape
+_SCRAPE_SECONDS, _MOST_SCRAPES = 10.0, 64  # of a silent connection; concurrent
 _CALL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Meters:
-    """The counters and histograms of one server, in a registry of their own."""
+    """Counters and histograms of one server, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -62,12 +61,12 @@ class Meters:
         )
 
     def watch(self, look: Callable[[], EngineStatus]) -> None:
-        """Let scrapes show the status that `look` returns on the running event loop."""
+        """Let scrapes read the status from `look`, called on the running event loop."""
         self.registry.register(_Status(look, asyncio.get_running_loop()))
 
 
 class CallMeter(grpc.aio.ServerInterceptor):
-    """Counter of calls by code; the outermost interceptor, to see calls that others refuse."""
+    """Counts calls by code; the outermost interceptor, to count calls that others refuse."""
 
     def __init__(self, meters: Meters):
         self._meters = meters
@@ -111,7 +110,7 @@ class CallMeter(grpc.aio.ServerInterceptor):
 
 
 class _Status:
-    """Collector of the engine's status; called on the listener's threads."""
+    """Collects the engine's status, on the listener's threads."""
 
     def __init__(self, look: Callable[[], EngineStatus], loop: asyncio.AbstractEventLoop):
         self._look, self._loop = look, loop
@@ -126,7 +125,7 @@ class _Status:
         try:
             answer = asyncio.run_coroutine_threadsafe(look(), self._loop)
             status = answer.result(_STATUS_SECONDS)
-        except Exception:  # EngineStopped, a loop that hangs or has ended
+        except Exception:  # EngineStopped, or the loop hangs or has ended
             yield GaugeMetricFamily("rlx_engine_alive", "Whether the engine serves.", 0)
             return
         for name, text, value in (
@@ -143,17 +142,17 @@ class _Status:
 
 
 def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
-    """Serve `meters` over HTTP on threads of its own until `shutdown`; beyond loopback by TLS.
+    """Serve `meters` over HTTP until `shutdown`, with TLS beyond loopback.
 
     Raises:
-      UserError: the port is taken, or the address is not loopback and no client CA is given.
+      UserError: the port is in use, or the address is not loopback and there is no client CA.
     """
     options: dict[str, Any] = {}
     if not is_loopback(host):
         if not (tls and tls.ca):
             raise UserError(
                 f"--metrics-host={host} listens beyond this machine and anyone could scrape it; "
-                "use 127.0.0.1, or give --tls-client-ca, whose certificates scrapers then show"
+                "use 127.0.0.1, or give --tls-client-ca to require certificates of scrapers"
             )
         options = {"certfile": tls.cert, "keyfile": tls.key}
         options |= {"client_cafile": tls.ca, "client_auth_required": True}
@@ -163,7 +162,7 @@ def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
         raise UserError(
             f"cannot serve metrics on {host}:{port}: {error}; choose another --metrics-port"
         ) from None
-    # Anyone may connect: handshake and request have their time, on threads that are not many.
+    # Anyone may connect: bound the time of handshakes and requests, and the number of threads.
     if options:
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
     handler: Any = server.RequestHandlerClass

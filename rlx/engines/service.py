@@ -1,11 +1,11 @@
-"""gRPC service in front of one engine: checks every request, stages weights, passes on the rest.
+"""gRPC service around one engine: checks requests, stages weights, forwards the rest.
 
-    Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks a message ─▶ client
+    Generate ─▶ request_from ─▶ engine.generate ─▶ several chunks per message ─▶ client
     Score    ─▶ score_from ─▶ engine.score ─▶ one message ─▶ client
     Publish  ─▶ staged (a delta: applied to the kept file; an adapter: added to the model
                 directory) and checksummed while the engine runs ─▶ engine.load
 
-A bad request is answered with a status and never touches the engine or the other requests.
+A bad request gets an error status and never reaches the engine.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from google.protobuf.message import DecodeError
 
 from rlx.base import UserError
 from rlx.engines.engine import Engine, EngineStopped
+from rlx.engines.model_engine import MAX_SPANS
 from rlx.engines.server_metrics import Meters
 from rlx.fleet import adapter, delta, wire
 from rlx.fleet import rollout_pb2 as pb
@@ -35,19 +36,19 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.publish import WeightFile, Weights, check_room, checksum, sweep
 from rlx.fleet.requests import Chunk, EngineStatus
 
-MAX_SPANS = 100_000  # kept for the next drain; older ones are forgotten
-STALL_SECONDS = 30.0  # between two messages of a publish
-PUBLISH_SECONDS = 3600.0  # of a whole publish, however steadily bytes come
-PAUSE_SECONDS = 60.0  # of a pause without a lease
+STALL_SECONDS = 30.0  # between messages of a publish
+PUBLISH_SECONDS = 3600.0
+PAUSE_SECONDS = 60.0  # default lease of a pause
 MAX_PAUSE_SECONDS = 3600.0
 MAX_PATH = 4096  # bytes of a published path
 _DRAIN_SECONDS = 5.0
-_UNWATCHED = 5  # a message costs far more than its tokens; what a dead server held is drawn again
+_HOLD_SECONDS = 0.1  # tokens wait for others, as a message costs far more than its tokens
+_UNWATCHED = 5  # × _HOLD_SECONDS for unwatched requests; a dead server's are sampled again
 _Code = grpc.StatusCode
 
 
 class RequestError(Exception):
-    """Refusal of a request: gRPC status and one sentence."""
+    """Refusal of a request: gRPC status and a message."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -55,21 +56,18 @@ class RequestError(Exception):
 
 
 class RolloutService(rpc.RolloutServicer):
-    """Answers the six calls of the protocol by `engine`.
+    """Answers the six calls of the protocol.
 
     Args:
-      engine: started.
-      weight_roots: directories in which a publish by path may name files.
-      stage_dir: directory for weights that come as chunks, until they are loaded.
-      model_dir: the HF directory that adapters are added to; "" refuses adapters.
-      max_queue: samples and scores that may be decoding or waiting at one time.
-      kv: default of what an update does to running requests, one of KV_POLICIES.
+      engine: a started engine.
+      weight_roots: directories with files that a publish by path may name.
+      stage_dir: directory for weights received as chunks.
+      model_dir: HF directory that adapters are added to; "" refuses adapters.
+      max_queue: samples and scores that may be running or waiting.
+      kv: default policy of an update for running requests, one of KV_POLICIES.
       stall_seconds: how long a publish may send nothing.
-      hold_seconds: how long new tokens are held to be sent with others in one message; those of
-        an unwatched request _UNWATCHED times as long.
-      clock: of the spans, ns; the same as the engine's.
-      meters: counters of latencies, bytes and stalls.
-      say: takes one line for the log.
+      clock: returns ns, for spans; the engine's.
+      say: writes one line to the log.
     """
 
     def __init__(
@@ -82,27 +80,26 @@ class RolloutService(rpc.RolloutServicer):
         max_queue: int = 16384,
         kv: str = "keep",
         stall_seconds: float = STALL_SECONDS,
-        hold_seconds: float = 0.1,
         clock: Callable[[], int] = time.monotonic_ns,
         meters: Meters | None = None,
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ):
         self._meters = meters or Meters()
-        self._hold_seconds, self._stall_seconds = hold_seconds, stall_seconds
+        self._stall_seconds = stall_seconds
         self._clock = clock
         self._engine = engine
         self._roots = tuple(os.path.realpath(root) for root in weight_roots)
         self._stage_dir = stage_dir
         self._kv, self._say = kv, say
         self._max_queue, self._here = max_queue, 0
-        self._asked = time.monotonic()  # for the last time
-        self._crc32 = 0  # of the weights in use; 0 before the first publish
+        self._last_call = time.monotonic()
+        self._crc32 = 0  # of the current weights; 0 before the first publish
         self._lease: asyncio.Task | None = None  # of a pause
         self._instance = secrets.token_hex(8)
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
-        self._base: Weights | None = None  # the served file, kept for the next delta
+        self._base: Weights | None = None  # current file, kept for the next delta
         self._model = adapter.Base(model_dir) if model_dir else None
         self._closed = False
         sweep(stage_dir)
@@ -115,11 +112,11 @@ class RolloutService(rpc.RolloutServicer):
 
     @property
     def quiet_seconds(self) -> float:
-        """Seconds without a call by anyone; 0 while samples are here."""
-        return 0.0 if self._here else time.monotonic() - self._asked
+        """Seconds since the last call; 0 while samples are running."""
+        return 0.0 if self._here else time.monotonic() - self._last_call
 
     def look(self) -> EngineStatus:
-        """Return the engine's status, keep its spans; raises EngineStopped once it is broken."""
+        """Return the engine's status, keep its spans; raise EngineStopped if it has failed."""
         status = self._engine.status()
         self._spans.extend(status.spans)
         return status
@@ -131,7 +128,7 @@ class RolloutService(rpc.RolloutServicer):
             wanted = wire.request_from(request)
             with self._place(wanted.n):
                 stream = self._engine.generate(wanted)
-                hold = self._hold_seconds * (_UNWATCHED if wanted.unwatched else 1)
+                hold = _HOLD_SECONDS * (_UNWATCHED if wanted.unwatched else 1)
                 async with (
                     aclosing(stream),
                     aclosing(_gathered(stream, wanted.n, hold, first)) as batches,
@@ -147,11 +144,9 @@ class RolloutService(rpc.RolloutServicer):
 
     @asynccontextmanager
     async def _refusing(self, request, context) -> AsyncIterator[None]:
-        """Answer the errors of a Generate or Score call with a status.
-
-        A call meant for another life of this server, which may have had other weights, is refused.
-        """
+        """Answer errors of a Generate or Score call with a status."""
         try:
+            # Before a restart the server may have had other weights.
             if request.instance not in ("", self._instance):
                 raise RequestError(_Code.UNAVAILABLE, "the server was restarted")
             yield
@@ -159,12 +154,12 @@ class RolloutService(rpc.RolloutServicer):
             await _refuse(context, error.code, error)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
-        except EngineStopped as error:  # to the client the same as a server that is gone
+        except EngineStopped as error:  # to a client, as if the server had died
             await _refuse(context, _Code.UNAVAILABLE, error)
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
-        """Hold `count` places of the queue; an empty server takes one call of any size."""
+        """Reserve `count` places of the queue; an empty server takes one call of any size."""
         if self._here and self._here + count > self._max_queue:
             raise RequestError(
                 _Code.RESOURCE_EXHAUSTED,
@@ -176,7 +171,7 @@ class RolloutService(rpc.RolloutServicer):
             yield
         finally:
             self._here -= count
-            self._asked = time.monotonic()
+            self._last_call = time.monotonic()
 
     async def Publish(self, request_iterator, context):
         file = None
@@ -205,7 +200,7 @@ class RolloutService(rpc.RolloutServicer):
         except BaseException:
             _close(file)
             raise
-        # From here on the update is finished even if the caller goes away.
+        # Finish the update even if the caller disconnects.
         install = asyncio.create_task(self._install(header, path, file))
         self._installs.add(install)
         install.add_done_callback(self._installs.discard)
@@ -239,16 +234,16 @@ class RolloutService(rpc.RolloutServicer):
             self._lease = None
 
     async def _resume_after(self, seconds: float) -> None:
-        """End a pause whose caller has not come back."""
+        """End a pause when its lease is over."""
         await asyncio.sleep(seconds)
         async with self._changing:
-            with suppress(EngineStopped):  # `Server.check` finds that
+            with suppress(EngineStopped):  # found by `Server.watch`
                 await self._engine.resume()
-        self._say(f"paused for {seconds:g} s and not asked to resume; going on")
+        self._say(f"paused for {seconds:g} s and not asked to resume; continuing")
 
     async def Status(self, request, context):
-        self._asked = time.monotonic()
-        status = self.look()  # which moves its spans to `_spans`
+        self._last_call = time.monotonic()
+        status = self.look()  # moves its spans to `_spans`
         same = {f.name: getattr(status, f.name) for f in fields(status) if f.name != "spans"}
         reply = pb.StatusReply(
             **same, instance=self._instance, pid=os.getpid(), weights_crc32=self._crc32
@@ -260,7 +255,7 @@ class RolloutService(rpc.RolloutServicer):
         return reply
 
     async def _verified(self, header: pb.PublishHeader) -> str:
-        """Return the real path of the named file, which holds the announced bytes."""
+        """Return the real path of the named file after comparing size and checksum."""
         path = os.path.realpath(header.path)
         if not any(os.path.commonpath((path, root)) == root for root in self._roots):
             allowed = ", ".join(self._roots) or "none is"
@@ -289,11 +284,11 @@ class RolloutService(rpc.RolloutServicer):
         return path
 
     async def _apply(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
-        """Write the announced file to `path`: the kept one changed by the delta that follows."""
+        """Receive a delta; apply it to the kept file and write the result to `path`."""
         base, sent = self._base, header.delta
         wanted = sent.base_version, header.num_bytes, sent.base_crc32
         if not base or (base.version, base.num_bytes, base.crc32) != wanted:
-            message = f"no version {sent.base_version} with those bytes here to apply a delta to"
+            message = f"this server does not have version {sent.base_version}, the delta's base"
             raise RequestError(_Code.ABORTED, message)
         file = self._stage_file(sent.num_bytes)
         try:
@@ -306,11 +301,11 @@ class RolloutService(rpc.RolloutServicer):
             file.close()
         self._spans.append(("apply delta", start_ns, self._clock()))
         if crc != header.crc32:
-            message = f"the delta makes a file with checksum {crc:08x}, not {header.crc32:08x}"
+            message = f"the delta gives a file with checksum {crc:08x}, not {header.crc32:08x}"
             raise RequestError(_Code.ABORTED, message)
 
     async def _add(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
-        """Write whole weights to `path`: the model directory's plus the adapter that follows."""
+        """Receive an adapter; write the model directory's weights plus it to `path`."""
         sent, start_ns = header.adapter, self._clock()
         if not self._model:
             raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
@@ -330,10 +325,10 @@ class RolloutService(rpc.RolloutServicer):
         self._spans.append(("add adapter", start_ns, self._clock()))
 
     def _keep(self, base: Weights | None) -> None:
-        """Keep `base` as the next delta's base; remove the one before."""
-        before, self._base = self._base, base
-        if before:
-            before.close()
+        """Keep `base` for the next delta; remove the one before."""
+        if self._base:
+            self._base.close()
+        self._base = base
 
     def _stage_file(self, num_bytes: int) -> WeightFile:
         try:
@@ -371,10 +366,12 @@ class RolloutService(rpc.RolloutServicer):
 async def _gathered(
     stream: AsyncIterator[Chunk], n: int, hold_seconds: float, first: Callable[[], None]
 ) -> AsyncGenerator[list[Chunk], None]:
-    """Yield the chunks of `stream` in batches: a message costs far more than its tokens.
+    """Yield the chunks of `stream` in batches.
 
-    Tokens are held up to `hold_seconds`, those of the last of the `n` samples not at all; `first`
-    is called when the first ones come.
+    Args:
+      n: number of samples; the end of the last one is not held.
+      hold_seconds: longest time that chunks are held.
+      first: called when the first chunk comes.
     """
     pending: list[Chunk] = []
     wake, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -422,7 +419,7 @@ async def _gathered(
 async def _timely(
     requests: AsyncIterator[pb.PublishRequest], stall_seconds: float
 ) -> AsyncIterator[pb.PublishRequest]:
-    """Yield `requests`; raise RequestError when one is late or all together take too long."""
+    """Yield `requests`; raise RequestError if one or all of them take too long."""
     end = time.monotonic() + PUBLISH_SECONDS
     while True:
         seconds = min(stall_seconds, end - time.monotonic())
@@ -456,13 +453,13 @@ async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeade
 async def _receive(
     header: pb.PublishHeader | pb.PublishDelta, requests: AsyncIterator, path: str
 ) -> None:
-    """Write the chunks to `path`; they must be complete, in order and undamaged."""
+    """Write the chunks to `path`; raise RequestError unless complete, in order and undamaged."""
     size, crc = 0, 0
 
     def take(data: bytes) -> int:
         left = memoryview(data)
         while left:
-            left = left[file.write(left) :]  # a disk that is nearly full takes a part
+            left = left[file.write(left) :]  # a nearly full disk takes a part
         return zlib.crc32(data, crc)
 
     with open(path, "wb", buffering=0) as file:
@@ -491,10 +488,8 @@ async def _receive(
 
 
 async def _drain(requests: AsyncIterator) -> None:
-    """Read on to the end, for a while.
-
-    A grpc.aio client that is still writing when the status comes may report INTERNAL instead.
-    """
+    """Read the remaining requests, for a while."""
+    # A grpc.aio client that is still writing when the status comes may report INTERNAL instead.
     with suppress(TimeoutError, DecodeError):
         async with asyncio.timeout(_DRAIN_SECONDS):
             async for _ in requests:

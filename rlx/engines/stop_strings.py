@@ -1,7 +1,4 @@
-"""Detection of stop strings in the text of a completion. No JAX.
-
-Engines work on tokens, so only requests with stop strings pay for decoding, and only of their tail.
-"""
+"""Detection of stop strings in the text of a completion, by decoding its last tokens."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +10,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decode(model: Path) -> Decode:
-    """Return the function token ids → text of an HF directory; special tokens are kept.
+    """Return the function token ids → text of an HF directory; it keeps special tokens.
 
     Raises:
       UserError: the directory has no tokenizer.
@@ -31,30 +28,29 @@ def load_decode(model: Path) -> Decode:
         raise UserError(
             f"{model} has no tokenizer, which stop strings need; add tokenizer.json"
         ) from error
-    # a list of texts only for a batch of sequences
+    # `decode` returns a list only for a batch
     return lambda ids: cast(str, slow.decode(list(ids), skip_special_tokens=False))
 
 
 class StopStrings:
-    """Watcher of one completion.
+    """Stop strings of one completion.
 
     Args:
       decode: token ids → text.
-      stop: the strings; none is empty.
-      minimum: length in tokens before which the completion does not end; stop strings that end
-        sooner are text like any other.
+      stop: non-empty strings.
+      minimum: tokens before which stop strings are ignored.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str], minimum: int = 0):
         self._decode, self._stop, self._minimum = decode, tuple(stop), minimum
-        # A token is at least a byte of text, so no stop string reaches further back than its own
-        # bytes; the rest is room for a character cut in two and for a leading space.
+        # A token is at least one byte, so a stop string spans at most its bytes in tokens. Add 8
+        # for a divided character and a leading space.
         self._reach = max(len(text.encode()) for text in stop) + 8
         self._tail: list[int] = []
         self._seen = 0
 
     def __call__(self, new: list[int]) -> int | None:
-        """Take the next tokens; return how many to keep if the completion ends in them."""
+        """Add new tokens; return how many of them to keep if the completion ends, else None."""
         ids, before, least = self._tail + new, len(self._tail), self._minimum - self._seen
         self._tail = ids[-self._reach :]
         self._seen += len(new)
@@ -70,12 +66,12 @@ class StopStrings:
 
 
 def cut(text: str, stop: Sequence[str], before: str) -> tuple[str, str]:
-    """Return a text up to the stop string that its last token ended, and that; "" where none did.
+    """Return the text before a stop string completed by its last token, and that string, "": none.
 
     Args:
       before: the text without the last token.
     """
-    known = len(before.rstrip("\ufffd"))  # half a character stands for as many as it has bytes
+    known = len(before.rstrip("\ufffd"))  # an incomplete character is decoded to several of these
     places = ((text.find(s, max(0, known + 1 - len(s))), s) for s in stop)
     at, ended = min(((at, s) for at, s in places if at >= 0), default=(len(text), ""))
     return text[:at], ended

@@ -2,6 +2,5 @@
 
 import os
 
-# Read by gRPC when it is first imported. Failures reach us as exceptions; its own log would repeat
-# them on the user's terminal.
+# Read when gRPC is first imported. Its log would repeat what we report as exceptions.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

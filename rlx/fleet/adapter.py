@@ -1,17 +1,16 @@
-"""Server side of publishing LoRA adapters: the trainer sends A and B, a server adds its own base.
+"""Server side of publishing LoRA adapters: the trainer sends A and B, a server adds its base model.
 
     trainer   {base_model.model.….lora_A.weight: …} ─▶ one safetensors file ─▶ chunks
-    server    its model directory, and that file ─▶ W + scale·B·A ─▶ a file for the engine
+    server    base model + that file ─▶ W + scale·B·A in float32, cast ─▶ a file for the engine
 
-Sums are in float32, then cast to the published dtype; a W without adapter is only cast. A few
-tensors are in memory at a time, whatever the model's size. Both ends must have begun with the same
-base: `digest` identifies it. numpy only.
+A few tensors are in memory at a time. `digest` checks that both ends have the same base.
 """
 
 import contextlib
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ DTYPES: Mapping[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float16": np.float16,
 }
-_PREFIX = "base_model.model."  # of PEFT's names; HF's name follows, except for its last part
+_PREFIX = "base_model.model."  # before HF's name in PEFT's names
 _DOWN, _UP, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
-_BLOCK = 64 << 20  # elements of a sum at a time
+_BLOCK = 64 << 20  # elements summed at a time
 
 
 class OtherBase(Exception):
@@ -37,28 +36,24 @@ class OtherBase(Exception):
 
 
 def digest(directory: str | Path) -> bytes:
-    """Return the BLAKE2b digest, 32 bytes, of an HF directory's tensors.
-
-    It covers names, dtypes, shapes and bytes, not the division into files. It reads all tensors,
-    one at a time.
-    """
-    made = hashlib.blake2b(digest_size=32)
+    """Return the BLAKE2b digest, 32 bytes, of an HF directory's tensors, in any number of files."""
+    blake = hashlib.blake2b(digest_size=32)
     with open_tensors(directory) as tensors:
         for name in sorted(tensors):
-            made.update(f"{name} {tensors.dtype(name)} {tensors.shape(name)}\n".encode())
-            made.update(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
-    return made.digest()
+            blake.update(f"{name} {tensors.dtype(name)} {tensors.shape(name)}\n".encode())
+            blake.update(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
+    return blake.digest()
 
 
 class Base:
-    """A server's own model directory, to which every adapter is added."""
+    """A server's model directory, to which adapters are added."""
 
     def __init__(self, directory: str | Path):
         self._directory = Path(directory)
         self._known: tuple[Any, bytes] = None, b""
 
     def require(self, wanted: bytes) -> None:
-        """Check the directory's digest, read the first time and after changes.
+        """Check the directory's digest, which is cached until its files change.
 
         Raises:
           OtherBase: the digest is not `wanted`.
@@ -76,19 +71,19 @@ class Base:
             )
 
     def write(self, adapter: str | Path, scale: float, dtype: str, out: str | Path) -> None:
-        """Write to `out` a safetensors file of the base plus `adapter`.
+        """Write the base plus `adapter` to the existing safetensors file `out`.
 
         Args:
-          adapter: a safetensors file with PEFT's names.
-          scale: factor of B·A. dtype: of the result, a key of DTYPES.
-          out: an existing file, overwritten in place.
+          adapter: safetensors file with PEFT's names.
+          scale: factor of B·A.
+          dtype: dtype of the result, a key of DTYPES.
 
         Raises:
           ValueError: the adapter does not fit this base, `dtype` is unknown or `scale` not finite.
-          UserError: there is no room for the result.
+          UserError: the disk is full.
         """
         if dtype not in DTYPES or not math.isfinite(scale):
-            raise ValueError(f"an adapter with dtype={dtype!r} and scale={scale}; see DTYPES")
+            raise ValueError(f"dtype={dtype!r} or scale={scale} of an adapter is not possible")
         with contextlib.ExitStack() as stack:
             try:
                 parts = stack.enter_context(open_tensors(adapter))
@@ -96,58 +91,58 @@ class Base:
                 raise ValueError(f"not a safetensors file: {error}") from error
             base = stack.enter_context(open_tensors(self._directory))
             pairs = _pairs(parts, base)
-            made = {
-                name: _Made(base, parts, name, pairs.get(name), scale, np.dtype(DTYPES[dtype]))
+            sums = {
+                name: _Sum(base, parts, name, pairs.get(name), scale, np.dtype(DTYPES[dtype]))
                 for name in base
             }
-            publish.write_weights(made, out)
+            publish.write_weights(sums, out)
 
 
 def _pairs(parts: LazyTensors, base: LazyTensors) -> dict[str, tuple[str, str]]:
-    """Return HF name → names of its A and B; ValueError when they do not fit it or each other."""
+    """Return HF name → names of its A and B; raise ValueError if shapes or dtypes do not fit."""
     pairs = {}
     for name in parts:
         if not name.startswith(_PREFIX) or not name.endswith((_DOWN, _UP)):
-            raise ValueError(f"tensor {name!r} is not an adapter's; publish by stream")
+            raise ValueError(f"tensor {name!r} is not part of an adapter; publish by stream")
         stem = name.removeprefix(_PREFIX).removesuffix(_DOWN).removesuffix(_UP)
         pairs[stem + _WEIGHT] = (_PREFIX + stem + _DOWN, _PREFIX + stem + _UP)
     for name, (down, up) in pairs.items():
         missing = [each for each in (down, up) if each not in parts]
         if name not in base or missing:
             raise ValueError(f"{missing[0] if missing else name} is missing; publish by stream")
-        a, b, whole = parts.shape(down), parts.shape(up), base.shape(name)
-        if len(a) != 2 or len(b) != 2 or (b[0], a[1]) != whole or a[0] != b[1]:
-            raise ValueError(f"adapters of shapes {a} and {b} do not fit {name} {whole}")
+        a, b, full = parts.shape(down), parts.shape(up), base.shape(name)
+        if len(a) != 2 or len(b) != 2 or (b[0], a[1]) != full or a[0] != b[1]:
+            raise ValueError(f"adapters of shapes {a} and {b} do not fit {name} {full}")
         if parts.dtype(down) != "F32" or parts.dtype(up) != "F32":
             raise ValueError(f"the adapter of {name} is not float32")
     return pairs
 
 
-class _Made:
+@dataclass(frozen=True, eq=False)
+class _Sum:
     """One tensor of the result, computed when it is written."""
 
-    def __init__(
-        self,
-        base: LazyTensors,
-        parts: LazyTensors,
-        name: str,
-        pair: tuple[str, str] | None,
-        scale: float,
-        dtype: np.dtype,
-    ):
-        self.shape, self.dtype = base.shape(name), dtype
-        self._base, self._parts = base, parts
-        self._name, self._pair, self._scale = name, pair, np.float32(scale)
+    base: LazyTensors
+    parts: LazyTensors
+    name: str
+    pair: tuple[str, str] | None
+    scale: float
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape(self.name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        weight = self._base[self._name]
-        if self._pair is None:
+        weight = self.base[self.name]
+        if self.pair is None:
             return weight.astype(self.dtype, copy=False)
-        down, up = (self._parts[name] for name in self._pair)
-        made = np.empty(self.shape, self.dtype)
+        down, up = (self.parts[name] for name in self.pair)
+        result = np.empty(self.shape, self.dtype)
         rows = max(1, _BLOCK // max(1, self.shape[1]))
         for start in range(0, self.shape[0], rows):
             part = slice(start, start + rows)
             with np.errstate(all="ignore"):  # the engine refuses numbers that are not finite
-                made[part] = weight[part].astype(np.float32) + self._scale * (up[part] @ down)
-        return made
+                product = np.float32(self.scale) * (up[part] @ down)
+                result[part] = weight[part].astype(np.float32) + product
+        return result

@@ -1,17 +1,31 @@
-"""Addresses of servers: host:port as given, or from a file that may change during a run."""
+"""Addresses of servers: host:port, a file of them, or a directory where servers announce theirs.
 
+    rlx.serve --join=DIR ─▶ DIR/HOST:PORT, while it serves ─▶ Joining.look, every second ─▶ Fleet
+
+A killed server leaves its file in the directory. It does no harm, and the next server that joins
+from the same host removes it.
+"""
+
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.base import UserError
+from rlx.fleet.tls import Tls
+from rlx.system.jsonl import write_atomically
 from rlx.system.threads import in_thread
 
 FILE = "@"  # before the path of a file
+_ANYWHERE = ("", "0.0.0.0", "::")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d+")
+_CONNECT_SECONDS = 2.0
 
 
 def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses given, each once, with the lines of a file in place of its @PATH.
+    """Return the addresses without duplicates, each @PATH replaced by the lines of that file.
 
     Blank lines, and text after a #, are ignored.
 
@@ -28,32 +42,90 @@ def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"cannot read the addresses in {text.removeprefix(FILE)}: {error}; make it a text "
-                "file with host:port a line"
+                "file with one host:port per line"
             ) from None
         found += [line.partition("#")[0].strip() for line in lines]
     return tuple(dict.fromkeys(filter(None, found)))
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Return host and port of host:port, the host without the brackets of IPv6."""
+    """Split host:port; remove the brackets of an IPv6 host."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
 
 
-async def require_name(address: str) -> None:
-    """Raise UserError when `address` is not host:port, or no host has this name.
+def bracketed(host: str, port: int | str) -> str:
+    """Return host:port; put an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    A resolver that fails itself (EAI_AGAIN) proves nothing.
-    """
+
+async def require_name(address: str) -> None:
+    """Raise UserError if `address` is not host:port or the host name does not exist."""
     host, port = split_address(address)
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"{address!r} is no address of a server; give host:port")
+        raise UserError(f"{address!r} is not the address of a server; give host:port")
     try:
         await in_thread(socket.getaddrinfo, host, int(port))
     except UnicodeError:
-        raise UserError(f"{address}: {host!r} is no name of a host; correct it") from None
+        raise UserError(f"{address}: {host!r} is not a valid host name; correct it") from None
     except socket.gaierror as error:
-        if error.errno == socket.EAI_NONAME:
+        if error.errno == socket.EAI_NONAME:  # other errors are the resolver's, EAI_AGAIN
             raise UserError(
                 f"{address}: there is no host named {host!r}; correct the address"
             ) from None
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A directory where servers announce their addresses."""
+
+    directory: str
+    tls: Tls | None = None  # files for these servers; None: plain connections on loopback
+
+    def look(self) -> tuple[str, ...]:
+        """Return the addresses announced now.
+
+        Raises:
+          UserError: the directory cannot be read.
+        """
+        try:
+            return tuple(_announced_in(self.directory))
+        except OSError as error:
+            raise UserError(
+                f"cannot look for servers in fleet.join={self.directory}: "
+                f"{error.strerror or error}; give the directory of rlx.serve --join=DIR"
+            ) from None
+
+
+@contextmanager
+def announced(directory: str, host: str, port: int) -> Iterator[None]:
+    """Announce the server at host:port in `directory` for the block; make the directory.
+
+    Args:
+      host: host that the server listens on; if it is any, announce this machine's name.
+    """
+    host = socket.gethostname() if host in _ANYWHERE else host
+    path = Path(directory) / bracketed(host, port)
+    write_atomically(path, f"{path.name}\n".encode())
+    for other in _announced_in(directory):
+        if other != path.name and split_address(other)[0] == host and _refuses_connections(other):
+            path.with_name(other).unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _announced_in(directory: str) -> list[str]:
+    names = sorted(path.name for path in Path(directory).iterdir())
+    return [name for name in names if name[0] != "." and _ADDRESS.fullmatch(name)]
+
+
+def _refuses_connections(address: str) -> bool:
+    host, port = split_address(address)
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False

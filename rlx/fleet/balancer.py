@@ -1,4 +1,4 @@
-"""Choice of the server that a call goes to: the least loaded live one, or a session's own.
+"""Choice of the server for a call: the session's own, or the least loaded live one.
 
 Everything here runs on one event loop.
 """
@@ -12,21 +12,21 @@ from rlx.base import Unavailable
 from rlx.fleet.member import Member
 from rlx.fleet.silence import silent_seconds
 
-_LEAST = 12  # times the seconds to answer Status, that a server has for a token: it may compile
-MAX_SESSIONS = 1 << 16  # remembered; the longest unused is forgotten
+_LEAST = 12  # × `hang` is the least time to a token: the server may compile
+MAX_SESSIONS = 1 << 16  # then the least recently used is forgotten
 
 
 class Balancer:
-    """The members of a fleet, of which one is picked for each call.
+    """Picks one server of a fleet for each call.
 
     Args:
       outage: seconds that a call waits while no server is alive.
-      hang: seconds that a server has to answer Status.
-      say: takes one line for the user.
+      hang: seconds after which a server without an answer to Status counts as hung.
+      say: reports one line to the user.
 
     Attributes:
       members: servers to pick from; the client adds and removes them.
-      admitted: (address, instance) of those that calls may go to; None: all.
+      admitted: (address, instance) of servers that may get calls; None: all.
     """
 
     def __init__(self, outage: float, hang: float, say: Callable[[str], None]):
@@ -35,13 +35,14 @@ class Balancer:
         self._outage, self._hang, self._say = outage, hang, say
         self._sessions: OrderedDict[str, Member] = OrderedDict()
         self._news = asyncio.Event()
-        self._said = self._closed = False
+        self._outage_reported = self._closed = False
         self._turn = 0
 
     async def complete(self) -> None:
-        """Wait until some member is live, and all are but those that joined by themselves.
+        """Wait until a member is live, and so are all that were given as addresses.
 
-        Raises Unavailable when one of these others can never be.
+        Raises:
+          Unavailable: one of these can never be live.
         """
         while not (
             any(member.live for member in self.members)
@@ -53,14 +54,15 @@ class Balancer:
     async def pick(
         self, session: str | None, last: Member | None, avoid: Member | None = None
     ) -> Member:
-        """Return the session's or request's own server while it lives, else the least loaded one.
+        """Return the session's or request's last server if it is live, else the least loaded one.
 
         Args:
-          session: name of the session, if the call has one. last: the request's own server.
-          avoid: a server to take only where there is no other.
+          session: name of the session, if the call has one.
+          last: server that the request was sent to before.
+          avoid: server to use only if there is no other.
 
         Raises:
-          Unavailable: as `alive`.
+          Unavailable, UserError: as `alive`.
         """
         live = await self.alive(admitted=True)
         chosen = self._sessions.get(session) if session is not None else last
@@ -77,13 +79,13 @@ class Balancer:
                 self._sessions.popitem(last=False)
         return chosen
 
-    def leave(self, session: str | None, member: Member) -> None:
-        """Forget that `member`, which failed a call of `session`, is the session's own."""
+    def forget(self, session: str | None, member: Member) -> None:
+        """Unbind `session` from `member`, which failed a call."""
         if session is not None and self._sessions.get(session) is member:
             del self._sessions[session]
 
     def silent(self, member: Member) -> float:
-        """Return for how long `member` has sent no token while others did; 0.0 while it may."""
+        """Return for how long `member` has sent no token although others did; 0.0: not too long."""
         others = [other.waits for other in self.members if other is not member]
         least = _LEAST * self._hang
         return silent_seconds(member.waits, others, time.monotonic(), least)
@@ -91,14 +93,14 @@ class Balancer:
     async def alive(
         self, check: Callable[[], None] = lambda: None, admitted: bool = False
     ) -> list[Member]:
-        """Return the live servers; waits up to `outage` seconds until there is one.
+        """Return the live servers; wait up to `outage` seconds for the first.
 
         Args:
-          check: called before each wait; raises when waiting is in vain.
-          admitted: return those alone that calls may go to.
+          check: called before each wait; raises if waiting is useless.
+          admitted: return only servers that may get calls.
 
         Raises:
-          Unavailable: none came to life in time, none ever can, or `close` was called.
+          Unavailable: no server became live in time or ever can, or `close` was called.
           UserError: another client publishes to our servers.
         """
         self.raise_foreign()
@@ -109,26 +111,29 @@ class Balancer:
                         raise Unavailable("the run that owns the rollout servers has ended")
                     self.raise_fatal()
                     check()
-                    self._say_outage()
+                    if not self._outage_reported:
+                        self._outage_reported = True
+                        wait = f"waiting up to {self._outage:g} s"
+                        self._say(f"no rollout server alive, {wait}: {self.reasons()}")
                     await self._news.wait()
         except TimeoutError:
             raise Unavailable(
                 f"no rollout server alive for {self._outage:g} s: {self.reasons()}; "
                 "look at the servers' logs and start them again"
             ) from None
-        self._said = False
+        self._outage_reported = False
         return live
 
     def reasons(self) -> str:
-        """Return `address (reason)` of every server that is not live, joined by '; '."""
+        """Return `address (reason); …` of the servers that get no calls."""
         if not self.members:
-            return "there is no address of one"
+            return "no address is known"
         found = [(m, "not checked" if m.live else m.reason) for m in self.members
                  if not self._serves(m, True)]  # fmt: skip
         return "; ".join(f"{m.address} ({why})" for m, why in found)
 
     def raise_fatal(self) -> None:
-        """Raise Unavailable if some member can never be live that should, with its reason."""
+        """Raise Unavailable if a member that was given as an address can never be live."""
         for member in self.members:
             if member.fatal and not member.joined:
                 raise Unavailable(str(member.fatal))
@@ -145,7 +150,7 @@ class Balancer:
         return (member.address, member.status.instance) in self.admitted
 
     def changed(self) -> None:
-        """Wake every waiting call, to look at the members again."""
+        """Wake every waiting call to check the members again."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -153,9 +158,3 @@ class Balancer:
         """End every wait with Unavailable."""
         self._closed = True
         self.changed()
-
-    def _say_outage(self) -> None:
-        if not self._said:
-            self._said = True
-            wait = f"waiting up to {self._outage:g} s"
-            self._say(f"no rollout server alive, {wait}: {self.reasons()}")

@@ -1,9 +1,8 @@
-"""Lossless binary patches between two weight files of one size; numpy and zlib only.
+"""Lossless binary patches between two weight files of the same size.
 
-A step at an RL learning rate leaves most bf16 weights as they were and moves the others by one
-unit in the last place. So a delta holds, block by block, which of the file's 16-bit words changed
-(the gaps between them) and by how much (the difference as integers), and nothing of the rest. Whose
-words they are does not matter: a float32 is two, of which the upper one rarely changes.
+A step at an RL learning rate leaves most bf16 weights unchanged and moves the others by one unit in
+the last place. A delta stores which 16-bit words of the file changed, as gaps between them, and the
+integer differences. A float32 is two words, and the upper one rarely changes.
 
     file  = magic, format, words of a block, bytes of the files · blocks in order
     block = number of changes, gaps, signs (a bit each), magnitudes − 1 (low bytes, high bytes)
@@ -22,28 +21,27 @@ from typing import BinaryIO
 import numpy as np
 
 BLOCK = 1 << 20  # words
-MAX_BLOCK = 1 << 24  # that a reader takes
+MAX_BLOCK = 1 << 24  # largest that a reader accepts
 _WORD = 2  # bytes
 _MAGIC, _FORMAT = b"rlxdelta", 2
-_HEAD = struct.Struct("<8sIIQ")  # magic, format, block, bytes of the files
-_CHANGES = struct.Struct("<II")  # changed words, bytes of their gaps
-_STREAM = struct.Struct("<BI")  # whether deflated, bytes stored
-_SAMPLE = 16 << 10  # bytes that decide whether a stream is deflated
-_WORTH = 0.97  # of the plain size
+_HEAD = struct.Struct("<8sIIQ")  # magic, format, block size, file size
+_CHANGES = struct.Struct("<II")  # number of changes, bytes of gaps
+_STREAM = struct.Struct("<BI")  # 1 if deflated, bytes stored
+_SAMPLE = 16 << 10  # bytes deflated first; the rest follows if they shrink enough
+_WORTH = 0.97  # × the plain size
 
 Path = str | os.PathLike
 
 
 def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | None:
-    """Write to `out` the patch from `base` to `new`.
+    """Write the patch from `base` to `new`, files of the same size, to `out`.
 
     Args:
-      base, new: files of one size.
-      out: an existing file, overwritten in place, so a lock on it stays.
-      limit: bytes that the patch may have.
+      out: an existing file, overwritten in place to keep its lock.
+      limit: largest size of the patch, bytes.
 
     Returns:
-      (bytes, CRC-32) of the patch; None when it would exceed `limit`.
+      (bytes, CRC-32) of the patch; None if it would exceed `limit`.
 
     Raises:
       ValueError: the files have different sizes.
@@ -66,18 +64,12 @@ def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | No
 
 
 def apply(base: Path, delta: Path, out: Path) -> int:
-    """Write to `out` the file `base` with `delta` applied.
+    """Write `base` with `delta` applied to the existing file `out`; return the result's CRC-32.
 
     The caller must compare the CRC-32: a delta can be applied to any base of its size.
 
-    Args:
-      out: an existing file, overwritten in place.
-
-    Returns:
-      CRC-32 of the result.
-
     Raises:
-      ValueError: `delta` is damaged, or `base` has another size than it is for.
+      ValueError: `delta` is damaged, or for a base of another size.
     """
     with (
         open(base, "rb", buffering=0) as old,
@@ -92,11 +84,8 @@ def apply(base: Path, delta: Path, out: Path) -> int:
         return crc
 
 
-# The files.
-
-
 def _words(file: BinaryIO, count: int, buffer: bytearray) -> np.ndarray:
-    """Read the next `count` bytes into `buffer`; return its words, the last one filled up by 0."""
+    """Read the next `count` bytes into `buffer`; return its words, the last one padded by 0."""
     words = -(-count // _WORD)
     buffer[count : words * _WORD] = bytes(words * _WORD - count)
     view, filled = memoryview(buffer)[:count], 0
@@ -117,7 +106,7 @@ def _write(file: BinaryIO, data: memoryview) -> None:
 
 
 def _blocks(old: BinaryIO, new: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the encoded blocks of two files of `size` bytes."""
+    """Yield the encoded blocks of the patch between two files of `size` bytes."""
     buffers = bytearray(_WORD * BLOCK), bytearray(_WORD * BLOCK)
     for start in range(0, size, _WORD * BLOCK):
         count = min(_WORD * BLOCK, size - start)
@@ -144,7 +133,7 @@ def _block(before: np.ndarray, after: np.ndarray) -> bytes:
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """Encode [n] increasing positions as [≥ n] uint8: words skipped before each; 255: go on."""
+    """Encode [n] increasing positions as [≥ n] uint8: words skipped before each; 255: continued."""
     gaps = np.diff(positions, prepend=-1) - 1
     wide = np.flatnonzero(gaps >= 255)
     more, gaps[wide] = np.divmod(gaps[wide], 255)
@@ -161,15 +150,15 @@ def _stream(values: np.ndarray, strategy: int) -> bytes:
 
 
 def _deflated(data: memoryview, strategy: int) -> bytes:
-    made = zlib.compressobj(1, zlib.DEFLATED, -15, 9, strategy)
-    return made.compress(data) + made.flush()
+    compressor = zlib.compressobj(1, zlib.DEFLATED, -15, 9, strategy)
+    return compressor.compress(data) + compressor.flush()
 
 
 # Applying.
 
 
 class _Reader:
-    """Reader of the delta's bytes, in order, that never reads past the end."""
+    """Reader of a delta that never reads past the end."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._left = file, os.fstat(file.fileno()).st_size
@@ -199,7 +188,7 @@ class _Reader:
             if not inflate.eof or inflate.unused_data:
                 raise ValueError("the delta is damaged: a stream does not end where it should")
         if packed > 1 or len(data) != count:
-            raise ValueError(f"the delta is damaged: {len(data)} values where {count} belong")
+            raise ValueError(f"the delta is damaged: {len(data)} values instead of {count}")
         return np.frombuffer(data, np.uint8)
 
     def end(self) -> None:
@@ -208,10 +197,10 @@ class _Reader:
 
 
 def _applied(delta: _Reader, old: BinaryIO, size: int) -> Iterator[memoryview]:
-    """Yield the new file's bytes in order; a part is overwritten by the next one."""
+    """Yield the new file's bytes in order; each part overwrites the one before."""
     magic, number, block, wanted = delta.unpack(_HEAD)
     if (magic, number) != (_MAGIC, _FORMAT) or not 0 < block <= MAX_BLOCK:
-        raise ValueError("not a delta, or one of another format")
+        raise ValueError("not a delta, or another format")
     if wanted != size:
         raise ValueError(f"the delta is for a file of {wanted} bytes, not {size}")
     buffer = bytearray(min(_WORD * block, size + 1))

@@ -1,10 +1,10 @@
-"""Client side of one rollout server: connect, watch, lose it, connect again.
+"""Client side of one rollout server: connect, probe, reconnect.
 
     run:  ┌▶ connect ─▶ Status ─▶ current weights ─▶ live: probe every second ─┐
           └───────────────── back-off ◀─ channel closed, calls moved ◀─ lost ◀─┘
 
-A live member has the current weights. Losing it ends its calls at once, so that the client can
-continue them on another server.
+A live member has the current weights. If it is lost, its calls fail at once and the client
+continues them on another server.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _REFUSED = (_Code.FAILED_PRECONDITION, _Code.INVALID_ARGUMENT, _Code.PERMISSION_
 _MUTE = "it answers and sends no token, while others do"
 _TRY_OUT = Request("try out", np.zeros(1, np.int32), Sampling(temperature=0.0, max_new_tokens=1))
 _MAX_SPANS = 100_000
-_RTT_FORGETTING = 1.02  # per probe: an old clock estimate gives way to one a little worse
+_RTT_FORGETTING = 1.02  # per probe, a clock estimate may be replaced by one this much worse
 
 _CHANNEL_OPTIONS = (
     *wire.OPTIONS,
@@ -51,17 +51,11 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True)
 class Delivery:
-    """Record of one server's last successful publish.
+    """Record of one server's last successful publish."""
 
-    Attributes:
-      method: path | stream | delta | adapter; a delta that does not fit ends as `stream`.
-      sent_bytes: sent to it as chunks, in all attempts.
-      paused_ns: time in which it decoded no token.
-    """
-
-    method: str
-    sent_bytes: int
-    paused_ns: int
+    method: str  # path | stream | delta | adapter; `stream` if a delta did not fit
+    sent_bytes: int  # in all attempts
+    paused_ns: int  # without decoding
 
 
 class Lost(Exception):
@@ -69,7 +63,7 @@ class Lost(Exception):
 
 
 class Failed(Exception):
-    """The call failed on a server that lives."""
+    """The call failed on a live server."""
 
 
 class Busy(Exception):
@@ -77,7 +71,7 @@ class Busy(Exception):
 
 
 class Refused(Exception):
-    """The server does not take these weights."""
+    """The server refused these weights."""
 
 
 class Member:
@@ -85,24 +79,25 @@ class Member:
 
     Args:
       address: host:port.
-      wanted: returns the weights it must have before its first request; None: whatever it has.
+      wanted: returns the weights it must have before its first request; None: any.
       changed: called whenever `live` changes.
-      say: takes one line for the user.
-      silent: returns for how long it has sent no token that was due; 0.0 while none is.
-      restart: is called with its address and the seconds in which it has not answered; with
-        infinity when it answers and is left out for sending no token.
-      joined: it joined by itself; an address that was left behind, or is another's now, is no
-        mistake of the run's.
+      say: reports one line to the user.
+      silent: returns for how long its next token is overdue, 0.0 if it is not.
+      restart: called with its address and the seconds without an answer, infinity if it answers
+        but sends no token.
+      joined: it was found in a directory, where a wrong address is not an error of the user's.
 
     Attributes:
-      live: whether it may get requests. reason: why not, while it is not.
-      fatal: error that no retry with these options can mend.
-      foreign: error that says another client published weights to it.
-      load: samples and scores in flight. waits: for its tokens.
+      live: whether it may get requests.
+      reason: why it is not live.
+      fatal: error that no retry can fix.
+      foreign: error if another client published weights to it.
+      load: samples and scores in flight.
+      waits: its waits for tokens.
       status: its last answer to Status.
       offset_ns: its CLOCK_MONOTONIC minus ours.
-      refusal: the last weights it refused, and the reason.
-      delivery: record of the last weights it took.
+      refusal: last weights that it refused, and the reason.
+      delivery: record of the last successful publish.
     """
 
     def __init__(
@@ -136,29 +131,29 @@ class Member:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._kv, self._tls = kv, tls
         self._silent, self._restart = silent, restart
-        self._mute = ""  # the life of it that sent no token
+        self._mute = ""  # instance that sent no token
         self._unanswered = 0.0  # seconds since its last status
         self._has: Weights | None = None
-        self._serves: tuple[int, int] | None = None  # version and checksum, unless in doubt
+        self._serves: tuple[int, int] | None = None  # version and checksum; None: unknown
         self._updating = asyncio.Lock()
         self._rtt_ns = float("inf")
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=_MAX_SPANS)
         self._watcher: asyncio.Task | None = None
 
     async def run(self) -> None:
-        """Keep the server connected; returns only when cancelled, or on a fatal answer."""
+        """Keep the server connected until cancelled or a fatal error."""
         delay = 0.05
         while not self.fatal:
             begun = time.monotonic()
             was_live = await self._live_once()
             delay = 0.05 if was_live else min(2 * delay, self._limits.backoff)
             await asyncio.sleep(delay)
-            # What takes longer is a life of it, or a time in which this process was stopped.
+            # Any longer, the server was live or this process was stopped.
             self._unanswered += min(time.monotonic() - begun, self._limits.hang_seconds + delay)
             self._restart(self.address, self._unanswered)
 
     def fail(self, reason: str) -> None:
-        """Take the server out until it is connected again; its running calls raise Lost."""
+        """Stop using the server until it is connected again; its running calls raise Lost."""
         if self.live:
             self.live = False
             self.reason = reason
@@ -167,21 +162,21 @@ class Member:
             self._changed()
 
     def has(self, weights: Weights) -> bool:
-        """Return whether it acknowledged `weights` and is not known to have restarted since."""
+        """Return whether it acknowledged `weights` and has not restarted, as far as we know."""
         return self._has is weights
 
     async def update(self) -> None:
         """Publish the wanted weights to it, unless it has them.
 
         Raises:
-          Refused: it answered that it does not take them (see `refusal`); it serves its old ones.
-          Lost: no answer, or one that leaves open what it serves; it is taken out.
+          Refused: it refused them (see `refusal`) and serves its old ones.
+          Lost: it may serve either; it is no longer live.
         """
         async with self._updating:
             weights = had = served = None
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
-                    had, self._has = self._has, None  # unknown until it answers
+                    had, self._has = self._has, None  # until it answers
                     served, self._serves = self._serves, None
                     self.delivery, replaced = await self._publish(weights, had)
                     self._compare(served, replaced)
@@ -201,11 +196,13 @@ class Member:
                 self.waits = self.waits.updated(time.monotonic())
 
     async def generate(self, request: Request) -> AsyncGenerator[list[Chunk], None]:
-        """Stream the chunks of `request`, those of one message together.
+        """Stream the chunks of `request`, one list per message.
 
         Raises:
-          Lost: continue elsewhere. Failed: try again. Busy: elsewhere, or later. ValueError: the
-            request is wrong.
+          Lost: continue on another server.
+          Failed: retry.
+          Busy: use another server, or retry later.
+          ValueError: the request is wrong.
         """
         message = wire.request_message(request)
         message.instance = self.status.instance
@@ -220,7 +217,7 @@ class Member:
             call.cancel()
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the scores of `request`; raises as `generate`."""
+        """Return the scores of `request`; raise as `generate`."""
         message = wire.score_message(request)
         message.instance = self.status.instance
         with self._in_flight(1):
@@ -232,9 +229,10 @@ class Member:
 
     @contextmanager
     def _in_flight(self, samples: int) -> Iterator[SimpleNamespace]:
-        """Count `samples` as load during a call, and translate the errors of gRPC.
+        """Count `samples` as load during a call, and translate gRPC's errors.
 
-        The call sets `replied` of what this yields once the server has sent something.
+        Yields:
+          An object whose `replied` the call must set after the first message.
         """
         progress = SimpleNamespace(replied=False)
         self.load, self.waits = self.load + samples, self.waits.began(time.monotonic())
@@ -264,7 +262,7 @@ class Member:
         return Failed(f"{self.address}: {text}")
 
     def _compare(self, wanted: tuple[int, int] | None, found: tuple[int, int]) -> None:
-        """Take the server out when it had other weights (version, checksum) than ours."""
+        """Fail the server if it had other weights (version, checksum) than ours."""
         if wanted and wanted != found:
             version, crc = found
             self.foreign = UserError(
@@ -280,7 +278,7 @@ class Member:
         )
 
     async def probe(self) -> pb.StatusReply:
-        """Ask for its status; collect spans, compare weights, refine the clock estimate."""
+        """Request its status; collect spans, compare weights, refine the clock estimate."""
         sent_ns, serves = time.monotonic_ns(), self._serves
         reply = await self._stub.Status(
             pb.StatusRequest(drain_spans=True),
@@ -291,7 +289,7 @@ class Member:
         if reply.instance != self.status.instance:
             self._has = self._serves = None
             self._rtt_ns = float("inf")
-        elif self._has and serves is self._serves:  # no publish of ours came between
+        elif self._has and serves is self._serves:  # no publish of ours meanwhile
             self._compare(serves, (reply.version, reply.weights_crc32))
         if rtt_ns <= self._rtt_ns * _RTT_FORGETTING:
             self._rtt_ns = rtt_ns
@@ -308,13 +306,13 @@ class Member:
         return reply
 
     def drain_spans(self) -> list[tuple[str, int, int]]:
-        """Return and forget the spans so far, (name, start_ns, end_ns) on our CLOCK_MONOTONIC."""
+        """Return and forget the spans (name, start_ns, end_ns), on our CLOCK_MONOTONIC."""
         spans = list(self._spans)
         self._spans.clear()
         return spans
 
     async def _live_once(self) -> bool:
-        """Connect and watch until it is lost; return whether it was live in between."""
+        """Connect and watch until it is lost; return whether it was live meanwhile."""
         was_live = False
         channel = transport.channel(self.address, self._tls, _CHANNEL_OPTIONS)
         self._stub = rpc.RolloutStub(channel)
@@ -340,7 +338,7 @@ class Member:
                     self.reason += transport.HUNG_UP
         except (Lost, Refused) as error:
             self.reason = str(error)
-        except asyncio.CancelledError:  # by `fail`, which set the reason, or by our caller
+        except asyncio.CancelledError:  # by `fail` or by our caller
             if _cancelled_by_caller():
                 raise
         finally:
@@ -364,16 +362,16 @@ class Member:
                 self.waits = self.waits.updated(now)  # this process was stopped meanwhile
             if not self._updating.locked() and (late := self._silent(self)):
                 self._mute = self.status.instance
-                self.fail(f"{_MUTE} for {late:.0f} s; it is left out until it sends one")
+                self.fail(f"{_MUTE} for {late:.0f} s; it is not used until it sends one")
                 self._restart(self.address, math.inf)
 
     async def _try_out(self) -> None:
-        """Ask for one token; raise Lost where none comes."""
+        """Request one token; raise Lost if none comes."""
         try:
             async with asyncio.timeout(self._limits.connect_seconds):
                 async for _ in self.generate(_TRY_OUT):
                     return
-        except ValueError:  # it scores, and says so
+        except ValueError:  # a reward model answers that it cannot generate
             return
         except (TimeoutError, Failed, Busy):
             pass
@@ -382,12 +380,10 @@ class Member:
     async def _publish(
         self, weights: Weights, had: Weights | None
     ) -> tuple[Delivery, tuple[int, int]]:
-        """Publish `weights`; bytes damaged on the way are sent once more.
-
-        A server that had the delta's base gets the delta, and the file if it cannot apply it.
+        """Publish `weights`, by delta if it fits `had`; send damaged bytes again, once.
 
         Returns:
-          the delivery, and the version and checksum that it served before.
+          The delivery, and the version and checksum that the server had before.
         """
         delta = weights.delta if weights.delta and weights.delta.fits(had) else None
         self._sent, again = 0, False
@@ -406,8 +402,8 @@ class Member:
                 else:
                     raise
             else:
-                whole = "stream" if weights.method == "delta" else weights.method
-                way = Delivery("delta" if delta else whole, self._sent, reply.paused_ns)
+                full = "stream" if weights.method == "delta" else weights.method
+                way = Delivery("delta" if delta else full, self._sent, reply.paused_ns)
                 return way, (reply.replaced_version, reply.replaced_crc32)
 
     async def _parts(
@@ -424,14 +420,11 @@ class Member:
             keep=weights.method == "delta",
         )
         if delta:
-            header.delta.base_version, header.delta.base_crc32 = (
-                delta.base_version,
-                delta.base_crc32,
-            )
-            header.delta.num_bytes, header.delta.crc32 = delta.num_bytes, delta.crc32
+            for name in ("base_version", "base_crc32", "num_bytes", "crc32"):
+                setattr(header.delta, name, getattr(delta, name))
         if weights.adapter:
-            header.adapter.base, header.adapter.scale = weights.adapter.base, weights.adapter.scale
-            header.adapter.dtype = weights.adapter.dtype
+            for name in ("base", "scale", "dtype"):
+                setattr(header.adapter, name, getattr(weights.adapter, name))
         yield pb.PublishRequest(header=header)
         if by_path:
             return
@@ -442,6 +435,6 @@ class Member:
 
 
 def _cancelled_by_caller() -> bool:
-    """Return whether the running task itself was cancelled, not a call that it waits for."""
+    """Return whether the running task was cancelled, rather than the call it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,8 +1,7 @@
 """Safetensors files of weights to publish: write, checksum, cut into chunks, clean up.
 
-The trainer writes a file once for the whole fleet; a server stages the chunks that come. Both lock
-their files for as long as they live, so the next process in the directory can remove files of
-killed processes, and only those.
+The trainer writes one file for the fleet; a server collects received chunks in a file. Both lock
+their files. Files without a lock belong to killed processes, and `sweep` removes them.
 """
 
 import contextlib
@@ -23,21 +22,21 @@ from rlx.system.atomic_directory import try_lock
 
 _BLOCK = 8 << 20  # bytes hashed at a time
 METHODS = ("path", "stream", "delta", "adapter")
-DELTA_SHARE = 0.8  # of the whole file; a larger delta is not worth its cost
+DELTA_SHARE = 0.8  # × the file size is the largest delta worth its cost
 _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 
 
 def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: False) -> int:
-    """Return the CRC-32 of a file's bytes, in [0, 2³²). It detects accidents, not attacks.
+    """Return the CRC-32 of a file, in [0, 2³²); it detects accidents, not attacks.
 
     Args:
-      stopped: called before every block; when true, the checksum ends there.
+      stopped: called before every block; True ends the reading.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: opening a pipe does not block
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # do not wait to open a pipe
     descriptor = os.open(path, flags)
     with open(descriptor, "rb", buffering=0) as file:
         left, crc = os.fstat(descriptor).st_size, 0
-        # Read, not mapped: a file that shrinks under a mapping kills the process.
+        # Not mapped: a mapped file that shrinks kills the process.
         buffer = memoryview(bytearray(min(_BLOCK, left)))
         while left > 0 and not stopped() and (count := file.readinto(buffer[:left])):
             crc = zlib.crc32(buffer[:count], crc)
@@ -46,29 +45,28 @@ def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: Fals
 
 
 def write_weights(tensors: Mapping[str, Any] | Buckets, path: str | os.PathLike) -> int:
-    """Write a safetensors file and return its `checksum`, in one pass over the bytes.
+    """Write a safetensors file and return its `checksum`, in one pass.
 
     Args:
-      tensors: HF name → array (numpy, or on a device: fetched one at a time), at once or in
-        buckets, of which one at a time is asked for.
-      path: overwritten in place, so a lock on it stays.
+      tensors: HF name → array of numpy or on a device, or Buckets; fetched one at a time.
+      path: file, overwritten in place to keep its lock.
 
     Raises:
-      UserError: the directory is missing or has no room.
-      ValueError: a tensor's dtype does not exist in safetensors files.
+      UserError: the directory is missing or full.
+      ValueError: safetensors does not have a tensor's dtype.
     """
-    made = Buckets.of(tensors)
-    need = made.header()[1]
+    buckets = Buckets.of(tensors)
+    need = buckets.header()[1]
     check_room(Path(path).parent, need)
     try:
         with open(path, "wb", buffering=0) as file:
-            return made.write(file)
+            return buckets.write(file)
     except OSError as error:
         raise _no_room(error, path, need) from error
 
 
 def check_room(directory: str | os.PathLike, num_bytes: int) -> None:
-    """Raise UserError when `directory` cannot take `num_bytes` more."""
+    """Raise UserError if `directory` has fewer than `num_bytes` free."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
@@ -93,7 +91,7 @@ def _no_room(error: OSError, path: str | os.PathLike, num_bytes: int) -> UserErr
 
 
 def chunks(path: str | os.PathLike, size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the file's bytes in order as (offset, at most `size` bytes)."""
+    """Yield a file's bytes in order as (offset, at most `size` bytes)."""
     offset = 0
     with open(path, "rb", buffering=0) as file:
         while data := file.read(size):
@@ -102,7 +100,7 @@ def chunks(path: str | os.PathLike, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 class WeightFile:
-    """A new locked file in `directory`, removed by `close`, or by a `sweep` after our death."""
+    """A new locked file in `directory`, removed by `close`, or by `sweep` if we are killed."""
 
     def __init__(self, directory: str | os.PathLike):
         self.path = ""
@@ -110,16 +108,16 @@ class WeightFile:
             path = Path(directory) / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
             try:
                 self._lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                ours = try_lock(self._lock) and path.exists()  # a sweep may have come between
+                is_ours = try_lock(self._lock) and path.exists()  # else swept between the two
             except OSError as error:
                 raise _no_room(error, directory, 0) from error
-            if ours:
+            if is_ours:
                 self.path = str(path)
             else:
                 os.close(self._lock)
 
     def close(self) -> None:
-        """Remove the file; a server that has it open can read on."""
+        """Remove the file; servers that have it open can still read it."""
         if self.path:
             Path(self.path).unlink(missing_ok=True)
             os.close(self._lock)
@@ -127,7 +125,7 @@ class WeightFile:
 
 
 def sweep(directory: str | os.PathLike) -> int:
-    """Remove weight files whose process is gone; return how many."""
+    """Remove weight files of killed processes; return how many."""
     removed = 0
     for path in Path(directory).glob(f"{_PREFIX}*{_SUFFIX}"):
         try:
@@ -143,7 +141,7 @@ def sweep(directory: str | os.PathLike) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """Binary patch from one version's weights file to the next, for servers that have the base."""
+    """Binary patch from one version's weights file to the next."""
 
     base_version: int
     base_crc32: int
@@ -153,33 +151,25 @@ class Delta:
     owned: WeightFile
 
     def fits(self, base: "Weights | None") -> bool:
-        """Return whether the patch is one of `base`."""
-        return base is not None and (base.version, base.crc32) == (
-            self.base_version,
-            self.base_crc32,
-        )
+        """Return whether the patch can be applied to `base`."""
+        own = self.base_version, self.base_crc32
+        return base is not None and (base.version, base.crc32) == own
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """LoRA adapters to publish; servers add them to the base that they were started with.
+    """LoRA adapters to publish; servers add them to their base model."""
 
-    Attributes:
-      tensors: PEFT name → float32 array, A [rank, in] and B [out, rank] of every target.
-      scale: factor of B·A: alpha / rank.
-      dtype: of the resulting weights: float32 | bfloat16 | float16.
-      base: `adapter.digest` of the directory that training began with.
-    """
-
+    # PEFT name → float32 array, A [rank, in] and B [out, rank] of every target
     tensors: Mapping[str, Any] | Buckets
-    scale: float
-    dtype: str
-    base: bytes
+    scale: float  # factor of B·A: alpha / rank
+    dtype: str  # of the sum: float32 | bfloat16 | float16
+    base: bytes  # `adapter.digest` of the base model
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """One version's file, ready to be published. `close` removes it if it is ours."""
+    """One version's file, ready to be published; `close` removes it if we wrote it."""
 
     version: int
     path: str
@@ -204,29 +194,27 @@ def stage(
     directory: str | os.PathLike,
     base: Weights | None = None,
 ) -> Weights:
-    """Bring `source` into one file and, if asked, make its delta to the version before.
+    """Prepare weights for publishing: one file and, for method `delta`, a patch from `base`.
 
     Args:
       version: policy version of the weights, ≥ 0.
-      source: HF name → array, or Buckets, written to a file of ours in `directory`; or the path of
-        a safetensors file (or of an HF directory with one `model.safetensors`), used where it is;
-        or an Adapter, whose tensors are written.
-      method: `path`, when the servers see the same file system, `stream`, or `delta`: as `stream`,
-        and for the servers that have `base` only what changed; `adapter` for an Adapter alone.
-      base: an earlier version. No delta is made when no server keeps it, when it is not a file of
-        ours (others may have changed), or when it has another size or differs too much.
+      source: HF name → array, Buckets or an Adapter, written to a new file in `directory`; or the
+        path of a safetensors file or HF directory, used in place.
+      method: `path`: servers read the file; `stream`: it is sent; `delta`: servers that have `base`
+        get only the changes, others the file; `adapter`: for an Adapter.
+      base: earlier version; ignored unless we wrote it for method `delta`. There is no patch if
+        the sizes differ or too much has changed.
 
     Raises:
-      UserError: there are no weights at the path, no room, or the method is unknown.
-      ValueError: the source does not fit the method, or safetensors has no such dtype.
+      UserError: the path has no weights, the disk is full, or the method is unknown.
+      ValueError: the source does not fit the method, or safetensors does not have its dtype.
     """
     if method not in METHODS:
         raise UserError(f"publish method {method!r} is unknown; use one of {', '.join(METHODS)}")
     if isinstance(source, Adapter) != (method == "adapter"):
         raise ValueError(f"{type(source).__name__} cannot be published by {method}")
     weights = _staged(version, source, method, directory)
-    kept = base is not None and base.method == "delta" and base.owned  # by the servers, and by us
-    if method != "delta" or not (base and kept and weights.owned):
+    if not (method == "delta" and weights.owned and base and base.method == method and base.owned):
         return weights
     try:
         return replace(weights, delta=_delta(base, weights, directory))
@@ -236,21 +224,21 @@ def stage(
 
 
 def _delta(base: Weights, weights: Weights, directory: str | os.PathLike) -> Delta | None:
-    """Return the delta; None when the whole file serves as well."""
+    """Return the delta; None if the whole file is as good."""
     try:
         file = WeightFile(directory)
     except UserError:
         return None
-    made = None
+    patch = None
     try:
         limit = int(DELTA_SHARE * weights.num_bytes)
-        made = delta.encode(base.path, weights.path, file.path, limit)
+        patch = delta.encode(base.path, weights.path, file.path, limit)
     except (ValueError, OSError):  # another size, or no room
         return None
     finally:
-        if made is None:
+        if patch is None:
             file.close()
-    return made and Delta(base.version, base.crc32, file.path, *made, file)
+    return patch and Delta(base.version, base.crc32, file.path, *patch, file)
 
 
 def _staged(version: int, source: Any, method: str, directory: str | os.PathLike) -> Weights:
@@ -266,8 +254,8 @@ def _staged(version: int, source: Any, method: str, directory: str | os.PathLike
     try:
         crc = write_weights(adapter.tensors if adapter else source, file.path)
         size = os.path.getsize(file.path)
-        kept = replace(adapter, tensors={}) if adapter else None  # they are in the file
-        return Weights(version, file.path, size, crc, method, file, adapter=kept)
+        adapter = replace(adapter, tensors={}) if adapter else None  # they are in the file
+        return Weights(version, file.path, size, crc, method, file, adapter=adapter)
     except OSError as error:  # the directory was removed meanwhile
         refusal = _no_room(error, file.path, 0)
         file.close()

@@ -1,7 +1,4 @@
-"""Requests to an inference engine and its answers, for generation and for scoring.
-
-`wire.py` turns them into messages; this file depends on neither end of the wire.
-"""
+"""Requests to an inference engine and their results, for generation and scoring."""
 
 from dataclasses import dataclass, field
 
@@ -12,21 +9,20 @@ from rlx.option import option
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Options that decide how completions are drawn.
+    """Sampling options of completions.
 
     Attributes:
-      temperature: ≥ 0; 0 is greedy. Behaviour logprobs are those of
-        log softmax(logits / temperature) over the whole vocabulary (top-p and top-k restrict the
-        draw, not the logprob); of the untempered distribution when greedy.
-      max_new_tokens, min_new_tokens: counted over the whole completion, `prefix_len` included.
+      temperature: ≥ 0; 0 is greedy. Behaviour logprobs are log softmax(logits / temperature) over
+        the whole vocabulary, whatever top-p and top-k; untempered if greedy.
+      max_new_tokens, min_new_tokens: length of the whole completion, `prefix_len` included.
       stop: strings that end a completion as soon as its text contains one (kept in the tokens).
-      stop_token_ids: tokens that end a completion (kept in the tokens), besides the model's own.
-      seed: each draw is a function of (seed, sample index, position in the completion) alone, so
-        a completion never depends on what else is in the batch. None: the engine picks one.
-      guide: JSON Schema, as text, that the completion must fit; "": none. Behaviour logprobs are
-        then those of the tokens that it leaves. vLLM alone has guides and `top_logprobs`.
-      top_logprobs: in [0, 20]; how many of the likeliest tokens are told beside each one drawn.
-      unscored: nobody wants behaviour logprobs; an engine may save the work and give NaN.
+      stop_token_ids: tokens, besides the model's own, that end a completion (kept in the tokens).
+      seed: each draw depends only on (seed, sample index, position), not on the rest of the batch.
+        None: the engine picks one.
+      guide: JSON Schema text that the completion must match, "": none. Behaviour logprobs are then
+        renormalised over the allowed tokens. vLLM only, as `top_logprobs`.
+      top_logprobs: in [0, 20], number of most likely tokens reported with each sampled one.
+      unscored: behaviour logprobs are not needed; an engine may return NaN.
     """
 
     temperature: float = option(1.0, "above 0; losses use the same distribution")
@@ -43,7 +39,7 @@ class Sampling:
 
     @property
     def truncation(self) -> str:
-        """Return the options that keep some tokens from being drawn, "" where none does."""
+        """Return the options that exclude some tokens from sampling, "": none."""
         options = (
             ("top_p", self.top_p, 1), ("top_k", self.top_k, 0),
             ("min_new_tokens", self.min_new_tokens, 0),
@@ -52,30 +48,23 @@ class Sampling:
 
 
 TRUNCATED = (
-    "some tokens are never drawn, while losses take logprobs over all tokens, so that importance "
-    "weights are biased; leave it out"
+    "some tokens are never sampled but losses use logprobs over all tokens, which biases "
+    "importance weights; leave it out"
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """`n` samples of one prompt, sharing its prefill.
-
-    Attributes:
-      prompt_tokens: [T] int32, T ≥ 1; for a continued completion it ends with the tokens so far.
-      prefix_len: how many trailing prompt tokens are an earlier part of the same completion.
-      first_index: index of the first sample; samples are first_index … first_index + n − 1.
-      unwatched: nobody reads tokens before the end; they may come in fewer, later messages.
-    """
+    """A request for `n` samples of one prompt, which share its prefill."""
 
     request_id: str
-    prompt_tokens: np.ndarray
+    prompt_tokens: np.ndarray  # [T] int32, T ≥ 1, including earlier tokens of a completion
     sampling: Sampling
     n: int = 1
-    first_index: int = 0
-    prefix_len: int = 0
-    priority: int = 0
-    unwatched: bool = False
+    first_index: int = 0  # of the samples
+    prefix_len: int = 0  # number of trailing prompt tokens that belong to the completion
+    priority: int = 0  # higher is served first
+    unwatched: bool = False  # tokens are not read before the end; fewer messages will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +72,11 @@ class Chunk:
     """New tokens of one sample, in order.
 
     Attributes:
-      index: of the sample.
-      tokens, logprobs (nats), versions: one number a token; lists from an engine, arrays (int32,
+      index: index of the sample.
+      tokens, logprobs (nats), versions: one number per token; lists from an engine, arrays (int32,
         float32, int32) from the wire.
-      top_tokens, top_logprobs: `Sampling.top_logprobs` numbers a token, one token after another.
-      stop_reason: `stop` | `length` | `abort` ends the sample; None: more will come.
+      top_tokens, top_logprobs: `Sampling.top_logprobs` numbers per token, flat.
+      stop_reason: `stop` | `length` | `abort`; None: not ended.
     """
 
     index: int
@@ -101,39 +90,29 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreRequest:
-    """A request for the log-probabilities of a given sequence.
+    """A request for the log-probabilities log softmax(logits / temperature) of a sequence."""
 
-    Attributes:
-      tokens: [T] int32, 2 ≤ T ≤ max_model_len.
-      first: in [1, T − 1], the first token to score; token 0 follows nothing.
-      temperature: in [LEAST_TEMPERATURE, MOST_TEMPERATURE]; logprobs are those of
-        log softmax(logits / temperature).
-    """
-
-    tokens: np.ndarray
-    first: int
-    temperature: float = 1.0
+    tokens: np.ndarray  # [T] int32, 2 ≤ T ≤ max_model_len
+    first: int  # in [1, T − 1], the first token to score
+    temperature: float = 1.0  # in [LEAST_TEMPERATURE, MOST_TEMPERATURE]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Answer to a ScoreRequest: `logprobs` [T − first] float32, nats, all of weights `version`."""
+    """Result of a ScoreRequest: `logprobs` [T − first] float32, nats, by weights `version`."""
 
     logprobs: np.ndarray
     version: int
-    values: bool = False  # they are a reward model's numbers after these tokens
+    values: bool = False  # `logprobs` are a reward model's values after these tokens
 
 
 MOST_TOP_LOGPROBS = 20
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # of scores; vLLM replaces lower ones
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0  # for scores; vLLM clamps lower ones
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """State of an engine now.
-
-    `spans` are (name, start_ns, end_ns) on CLOCK_MONOTONIC, those since the last status.
-    """
+    """State of an engine."""
 
     version: int
     running: int  # sequences decoding now
@@ -142,7 +121,8 @@ class EngineStatus:
     max_model_len: int
     tokens_generated: int
     paused: bool
+    # (name, start_ns, end_ns) on CLOCK_MONOTONIC, since the last status
     spans: tuple[tuple[str, int, int], ...] = ()
 
 
-KV_POLICIES = ("keep", "recompute", "abort")  # what an update does to running requests' caches
+KV_POLICIES = ("keep", "recompute", "abort")  # for running requests when weights change

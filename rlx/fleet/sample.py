@@ -1,7 +1,7 @@
-"""Samples of one `generate` call, each put together from as many requests as it takes.
+"""State of the samples of one `generate` call; a sample may take several requests.
 
-Pure state: `client.py` sends the requests. A sample that a lost server began goes on elsewhere as a
-request whose prompt ends with the tokens so far.
+If a server is lost, a sample continues on another one by a request whose prompt ends with the
+tokens so far.
 """
 
 import uuid
@@ -15,30 +15,23 @@ from rlx.fleet.requests import Chunk, Request, Sampling
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One finished sample.
+    """One finished sample."""
 
-    Attributes:
-      tokens: [T] int32, the stop token included. logprobs: [T] float32, nats.
-      versions: [T] int32, the policy version that produced each token.
-      stop_reason: `stop` | `length`.
-      top_tokens, top_logprobs: [T · k] int32, float32; k: `Sampling.top_logprobs`.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    stop_reason: str
-    top_tokens: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
+    tokens: np.ndarray  # [T] int32, including the stop token
+    logprobs: np.ndarray  # [T] float32, nats
+    versions: np.ndarray  # [T] int32, policy version of each token
+    stop_reason: str  # stop | length
+    top_tokens: np.ndarray | None = None  # [T · k] int32, k = `Sampling.top_logprobs`
+    top_logprobs: np.ndarray | None = None  # [T · k] float32
 
 
 @dataclass(eq=False)
 class PartialSample:
-    """One sample in the making: the chunks of all requests so far."""
+    """An unfinished sample: the chunks of all its requests."""
 
     index: int
     chunks: list[Chunk] = field(default_factory=list)
-    length: int = 0  # tokens so far
+    length: int = 0  # tokens
     stop_reason: str | None = None
 
     def add(self, chunk: Chunk) -> None:
@@ -53,12 +46,12 @@ class PartialSample:
         return self._joined("tokens", np.int32)
 
     def completion(self) -> Completion:
-        """Return the sample, which must have a stop reason."""
+        """Return the finished sample."""
         assert self.stop_reason
-        logprobs = self._joined("logprobs", np.float32)
-        versions = self._joined("versions", np.int32)
-        tops = self._joined("top_tokens", np.int32), self._joined("top_logprobs", np.float32)
-        return Completion(self.tokens(), logprobs, versions, self.stop_reason, *tops)
+        integers = ("tokens", "versions", "top_tokens")
+        arrays = {name: self._joined(name, np.int32) for name in integers}
+        arrays |= {name: self._joined(name, np.float32) for name in ("logprobs", "top_logprobs")}
+        return Completion(stop_reason=self.stop_reason, **arrays)
 
     def _joined(self, name: str, dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(getattr(c, name) for c in self.chunks)])
@@ -66,7 +59,7 @@ class PartialSample:
 
 @dataclass(frozen=True, eq=False)
 class GenerateCall:
-    """Arguments that all samples of one `Fleet.generate` share."""
+    """Arguments of one `Fleet.generate` call."""
 
     prompt: np.ndarray
     sampling: Sampling
@@ -75,7 +68,7 @@ class GenerateCall:
     watch: Callable[[Chunk], None] | None = None
 
     def request(self, samples: Sequence[PartialSample]) -> Request:
-        """Return the request for the rest of `samples`: one part of what `split` returns."""
+        """Return a request that continues `samples`, a part returned by `split`."""
         first = samples[0]
         return Request(
             request_id=uuid.uuid4().hex,
@@ -89,14 +82,12 @@ class GenerateCall:
         )
 
     def finished(self, sample: PartialSample, max_model_len: int = 0) -> bool:
-        """Return whether `sample` needs no further request.
-
-        A sample that fills its budget or the context is given `length` when its stop reason was
-        lost with its server.
+        """Return whether `sample` needs no more requests.
 
         Args:
-          max_model_len: of the server that had it last, tokens; 0: unknown.
+          max_model_len: context of its last server, tokens; 0: unknown.
         """
+        # The stop reason of a full sample may have been lost with its server.
         if sample.stop_reason is None and sample.length:
             full = max_model_len and len(self.prompt) + sample.length >= max_model_len
             if full or sample.length >= self.sampling.max_new_tokens:
@@ -105,7 +96,7 @@ class GenerateCall:
 
 
 def split(samples: list[PartialSample]) -> list[list[PartialSample]]:
-    """Cut `samples` into what one request can hold: neighbours without tokens, or single ones."""
+    """Divide `samples` into requests: runs of neighbours without tokens, or single samples."""
     parts: list[list[PartialSample]] = []
     for sample in samples:
         last = parts[-1][-1] if parts else None

@@ -1,8 +1,7 @@
-"""Private directory of a run for weights to publish, removed however the run ends.
+"""Private directory for a run's weights, removed even if the run is killed.
 
-The run and its servers share one lock. A small process waits for that lock, which is free when the
-last of them is gone, and removes the directory. If that process was killed too, the next run
-removes directories that are not locked any more.
+The run and its servers share one lock. A small process waits for it and removes the directory when
+the last of them ends. If it is killed too, the next run removes unlocked directories.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ class Scratch:
 
     Attributes:
       directory: its path.
-      lock: descriptor that every process which writes into the directory must inherit.
+      lock: file descriptor; processes that write into the directory must inherit it.
     """
 
     def __init__(self, parent: str | os.PathLike):
@@ -48,14 +47,14 @@ class Scratch:
                 f"cannot make a directory for weights in {parent}: {reason}; set "
                 "fleet.publish_dir to another directory"
             ) from error
-        self._remover = subprocess.Popen(  # in its own session, without our environment
+        self._remover = subprocess.Popen(  # survives signals to our session
             (sys.executable, "-I", "-S", "-c", _REMOVE, self.directory),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={}, start_new_session=True,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Release the lock and remove the directory; waits a while for others that hold it."""
+        """Release the lock and remove the directory; wait a while for others that hold the lock."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
@@ -71,11 +70,11 @@ class Scratch:
 
 
 def _check_parent(parent: str | os.PathLike) -> None:
-    """Raise UserError where any user could replace our directory by another."""
+    """Raise UserError if any user could replace our directory by another."""
     mode = os.stat(parent).st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise UserError(
-            f"every user of this machine may rename what is in {parent} (mode "
+            f"every user of this machine may rename files in {parent} (mode "
             f"{stat.S_IMODE(mode):o}); chmod +t it, or set fleet.publish_dir to another directory"
         )
 
@@ -84,15 +83,15 @@ def _make(parent: str | os.PathLike) -> tuple[str, int]:
     while True:
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         lock = os.open(Path(path, _LOCK), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if try_lock(lock) and Path(path, _LOCK).exists():  # else another run has just swept it
+        if try_lock(lock) and Path(path, _LOCK).exists():  # else another run swept it
             return path, lock
         os.close(lock)
 
 
 def _sweep_dead(parent: str | os.PathLike) -> None:
-    """Remove this user's directories that no process locks any more."""
+    """Remove this user's directories that are not locked."""
     for path in Path(parent).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone already, or made by another program
+        with contextlib.suppress(OSError):  # removed already, or made by another program
             if path.lstat().st_uid != os.geteuid():
                 continue
             with open(path / _LOCK, "r+") as lock:

@@ -1,56 +1,49 @@
-"""Decision that a server which answers generates nothing: a state and an event give a state.
+"""Detection of a server that answers Status and generates nothing.
 
-A prompt may take minutes to its first token. So other servers show how long a token takes: one
-that sends none for many times as long, while others send some, is broken.
+A prompt may take minutes to its first token. So a server counts as silent if it sends no token for
+FACTOR times the longest wait of any server, while others send some.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-FACTOR = 10  # times the longest wait for a token that any server has shown
+FACTOR = 10  # × the longest wait for a token of any server
 
 
 @dataclass(frozen=True, slots=True)
 class TokenWaits:
-    """Times of one server's tokens, in seconds of the clock that its events come with.
+    """Immutable state of one server's waits for tokens, in seconds of the caller's clock."""
 
-    Attributes:
-      calls: in flight.
-      since: the wait for its next token began; it goes on while there are calls.
-      last: its last token.
-      longest: wait that ended with a token.
-    """
-
-    calls: int = 0
-    since: float = 0.0
-    last: float = -math.inf
-    longest: float = 0.0
+    calls: int = 0  # in flight
+    since: float = 0.0  # when the current wait began, if there are calls
+    last: float = -math.inf  # when the last token came
+    longest: float = 0.0  # wait that ended with a token
 
     def began(self, now: float) -> "TokenWaits":
-        """Return the state after one more call has begun."""
+        """Return the state after a call has begun."""
         return replace(self, calls=self.calls + 1, since=self.since if self.calls else now)
 
     def ended(self) -> "TokenWaits":
-        """Return the state after a call has ended, however it did."""
+        """Return the state after a call has ended or failed."""
         return replace(self, calls=self.calls - 1)
 
     def token(self, now: float) -> "TokenWaits":
-        """Return the state after some tokens or scores have come."""
+        """Return the state after tokens or scores have come."""
         return replace(self, since=now, last=now, longest=max(self.longest, now - self.since))
 
     def updated(self, now: float) -> "TokenWaits":
-        """Return the state after an update, in which the server decodes nothing."""
+        """Return the state after a weight update, during which a server decodes nothing."""
         return replace(self, since=now)
 
 
 def silent_seconds(
     own: TokenWaits, others: Iterable[TokenWaits], now: float, least: float
 ) -> float:
-    """Return for how long a server has sent no token that was due; 0.0 where none was.
+    """Return for how long a server's next token is overdue, 0.0 if it is not.
 
     Args:
-      least: seconds that any server has, as to compile.
+      least: seconds that every server has for a token.
     """
     working = [other for other in others if other.last > own.since]
     if not own.calls or not working:

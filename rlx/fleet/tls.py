@@ -1,9 +1,9 @@
 """Require a token and TLS for every connection beyond loopback.
 
-    server   cert + key: what it shows; ca: callers must show a certificate signed by it
-    client   ca: who signs the servers' certificates; cert + key: what it shows when asked
+    server   cert + key: its own; ca: signs the certificates that callers must have
+    client   ca: signs the servers' certificates; cert + key: its own, if servers require one
 
-All files are PEM and are read once. docs/security.md says how to check them with `openssl`.
+All files are PEM and are read once. docs/security.md shows how to check them with `openssl`.
 """
 
 import ipaddress
@@ -16,21 +16,19 @@ import grpc
 
 from rlx.base import UserError
 from rlx.fleet import wire
-from rlx.fleet.addresses import split_address
 
-_REFUSALS = {  # what gRPC reports of a handshake that can never succeed → what to change
+_REFUSALS = {  # gRPC's text for a handshake that can never succeed → remedy
     "CERTIFICATE_VERIFY_FAILED": "set fleet.tls.ca to the CA that signed its certificate",
     "Hostname Verification Check failed": "use a name of the server that is in its certificate",
     "WRONG_VERSION_NUMBER": "it does not speak TLS: give it --tls-cert, or unset fleet.tls",
 }
-# A server also hangs up on a client without TLS or whose certificate it refuses, and says which in
-# its own log alone.
+# A server hangs up on a client without TLS, or with a certificate that it refuses, and logs why.
 HUNG_UP = "; if it asks for TLS or for a client certificate, set fleet.tls"
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Paths of PEM files; "" is none. `cert` may hold a chain, the own certificate first."""
+    """Paths of PEM files, "": none. `cert` may hold a chain, its own certificate first."""
 
     cert: str = ""
     key: str = ""
@@ -38,7 +36,7 @@ class Tls:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can connect to `host`; of names, localhost alone is such."""
+    """Return whether `host` is localhost or a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -50,26 +48,26 @@ def check_host(host: str, token: str | None, tls: Tls | None) -> None:
     if is_loopback(host) or (token and tls):
         return
     raise UserError(
-        f"host={host} listens beyond this machine, which takes a token and TLS; use 127.0.0.1, or "
+        f"host={host} listens beyond this machine, which needs a token and TLS; use 127.0.0.1, or "
         f"set {wire.TOKEN_VARIABLE}, --tls-cert and --tls-key"
     )
 
 
 def check_address(address: str, token: str | None, tls: Tls | None) -> None:
-    """Raise UserError where the token would travel to another machine in clear."""
-    if token and not tls and not is_loopback(split_address(address)[0]):
+    """Raise UserError if the token would be sent to another machine unencrypted."""
+    if token and not tls and not is_loopback(address.rpartition(":")[0].strip("[]")):
         raise UserError(
-            f"{address} is another machine and our token would travel in clear; set fleet.tls.ca "
-            "to the CA of its certificate, or tunnel to 127.0.0.1"
+            f"{address} is another machine and the token would be sent unencrypted; set "
+            "fleet.tls.ca to the CA of its certificate, or tunnel to 127.0.0.1"
         )
 
 
 def client_tls(ca: str, cert: str, key: str) -> Tls | None:
-    """Return the client's files, None for none; raise UserError for half a pair or no CA."""
+    """Return the client's files, None for none; raise UserError if one is missing."""
     if bool(cert) != bool(key) or (cert and not ca):
         raise UserError(
-            f"fleet.tls.ca={ca!r}, cert={cert!r}, key={key!r}: cert and key come together, with "
-            "the CA of the servers' certificates; set all three, or ca alone"
+            f"fleet.tls.ca={ca!r}, cert={cert!r}, key={key!r}: cert and key need each other and "
+            "the CA of the servers' certificates; set all three, or only ca"
         )
     return Tls(cert, key, ca) if ca else None
 
@@ -85,13 +83,13 @@ def server_tls(cert: str, key: str, client_ca: str) -> Tls | None:
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Return the credentials of a listening port; raise UserError for files that cannot work."""
+    """Return the credentials of a listening port; raise UserError for unusable files."""
     cert, key, ca = _contents(tls)
     return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=bool(ca))
 
 
 def https(tls: Tls) -> ssl.SSLContext:
-    """Return the context of an HTTPS server; raise UserError for files that cannot work."""
+    """Return the context of an HTTPS server; raise UserError for unusable files."""
     _contents(tls)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca or None)
     context.load_cert_chain(tls.cert, tls.key, password="")
@@ -100,7 +98,7 @@ def https(tls: Tls) -> ssl.SSLContext:
 
 
 def channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-    """Return an unconnected channel; raise UserError for files that cannot work."""
+    """Return an unconnected channel; raise UserError for unusable files."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     cert, key, ca = _contents(tls)
@@ -109,19 +107,19 @@ def channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]]) -
 
 
 def refusal(address: str, details: str) -> UserError | None:
-    """Return the error for a TLS handshake that can never succeed; None where it may.
+    """Return the error for a TLS handshake that can never succeed, else None.
 
     Args:
-      details: of gRPC's UNAVAILABLE.
+      details: text of gRPC's UNAVAILABLE.
     """
     for what in filter(details.__contains__, _REFUSALS):
         text = details[details.index(what) :].removesuffix(": OK").rstrip(".")
-        return UserError(f"{address} and we cannot agree on TLS ({text}); {_REFUSALS[what]}")
+        return UserError(f"TLS handshake with {address} failed ({text}); {_REFUSALS[what]}")
     return None
 
 
 def _contents(tls: Tls) -> list[bytes | None]:
-    """Return certificate, key and CA, None for ""; raise UserError unless they work together."""
+    """Return certificate, key and CA, None for ""; raise UserError for unusable files."""
     paths = (tls.cert, tls.key, tls.ca)
     try:
         found = [Path(path).read_bytes() if path else None for path in paths]
@@ -129,12 +127,12 @@ def _contents(tls: Tls) -> list[bytes | None]:
         path, why = error.filename, error.strerror
         raise UserError(f"cannot read {path}: {why}; give a PEM file") from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    wrong, remedy = f"{tls.ca} holds no certificate", "give a CA's in PEM"
+    wrong, remedy = f"{tls.ca} has no certificate", "give the CA's in PEM"
     try:
         if tls.ca:
             context.load_verify_locations(tls.ca)
-        wrong = f"{tls.cert} and {tls.key} are not a PEM certificate and its plain key"
-        remedy = "give the two files that were made together"
+        wrong = f"{tls.cert} and {tls.key} are not a PEM certificate and its unencrypted key"
+        remedy = "give two files that belong together"
         if tls.cert:
             context.load_cert_chain(tls.cert, tls.key, password="")
     except (ssl.SSLError, ValueError) as error:

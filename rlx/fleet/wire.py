@@ -1,11 +1,11 @@
 """Conversion between protobuf messages and the dataclasses of `requests.py`, for both ends.
 
-Every field of a message that came in is checked here, once; an engine checks only what depends on
-its model (vocabulary, context length).
+Fields of received messages are checked here. Engines check only vocabulary and context length.
 """
 
 import math
 from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import grpc
 import numpy as np
@@ -25,9 +25,9 @@ from rlx.fleet.requests import (
 MAX_MESSAGE_BYTES = 32 << 20
 PUBLISH_CHUNK_BYTES = 2 << 20
 MAX_SAMPLES = 4096  # of one request
-MAX_STOPS = 256  # stop strings, and stop tokens, of one request
-QUEUE_FULL = "the queue is full"  # first words of a refusal that another try may not meet
-TOKEN_VARIABLE = "RLX_FLEET_TOKEN"  # of the bearer token: `ps` shows a command line to everyone
+MAX_STOPS = 256  # stop strings of one request, and as many stop tokens
+QUEUE_FULL = "the queue is full"  # begins a refusal that a client may retry
+TOKEN_VARIABLE = "RLX_FLEET_TOKEN"  # bearer token; not a flag, because `ps` shows flags
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -35,6 +35,10 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", 16 << 10),
 )
 
+# Fields that a message has as its dataclass does.
+_REQUEST = ("request_id", "n", "first_index", "prefix_len", "priority", "unwatched")
+_SAMPLING = tuple(Sampling.__dataclass_fields__)
+_CHUNK = ("tokens", "logprobs", "versions", "top_tokens", "top_logprobs")
 _STOP_REASONS = {None: pb.RUNNING, "stop": pb.STOP, "length": pb.LENGTH, "abort": pb.ABORT}
 KV_NUMBERS = {
     None: pb.SERVER_DEFAULT, "keep": pb.KEEP, "recompute": pb.RECOMPUTE,
@@ -45,30 +49,22 @@ _STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
 
 
 def take_token(environment: MutableMapping[str, str]) -> str | None:
-    """Return the bearer token in `environment` and remove it, so that no child inherits it."""
+    """Remove the bearer token from `environment`, to keep it from children; return it."""
     return environment.pop(TOKEN_VARIABLE, None)
 
 
 def request_message(request: Request) -> pb.GenerateRequest:
     """Return `request` as a message."""
-    own = {name: getattr(request.sampling, name) for name in Sampling.__dataclass_fields__}
-    return pb.GenerateRequest(
-        request_id=request.request_id,
-        prompt_tokens=request.prompt_tokens.tolist(),
-        sampling=pb.Sampling(**own),
-        n=request.n,
-        first_index=request.first_index,
-        prefix_len=request.prefix_len,
-        priority=request.priority,
-        unwatched=request.unwatched,
-    )
+    sampling = pb.Sampling(**_values(request.sampling, _SAMPLING))
+    tokens = request.prompt_tokens.tolist()
+    return pb.GenerateRequest(prompt_tokens=tokens, sampling=sampling, **_values(request, _REQUEST))
 
 
 def request_from(message: pb.GenerateRequest) -> Request:
     """Return the request in `message`.
 
     Raises:
-      ValueError: a field is out of its range; the first such is named.
+      ValueError: a field is out of range; the message names the first one.
     """
     s, n, length = message.sampling, message.n, len(message.prompt_tokens)
     stop_ids, prefix = len(s.stop_token_ids), message.prefix_len
@@ -94,17 +90,11 @@ def request_from(message: pb.GenerateRequest) -> Request:
          f"in [0, {room}]: below both the prompt's length and max_new_tokens"),
     ):  # fmt: skip
         _require(good, name, got, wanted)
-    own = {name: getattr(s, name) for name in Sampling.__dataclass_fields__}
     lists = {"stop": tuple(s.stop), "stop_token_ids": tuple(s.stop_token_ids)}
     return Request(
-        request_id=message.request_id,
         prompt_tokens=np.fromiter(message.prompt_tokens, np.int32, length),
-        sampling=Sampling(**{**own, **lists, "seed": seed}),
-        n=n,
-        first_index=message.first_index,
-        prefix_len=prefix,
-        priority=message.priority,
-        unwatched=message.unwatched,
+        sampling=Sampling(**{**_values(s, _SAMPLING), **lists, "seed": seed}),
+        **_values(message, _REQUEST),
     )
 
 
@@ -116,7 +106,7 @@ def score_message(request: ScoreRequest) -> pb.ScoreRequest:
 
 
 def score_from(message: pb.ScoreRequest) -> ScoreRequest:
-    """Return the request in `message`; raises ValueError as `request_from`."""
+    """Return the request in `message`; raise ValueError as `request_from`."""
     length = len(message.tokens)
     _require(length >= 2, "tokens", f"{length} tokens", "two or more: the first is never scored")
     _require(1 <= message.first < length, "first", message.first, f"in [1, {length - 1}]")
@@ -136,15 +126,15 @@ def score_reply(scores: Scores) -> pb.ScoreReply:
 
 
 def scores_from(reply: pb.ScoreReply, request: ScoreRequest) -> Scores:
-    """Return the scores in the reply to `request`.
-
-    Raises:
-      ValueError: the reply has more or fewer than were asked for.
-    """
+    """Return the scores in the reply to `request`; raise ValueError if their number is wrong."""
     got, wanted = len(reply.logprobs), len(request.tokens) - request.first
     if got != wanted:
-        raise ValueError(f"a ScoreReply has {got} logprobs where {wanted} were asked for")
+        raise ValueError(f"a ScoreReply has {got} logprobs instead of {wanted}")
     return Scores(np.fromiter(reply.logprobs, np.float32, got), reply.version, reply.values)
+
+
+def _values(source: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 def _require(good: bool, name: str, got, wanted: str) -> None:
@@ -159,20 +149,13 @@ def reply_message(chunks: Sequence[Chunk]) -> pb.GenerateReply:
         reply.index.append(chunk.index)
         reply.count.append(len(chunk.tokens))
         reply.stop_reason.append(_STOP_REASONS[chunk.stop_reason])
-        reply.tokens.extend(chunk.tokens)
-        reply.logprobs.extend(chunk.logprobs)
-        reply.versions.extend(chunk.versions)
-        reply.top_tokens.extend(chunk.top_tokens)
-        reply.top_logprobs.extend(chunk.top_logprobs)
+        for name in _CHUNK:
+            getattr(reply, name).extend(getattr(chunk, name))
     return reply
 
 
 def chunks_from(reply: pb.GenerateReply) -> list[Chunk]:
-    """Return the chunks in `reply`, in order; their numbers are arrays.
-
-    Raises:
-      ValueError: the lengths in the message do not agree.
-    """
+    """Return the chunks in `reply`, in order, with arrays; raise ValueError if lengths differ."""
     total = len(reply.tokens)
     aligned = len(reply.index) == len(reply.count) == len(reply.stop_reason)
     tops, over = divmod(len(reply.top_tokens), max(total, 1))
@@ -196,7 +179,7 @@ def chunks_from(reply: pb.GenerateReply) -> list[Chunk]:
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:
-    """Return `CODE: details` of a failed call, on one line."""
+    """Return the error of a failed call as `CODE: details`."""
     details = " ".join((error.details() or "").split())
     if "last error:" in details:  # the end of gRPC's long message is the cause
         details = details.rpartition(": ")[2]

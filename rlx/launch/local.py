@@ -1,7 +1,7 @@
 """Rollout servers on this machine: started, watched, restarted, stopped.
 
 One thread starts every server and stays until the last has ended, because the kernel ends a
-server when the *thread* that started it ends (see rlx/system/parent_death.py): whatever kills the
+server when the *thread* that started it ends (see system/process_settings.py): whatever kills the
 trainer, SIGKILL included, its servers go with it.
 
     start ─▶ spawn all ─▶ JSON ready lines in WORKDIR/logs/server-i.log ─▶ wait() has addresses
@@ -28,8 +28,8 @@ from typing import Any
 import rlx
 from rlx.base import UserError
 from rlx.fleet import wire
+from rlx.fleet.addresses import Joining
 from rlx.fleet.client import Fleet
-from rlx.fleet.joining import Joining
 from rlx.fleet.scratch import Scratch
 from rlx.system import exit_reason
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.fleet import wire
-from rlx.fleet.addresses import split_address
-from rlx.fleet.joining import Joining, bracketed
+from rlx.fleet.addresses import Joining, bracketed, split_address
 from rlx.launch import run_secrets
 from rlx.launch.machines import HOME, Machines, aligned
 from rlx.system.exit_reason import last_words

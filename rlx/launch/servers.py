@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from rlx.fleet.addresses import Joining
 from rlx.fleet.client import Fleet
-from rlx.fleet.joining import Joining
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import Tls
 from rlx.launch.local import LocalServers

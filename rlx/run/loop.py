@@ -46,8 +46,8 @@ from rlx.run.parts import Parts, build
 from rlx.run.room_options import has_servers, is_online, sizes_of
 from rlx.run.saves import Saves
 from rlx.run.watchdog import watched
-from rlx.system.host_memory import keep_freed_memory
 from rlx.system.jsonl import read_jsonl
+from rlx.system.process_settings import keep_freed_memory
 from rlx.system.workdir_lock import make_directory, occupied
 from rlx.train import conductor
 from rlx.train.contract import State

@@ -17,7 +17,7 @@ from rlx.agents.workflow import AgentOptions
 from rlx.base import UserError
 from rlx.doctor.memory import RunSizes
 from rlx.engines.engine import EngineOptions
-from rlx.fleet.joining import Joining
+from rlx.fleet.addresses import Joining
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
 from rlx.launch import ray_workers

@@ -29,7 +29,7 @@ from rlx.run.flags import leaves
 from rlx.run.inputs import INITIAL, Inputs
 from rlx.run.room_options import as_json
 from rlx.system import exit_reason
-from rlx.system.parent_death import end_with_parent
+from rlx.system.process_settings import end_with_parent
 from rlx.system.signals import interrupts
 from rlx.train import conductor
 from rlx.train.contract import Update

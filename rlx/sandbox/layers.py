@@ -1,9 +1,8 @@
-"""Confine a program by layers; docs/security.md says what each level holds.
+"""Layers that confine a program; docs/security.md describes each level.
 
-none         limits, an environment and a directory of its own
-seccomp      + system calls; landlock: + files; bubblewrap: + bwrap's namespaces for all of them
-namespaces   a root, read-only, and an empty network; for each program users, processes and
-             mounts of its own; and seccomp
+none         limits, own environment and directory
+seccomp      + system calls; landlock: + files; bubblewrap: + bwrap's namespaces, shared
+namespaces   read-only root and no network; own users, processes and mounts per program; seccomp
 """
 
 import contextlib
@@ -34,28 +33,27 @@ _END_WITH_PARENT, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38  # of
 _NEW_USER, _NEW_PID, _NEW_MOUNTS, _NEW_OTHERS = 1 << 28, 1 << 29, 1 << 17, 0x4C000000  # of unshare
 _NO_SUID, _NO_DEVICES, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18  # of mount
 _MOUNT_SETATTR, _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 442, 444, 445, 446  # system calls
-# Landlock's rights: to execute, read and list; to write and read; those to what is no directory;
-# to make devices.
+# Landlock's rights: execute, read and list; write and read; all for files; make devices.
 _READ, _WRITE, _OF_FILES, _MAKE_DEVICES = 0b1101, 0b0110, 0b0111 | 0b11 << 14, 1 << 6 | 1 << 11
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def readable() -> list[str]:
-    """Return the files and directories that a program may read."""
+    """Return paths that a program may read."""
     places = {*_SYSTEM, sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)} - {"/"}
     return sorted(filter(os.path.exists, places))
 
 
 class Layers:
-    """One of LEVELS; the zygote makes it, keepers `enter` it, and `confine` holds programs.
+    """One of LEVELS: the zygote makes it, keepers `enter` it, programs are in `confine`.
 
-    Each may raise OSError with a reason: this machine does not have the level.
+    Each step raises OSError, with a reason, if this machine does not support the level.
     """
 
     def __init__(self, level: str):
         self._level, self._landlock = level, 0
         if level == "seccomp" and os.geteuid() == 0:
-            raise OSError(0, "it holds no files, and as root all of the machine would be open")
+            raise OSError(0, "it does not protect files, which root can all access")
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
         if level in ("landlock", "bubblewrap"):
             version = _libc.syscall(_CREATE_RULESET, None, 0, 1)
@@ -64,7 +62,7 @@ class Layers:
             self._enter_namespaces()
 
     def enter(self, limits: Mapping[str, Any]) -> str:
-        """Enter the layers that a keeper shares with its program; return its directory."""
+        """Enter the layers of keeper and program; return the program's directory."""
         _libc.prctl(_SUBREAPER, 1, 0, 0, 0)
         with open(os.open("self/statm", os.O_RDONLY, dir_fd=self._proc)) as file:
             self._used = int(file.read().split()[0]) * resource.getpagesize()  # address space
@@ -78,27 +76,27 @@ class Layers:
         return "/tmp"
 
     def leave(self, directory: str) -> None:
-        """Remove the program's directory, whatever the program has done to it."""
-        if self._level == "namespaces":  # it went with the last process
+        """Remove the program's directory."""
+        if self._level == "namespaces":  # it ended with the last process
             return
         with contextlib.suppress(OSError):
             for entry in itertools.islice(os.scandir(directory), _FILES_AT_ONCE):
                 os.unlink(entry)
             return os.rmdir(directory)
-        # The answer does not wait for directories, perhaps without rights or thousands deep.
+        # In the background, because directories may be thousands deep, or without rights.
         command = 'chmod -R u+rwX -- "$0"; exec rm -rf -- "$0"'
         subprocess.Popen(["sh", "-c", command, directory], start_new_session=True)
 
     def confine(self, limits: Mapping[str, Any], directory: str) -> None:
-        """Confine this process, the program, for good."""
-        alone = self._level == "namespaces"
+        """Confine this process, the program, permanently."""
+        isolated = self._level == "namespaces"
         values = {
             resource.RLIMIT_AS: self._used + limits["memory_mb"] * _MB, resource.RLIMIT_CORE: 0,
             resource.RLIMIT_CPU: max(1, math.ceil(limits["cpu_seconds"])),
             resource.RLIMIT_FSIZE: limits["file_mb"] * _MB, resource.RLIMIT_MSGQUEUE: 0,
             resource.RLIMIT_NOFILE: limits["open_files"],
         }  # fmt: skip
-        if alone:  # elsewhere all that the user runs would count; the keeper does
+        if isolated:  # the keeper counts too; without namespaces, all the user's processes would
             values[resource.RLIMIT_NPROC] = limits["processes"] + 1
         for name, value in values.items():
             hard = resource.getrlimit(name)[1]
@@ -106,29 +104,29 @@ class Layers:
             resource.setrlimit(name, (value, value))
         _libc.prctl(_END_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        # No capability, of root or over its namespaces; by version 3 of the call.
+        # No capabilities, of root or in its namespaces; version 3 of the call.
         _checked("capset", _libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
         if self._landlock:
             _restrict_files(self._landlock, directory)
         if self._level != "none":
-            system_calls.restrict(alone=alone)
+            system_calls.restrict(isolated=isolated)
 
     def _map(self, process: str, users: Iterable[int], groups: Iterable[int]) -> None:
-        """Map users and groups of a process's new namespace to themselves."""
+        """Map users and groups of a process's new namespace to the same ones outside."""
         lines = ["".join(f"{n} {n} 1\n" for n in numbers) for numbers in (users, groups)]
         for name, text in zip(("setgroups", "uid_map", "gid_map"), ("deny", *lines), strict=True):
             with open(os.open(f"{process}/{name}", os.O_WRONLY, dir_fd=self._proc), "w") as file:
                 file.write(text)
 
     def _enter_namespaces(self) -> None:
-        """Move this process to namespaces and a root of its own; root becomes nobody there."""
+        """Move this process to its own namespaces and root; user root becomes nobody."""
         users, groups = {os.geteuid()}, {os.getegid()}
-        if root := 0 in users:  # whose processes no limit counts
+        if root := 0 in users:  # limits do not count root's processes
             os.setgroups([])
             users, groups = {0, _NOBODY}, groups | {_NOBODY}
         ready, go = os.pipe()
         process, status = os.getpid(), 1
-        if (child := os.fork()) == 0:  # who maps two users stands outside
+        if (child := os.fork()) == 0:  # only a process outside can map two users
             try:
                 os.close(go)
                 os.read(ready, 1)
@@ -145,11 +143,11 @@ class Layers:
         if root:
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-            _libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # or the maps of keepers are root's to write
+            _libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # else only root could write the keepers' maps
 
 
 def _checked(what: str, result: int) -> int:
-    """Return a system call's result; OSError where it failed."""
+    """Return a system call's result; raise OSError if it failed."""
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -163,11 +161,11 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _make_root() -> None:
-    """Move to a root that has the readable files, four devices and /tmp, and nothing else."""
+    """Move to a root with only the readable files, four devices and /tmp."""
     _mount("none", "/", "", _RECURSIVE | _PRIVATE)
     root = "/tmp"
     opened = {place: os.open(place, os.O_PATH) for place in (*readable(), *_DEVICES)}
-    _mount("tmpfs", root, "tmpfs", _NO_SUID | _NO_DEVICES, "mode=755")  # hides what was opened
+    _mount("tmpfs", root, "tmpfs", _NO_SUID | _NO_DEVICES, "mode=755")  # hides the opened files
     for place, descriptor in opened.items():
         directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         os.makedirs(root + (place if directory else os.path.dirname(place)), exist_ok=True)
@@ -177,7 +175,7 @@ def _make_root() -> None:
             _mount(f"/proc/self/fd/{descriptor}", root + place, "", _BIND | _RECURSIVE)
     os.symlink("/tmp", f"{root}/dev/shm")  # of semaphores
     os.makedirs(f"{root}/tmp", exist_ok=True)
-    # Read-only, no setuid, no devices; from here (AT_FDCWD) root and all below (AT_RECURSIVE).
+    # Read-only, no setuid, no devices; `root` at AT_FDCWD, with AT_RECURSIVE.
     changes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)
     result = _libc.syscall(_MOUNT_SETATTR, -100, root.encode(), 0x8000, changes, len(changes))
     _checked("mount_setattr", result)
@@ -204,5 +202,5 @@ def _restrict_files(version: int, directory: str) -> None:
         wanted &= rights if stat.S_ISDIR(os.fstat(parent).st_mode) else rights & _OF_FILES
         rule = struct.pack("=Qi", wanted, parent)
         _checked("landlock_add_rule", _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0))
-        os.close(parent)  # few may be open
+        os.close(parent)  # the number of open files is limited
     _checked("landlock_restrict_self", _libc.syscall(_RESTRICT_SELF, ruleset, 0))

@@ -1,4 +1,4 @@
-"""Run code that a model wrote: tools, rewards that execute answers, code of agents.
+"""Sandbox for code that a model wrote: tools, rewards that execute answers, agents.
 
     async with Sandbox(workers=8, preload=("math", "numpy")) as sandbox:
         outcome = await sandbox.run("print(2**100)", ProgramLimits(wall_seconds=5.0))
@@ -6,9 +6,8 @@
     Sandbox ── a socket a call ──▶ zygote (warm interpreter) ─fork▶ keeper ─fork▶ program
                                    └ zygote.py: confined         └ limits, cut  └ the code
 
-When a call's socket closes, because the caller is cancelled or killed, the keeper ends the program
-and all that it started. `layers.py` confines programs; docs/security.md says what holds. A user's
-own sandbox has the same three functions: `__aenter__`, `run`, `__aexit__`.
+If a call's socket closes, because the caller is cancelled or killed, the keeper ends the program
+and its processes. A user's own sandbox class has `__aenter__`, `run` and `__aexit__`.
 """
 
 import asyncio
@@ -32,41 +31,41 @@ from rlx.system.threads import in_thread
 
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "lost"]
 _ROOM = Path(__file__).parent
-_START_SECONDS = 120.0  # a zygote's start and imports; generous, for a loaded machine
-_PATIENCE_SECONDS = 60.0  # for an answer, after a program's time is over
+_START_SECONDS = 120.0  # for a zygote's imports on a loaded machine
+_PATIENCE_SECONDS = 60.0  # for an answer after a program's time limit
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
     """Limits of one call, MiB and seconds."""
 
-    wall_seconds: float = 10.0  # from its start on; waiting for a free worker is left out
-    cpu_seconds: float = 10.0  # of each of its processes; rounded up to whole seconds
-    memory_mb: int = 512  # address space of each process, beyond the interpreter's
-    output_bytes: int = 1 << 16  # of standard output that are kept: the first and the last half
-    output_mb: int = 16  # printed, above which it is ended
-    processes: int = 16  # and threads; of namespaces, as others let it start threads alone
+    wall_seconds: float = 10.0  # from the program's start
+    cpu_seconds: float = 10.0  # of each process; rounded up to full seconds
+    memory_mb: int = 512  # address space of each process, in addition to the interpreter's
+    output_bytes: int = 1 << 16  # standard output kept: the first and the last half
+    output_mb: int = 16  # a program that prints more is ended
+    processes: int = 16  # and threads; level namespaces only, others allow threads only
     open_files: int = 64  # of each process
-    file_mb: int = 64  # of each file it writes; in namespaces of all its files together
+    file_mb: int = 64  # of each file it writes; in namespaces, of all its files
 
 
 DEFAULT_LIMITS = ProgramLimits()
 
 
 class SandboxLost(ConnectionError):
-    """No host of a sandbox can be reached; one may be back later."""
+    """No host of a sandbox can be reached now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of one call."""
 
-    # "ok": exit status 0; "error": another, or a signal; "timeout", "cpu", "memory", "output": a
-    # limit; "lost": the sandbox could not run it, or was killed.
+    # "ok": exit status 0; "error": another status, or a signal; "timeout", "cpu", "memory" or
+    # "output": a limit; "lost": the sandbox could not run it, or was killed.
     status: Status
-    text: str  # its standard output, and where something was cut, how much
-    error: str  # the last line of its standard error, as `ValueError: no`; empty when "ok"
-    seconds: float  # wall time from its start to its end
+    text: str  # standard output; says how much was cut
+    error: str  # last line of standard error, such as `ValueError: no`; "" if ok
+    seconds: float  # wall time
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class SandboxOptions:
             raise unknown("sandbox.require", self.require, LEVELS)
 
     def make(self, preload: Sequence[str] = ()) -> Any:
-        """Return a sandbox that has not been entered; UserError where `kind` names nothing."""
+        """Return a sandbox, not yet entered; raise UserError if there is no class `kind`."""
         kind = user_code.find("sandbox.kind", self.kind, {"local": Sandbox})
         own: dict[str, Any] = {"require": self.require} if kind is Sandbox else {}
         return kind(workers=self.workers, preload=preload, **own)
@@ -92,12 +91,13 @@ class Sandbox:
     """Runs Python code in confined processes, each forked from a warm interpreter.
 
     Args:
-      workers: calls at once; further ones wait. 0: as many as there are cores.
-      preload: installed ones of these modules are imported in every program.
-      require, strongest: the weakest of LEVELS that is acceptable, the strongest that is tried.
+      workers: concurrent calls; 0: number of cores.
+      preload: modules that every program has imported, if they are installed.
+      require, strongest: weakest acceptable and strongest tried one of LEVELS.
 
     Attributes:
-      level, notes: the level that holds once entered; why each stronger one does not.
+      level: the current one of LEVELS, once entered.
+      notes: stronger level → why it is not available.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class Sandbox:
         self.level, self.notes = "", dict[str, str]()
 
     async def __aenter__(self) -> Self:
-        """Start the interpreter; UserError where the machine offers less than `require`."""
+        """Start the interpreter; raise UserError if the machine does not support `require`."""
         self._turns, self._starting = asyncio.Semaphore(self._workers), asyncio.Lock()
         await self._start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the interpreter; a program ends with its call."""
+        """End the interpreter."""
         self._stop()
 
     async def run(self, code: str, limits: ProgramLimits = DEFAULT_LIMITS) -> Outcome:
@@ -124,7 +124,7 @@ class Sandbox:
             outcome = await self._ask(code, limits)
             if outcome.status != "lost" or self._process.poll() is None:
                 return outcome
-            async with self._starting:  # the zygote was killed, perhaps long ago
+            async with self._starting:  # the zygote was killed
                 if self._process.poll() is not None:
                     self._stop()
                     await self._start()
@@ -150,7 +150,7 @@ class Sandbox:
         return Outcome(**json.loads(reply))
 
     async def _start(self) -> None:
-        """Start a zygote of the strongest level in which a program runs."""
+        """Start a zygote of the strongest level that works."""
         self.notes, weakest = {}, LEVELS.index(self._require)
         for level in reversed(LEVELS[weakest : LEVELS.index(self._strongest) + 1]):
             try:
@@ -165,13 +165,13 @@ class Sandbox:
                 self._control.close()
                 self.notes[level] = f"{error.filename} is not installed"
         raise UserError(
-            f"sandbox.require={self._require} cannot be had here: {self.notes}; allow what is "
-            "missing, or accept less of none, seccomp, landlock, bubblewrap, namespaces"
+            f"sandbox.require={self._require} is not available here: {self.notes}; allow what is "
+            "missing, or require less of none, seccomp, landlock, bubblewrap, namespaces"
         )
 
     def _launch(self, level: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # -P and -s, with an environment of ours alone, isolate as -I does; and hashes are fixed.
+        # -P, -s and our own environment isolate as -I does, but keep PYTHONHASHSEED.
         command = [sys.executable, "-sPB", "-m", "rlx.sandbox.zygote", str(theirs.fileno()), level]
         with theirs:
             self._process = subprocess.Popen(
@@ -187,7 +187,7 @@ class Sandbox:
 
 
 def _box() -> list[str]:
-    """Return the words before a zygote's command that start it in bwrap."""
+    """Return the arguments that start a zygote's command in bwrap."""
     places = [*readable(), str(_ROOM), str(_ROOM.parent / "__init__.py")]
     binds = [word for place in places for word in ("--ro-bind", place, place)]
     options = "--unshare-all --new-session --cap-drop ALL --setenv TMPDIR /tmp --tmpfs /tmp"

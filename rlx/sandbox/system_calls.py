@@ -1,8 +1,8 @@
-"""Filter a program's system calls by seccomp, with a program of BPF.
+"""Filter a program's system calls by seccomp, with a BPF program.
 
-The filter refuses sockets of every kind, memory that no limit counts, and parts of the kernel that
-no tool needs. Where a program shares its user with others, it also refuses what reaches them:
-signals, limits, priorities, rights of files.
+The filter refuses sockets, memory that no limit counts, and parts of the kernel that no tool needs.
+For a program that shares its user with others it also refuses signals, limits, priorities and
+changes of files' rights.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Iterator
 
-# A call and its number on x86_64 and on aarch64; 0: it has none.
+# System calls and their numbers on x86_64 and aarch64; 0: none.
 _REFUSED = """
     socket 41 198; connect 42 203; bind 49 200; ptrace 101 117; process_vm_readv 310 270
     process_vm_writev 311 271; memfd_create 319 279; memfd_secret 447 447; shmget 29 194
@@ -42,53 +42,53 @@ _CLONE, _CLONE3, _SOCKETPAIR, _FCNTL, _IOCTL = (56, 220), (435, 435), (53, 199),
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _NEW_NAMESPACES, _THREAD, _STREAM = 0x7E020080, 0x10000, 1  # flags of clone, a type of socket
 _NO_FCNTLS = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
-_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # others change files opened to read
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # others could change read-only files
 
-_Code = tuple[int, int, int, int]  # of BPF: code, jump if true, jump if false, constant
+_Code = tuple[int, int, int, int]  # BPF: code, jump if true, jump if false, constant
 _LOAD, _AND, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = ((_LOAD, 0, 0, place) for place in (0, 4, 16, 24))
 _ALLOW, _KILL = (_RETURN, 0, 0, 0x7FFF0000), (_RETURN, 0, 0, 0x80000000)
 _REFUSE, _ABSENT = ((_RETURN, 0, 0, 0x00050000 | n) for n in (errno.EPERM, errno.ENOSYS))
 
 
-def restrict(*, alone: bool) -> None:
+def restrict(*, isolated: bool) -> None:
     """Filter the system calls of this process, which has PR_SET_NO_NEW_PRIVS; or raise OSError.
 
     Args:
-      alone: whether it has its own user and view of processes; else it cannot start any.
+      isolated: whether it has its own users and processes; otherwise it cannot start processes.
     """
     if platform.machine() not in _ARCHITECTURES:
-        raise OSError(0, f"system calls of {platform.machine()} are not known here")
-    code = b"".join(struct.pack("HBBI", *each) for each in _program(alone))
+        raise OSError(0, f"system calls of {platform.machine()} are unknown")
+    code = b"".join(struct.pack("HBBI", *each) for each in _program(isolated))
     buffer = ctypes.create_string_buffer(code)  # kept until the kernel has read it
     program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0):  # PR_SET_SECCOMP, by a filter
-        raise OSError(ctypes.get_errno(), "the kernel takes no filter")
+        raise OSError(ctypes.get_errno(), "the kernel does not accept a filter")
 
 
-def _program(alone: bool) -> Iterator[_Code]:
+def _program(isolated: bool) -> Iterator[_Code]:
     column, architecture = _ARCHITECTURES[platform.machine()]
     yield from (_ARCHITECTURE, (_EQUAL, 1, 0, architecture), _KILL)
     yield from (_NUMBER, (_ABOVE, 0, 1, 1 << 30), _KILL)  # the numbers of x32, on x86_64
-    for numbers, rule in _rules(alone):
+    for numbers, rule in _rules(isolated):
         if numbers[column]:
             yield (_EQUAL, 0, len(rule), numbers[column])
             yield from rule
     yield _ALLOW
 
 
-def _rules(alone: bool) -> Iterator[tuple[tuple[int, ...], list[_Code]]]:
-    """Yield the numbers of each call that is not always allowed, and the code that decides."""
+def _rules(isolated: bool) -> Iterator[tuple[tuple[int, ...], list[_Code]]]:
+    """Yield the numbers of each restricted call and the code that decides."""
     own = [_FIRST, (_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, os.getpid()), _REFUSE, _ALLOW]
     among_others = [(_REFUSED_AMONG_OTHERS, [_REFUSE]), (_OF_ITSELF_AMONG_OTHERS, own)]
-    for text, rule in [(_REFUSED, [_REFUSE]), *(among_others if not alone else ())]:
+    for text, rule in [(_REFUSED, [_REFUSE]), *(() if isolated else among_others)]:
         for pair in re.findall(r" (\d+) (\d+)", text):
             yield tuple(map(int, pair)), rule
-    yield _CLONE3, [_ABSENT]  # whose flags are in memory; C libraries then use clone
-    bits = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if alone else (_ANY_BIT, 1, 0, _THREAD)
+    yield _CLONE3, [_ABSENT]  # its flags are in memory; C libraries then use clone
+    bits = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if isolated else (_ANY_BIT, 1, 0, _THREAD)
     yield _CLONE, [_FIRST, bits, _REFUSE, _ALLOW]
-    # One of datagrams could send to any address.
+    # A datagram socket could send to any address.
     stream = [(_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM)]
     yield _SOCKETPAIR, [_SECOND, *stream, _REFUSE, _ALLOW]
     tests = [code for value in _NO_FCNTLS for code in ((_EQUAL, 0, 1, value), _REFUSE)]

@@ -1,7 +1,7 @@
-"""Fork a Sandbox's programs from a warm interpreter, the zygote, which serves one call a socket.
+"""The zygote, a warm interpreter that runs a Sandbox's programs, one per socket.
 
-For each socket the zygote forks a keeper. The keeper reads the request, forks the program, cuts its
-output, ends it at its limits or when the caller is gone, and answers.
+For each socket the zygote forks a keeper. The keeper reads the request, forks the program, ends it
+at its limits or if the caller disconnects, and answers.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 
 from rlx.sandbox.layers import Layers
 
-_FILES, _ERRORS = 1024, 4096  # descriptors, more than there are; bytes of standard error kept
-_CPU_SLACK = 0.2  # seconds: the kernel counts its own way
+_FILES, _ERRORS = 1024, 4096  # upper bound of descriptors; bytes of standard error kept
+_CPU_SLACK = 0.2  # seconds; the kernel counts differently
 
 
 def main(number: str, level: str, preload: str) -> None:
     """Serve calls until the other end of socket `number` closes."""
-    sys.path.remove(os.environ.pop("PYTHONPATH"))  # a clone's directory is nothing to programs
+    sys.path.remove(os.environ.pop("PYTHONPATH"))  # programs do not need it
     layers: Layers | OSError
     try:
         layers = Layers(level)
@@ -38,7 +38,7 @@ def main(number: str, level: str, preload: str) -> None:
     for name in filter(None, preload.split(",")):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=int(number)) as control:
@@ -58,7 +58,7 @@ def _keep(call: socket.socket, layers: Layers | OSError) -> NoReturn:
         if isinstance(layers, OSError):
             raise layers
         answer = _Keeper(call, layers, **request).answer()
-    except OSError as error:  # the machine has no more to give
+    except OSError as error:  # out of processes or memory
         answer["error"] = str(error.strerror)
     finally:
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def _keep(call: socket.socket, layers: Layers | OSError) -> NoReturn:
 
 
 class _Output:
-    """The first and the last bytes of a stream, at most `most`."""
+    """The first and last bytes of a stream, at most `most`."""
 
     def __init__(self, most: int):
         self._half, self._most, self._kept, self.total = most // 2, most, bytearray(), 0
@@ -110,7 +110,7 @@ class _Keeper:
                     stream.add(data)
         finally:
             self._layers.leave(directory)
-        status, error = self._judged(ended, code, cpu)
+        status, error = self._result(ended, code, cpu)
         return {"status": status, "text": self._out.text(), "error": error, "seconds": seconds}
 
     def _watch(self, child: int, streams: dict[int, _Output], until: float) -> str:
@@ -118,7 +118,7 @@ class _Keeper:
         poll, end = select.poll(), os.pidfd_open(child)
         for descriptor in (end, *streams):
             poll.register(descriptor, select.POLLIN)
-        poll.register(self._call, 0)  # hung up by one that is gone
+        poll.register(self._call, 0)  # reports that the caller hung up
         while (left := until - time.monotonic()) > 0:
             for descriptor, _ in poll.poll(left * 1000):
                 if descriptor not in streams:
@@ -131,7 +131,7 @@ class _Keeper:
                 return "output"
         return "timeout"
 
-    def _judged(self, ended: str, code: int, cpu: float) -> tuple[str, str]:
+    def _result(self, ended: str, code: int, cpu: float) -> tuple[str, str]:
         """Return status and error of the Outcome."""
         limits, words = self._limits, self._errors.text().strip().rpartition("\n")[2]
         if ended:
@@ -157,7 +157,7 @@ class _Keeper:
             self._layers.confine(self._limits, directory)
             os.closerange(3, _FILES)
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            if "numpy.random" in sys.modules:  # which does not know of forks, as `random` does
+            if "numpy.random" in sys.modules:  # unlike `random`, it does not reseed after a fork
                 sys.modules["numpy.random"].seed()
             sys.modules["__main__"], sys.argv = module, [""]
             exec(compile(self._code, "<code>", "exec"), module.__dict__)
@@ -170,17 +170,17 @@ class _Keeper:
             traceback.print_exc()
         finally:
             with contextlib.suppress(BaseException):
-                threading._shutdown()  # type: ignore[attr-defined]  # of all that are no daemons
+                threading._shutdown()  # type: ignore[attr-defined]  # wait for threads
                 sys.stdout.flush()
             os._exit(status)
 
 
 def _end_all(child: int) -> tuple[int, float]:
     """Kill the program and all it started; return its exit code and CPU seconds."""
-    os.kill(child, signal.SIGKILL)  # not waited for yet: the id is its own
+    os.kill(child, signal.SIGKILL)  # before waiting: its id is not reused
     _, status, usage = os.wait4(child, 0)
     with contextlib.suppress(ChildProcessError):
-        while True:  # what it left is ours, and so are their children once they die
+        while True:  # its orphans are our children
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             with open(f"/proc/self/task/{os.getpid()}/children") as children:

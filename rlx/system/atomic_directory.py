@@ -1,4 +1,4 @@
-"""Atomic replacement of a directory: a reader finds the old one or the new one. No JAX."""
+"""Atomic replacement of a directory: a reader finds the old one or the new one."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 from rlx.base import DiskFull, UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CODE = re.compile(r"os_error_code='(\d+)'")  # tensorstore has it only in its message
+_CODE = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's messages
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
 
 
@@ -25,7 +25,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Put files and directories on disk, so that no rename comes before them."""
+    """Write files and directories to disk, before a rename."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -36,9 +36,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a fresh directory that replaces `path` when the block succeeds, and goes when it fails.
-
-    What killed writers of `path` left behind is removed first.
+    """Yield a new directory that replaces `path` if the block succeeds, else is removed.
 
     Raises:
       UserError, DiskFull: it cannot be written; `path` is unchanged.
@@ -55,7 +53,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         fresh.chmod(0o755)  # mkdtemp's 0700 would hide an exported model from other users
         if not path.exists():
             fresh.rename(path)
-        elif not exchange(fresh, path):  # for a moment there is none; `sweep` restores it
+        elif not exchange(fresh, path):  # if killed before the next rename, `sweep` restores it
             old = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
             path.rename(old / path.name)
             fresh.rename(path)
@@ -72,17 +70,17 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two entries of a file system in one step; False where it cannot do that."""
+    """Swap two directory entries atomically; return False if the file system cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return renameat2 is not None and not renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE)
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers of `path` left behind; restore `path` if one had moved it away."""
+    """Remove files of killed writers of `path`; restore `path` if one had moved it away."""
     for left in path.parent.glob(f".{path.name}-*"):
         if (lock := _locked(left)) < 0:
-            continue  # its writer lives
+            continue  # its writer is alive
         if not path.exists() and (left / path.name).is_dir():
             (left / path.name).rename(path)
         shutil.rmtree(left, ignore_errors=True)
@@ -90,7 +88,7 @@ def sweep(path: Path) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or directory until it is closed; return False where another holds it.
+    """Lock an open file or directory until it is closed; return False if another process has it.
 
     Raises:
       OSError: the file system has no locks.

@@ -1,7 +1,4 @@
-"""Available memory of this process: of the machine, its container (cgroup) and `ulimit -v`.
-
-The tightest limit counts: in a container the machine's free memory says nothing.
-"""
+"""Memory available to this process: the tightest limit of machine, cgroup and `ulimit -v`."""
 
 import os
 import resource
@@ -9,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of cgroups 2 and 1
+_LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # cgroup v2 and v1
 _USED = {"": "memory.current", "memory": "memory.usage_in_bytes"}
 
 _MACHINE, _CONTAINER, _SHELL = "on this machine", "in its container (cgroup)", "under `ulimit -v`"
@@ -21,7 +18,7 @@ _REMEDIES = {
 
 
 class MemoryLimit(NamedTuple):
-    """A limit of memory: bytes in all and still free, and where it holds."""
+    """A memory limit: total and free bytes, and what sets it."""
 
     total: int
     free: int
@@ -29,7 +26,7 @@ class MemoryLimit(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Return what gives a process more."""
+        """Return how to get more memory."""
         return _REMEDIES[self.where]
 
     def __str__(self) -> str:
@@ -37,11 +34,7 @@ class MemoryLimit(NamedTuple):
 
 
 def memory(root: Path = Path("/")) -> MemoryLimit:
-    """Return the tightest of the limits that hold for this process.
-
-    Args:
-      root: where /proc and /sys are.
-    """
+    """Return the tightest limit; `root` holds /proc and /sys."""
     return min((_machine(root), *_containers(root), *_own()), key=lambda each: each.free)
 
 
@@ -66,13 +59,10 @@ def _containers(root: Path) -> Iterator[MemoryLimit]:
         if kind not in _LIMIT:
             continue
         top = root / "sys/fs/cgroup" / kind
-        place = top / path.lstrip("/")
-        while place.is_relative_to(top):
-            if found := _cgroup(place, kind):
+        innermost = top / path.lstrip("/")
+        for place in (innermost, *innermost.parents):
+            if place.is_relative_to(top) and (found := _cgroup(place, kind)):
                 yield found
-            if place == top:
-                break
-            place = place.parent
 
 
 def _cgroup(place: Path, kind: str) -> MemoryLimit | None:
@@ -82,7 +72,7 @@ def _cgroup(place: Path, kind: str) -> MemoryLimit | None:
         stat = (place / "memory.stat").read_text().split()
     except (OSError, ValueError):  # no such cgroup, or "max"
         return None
-    if limit >= 1 << 60:  # how cgroups 1 say that there is none
+    if limit >= 1 << 60:  # cgroup v1's unlimited
         return None
     # The kernel drops cached files first, so they count as free.
     found = dict(zip(stat[::2], stat[1::2], strict=True))

@@ -1,12 +1,10 @@
-"""Say how a process ended, and whether the kernel killed it because memory ran out.
-
-An OOM kill is a SIGKILL like any other; the kernel's own count of them tells it apart.
-"""
+"""Describe how a process ended, and whether the kernel killed it because it ran out of memory."""
 
 import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rlx.system import available_memory
@@ -14,7 +12,7 @@ from rlx.system import available_memory
 _VMSTAT = Path("/proc/vmstat")
 _LESS = "lower fleet.slots, fleet.max_model_len or fleet.num_servers"
 _DYING_SECONDS = 15.0  # between the kernel's kill and the end of a process with much memory
-_MEMORY = re.compile(  # how an engine's last lines say it
+_MEMORY = re.compile(  # in the last lines of an engine's log
     "out of memory|OutOfMemory|RESOURCE_EXHAUSTED|Cannot allocate memory|bad_alloc|MemoryError|"
     "illegal memory access|CPU swap space|KV cache",
     re.IGNORECASE,
@@ -23,19 +21,11 @@ _MEMORY = re.compile(  # how an engine's last lines say it
 
 def oom_kills(vmstat: Path = _VMSTAT) -> int:
     """Return how many processes the kernel has OOM-killed since boot; 0 if unknown."""
-    try:
-        lines = vmstat.read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return _number(vmstat, "oom_kill ")
 
 
 class OomKills:
-    """Watches the kernel's count of OOM kills, to tell whether one was recent.
-
-    A process lives for a moment after the kernel has counted its kill, so its end is compared with
-    counts of some seconds ago.
-    """
+    """Detects recent OOM kills by the kernel's count, as an OOM kill looks like any SIGKILL."""
 
     def __init__(
         self, count: Callable[[], int] = oom_kills, clock: Callable[[], float] = time.monotonic
@@ -54,28 +44,32 @@ class OomKills:
 
     def lately(self) -> bool:
         """Return whether there was an OOM kill since the oldest count kept."""
+        # Not the newest count: a process ends some seconds after its kill is counted.
         return self._count() > self._seen[0][1]
 
 
 def peak_memory(pid: int) -> int:
-    """Return the peak resident memory of a running process, bytes; 0 if unknown.
+    """Return the peak resident memory of a running process, bytes; 0 if unknown."""
+    # The peak that `wait4` reports includes the memory of the process that forked it.
+    return _number(Path(f"/proc/{pid}/status"), "VmHWM:") * 1024
 
-    `wait4` does not do: its peak includes the memory of the process that forked it.
-    """
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+def _number(path: Path, name: str) -> int:
+    """Return the number after `name` in a file of /proc; 0 if unknown."""
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1])
+    return 0
 
 
 def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str:
-    """Return `with status 2`, `by SIGTERM`, and for a SIGKILL the process's peak memory.
+    """Describe the end of a process: `with status 2`, `by SIGKILL at a peak of …`.
 
     Args:
-      code: of subprocess: negative is a signal.
+      code: exit code as in subprocess; negative is a signal.
       peak_bytes: its peak resident memory; 0 if unknown.
-      killed_for_memory: the kernel OOM-killed a process while this one ended.
+      killed_for_memory: whether the kernel OOM-killed a process meanwhile.
     """
     if code >= 0:
         return f"with status {code}"
@@ -93,17 +87,13 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """Return what an engine wrote last, and what to change where its lines mention memory.
-
-    Args:
-      lines: of its log; empty ones and the ready line are skipped.
-    """
-    said = [x.strip() for x in lines if x.strip() and not x.startswith('{"port"')]
-    if not said:
+    """Return the last line of an engine's log, and a remedy if its last lines mention memory."""
+    lines = [x.strip() for x in lines if x.strip() and not x.startswith('{"port"')]
+    if not lines:
         return ""
-    last = said[-1].removeprefix("error: ")
-    short = next((x for x in reversed(said[-40:]) if _MEMORY.search(x)), "")
+    last = lines[-1].removeprefix("error: ")
+    short = next((x for x in reversed(lines[-40:]) if _MEMORY.search(x)), "")
     if not short or any(word in last for word in ("fleet.slots", "fleet.max_model_len")):
         return last
-    cause = last if short == said[-1] else f"{short[:300]} … {last}"
+    cause = last if short == lines[-1] else f"{short[:300]} … {last}"
     return f"{cause.rstrip('.')}; {_LESS}"

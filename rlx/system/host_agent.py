@@ -1,6 +1,7 @@
-"""Answer what `rlx.cluster` asks a host: sent whole to its Python, with the standard library.
+"""Functions that `rlx.cluster` runs on another host, where rlx may not be installed yet.
 
-Every function takes and returns what JSON has; the last line that is printed is the answer.
+This file is sent to the host's Python. Arguments and results are JSON; the last line printed is
+the result.
 """
 
 import os
@@ -17,11 +18,12 @@ from typing import Any
 
 
 def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int]) -> dict:
-    """Return what there is on this host; of GPUs, `shared` and `ports` what is wrong, "" nothing.
+    """Return versions, GPUs and the clock of this host, and problems ("": none).
 
     Args:
-      path: directory that rlx runs from, if it is there. shared: a directory with `mark` in the
-        file .rlx-mark. ports: that must be free.
+      path: directory that rlx runs from, if it exists.
+      shared: shared directory; its file .rlx-mark must contain `mark`.
+      ports: ports that must be free.
     """
     sys.path.insert(0, path)
     try:
@@ -33,12 +35,12 @@ def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = ""
-    gpus, broken, wrong, taken = [], "", "", ""
+    gpus, broken, wrong, in_use = [], "", "", ""
     if smi := shutil.which("nvidia-smi"):
-        asked = [smi, "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True)
-        gpus = done.stdout.splitlines() if done.returncode == 0 else []
-        broken = "" if done.returncode == 0 else (done.stdout + done.stderr).strip()[:200]
+        command = [smi, "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True)
+        gpus = answer.stdout.splitlines() if answer.returncode == 0 else []
+        broken = "" if answer.returncode == 0 else (answer.stdout + answer.stderr).strip()[:200]
     try:
         if Path(shared, ".rlx-mark").read_text() != mark:
             wrong = "another directory of this name"
@@ -53,15 +55,15 @@ def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(("", port))
             except OSError as error:
-                taken = f"port {port}: {error.strerror}"
+                in_use = f"port {port}: {error.strerror}"
     return {
         "python": platform.python_version(), "versions": versions, "gpus": gpus,
-        "gpus_wrong": broken, "clock": time.time(), "shared": wrong, "ports": taken,
+        "gpus_wrong": broken, "clock": time.time(), "shared": wrong, "ports": in_use,
     }  # fmt: skip
 
 
 def start(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Start `argv` with `env`, output in the file `log`, to outlive us; return pid and `begun`."""
+    """Start detached processes `argv` with `env` and file `log`; return pid and `begun` of each."""
     started = []
     for one in commands:
         Path(one["log"]).parent.mkdir(parents=True, exist_ok=True)
@@ -75,15 +77,13 @@ def start(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def alive(processes: list[dict[str, Any]]) -> list[bool]:
-    """Return of each process that `start` returned whether it runs."""
+    """Return whether each process that `start` returned still runs."""
     return [bool(one["begun"]) and begun(one["pid"]) == one["begun"] for one in processes]
 
 
 def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
-    """End processes, SIGKILL with what they started after `seconds`; return as `alive`.
-
-    SIGTERM goes to them alone: an engine that ended at once would take what a server drains.
-    """
+    """End processes by SIGTERM, after `seconds` their groups by SIGKILL; return as `alive`."""
+    # SIGTERM not to the group: a server needs its engine to drain.
     for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
         for one, runs in zip(processes, alive(processes), strict=True):
             if runs:
@@ -95,9 +95,9 @@ def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
 
 
 def begun(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; empty where it has ended.
+    """Return a process's start time in kernel ticks, "" if it has ended.
 
-    A process id may be used again; with this it is unique.
+    Process ids are reused; pid and start time together are unique.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

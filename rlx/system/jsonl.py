@@ -1,12 +1,10 @@
-"""Append-only JSON lines, a run's records on disk: written whole, read back line by line.
+"""Append-only JSON lines: each line is written by one system call, and undone if the disk is full.
 
-A line is written by a single system call and taken back when the disk is full, so a reader never
-meets half a record. A killed process may still leave a last line without its end; `read_jsonl`
-skips it. Before a run goes on, `set_aside` moves lines that a disk has spoilt to another file.
+A killed process may leave an incomplete last line, which `read_jsonl` skips. `set_aside` moves
+unreadable lines to another file before a run resumes.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
+from rlx.system.atomic_directory import is_full
 
 _SCRATCH = re.compile(r"\..+\.\d+-\d+")
 
@@ -24,10 +23,8 @@ _SCRATCH = re.compile(r"\..+\.\d+-\d+")
 def jsonable(value: Any) -> Any:
     """Return `value` as JSON types: non-finite floats become None, arrays lists, keys strings.
 
-    Array scalars of any library (numpy, JAX) are read through `tolist`.
-
     Raises:
-      TypeError: for an object that is none of these.
+      TypeError: it has no JSON form.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -41,39 +38,35 @@ def jsonable(value: Any) -> Any:
         return os.fspath(value)
     if hasattr(value, "tolist"):
         plain = value.tolist()
-        whole = getattr(getattr(value, "dtype", None), "kind", "") in ("b", "i", "u")
-        return plain if whole else jsonable(plain)
+        exact = getattr(getattr(value, "dtype", None), "kind", "") in ("b", "i", "u")
+        return plain if exact else jsonable(plain)
     raise TypeError(f"cannot write {type(value).__name__} as JSON: {value!r}")
 
 
 def encode(obj: Mapping[str, Any]) -> bytes:
-    """Return one line of UTF-8 JSON with its newline; lone surrogates stay JSON escapes."""
+    """Return a line of UTF-8 JSON; lone surrogates stay JSON escapes."""
     text = json.dumps(jsonable(obj), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
-    """Append `obj` as one line, visible to readers when this returns; make its directory.
+    """Append `obj` as one line; make the file and its directory if they are missing.
 
     Raises:
-      UserError: when the line does not fit on the disk; the file is then as it was.
+      UserError: the disk is full or not writable; the file is unchanged.
     """
     line = encode(obj)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with open(handle, "rb", buffering=0):  # closes it
+            _append_whole(handle, line)
     except OSError as error:
         raise _unwritable(path, error) from error
-    try:
-        _append_whole(handle, line)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        os.close(handle)
 
 
 def write_atomically(path: str | os.PathLike, data: bytes) -> None:
-    """Replace the file by `data`; readers see the old bytes or the new ones, never a part."""
+    """Replace a file by `data` atomically; make its directory if it is missing."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
@@ -94,7 +87,7 @@ def sweep(directory: Path) -> None:
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the object in a file; empty where there is none or it cannot be read."""
+    """Return the JSON object in a file, {} if it is missing or unreadable."""
     try:
         return _object(Path(path).read_bytes()) or {}
     except OSError:
@@ -102,7 +95,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file in order; none if it is missing. Skip unreadable lines."""
+    """Yield the objects of a file in order, skipping unreadable lines; none if it is missing."""
     if not Path(path).exists():
         return
     with open(path, "rb") as file:
@@ -112,7 +105,7 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def has_step(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has a step, as every line of a run's files must."""
+    """Return whether a record has an integer `step` ≥ 0."""
     step = record.get("step")
     return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
@@ -122,10 +115,10 @@ def set_aside(
     good: Callable[[Mapping[str, Any]], bool] = has_step,
     first_step: float = math.inf,
 ) -> int:
-    """Move the lines that are no `good` record to PATH.unreadable, and return how many.
+    """Move lines that are not a `good` record to PATH.unreadable, and return how many.
 
-    A last line without its end is a killed writer's: it is removed and not counted. So are records
-    whose `step` is ≥ `first_step`: a run restored at step r − 1 writes step r again.
+    Removes, without counting, an incomplete last line and records with `step` ≥ `first_step`,
+    which a resumed run writes again.
     """
     path, kept, bad = Path(path), [], []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -136,16 +129,16 @@ def set_aside(
         elif record.get("step", 0) < first_step:
             kept.append(line)
     if bad:
-        beside = path.with_name(f"{path.name}.unreadable")
-        before = beside.read_bytes() if beside.exists() else b""
-        write_atomically(beside, before + b"".join(bad))
+        side_file = path.with_name(f"{path.name}.unreadable")
+        before = side_file.read_bytes() if side_file.exists() else b""
+        write_atomically(side_file, before + b"".join(bad))
     if kept != lines:
         write_atomically(path, b"".join(kept))
     return len(bad)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object; None if `text` is none."""
+    """Parse a JSON object; return None if `text` is not one."""
     try:
         value = json.loads(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
@@ -156,7 +149,7 @@ def _object(text: bytes) -> dict[str, Any] | None:
 def _append_whole(handle: int, line: bytes) -> None:
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
-        line = b"\n" + line  # a killed writer's last line stays a line of its own
+        line = b"\n" + line  # after the incomplete line of a killed writer
     try:
         written = os.write(handle, line)
         while written < len(line):
@@ -168,8 +161,8 @@ def _append_whole(handle: int, line: bytes) -> None:
 
 
 def _unwritable(path: str | os.PathLike, error: OSError) -> UserError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "free some space" if is_full(error) else "move what is there"
     return UserError(
-        f"cannot write {os.fspath(path)}: {error.strerror or error}; "
-        f"{'free some space' if full else 'move what is there'} or give another --workdir"
+        f"cannot write {os.fspath(path)}: {error.strerror or error}; {remedy} or give another "
+        "--workdir"
     )

@@ -1,4 +1,4 @@
-"""Run an asyncio loop on a thread of its own, while the main thread waits and computes."""
+"""Run an asyncio event loop on its own thread, while the main thread computes."""
 
 import asyncio
 import threading
@@ -10,20 +10,21 @@ from typing import Any
 
 from rlx.system.threads import DaemonThreads
 
-CLOSE_SECONDS = 3.0  # that the loop has to end, before its thread is left to the process's end
-_PLACES = 32  # for what users' code blocks in
+CLOSE_SECONDS = 3.0  # for the loop to end; a later one ends with the process
+_THREADS = 32  # for blocking calls of users' code
 
 
 class LoopThread:
     """A thread that runs coroutines for other threads.
 
     Attributes:
-      thread: the loop's. threads: those of `asyncio.to_thread` on this loop, for users' code alone.
-      ending: True once `close` has begun, so that cancelled work does not begin anew.
+      thread: runs the event loop.
+      threads: pool of `asyncio.to_thread` on this loop, for users' code only.
+      ending: True once `close` has begun, to keep cancelled work from restarting.
     """
 
     def __init__(self, name: str):
-        self.ending, self.threads = False, DaemonThreads(_PLACES)
+        self.ending, self.threads = False, DaemonThreads(_THREADS)
         self._turned = 0.0
         self.thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._started = threading.Event()
@@ -36,26 +37,26 @@ class LoopThread:
         return self.thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread; coroutines may be submitted from now on."""
+        """Start the thread and wait until it takes coroutines."""
         self.thread.start()
         self._started.wait()
 
     def submit(self, coroutine: Coroutine) -> Future:
-        """Run `coroutine` on the loop, concurrently with everything else there."""
+        """Run `coroutine` on the loop; return its future."""
         if self._loop is None:
             raise RuntimeError("start the loop's thread before submitting to it")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def turned(self) -> float:
-        """Return when the loop has turned last, as far as was asked here; ask again."""
+        """Return when the loop last ran a callback of this method, 0.0: never; schedule one."""
         self.call_soon(lambda: setattr(self, "_turned", time.monotonic()))
         return self._turned
 
     def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
-        """Run `coroutine` on the loop and wait for its result; not from the loop itself.
+        """Run `coroutine` on the loop and wait for its result; call it from another thread.
 
         Raises:
-          TimeoutError: it took longer than `seconds`, as where something blocks the loop.
+          TimeoutError: it took longer than `seconds`.
         """
         if threading.current_thread() is self.thread:
             coroutine.close()
@@ -63,13 +64,13 @@ class LoopThread:
         return self.submit(coroutine).result(seconds)
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call `function` on the loop; do nothing where the loop has ended or not begun."""
+        """Call `function` on the loop; do nothing if the loop is not running."""
         if self._loop:
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread, if it can be ended."""
+        """Cancel running coroutines and end the thread, unless something blocks it."""
         self.ending = True
         if self._loop and self._end and self.thread.is_alive():
             self.call_soon(self._end.set)
@@ -83,16 +84,16 @@ class LoopThread:
             await self._end.wait()
 
         try:
-            asyncio.run(until_closed())  # which cancels whatever is left
+            asyncio.run(until_closed())  # then cancels all other tasks
         finally:
             self._started.set()
 
 
 def run_alone(coroutine: Coroutine, name: str, seconds: float) -> Any:
-    """Run `coroutine` on a loop of its own, also where one runs already; return its result.
+    """Run `coroutine` on a new loop, even inside a running one; return its result.
 
     Raises:
-      TimeoutError: it took longer than `seconds`, though it were to block the loop for ever.
+      TimeoutError: it took longer than `seconds`, even if it blocks the loop.
     """
     loop = LoopThread(name)
     loop.start()

@@ -6,10 +6,10 @@
                              ▲                                                   │ orphaned
                              └───────────────────────────────────────────────────┘
 
-The kernel gives orphans to the supervisor, however often they forked and whatever session they
-entered. When the command ends, stdin closes, or PARENT is gone, the supervisor kills the rest and
-ends as the command did: with its status, or by its signal. It ends a command that has more than
-MAX_PROCESSES processes with status TOO_MANY. Standard library alone: it starts in milliseconds.
+The kernel gives all orphaned descendants to the supervisor. When the command ends, stdin closes, or
+PARENT is gone, the supervisor kills the rest. It ends with the command's status or signal, and with
+TOO_MANY if the command had more than MAX_PROCESSES processes. To start in milliseconds, it imports
+the standard library only.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ import sys
 import time
 
 TOO_MANY = 97
-_PDEATHSIG, _CAPBSET_DROP, SUBREAPER = 1, 24, 36  # of prctl
+_PDEATHSIG, _CAPBSET_DROP, _SUBREAPER = 1, 24, 36  # of prctl
 # CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_PERFMON: with any of them root reads other processes' memory.
 _TRACING = (19, 21, 38)
 _POLL_SECONDS = 0.25
-_END_SECONDS = 5.0  # for processes that we may not kill, or that the kernel cannot end
+_END_SECONDS = 5.0  # then give up on processes that cannot be killed
 
 
 def main(parent: int, memory: int, most: int, *command: str) -> int:
     """Run `command` until it or this program must end; return its wait status."""
     libc = ctypes.CDLL(None)
-    libc.prctl(SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -44,9 +44,9 @@ def main(parent: int, memory: int, most: int, *command: str) -> int:
     child = os.fork()
     if child == 0:
         _become(libc, own, memory, command)
-    for fd in map(int, os.listdir("/proc/self/fd")):  # only the command may hold these open
+    for fd in map(int, os.listdir("/proc/self/fd")):  # the command has its own copies
         if fd > 2 and fd not in (wake, woken):
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # already closed: that of the listing
                 os.close(fd)
     reaped: dict[int, int] = {}
     while child not in reaped and not signals and os.getppid() == parent:
@@ -63,10 +63,10 @@ def main(parent: int, memory: int, most: int, *command: str) -> int:
 
 
 def _become(libc: ctypes.CDLL, supervisor: int, memory: int, command: tuple[str, ...]) -> None:
-    """Turn this forked process into the command; never returns."""
+    """Replace this forked process by the command; never return."""
     try:
         os.setsid()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         for capability in _TRACING:
@@ -95,7 +95,7 @@ def _reap(reaped: dict[int, int], child: int) -> bool:
 
 
 def _end_all(own: int, reaped: dict[int, int], child: int) -> None:
-    """Kill every descendant, again and again, as they may fork meanwhile."""
+    """Kill every descendant, repeatedly, because they may fork meanwhile."""
     end = time.monotonic() + _END_SECONDS
     while _reap(reaped, child) and time.monotonic() < end:
         for pid in descendants(own):

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: the first asks a run to finish its step, the second ends it."""
+"""Handle SIGINT and SIGTERM: the first lets a run finish its step, the second ends it."""
 
 import os
 import signal
@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-LAST_SECONDS = 8.0  # from the second signal to the end, whatever blocks
-_CUT_SECONDS = 10.0  # that users' code in the main thread has, twice, after the first
-WHOLE: ContextVar[bool] = ContextVar("WHOLE", default=False)  # whether the process is a command's
+LAST_SECONDS = 8.0  # from the second signal to the exit, even if a thread blocks
+_CUT_SECONDS = 10.0  # users' code in the main thread has twice this time after the first signal
+# Whether this process runs an rlx command, and may be ended.
+IS_COMMAND: ContextVar[bool] = ContextVar("IS_COMMAND", default=False)
 
 
 class Cut(BaseException):
@@ -17,9 +18,8 @@ class Cut(BaseException):
 
 
 def end_soon(status: int) -> None:
-    """End this process after LAST_SECONDS, where it is a command's, though a thread may block."""
-
-    if WHOLE.get():
+    """Exit after LAST_SECONDS, even if a thread blocks; do nothing unless IS_COMMAND."""
+    if IS_COMMAND.get():
         timer = threading.Timer(LAST_SECONDS, os._exit, (status,))
         timer.daemon = True
         timer.start()
@@ -32,9 +32,9 @@ def interrupts(
     """Call `stop` at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the second.
 
     Args:
-      stop: called in a thread: what a signal interrupts may hold the lock of the terminal.
-      inside: returns the call of users' code that the main thread is in, or None. One that goes on
-        after the first signal ends by Cut.
+      stop: called in a thread, because the interrupted code may hold the terminal's lock.
+      inside: returns the call of users' code that the main thread is in, or None. If it does not
+        return after the first signal, Cut is raised in it.
     """
     over, late = threading.Event(), list[object]()
 

@@ -1,6 +1,6 @@
-"""Threads for calls that an event loop must not wait in: rlx's own, and those of users' code.
+"""Threads for blocking calls of an event loop.
 
-asyncio has one pool for both: tools that hang would keep a publish waiting, and the process's end.
+asyncio has one pool for all calls: users' tools that hang would block rlx's calls and the exit.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from rlx.base import place
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Runs at most `most` calls at one time, in threads that end with the process.
+    """Pool of at most `most` daemon threads.
 
     Attributes:
-      calls: those under way: name, and when it began, seconds, monotonic.
+      calls: running calls: name, and start in monotonic seconds.
     """
 
     def __init__(self, most: int):
@@ -28,7 +28,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self.calls: dict[Future, tuple[str, float]] = {}
 
     def submit(self, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """Call `function` in a thread, as soon as there is a place."""
+        """Call `function` as soon as a thread is free."""
         future = _Call()
         future.leave = partial(self._fill, future)
         self._queued.append((future, partial(function, *args, **kwargs)))
@@ -36,7 +36,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Return at once: calls under way end with the process."""
+        """Do nothing: running calls end with the process."""
 
     def _fill(self, ended: Future | None = None) -> None:
         with self._lock:
@@ -58,24 +58,24 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class _Call(Future):
-    """A call that leaves its place to others once nobody waits for it, though it runs on."""
+    """A call that, if cancelled while it runs, frees its place in the pool."""
 
     leave: Callable[[], None]
 
     def cancel(self) -> bool:
-        """Cancel it where it has not begun."""
+        """Cancel the call unless it has begun."""
         if self.running():
             self.leave()
         return super().cancel()
 
 
 def _name(call: Any) -> str:
-    """Return `Search.run (FILE, line N)` of a call, behind the partials of `asyncio.to_thread`."""
+    """Name a call as `Search.run (FILE, line N)`, looking inside `asyncio.to_thread`'s partials."""
     while isinstance(call, partial):
         call = call.args[0] if call.args and place(call.func) == "" else call.func
     return f"{getattr(call, '__qualname__', call)} {place(call)}".rstrip()
 
 
 async def in_thread(function: Callable, *args: Any) -> Any:
-    """Call `function` in a thread of its own, which no user's code can keep busy."""
+    """Call `function` in a new thread."""
     return await asyncio.get_running_loop().run_in_executor(DaemonThreads(1), function, *args)

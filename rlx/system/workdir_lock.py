@@ -1,10 +1,9 @@
-"""Lock a working directory for one process on any host, and say how the last one ended.
+"""Lock a working directory for one process on any host, and report how the last one ended.
 
-WORKDIR/running.json names the process and is locked while it lives: the kernel releases the lock
-whatever ends the process, so that on one host nothing has to be guessed. Hosts that share a file
-system may not share its locks: for them the process gives a sign of life, the file's time, every
-BEAT_SECONDS. After SILENT_SECONDS without one it counts as dead. One that was only stopped finds
-another process in the file when it continues, and ends.
+WORKDIR/running.json names the process and is locked while the process lives. Hosts that share a
+file system may not share its locks. So the process also updates the file's time every BEAT_SECONDS,
+and counts as dead after SILENT_SECONDS without an update. A process that was stopped for longer
+ends when it finds another one in the file.
 """
 
 import errno
@@ -27,33 +26,25 @@ from rlx.system.host_agent import begun as begun_at
 from rlx.system.jsonl import read_json
 
 BEAT_SECONDS = 10.0
-SILENT_SECONDS = 60.0  # the staleness limit, for other hosts
+SILENT_SECONDS = 60.0
 _NAME = "running.json"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """The process that was killed in this directory before.
-
-    Attributes:
-      for_memory: the kernel has killed a process for want of memory since it began.
-    """
+    """The last process in this directory, which was killed."""
 
     pid: int
-    for_memory: bool
+    for_memory: bool  # whether the kernel OOM-killed a process since it began
 
     def __str__(self) -> str:
-        why = (
-            "and the kernel has killed for want of memory since it began"
-            if self.for_memory
-            else "by SIGKILL, or with its machine"
-        )
-        return f"the run before (process {self.pid}) was ended without a word, {why}"
+        why = "probably out of memory" if self.for_memory else "by SIGKILL, or with its machine"
+        return f"the last run here (process {self.pid}) was killed, {why}"
 
 
 def make_directory(path: Path, option: str = "--workdir") -> None:
-    """Make a directory where there is none; raise UserError where that fails."""
+    """Make a directory unless it exists; raise UserError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -61,25 +52,22 @@ def make_directory(path: Path, option: str = "--workdir") -> None:
 
 
 def fresh_workdir(config_file: str) -> Path:
-    """Make and return `runs/<config>-<date>-<time>`, with a number appended when that exists.
-
-    It is made at once, so that no other run that starts at the same moment gets it.
-    """
+    """Make and return `runs/<config>-<date>-<time>`, with a number appended if it exists."""
     stem = Path(config_file.split(":", 1)[0]).stem
     base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for path in (base, *(Path(f"{base}-{n}") for n in range(1, 1000))):
         with suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-    raise UserError(f"{base} and a thousand behind it exist; give a --workdir")
+    raise UserError(f"{base} and 999 numbered ones exist; give a --workdir")
 
 
 @contextmanager
 def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator[Path]:
-    """Yield the directory given, or a fresh one, which goes again where nothing was begun in it.
+    """Yield the directory `given`, or a fresh one, which is removed if it stays empty.
 
     Args:
-      fresh: whether one is made at all; else it is `runs`.
+      fresh: whether to make a fresh one; otherwise the default is `runs`.
     """
     path = fresh_workdir(config_file) if fresh and not given else Path(given or "runs")
     try:
@@ -94,14 +82,11 @@ def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator
 def occupied(
     directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
 ) -> Iterator[Killed | None]:
-    """Hold `directory`, which exists, for this process until the block ends.
+    """Lock `directory`, which exists, for this process; yield the last process if it was killed.
 
     Args:
-      option: by which a user gives another directory, for the error.
+      option: option that chooses another directory, for the error.
       beat: seconds between two updates of the file's time.
-
-    Yields:
-      How the last process in `directory` ended, where it was killed.
 
     Raises:
       UserError: another process runs in it.
@@ -117,7 +102,7 @@ def occupied(
         os.pwrite(handle, record, 0)
         ended = threading.Event()
         arguments = (path, handle, record, ended, beat)
-        threading.Thread(target=_live, args=arguments, name="sign of life", daemon=True).start()
+        threading.Thread(target=_live, args=arguments, name="heartbeat", daemon=True).start()
         try:
             yield before
         finally:
@@ -130,7 +115,7 @@ def occupied(
 
 
 def _locked(path: Path, option: str) -> int:
-    """Return a locked descriptor of the file, which is made where there is none."""
+    """Return a locked descriptor of the file; make it if it is missing."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -150,7 +135,7 @@ def _locked(path: Path, option: str) -> int:
 
 
 def _last(path: Path, handle: int, option: str) -> Killed | None:
-    """Return how the process named in the file ended; raise UserError where it may live."""
+    """Return the process named in the file, if any; raise UserError if it may be alive."""
     record = read_json(path)
     try:
         pid, begun, machine = int(record["pid"]), str(record["begun"]), str(record["machine"])
@@ -158,18 +143,18 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
     except (ValueError, KeyError, TypeError):
         return None
     if _boot(machine) == _boot(_machine()):
-        if begun_at(pid) == begun != "":  # where the file system has no locks
+        if begun_at(pid) == begun != "":  # the file system may have no locks
             raise _taken(path, f"process {pid}", option)
         return Killed(pid, oom_kills() > kills)
     silent = _silence(path, handle)
     if silent < SILENT_SECONDS:
         who = f"process {pid} of {machine.split(' ')[0]} (alive {silent:.0f} s ago)"
-        raise _taken(path, who, option, f", or {SILENT_SECONDS:.0f} s where its host has died")
+        raise _taken(path, who, option, f" ({SILENT_SECONDS:.0f} s if its host has died)")
     return Killed(pid, False)
 
 
 def _silence(path: Path, handle: int) -> float:
-    """Return the seconds since the file was written, by the clock of its file system."""
+    """Return the seconds since the file was last updated, by its file system's clock."""
     probe = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         probe.write_bytes(b"")
@@ -185,22 +170,22 @@ def _taken(path: Path, who: str, option: str, more: str = "") -> UserError:
 
 
 def _live(path: Path, handle: int, record: bytes, ended: threading.Event, beat: float) -> None:
-    """Update the file's time; end the process where another has taken the directory over."""
+    """Update the file's time; end this process if another has taken over the directory."""
     last = time.monotonic()
     while not ended.wait(beat):
         try:
             found: bytes | None = path.read_bytes()
-        except FileNotFoundError:  # of one who came and went; or a user has removed it
+        except FileNotFoundError:  # another process came and ended, or a user removed it
             found = b"{}" if time.monotonic() - last > SILENT_SECONDS else None
         except OSError:
             continue
         if found not in (None, record, b"") and not ended.is_set():
             print(
-                f"error: {_who(found)} has taken {path.parent} over while this process gave no "
-                "sign of life; it ends here, and leaves everything as it is",
+                f"error: {_who(found)} has taken over {path.parent} while this process was silent; "
+                "it ends here and writes nothing more",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-            os._exit(2)  # a word more on the disk would be written over the other's
+            os._exit(2)  # anything else written would overwrite the other process's files
         with suppress(OSError):
             os.utime(handle)
             last = time.monotonic()
@@ -223,5 +208,5 @@ def _machine() -> str:
 
 
 def _boot(machine: str) -> str:
-    """Return the boot id alone: hosts and containers may share a name, or change it."""
+    """Return the boot id only: hosts and containers may share a name, or change it."""
     return machine.rpartition(" ")[2] or machine

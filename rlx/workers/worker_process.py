@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from rlx.option import option, read_options
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system import process_supervisor as supervisor
-from rlx.system.parent_death import keep_private
+from rlx.system.process_settings import keep_private
 
 _NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR",

@@ -677,7 +677,7 @@ def test_training_reports_draws_that_are_truncated_once(agents):
             agents.gateway(sampling=sampling, temperature_fixed=fixed) as g,
             agents.client(g) as client,
         ):
-            g.fleet._say = said.append
+            g.fleet.say = said.append
             for _ in range(2):
                 await ask(client)
                 await ask(client, top_p=0.5, extra_body={"top_k": 3, "min_tokens": 2})

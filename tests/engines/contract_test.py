@@ -409,7 +409,7 @@ BAD = {
 @pytest.mark.parametrize("kind", [*BAD, "truncated"])
 def test_bad_weights_are_refused_and_change_nothing(changing, model, changed, kind):
     edit, message = BAD.get(
-        kind, (lambda tensors: None, "no readable safetensors file|cannot read")
+        kind, (lambda tensors: None, "not a readable safetensors file|cannot read")
     )
     path = changed(edit)
     if kind == "truncated":

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rlx.engines.jax import decode, kv_cache
-from rlx.engines.jax.cache_plan import make_plan
 from rlx.engines.jax.programs import Programs
 from rlx.engines.jax.serving_params import serving_params
+from rlx.engines.kv_memory import make_plan
 from rlx.model import decoder, hf, params
 from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.model.rope_config import Rope

@@ -98,7 +98,7 @@ def test_a_pause_ends_with_its_lease_and_the_log_says_so(tools):
             await stub.Pause(pb.PauseRequest(lease_seconds=0.2))  # the last word
             assert (await stub.Status(pb.StatusRequest())).paused or said
             assert await stub.Generate(request()).read() is not grpc.aio.EOF
-            assert said == ["paused for 0.2 s and not asked to resume; going on"]
+            assert said == ["paused for 0.2 s and not asked to resume; continuing"]
             assert not (await stub.Status(pb.StatusRequest())).paused
 
     tools.run(main())

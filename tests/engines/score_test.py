@@ -184,7 +184,7 @@ def test_too_few_scores_are_an_error_and_never_shift_the_rest(tools, tmp_path):
                 return Scores(np.zeros(2, np.float32), 0)
 
             engines[0].score = short
-            with pytest.raises(ValueError, match="2 logprobs where 3 were asked for"):
+            with pytest.raises(ValueError, match="2 logprobs instead of 3"):
                 await fleet.score(TOKENS, 2)
 
     tools.run(main())

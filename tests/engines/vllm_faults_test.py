@@ -325,7 +325,7 @@ def test_a_killed_server_loses_nothing_and_joins_another_fleet_late_with_its_wei
 
     async def late():
         async with world.fleet(limits=limits, wait=False) as fleet:
-            assert f"going on without {address}" in world.said[-1]
+            assert f"continuing without {address}" in world.said[-1]
             await world.publish(fleet)
             version = await world.publish(fleet, "delta")
             assert [server.live for server in await fleet.status()] == [False, True]

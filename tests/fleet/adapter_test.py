@@ -202,7 +202,7 @@ CASES = {
     "a norm": (
         adapter_tensors(names=["model.norm"]), {}, CODE.INVALID_ARGUMENT, "do not fit model.norm",
     ),
-    "no adapter": (base_tensors(), {}, CODE.INVALID_ARGUMENT, "is not an adapter's"),
+    "no adapter": (base_tensors(), {}, CODE.INVALID_ARGUMENT, "is not part of an adapter"),
     "another rank": (
         changed(lora_A=np.ones((RANK + 1, IN), np.float32)), {}, CODE.INVALID_ARGUMENT,
         "of shapes (4, 24) and (40, 3) do not fit",

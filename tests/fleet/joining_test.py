@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
+from rlx.fleet.addresses import Joining, announced
 from rlx.fleet.client import Fleet
-from rlx.fleet.joining import Joining, announced
 from rlx.fleet.requests import Sampling
 
 MOST, SEEDS = 300, range(6)

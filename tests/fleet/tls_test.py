@@ -115,9 +115,9 @@ def test_the_token_is_asked_for_inside_tls(tools, pem):
     ("names", "words"),
     [
         (("none",), "cannot read .*none.crt: No such file"),
-        (("ours", "", "theirs"), "KEY_VALUES_MISMATCH.*made together"),
+        (("ours", "", "theirs"), "KEY_VALUES_MISMATCH.*belong together"),
         (("ours", "none"), "cannot read .*none.pem"),
-        (("ours", "junk"), "holds no certificate"),
+        (("ours", "junk"), "has no certificate"),
     ],
     ids=["missing", "mismatched", "missing CA", "junk CA"],
 )
@@ -135,7 +135,7 @@ def test_half_a_pair_is_refused():
         with pytest.raises(UserError, match="needs a certificate and its key"):
             tls.server_tls(*arguments)
     for arguments in (("", "c", "k"), ("a", "c", ""), ("a", "", "k")):
-        with pytest.raises(UserError, match="come together"):
+        with pytest.raises(UserError, match="need each other"):
             tls.client_tls(*arguments)
 
 
@@ -153,7 +153,7 @@ def test_beyond_loopback_there_are_both_a_token_and_tls(pem):
 
 def test_a_token_leaves_this_machine_only_inside_tls(pem):
     for address in ("node7:80", "10.0.0.1:80", "[2001:db8::1]:80", "ipv4:127.0.0.1:1,10.0.0.1:1"):
-        with pytest.raises(UserError, match="in clear"):
+        with pytest.raises(UserError, match="unencrypted"):
             Fleet([address], token="sesame")
         tls.check_address(address, None, None)
         tls.check_address(address, "sesame", pem("", "ours"))

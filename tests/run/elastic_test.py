@@ -100,7 +100,7 @@ def test_servers_join_a_run_with_one_of_its_own_and_leave_and_nothing_is_lost(
     assert process.returncode == 130, out
     assert all(check["ok"] for check in records(run / "gate.jsonl"))
     assert f"rollout server {killed} is lost" in out
-    assert f"rollout server {drained} is taken out" in out
+    assert f"rollout server {drained} is removed" in out
     assert f"rollout server {drained} is lost" not in out
     assert os.listdir(tmp_path / "servers") == [killed]  # which nobody could remove
     assert list(history(run, steps())) == []

@@ -37,7 +37,7 @@ def test_draws_that_are_truncated_are_reported_at_the_start():
     assert said(temperature=0.7, max_new_tokens=9) == []
     for name, value in (("top_p", 0.9), ("top_k", 20), ("min_new_tokens", 4)):
         (line,) = said(**{name: value})
-        assert f"{name}={value} in config.sampling: some tokens are never drawn" in line
+        assert f"{name}={value} in config.sampling: some tokens are never sampled" in line
     config, lines = default(), []
     config.sampling.top_p, config.fleet.num_servers = 0.5, 0
     parts._warn_truncated(config, lines.append)

@@ -80,14 +80,14 @@ def test_the_next_one_learns_that_the_last_was_killed(tmp_path, monkeypatch):
     process.communicate()
     with occupied(tmp_path) as before:
         assert before.pid == process.pid
-        assert str(before).endswith("without a word, by SIGKILL, or with its machine")
+        assert str(before).endswith("was killed, by SIGKILL, or with its machine")
         record = json.loads((tmp_path / "running.json").read_text())
     assert record["pid"] == os.getpid()
     (tmp_path / "running.json").write_text(json.dumps({**record, "pid": process.pid}))
     monkeypatch.setattr(workdir_lock, "oom_kills", lambda: record["oom_kills"] + 1)
     killed = last(tmp_path)
     assert killed.for_memory
-    assert "killed for want of memory" in str(killed)
+    assert "out of memory" in str(killed)
 
 
 def test_an_end_with_an_error_is_no_kill(tmp_path):
@@ -111,7 +111,7 @@ def elsewhere(directory, silent=0.0):
 
 def test_another_host_is_refused_until_it_gives_no_sign_of_life(tmp_path):
     elsewhere(tmp_path, silent=SILENT_SECONDS / 2)
-    with pytest.raises(UserError, match=r"process 7 of node3 .alive 30 s ago.* 60 s .* has died"):
+    with pytest.raises(UserError, match=r"process 7 of node3 .alive 30 s ago.*60 s if its host"):
         last(tmp_path)
     assert json.loads((tmp_path / "running.json").read_text())["pid"] == 7
     elsewhere(tmp_path, silent=SILENT_SECONDS + 5)

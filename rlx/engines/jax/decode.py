@@ -1,10 +1,9 @@
-"""The decoder with a KV cache: prompts into the cache, then a token per slot and step. Pure.
+"""The decoder with a KV cache: fill the cache with prompts, then decode a token per slot and step.
 
-It does not share code with decoder.py because serving wants other layouts: those of weights are in
-serving_params.py, those of the cache in kv_cache.py.
+Pure. decoder.py has other layouts of weights and cache, see serving_params.py and kv_cache.py.
 
-Shapes: S slots, P prompts, T prompt tokens, N cache length, K key/value heads, G query heads per
-key/value head, H head width, R steps of one decode call.
+Shapes: S slots, P prompts, T prompt tokens, N cache length, R steps of one decode call; K key/value
+heads, G query heads for each of them, H head width.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from rlx.model.ops import ACTIVATIONS, product, softcapped
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
-    """Return ops.rms_norm of x, with a sum that does not depend on the number of rows."""
+    """Return ops.rms_norm of x, by a sum that does not depend on the number of rows."""
     x32 = x.astype(jnp.float32)
     mean = row_sum(x32 * x32) / x.shape[-1]
     normed = x32 * jax.lax.rsqrt(mean + config.rms_eps)
@@ -34,19 +33,19 @@ def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def _norm(layer: dict[str, jax.Array], name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Return x after a layer's norm, x itself where it has none of that name."""
+    """Return x after the layer's norm `name`, or x if it has none."""
     return _rms_norm(x, layer[name], config) if name in layer else x
 
 
 def _head_norm(layer, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Return heads [..., n, H] as decoder.head_norm does."""
+    """Return decoder.head_norm of heads x [..., n, H]."""
     if not config.joint_qk_norm:
         return _norm(layer, name, config, x)
     return _norm(layer, name, config, x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
 
 def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
-    """Multiply two matrices: with a third axis, XLA's order of adding depends on its size."""
+    """Multiply in two dimensions: with a third, XLA's order of adding depends on its size."""
     y = product(x.reshape(-1, x.shape[-1]), layer[name], 1, 1)
     y = y.reshape(*x.shape[:-1], -1)
     bias = layer.get(f"{name}_bias")
@@ -54,7 +53,7 @@ def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
 
 
 def _qkv(layer, config: ModelConfig, x, angles):
-    """Return q [..., G·K, H], k and v [..., K, H] of the residual stream x [..., D], with RoPE."""
+    """Return q [..., G·K, H], k and v [..., K, H] for the residual stream x [..., D], with RoPE."""
     fused = _linear(layer, "qkv", _norm(layer, "input_norm", config, x))
     heads = fused.reshape(*x.shape[:-1], -1, config.head_dim)
     n, m = config.num_heads, config.num_kv_heads
@@ -67,10 +66,7 @@ def _qkv(layer, config: ModelConfig, x, angles):
 
 
 def _angles(config: ModelConfig, positions: jax.Array) -> dict[int, tuple[jax.Array, jax.Array]]:
-    """Return (cos, ±sin) of positions for layers of each window.
-
-    [...] int32 → two [..., 2, H/2] float32, for both halves.
-    """
+    """Return window → (cos, ±sin) of positions [...] int32, each [..., 2, H/2] float32."""
     tables = {w: rope_tables(config, positions, w) for w in sorted(set(config.layer_windows))}
     return {
         window: (jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2))
@@ -79,21 +75,21 @@ def _angles(config: ModelConfig, positions: jax.Array) -> dict[int, tuple[jax.Ar
 
 
 def _logits(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Return the logits [R, V] float32 (values of a reward model, [R, 1]) of a stream [R, D]."""
+    """Return logits [R, V] float32 (a reward model's values [R, 1]) for a stream [R, D]."""
     x = _rms_norm(x, params.final_norm, config)
     logits = jnp.einsum("rd,vd->rv", x, params.head, preferred_element_type=jnp.float32)
     return logits if config.value_head else softcapped(logits, config.logit_softcap)
 
 
 def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate as ops.rotate, by exchanging the halves: XLA vectorises that, not joining them."""
+    """Return ops.rotate of x, by reversing the halves, which XLA vectorises."""
     cos, sin = (factor[..., None, :, :] for factor in angles)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     return (halves * cos + halves[..., ::-1, :] * sin).astype(x.dtype).reshape(x.shape)
 
 
 def _finish_layer(layer, config: ModelConfig, x, mixed):
-    """Return the residual stream after attention's output projection and the MLP."""
+    """Return the residual stream after the output projection of `mixed` and the MLP."""
     x = x + _norm(layer, "mixed_norm", config, _linear(layer, "o", mixed))
     normed = _norm(layer, "post_norm", config, x)
     gate, up = jnp.split(_linear(layer, "gate_up", normed), 2, axis=-1)
@@ -104,12 +100,9 @@ def _finish_layer(layer, config: ModelConfig, x, mixed):
 
 
 def _weighted(config: ModelConfig, logits: jax.Array, inner: jax.Array) -> jax.Array:
-    """Return what is inside all experts [..., E·F], times the weight that the router gives each.
-
-    Every row goes through every expert. The slots of a step choose most of them together, and their
-    weights are what a step reads; `ragged_dot` is no less work on a CPU, and adds in an order that
-    depends on the batch.
-    """
+    """Return the activations of all experts [..., E·F] times the router's weights."""
+    # Every row goes through every expert, because the slots of a step choose most of them anyway.
+    # `ragged_dot` is as slow on a CPU, and adds in an order that depends on the batch.
     logits = logits.astype(jnp.float32)
     chances = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     chosen, experts = jax.lax.top_k(chances / row_sum(chances), config.experts_per_token)
@@ -118,29 +111,26 @@ def _weighted(config: ModelConfig, logits: jax.Array, inner: jax.Array) -> jax.A
     hot = experts[..., None] == jnp.arange(config.num_experts)
     weights = jnp.sum(jnp.where(hot, chosen[..., None], 0.0), axis=-2).astype(inner.dtype)
     by_expert = inner.reshape(*weights.shape, config.expert_dim)
-    taken = weights[..., None] > 0  # else an overflow in another expert would be 0 · inf
-    return jnp.where(taken, by_expert * weights[..., None], 0).reshape(inner.shape)
+    used = weights[..., None] > 0  # else an overflow in another expert would be 0 · inf
+    return jnp.where(used, by_expert * weights[..., None], 0).reshape(inner.shape)
 
 
 def prefill(
     params: ServingParams, config: ModelConfig, tokens: jax.Array, chunks: jax.Array, chunk: int
 ) -> Cache:
-    """Return the keys and values of prompts, `chunk` positions at a time, of any length.
+    """Return a Cache of P rows and length T for prompts.
 
     Args:
-      tokens: [P, T] int32, T a multiple of `chunk`; a row may be padded at the end: attention is
-        causal, and the cache of padding is never read.
-      chunks: scalar int32, how many chunks hold tokens; places after them stay zero.
-
-    Returns:
-      A Cache of P rows and length T.
+      tokens: [P, T] int32, padded at the end; T is a multiple of `chunk`.
+      chunks: scalar int32, number of chunks with tokens; later positions stay zero.
+      chunk: positions computed together.
     """
 
     def advance(state):
         index, cache = state
         part = jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1)
         _, cache = _advance(params, config, cache, part, index * chunk)
-        return index + 1, cache  # the last layer's output is unused: XLA does not compute it
+        return index + 1, cache  # XLA skips the unused output of the last layer
 
     prompts, length = tokens.shape
     empty = init_cache(config, prompts, length, params.embed.dtype)
@@ -162,17 +152,15 @@ def score(
 
         logprob_i = log softmax(logits_{start + i} / temperature)[target_i]
 
-    Of a model with a value head: its number after each token of the chunk.
-
     Args:
-      cache: of one row; holds the positions before `start`.
+      cache: one row, filled before `start`.
       tokens: [1, C] int32, the tokens at positions start … start + C − 1.
-      targets: [C] int32, each one's successor.
+      targets: [C] int32, the next tokens.
       start: scalar int32. temperature: scalar float32, > 0.
-      wanted: scalar bool; without it there are zeros and no logits.
+      wanted: scalar bool; False returns zeros and skips the logits.
 
     Returns:
-      [C] float32 (nats, ≤ 0, or values), and the cache.
+      [C] float32 (nats, ≤ 0; or a reward model's values after the tokens), and the cache.
     """
     x, cache = _advance(params, config, cache, tokens, start)
 
@@ -191,11 +179,7 @@ def score(
 def _advance(
     params: ServingParams, config: ModelConfig, cache: Cache, part: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Return the residual stream after the last layer, [P, C, D], and the cache with `part`.
-
-    Args:
-      part: [P, C] int32, tokens at positions start, start + 1, …
-    """
+    """Return the last layer's output [P, C, D] for tokens [P, C] at `start` …, and the cache."""
     positions = start + jnp.arange(part.shape[1])
     angles = _angles(config, jnp.broadcast_to(positions, part.shape))
     x = embed_scale(config, params.embed[part])
@@ -216,7 +200,7 @@ def _advance(
 def _prompt_attention(
     q: jax.Array, cache: LayerCache, start: jax.Array, window: int, softcap: float
 ) -> jax.Array:
-    """Attend from positions start …: queries [P, C, G·K, H] over the cache → [P, C, G·K·H]."""
+    """Attend from queries [P, C, G·K, H] at positions start … to the cache → [P, C, G·K·H]."""
     prompts, chunk, heads, width = q.shape
     kv_heads, length = cache.keys.shape[1], cache.keys.shape[3]
     q = q.reshape(prompts, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4) * width**-0.5
@@ -245,16 +229,16 @@ def step(
     """Return the logits of the next token of every slot.
 
     Each slot attends to its first `lengths` cached tokens and to the first index + 1 tokens of
-    this call's own `recent` block, where all slots write at one place: no scatter. The two parts
+    `recent`. All slots write to `recent` at the same index, which needs no scatter. The two parts
     are added in the same order at every cache length, so a longer view changes no bit.
 
     Args:
-      cache: [S, …, N], not changed.
+      cache: [S, …, N], read only.
       recent: keys and values of this call's tokens, R places.
       index: scalar int32, 0 … R − 1.
-      tokens: [S] int32, the slot's token number `lengths + index`.
+      tokens: [S] int32, tokens at positions `lengths + index`.
       lengths: [S] int32, cached tokens at the start of the call.
-      angles: of the tokens' positions, two [S, 2, H/2] for each window, see `_angles`.
+      angles: `_angles` of these positions.
 
     Returns:
       logits [S, V] float32, and `recent` with place `index` filled.
@@ -276,7 +260,7 @@ def step(
 def _cached_attention(
     q, cached: LayerCache, new: LayerCache, index, lengths, window: int, softcap: float
 ) -> jax.Array:
-    """Attend to both parts of the cache: queries [S, G·K, H] → [S, G·K·H]."""
+    """Attend from queries [S, G·K, H] to both parts of the cache → [S, G·K·H]."""
     slots, heads, width = q.shape
     kv_heads = cached.keys.shape[1]
     q = q.reshape(slots, kv_heads, heads // kv_heads, width) * width**-0.5
@@ -305,16 +289,11 @@ def _cached_attention(
 
 
 class Block(NamedTuple):
-    """Results of a decode call, as JAX's arrays or numpy's.
+    """Result of a decode call, in arrays of JAX or numpy; `counts` of a row are valid."""
 
-    Attributes:
-      tokens, logprobs: [S, R] int32 and float32 (nats); a row's first `counts` hold.
-      counts: [S] int32, in [0, R].
-    """
-
-    tokens: Any
-    logprobs: Any
-    counts: Any
+    tokens: Any  # [S, R] int32
+    logprobs: Any  # [S, R] float32, nats
+    counts: Any  # [S] int32, in [0, R]
 
 
 def decode(
@@ -328,18 +307,18 @@ def decode(
     choose: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     steps: int,
 ) -> tuple[Block, Cache]:
-    """Draw up to `steps` tokens for every slot; ends early once no slot wants more.
+    """Sample up to `steps` tokens for every slot; end early if no slot wants more.
 
     Args:
-      cache: read only; `append` the second result to it afterwards.
+      cache: read only.
       tokens: [S] int32, each slot's last token, not yet in the cache.
       lengths: [S] int32, tokens in the cache.
       budgets: [S] int32, tokens a slot still wants; 0 for an idle slot.
-      stops: [S, M] int32, tokens that end a slot; −1 for none.
-      choose: (logits [S, V], index) → tokens and logprobs [S], drawn from the logits of a step.
+      stops: [S, M] int32, stop tokens; −1 for none.
+      choose: (logits [S, V], index) → sampled tokens and logprobs [S].
 
     Returns:
-      Block, and the new keys and values [S, …, steps].
+      Block, and new keys and values [S, …, steps] to `append` to the cache.
     """
     slots = tokens.shape[0]
     recent = init_recent(config, slots, steps, params.embed.dtype)
@@ -349,7 +328,7 @@ def decode(
         jnp.zeros((slots,), jnp.int32),
     )
 
-    # Before the loop: inside, XLA would compute them again in every layer.
+    # Not in the loop, where XLA would compute them in every layer.
     angles = _angles(config, lengths + jnp.arange(steps, dtype=jnp.int32)[:, None])
 
     def wanted(state):

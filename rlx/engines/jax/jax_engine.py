@@ -1,4 +1,4 @@
-"""The JAX engine: continuous batching over fixed slots, on whatever device JAX finds.
+"""The JAX engine: continuous batching over fixed slots, on JAX's default device.
 
     event loop                       engine thread                    JAX
     generate ── inbox ─────────────▶ Slots: admit ──────────────────▶ prefill, copy
@@ -8,8 +8,8 @@
     pause, resume, swap ── inbox ──▶ taken between two decode calls
 
 The engine thread owns slots, cache and weights; the event loop only puts messages in its inbox, so
-nothing here needs a lock. Completions depend on (weights, prompt, seed, sample index) alone, bit
-for bit: slots.py, programs.py and decode.py say how.
+no lock is needed. Completions depend on (weights, prompt, seed, sample index) only, bit for bit;
+see slots.py, programs.py and decode.py.
 """
 
 import asyncio
@@ -26,13 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx.base import UserError
-from rlx.engines import kv_memory
 from rlx.engines.engine import EngineOptions
-from rlx.engines.jax.cache_plan import make_plan
 from rlx.engines.jax.programs import Programs
 from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.engines.jax.serving_params import ServingParams, serving_params
 from rlx.engines.jax.slots import MAX_STOPS, LiveRequest, Slots, SlotStart
+from rlx.engines.kv_memory import make_plan, out_of_memory
 from rlx.engines.model_engine import ModelEngine
 from rlx.fleet.requests import Chunk, EngineStatus, Request, ScoreRequest, Scores
 from rlx.model import compile_cache, hf, hf_files
@@ -46,9 +45,9 @@ class JaxEngine(ModelEngine):
 
     Args:
       model_path, slots, max_model_len, clock: as ModelEngine.
-      seed: of the seeds it picks for requests that have none.
-      decode_steps: tokens a sequence gets in one decode call; new samples, pauses and new weights
-        wait for the end of a call.
+      seed: seed of the seeds for requests without one.
+      decode_steps: tokens per sequence and decode call; new samples, pauses and new weights wait
+        for the end of a call.
       dtype: float32 | bfloat16, of weights, activations and cache; logits are float32.
     """
 
@@ -75,13 +74,13 @@ class JaxEngine(ModelEngine):
         self._live: set[LiveRequest] = set()  # the event loop's
         self._scores: set[ScoreJob] = set()  # the event loop's
         self._closing = False
-        self._dirty = False  # whether the cache may hold numbers that are not finite
+        self._dirty = False  # whether the cache may have non-finite numbers
         self._thread: threading.Thread | None = None
 
-    # The event loop's side.
+    # On the event loop.
 
     async def start(self) -> None:
-        """Load the model and compile; raises UserError when it cannot serve."""
+        """See Engine.start."""
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._prepare)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -92,7 +91,7 @@ class JaxEngine(ModelEngine):
         live = self._checked(request)
         live.stop_text = await self._stop_strings(request)
         live.sink = asyncio.Queue()
-        self._check_alive()  # a thread that fails after this ends everything in `_live`
+        self._check_alive()  # if the thread fails later, it ends everything in `_live`
         self._live.add(live)
         self._inbox.put(lambda: self._slots.add(live))
         unfinished = set(range(request.first_index, request.first_index + request.n))
@@ -113,7 +112,7 @@ class JaxEngine(ModelEngine):
         """See Engine.score."""
         self._check_score(request)
         values = self._config.value_head
-        if values:  # a number stands after its token, a logprob before: score one token more
+        if values:  # a value belongs to the token before it: score one more token
             longer = np.append(request.tokens, np.int32(0))
             request = replace(request, tokens=longer, first=request.first + 1)
         await asyncio.to_thread(self._programs.prepare_score)
@@ -131,7 +130,7 @@ class JaxEngine(ModelEngine):
         await self._ask(lambda: setattr(self, "_paused", True))
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """See Engine.resume."""
         await self._ask(lambda: setattr(self, "_paused", False))
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
@@ -147,23 +146,23 @@ class JaxEngine(ModelEngine):
         return self._status(running=slots.running, queued=slots.queued, slots=slots.count)
 
     def wait_compiled(self) -> None:
-        """Block until nothing is being compiled in the background, for measurements."""
+        """Block until background compilation is finished."""
         self._programs.wait()
 
     async def close(self) -> None:
-        """End the engine thread after its current decode call; running requests are aborted."""
+        """See Engine.close; waits for the current decode call."""
         if self._thread and (self._thread.is_alive() or self._failure):
             self._inbox.put(lambda: setattr(self, "_closing", True))
             await asyncio.to_thread(self._thread.join)
             await asyncio.to_thread(self._programs.close)
-            await asyncio.to_thread(compile_cache.check, True)  # a server ends without `atexit`
+            await asyncio.to_thread(compile_cache.check, True)  # servers end without `atexit`
         self._end_all()
 
     async def _ask(self, action: Callable[[], _T], fatal: bool = False) -> _T:
         """Run `action` on the engine thread, between decode calls, and return its result.
 
         Args:
-          fatal: its failure ends the engine, which may be half changed.
+          fatal: whether a failure ends the engine.
         """
         done: Future[_T] = Future()
 
@@ -187,22 +186,22 @@ class JaxEngine(ModelEngine):
         return await asyncio.wrap_future(done)
 
     def _checked(self, request: Request) -> LiveRequest:
-        """Return `request` ready for the queue; ValueError, with the remedy, if it is refused."""
+        """Return `request` ready for the queue; raise ValueError if it is refused."""
         self._check_request(request)
         for name in ("guide", "top_logprobs"):
             if getattr(request.sampling, name):
-                raise ValueError(f"{name}: the JAX engine has none; serve with --engine=vllm")
+                raise ValueError(f"{name} is not supported by the JAX engine; use --engine=vllm")
         stops = self._stop_tokens(request.sampling)
         if len(stops) > MAX_STOPS:
             raise ValueError(
-                f"{len(stops)} stop tokens with the model's own; at most {MAX_STOPS} are possible"
+                f"{len(stops)} stop tokens including the model's own; give at most {MAX_STOPS}"
             )
         seed = request.sampling.seed
         if seed is None:
             seed = int(self._seeds.integers(1 << 62))
         return LiveRequest(request, seed, stops)
 
-    # The engine thread's side.
+    # On the engine thread.
 
     def _prepare(self) -> None:
         if not jax.config.values["jax_compilation_cache_dir"]:
@@ -219,13 +218,13 @@ class JaxEngine(ModelEngine):
         try:
             self._cache = self._programs.start(self._params)
         except (RuntimeError, MemoryError) as error:
-            known = kv_memory.explained(error, config, plan, self._dtype)
+            known = out_of_memory(error, config, plan, self._dtype)
             if known is None:
                 raise
             raise known from error
 
     def _read(self, path: str) -> ServingParams:
-        """Return the weights of a safetensors file or HF directory, checked, in our layout.
+        """Return the weights of a safetensors file or HF directory.
 
         Raises:
           ValueError: the file cannot be read, or a tensor is missing, misshapen or not finite.
@@ -263,7 +262,7 @@ class JaxEngine(ModelEngine):
             wait = False
 
     def _tick(self) -> None:
-        """Admit what fits, make one decode call, hand out its tokens."""
+        """Admit waiting samples, make a decode call, deliver its tokens."""
         if self._slots.queued:
             self._admit()
         if not self._slots.running:
@@ -301,20 +300,20 @@ class JaxEngine(ModelEngine):
                 prompts.setdefault(s.sample.live, []).append(s)
         self._prefill([[s.slot for s in group] for group in prompts.values()])
         if starts:
-            jax.block_until_ready(self._cache)  # so that the span is the work, not its dispatch
+            jax.block_until_ready(self._cache)  # for the span
             self._spans.append(("prefill", start, self._clock()))
 
     def _prefill(self, groups: list[list[int]]) -> None:
-        """Fill the caches of slots, those of a group from one sequence: all but its last token."""
+        """Fill each group of slots with a sequence's keys and values, without its last token."""
         todo = []
         for slots in groups:
             sample = self._slots.samples[slots[0]]
             if sample and len(sample.tokens) > 1:
                 todo.append((sample.tokens[:-1], slots))
-        todo.sort(key=lambda item: len(item[0]))  # rows of a call cost as much as its longest
+        todo.sort(key=lambda item: len(item[0]))  # every row costs as much as the longest
         wide = self._programs.prompts
         while todo:
-            # Two calls of one prompt are cheaper than a wide one that is half empty.
+            # Two calls of one prompt are cheaper than a wide call that is half empty.
             part = todo[: wide if len(todo) > wide // 2 else 1]
             todo = todo[len(part) :]
             rows = [tokens for tokens, _ in part]
@@ -322,7 +321,7 @@ class JaxEngine(ModelEngine):
             self._cache = self._programs.prefill(self._params, self._cache, rows, targets)
 
     def _compact(self) -> None:
-        """Move samples to the first slots when that lets a smaller program run."""
+        """Move samples to the first slots if a smaller program can then run."""
         buckets = self._programs.plan.slot_buckets
         enough = next(b for b in buckets if b >= self._slots.running)
         if self._slots.used > enough:
@@ -352,11 +351,11 @@ class JaxEngine(ModelEngine):
     def _call_loop(self, function: Callable, *args: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the event loop was closed: no stream is being read
+        except RuntimeError:  # the event loop is closed
             self._closing = True
 
     def _end_all(self) -> None:
-        """On the event loop: end every stream and fail every score."""
+        """End every stream and fail every score; call it on the event loop."""
         for live in self._live:
             live.sink.put_nowait([])
         for job in self._scores:
@@ -365,9 +364,9 @@ class JaxEngine(ModelEngine):
 
 
 def _deliver(results: list[tuple[LiveRequest, Chunk]]) -> None:
-    """On the event loop: give every request its chunks of one decode call together."""
+    """Give every request its chunks of one decode call; call it on the event loop."""
     chunks: dict[LiveRequest, list[Chunk]] = {}
     for live, chunk in results:
         chunks.setdefault(live, []).append(chunk)
-    for live, together in chunks.items():
-        live.sink.put_nowait(together)
+    for live, new in chunks.items():
+        live.sink.put_nowait(new)

@@ -1,7 +1,7 @@
-"""The KV cache of the decoder, and how prompts and new tokens get into it. Pure.
+"""The decoder's KV cache. Pure.
 
-Keys are stored [head_dim, length] and values [length, head_dim]: both of attention's products read
-the cache in order. Shapes as in decode.py.
+Keys are [head_dim, length] and values [length, head_dim], to be read in order by attention. Shapes
+as in decode.py.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from rlx.model.model_config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys [S, K, H, N] and values [S, K, N, H]; of a decode call's own tokens, both
-    [S, K, R, H]."""
+    """A layer's keys [S, K, H, N] and values [S, K, N, H]; both [S, K, R, H] of a decode call."""
 
     keys: jax.Array
     values: jax.Array
@@ -25,7 +24,7 @@ Cache = tuple[LayerCache, ...]
 
 
 def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cache:
-    """Return an empty cache for `slots` sequences of at most `length` tokens."""
+    """Return an empty cache for `slots` sequences of `length` tokens."""
     keys = (slots, config.num_kv_heads, config.head_dim, length)
     values = (slots, config.num_kv_heads, length, config.head_dim)
     return tuple(
@@ -35,17 +34,14 @@ def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any) -> Cach
 
 
 def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cache:
-    """Return empty places for the tokens of one decode call."""
+    """Return an empty cache for the tokens of one decode call."""
     empty = jnp.zeros((slots, config.num_kv_heads, steps, config.head_dim), dtype)
     return tuple(LayerCache(empty, empty) for _ in range(config.num_layers))
 
 
 def write(old: jax.Array, block: jax.Array, start: Sequence[Any]) -> jax.Array:
-    """Return `old` with `block` at indices `start`.
-
-    XLA's CPU backend makes float32 of all of a bfloat16 array before it writes into a part of it,
-    and back; of its bits it does not.
-    """
+    """Return `old` with `block` at indices `start`."""
+    # As bits: XLA's CPU backend would convert a whole bfloat16 array to float32 and back.
     if old.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
         return jax.lax.dynamic_update_slice(old, block, start)
     bits = old.view(jnp.uint16), block.view(jnp.uint16)
@@ -53,12 +49,12 @@ def write(old: jax.Array, block: jax.Array, start: Sequence[Any]) -> jax.Array:
 
 
 def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
-    """Copy prompts into slots, positions from 0.
+    """Copy prompts into slots.
 
     Args:
       prompts: from `prefill` or `take`, T ≤ N.
-      pairs: [S, 2] int32 (row of `prompts`, slot); a group's samples share a row.
-      count: scalar int32, how many pairs hold.
+      pairs: [S, 2] int32, (row of `prompts`, slot).
+      count: scalar int32, number of valid pairs.
     """
 
     def fill(index, cache):
@@ -77,11 +73,7 @@ def take(cache: Cache, slot: jax.Array) -> Cache:
 
 
 def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
-    """Write the R tokens of a decode call behind the `positions` [S] tokens that each slot has.
-
-    Args:
-      recent: keys and values [B, K, R, H] of the first B slots, from `decode`.
-    """
+    """Write `recent` [B, K, R, H], from `decode`, to the first B slots at `positions` [B]."""
 
     def fill(slot, cache):
         def put(old, new, axis):

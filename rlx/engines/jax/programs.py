@@ -1,15 +1,15 @@
-"""Compiled programs of the JAX engine: which shapes exist, and the proof that they agree in bits.
+"""Compiled programs of the JAX engine, and the check that they agree bit for bit.
 
     prefill  prompts of any length → slots, one or PROMPTS at a time
     decode   `steps` tokens for the first B slots over the first N cached positions
-    append   what decode made → cache, in place
-    take     slot → prompt, and insert, prompt → slots, in place: a copy of a slot
+    append   result of decode → cache, in place
+    take     slot → prompt, and insert, prompt → slots, in place: together a copy of a slot
     score    one sequence → the logprobs of its tokens, `chunk` at a time
 
-Decode over all slots and positions always exists. Smaller shapes are faster when few slots are
-in use or sequences are short. They are compiled in the background once they would have helped,
-and used only after they gave exactly the bits of the full program on real inputs, so a completion
-depends neither on timing nor on the batch.
+Decode over all slots and positions always exists. Smaller shapes are faster if few slots are in use
+or sequences are short. They are compiled in the background when they would help. They are used
+after they gave the same bits as the full program on real inputs. So a completion depends neither on
+timing nor on the batch.
 """
 
 import logging
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx.engines.jax import decode, kv_cache, sampling
-from rlx.engines.jax.cache_plan import CachePlan
 from rlx.engines.jax.serving_params import ServingParams
 from rlx.engines.jax.slots import (
     BUDGET,
@@ -37,10 +36,11 @@ from rlx.engines.jax.slots import (
     DecodeInputs,
     idle_inputs,
 )
+from rlx.engines.kv_memory import CachePlan
 from rlx.model.model_config import ModelConfig
 
-PROMPTS = 4  # prompts of the wider prefill
-TRIALS = 2  # decode calls in which a smaller shape must agree before it is used alone
+PROMPTS = 4  # rows of the wider prefill
+TRIALS = 2  # decode calls in which a smaller shape must agree before it replaces the full one
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,11 @@ class Shape(NamedTuple):
 
 
 class Programs:
-    """Compiler and runner of the programs; one thread runs them, another compiles.
+    """Compiles and runs the programs; one thread runs them, another compiles.
 
     Args:
-      config: of the model. plan: sizes. steps: tokens of a decode call. dtype: of the cache.
+      steps: tokens of a decode call.
+      dtype: dtype of the cache.
     """
 
     def __init__(self, config: ModelConfig, plan: CachePlan, steps: int, dtype: Any):
@@ -67,12 +68,12 @@ class Programs:
         self._background = ThreadPoolExecutor(1, "compile")
         self._lock = threading.Lock()
         self._params: ServingParams | None = None
-        self.prompts = PROMPTS  # how many `prefill` takes at most
+        self.prompts = PROMPTS  # most that `prefill` takes
 
     def start(self, params: ServingParams) -> kv_cache.Cache:
-        """Compile what every run needs; return a cache."""
+        """Compile the programs that are always needed; return a cache."""
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        if self._config.value_head:  # it scores, and decodes nothing
+        if self._config.value_head:  # only scores
             self._get("score")
             return ()
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
@@ -82,7 +83,7 @@ class Programs:
         return self._check_prefill(params, self._new_cache())
 
     def _check_prefill(self, params, cache: kv_cache.Cache) -> kv_cache.Cache:
-        """Let prompts be computed together only if that gives the bits of each alone."""
+        """Set `self.prompts` to 1 if prompts computed together have other bits than one by one."""
         rng = np.random.default_rng(0)
         size = (PROMPTS, min(self.plan.chunk, self.plan.prompt))
         prompts = rng.integers(0, self._config.vocab_size, size).tolist()
@@ -97,16 +98,16 @@ class Programs:
         return cache
 
     def wait(self) -> None:
-        """Block until everything asked for so far is compiled."""
+        """Block until all requested programs are compiled."""
         wait(tuple(self._asked.values()))
 
     def close(self) -> None:
-        """End the compiling thread after what it is compiling now."""
+        """End the compiling thread after its current program."""
         self._background.shutdown(cancel_futures=True)
 
     @property
     def full(self) -> Shape:
-        """Shape of every slot and position."""
+        """Shape of all slots and positions."""
         return Shape(self.plan.slots, self.plan.length)
 
     def _new_cache(self) -> kv_cache.Cache:
@@ -135,18 +136,18 @@ class Programs:
         return run(params, cache, tokens, np.int32(chunks), pairs, np.int32(len(targets)))
 
     def copy(self, cache: kv_cache.Cache, moves: list[tuple[int, int]]) -> kv_cache.Cache:
-        """Copy whole slots, (source, target) each, in order."""
+        """Copy slots, (source, target) pairs in order."""
         for source, target in moves:
             row = self._get("take")(cache, np.int32(source))
             cache = self._get("insert")(cache, row, self._pairs([(0, target)]), np.int32(1))
         return cache
 
     def scrub(self, cache: kv_cache.Cache) -> kv_cache.Cache:
-        """Replace non-finite numbers in the cache: they would outlive their sequence."""
+        """Replace non-finite numbers in the cache, which would outlive their sequence."""
         return self._get("scrub")(cache)
 
     def prepare_score(self) -> None:
-        """Compile what `score` runs, once; not on the engine's thread, which decodes meanwhile."""
+        """Compile `score`; call it on another thread than the engine's."""
         self._get("score")
 
     def score(
@@ -161,13 +162,13 @@ class Programs:
         """Score one chunk of a sequence: tokens start + 1 … start + chunk.
 
         Args:
-          cache: returned for the chunk before; None for the first one.
+          cache: result of the chunk before; None for the first one.
           tokens: [T] int32, the whole sequence, T ≤ plan.prompt.
           start: a multiple of plan.chunk, below T − 1.
-          first: in [1, T − 1]; chunks that end before it cost less and give zeros.
+          first: in [1, T − 1]; chunks that end before it give zeros.
 
         Returns:
-          logprobs [chunk] float32, nats, meaningless after the sequence's end; and the cache.
+          logprobs [chunk] float32, nats, invalid after the sequence's end; and the cache.
         """
         chunk = self.plan.chunk
         part = np.zeros(chunk + 1, np.int32)
@@ -184,7 +185,7 @@ class Programs:
     def choose(self, used: int, longest: int) -> Shape:
         """Return the smallest usable program for the first `used` slots, `longest` cached tokens.
 
-        If a smaller one would have done, it will be compiled.
+        If a smaller one is possible, start to compile it.
         """
         slots = next(b for b in self.plan.slot_buckets if b >= used)
         length = next(n for n in self.plan.length_buckets if n >= longest)
@@ -200,11 +201,7 @@ class Programs:
     def decode(
         self, params: ServingParams, cache: kv_cache.Cache, shape: Shape, inputs: DecodeInputs
     ) -> tuple[decode.Block, kv_cache.Cache]:
-        """Make one decode call; return its block, on the host, and the cache with its tokens.
-
-        Args:
-          inputs: of all slots; the program takes the first of them.
-        """
+        """Make a decode call; return its block, on the host, and the cache with its tokens."""
         block, recent = self._decode(params, cache, shape, inputs)
         if self._agreed.get(shape, 0) < TRIALS:
             block, recent = self._try(params, cache, shape, inputs, block, recent)
@@ -217,7 +214,7 @@ class Programs:
         return self._get(shape)(params, cache, jax.tree.map(lambda x: x[: shape.slots], inputs))
 
     def _try(self, params, cache, shape: Shape, inputs: DecodeInputs, block, recent):
-        """Run the full program too; count whether the smaller one gave the same bits."""
+        """Run the full program too; record whether the smaller one gave the same bits."""
         full_block, full_recent = self._decode(params, cache, self.full, inputs)
         if _same((block, recent), (full_block, full_recent), shape.slots, np.asarray(block.counts)):
             self._agreed[shape] = self._agreed.get(shape, 0) + 1
@@ -238,11 +235,11 @@ class Programs:
         try:
             self._get(("append", shape.slots))
             self._get(shape)
-        except Exception:  # only speed is lost
+        except Exception:  # the full program remains
             log.exception("cannot compile %s; it is not used", shape)
 
     def _get(self, key: Any) -> Callable:
-        """Return the compiled program; compile it now if need be."""
+        """Return a program; compile it if it is missing."""
         found = self._compiled.get(key)
         if found is None:
             with self._lock:
@@ -253,7 +250,7 @@ class Programs:
         return found
 
     def _program(self, key: Any) -> tuple[Callable, tuple[int, ...], tuple]:
-        """Return a program's function, the argument it may overwrite, and its arguments' shapes."""
+        """Return a program's function, index of the donated argument, and argument shapes."""
         config, plan, steps, params = self._config, self.plan, self._steps, self._params
         cache = jax.eval_shape(self._new_cache)
         pairs, count = _ints(plan.slots, 2), _ints()
@@ -312,7 +309,7 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _same(one, other, slots: int, counts: np.ndarray) -> bool:
-    """Return whether two results agree bit for bit where the first `slots` slots have tokens."""
+    """Return whether two results agree bit for bit in the tokens of the first `slots` slots."""
     (block, recent), (other_block, other_recent) = one, other
     if not np.array_equal(counts, np.asarray(other_block.counts)[:slots]):
         return False

@@ -1,8 +1,7 @@
-"""Sampler of one token per row of logits, from one uniform number each. Pure.
+"""Sampler of one token per row of logits, from one uniform number per row. Pure.
 
-The draw is the inverse of the cumulative distribution, found in two levels (the block, then the
-token within it): it needs no sort and no random number per token, and every row's arithmetic is
-its own, so what else is in the batch cannot change it.
+A draw inverts the cumulative distribution in two levels: the block, then the token within it. This
+needs no sort, and rows do not affect each other.
 """
 
 from typing import NamedTuple
@@ -14,25 +13,17 @@ _LOWEST = jnp.iinfo(jnp.int32).min
 
 
 class Restriction(NamedTuple):
-    """Limits of a row's draw; behaviour log-probabilities are not affected.
+    """Restrictions of the draws; behaviour log-probabilities are not affected."""
 
-    Attributes:
-      top_p: [S] float32 in (0, 1]; the fewest most probable tokens that reach this mass.
-      top_k: [S] int32; the k most probable tokens, 0 for all. Tokens tied with the last stay.
-      banned: [S, M] int32 token ids that must not be drawn; −1 for none.
-    """
-
-    top_p: jax.Array
-    top_k: jax.Array
-    banned: jax.Array
+    top_p: jax.Array  # [S] float32 in (0, 1]; keeps the fewest most probable tokens of this mass
+    top_k: jax.Array  # [S] int32; keeps the k most probable tokens and ties of the last; 0: all
+    banned: jax.Array  # [S, M] int32, excluded token ids; −1 for none
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, keeping it: [..., n] float32 → [..., 1].
-
-    A product with ones, because XLA's CPU reductions add in an order that depends on how many rows
-    there are, and its products of two matrices (both with several rows) do not.
-    """
+    """Sum over the last axis, keeping it: [..., n] float32 → [..., 1]."""
+    # XLA's CPU reductions add in an order that depends on the number of rows. Its products of two
+    # matrices with several rows each do not, so multiply by ones.
     rows, ones = x.reshape(-1, x.shape[-1]), jnp.ones((16, x.shape[-1]), x.dtype)
     sums = jnp.einsum("rn,fn->rf", rows, ones, precision=jax.lax.Precision.HIGHEST)
     return sums[:, :1].reshape(*x.shape[:-1], 1)
@@ -44,29 +35,29 @@ def draw(
     temperature: jax.Array,
     restriction: Restriction,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token per row; return it and its behaviour log-probability.
+    """Sample a token per row; return it and its behaviour log-probability.
 
         logprob = log softmax(logits / temperature)[token]   over the whole vocabulary
 
     Args:
       logits: [S, V] float32.
       uniforms: [S] float32 in [0, 1).
-      temperature: [S] float32 ≥ 0; 0 takes the most probable token (the first of several) and the
-        log-probability of the untempered distribution.
-      restriction: costs time only in calls where some row restricts its draw.
+      temperature: [S] float32 ≥ 0; 0 takes the most probable token (the first of ties), with
+        its log-probability at temperature 1.
+      restriction: costs time only if some row uses it.
 
     Returns:
       tokens [S] int32, logprobs [S] float32 (nats, ≤ 0).
     """
     greedy = temperature <= 0
     z = _blocked(logits / jnp.where(greedy, 1.0, temperature)[:, None])
-    whole = _Table.of(z)
+    full = _Table.of(z)
     ranked = jnp.any((restriction.top_p < 1) | (restriction.top_k > 0))
     banned = jnp.any(restriction.banned >= 0)
     allowed = jax.lax.switch(
         jnp.where(ranked, 2, jnp.where(banned, 1, 0)),
         (
-            lambda: whole,
+            lambda: full,
             lambda: _Table.of(_without(z, restriction.banned)),
             lambda: _Table.of(_ranked(_without(z, restriction.banned), restriction)),
         ),
@@ -83,13 +74,13 @@ def draw(
     reached = jnp.cumsum(chances, axis=-1) > goal[:, None]
     wanted = jnp.where(greedy[:, None], row == allowed.top[:, None], reached)
     place = _first(wanted, chances > 0)
-    logprobs = _pick(row, place) - whole.top - jnp.log(row_sum(whole.masses)[:, 0])
+    logprobs = _pick(row, place) - full.top - jnp.log(row_sum(full.masses)[:, 0])
     tokens = jnp.minimum(block * z.shape[-1] + place, logits.shape[1] - 1)
     return tokens, logprobs
 
 
 class _Table(NamedTuple):
-    """Tempered logits z [S, blocks, width] with each block's peak and mass relative to the top."""
+    """Tempered logits z [S, blocks, width], with each block's peak and mass relative to the top."""
 
     z: jax.Array
     peaks: jax.Array
@@ -104,7 +95,7 @@ class _Table(NamedTuple):
 
 
 def _blocked(z: jax.Array) -> jax.Array:
-    """Reshape [S, V] to [S, blocks, width], about as many blocks as columns, padded with −inf."""
+    """Reshape [S, V] to [S, blocks, width], nearly square, padded with −inf."""
     rows, vocab = z.shape
     square = 1 << ((vocab - 1).bit_length() + 1) // 2
     width = square
@@ -119,8 +110,7 @@ def _blocked(z: jax.Array) -> jax.Array:
 def _first(wanted: jax.Array, possible: jax.Array) -> jax.Array:
     """Return the index of each row's first `wanted & possible`, [S] int32.
 
-    Where rounding left none it is the last `possible`; 0 where nothing is possible, which happens
-    only with non-finite logits.
+    If rounding left none, return the last `possible`, and with non-finite logits 0.
     """
     size = wanted.shape[-1]
     index = jnp.arange(size, dtype=jnp.int32)
@@ -143,11 +133,9 @@ def _without(z: jax.Array, banned: jax.Array) -> jax.Array:
 
 
 def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
-    """Return z with −inf where a row must not draw: top-k first, then top-p of the rest.
-
-    Both thresholds are found by bisection over the ordered bit patterns of the floats: exact,
-    and 32 passes over the row are far cheaper than a sort of it.
-    """
+    """Return z with −inf outside top-k, and outside top-p of the rest."""
+    # Bisection over the ordered bit patterns of floats finds both thresholds exactly. Its 32 passes
+    # over a row are far cheaper than a sort.
     blocks = z.shape
     z = z.reshape(z.shape[0], -1)
     order = _ordered(z)
@@ -165,16 +153,16 @@ def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
 
 
 def _ordered(z: jax.Array) -> jax.Array:
-    """Return int32 with the order of the float32 values."""
+    """Return int32 in the order of the float32 values."""
     bits = jax.lax.bitcast_convert_type(z, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def _bisect(enough, rows: int) -> jax.Array:
-    """Return [rows] int32, the highest level with `enough(level)`, which holds for the lowest."""
+    """Return [rows] int32, the highest level with `enough(level)`, true for the lowest."""
 
     def halve(_, bounds):
-        low, high = bounds  # enough(low) holds; the answer is in [low, high]
+        low, high = bounds  # enough(low) is true; the answer is in [low, high]
         # Overflow-free ceil((low + high) / 2) over the whole int32 range.
         middle = (low | high) - ((low ^ high) >> 1)
         good = enough(middle)

@@ -1,7 +1,6 @@
-"""Queue of the sequences that the JAX engine has to score; used on the engine's thread alone.
+"""The JAX engine's queue of sequences to score; used on the engine's thread only.
 
-A sequence is scored `chunk` tokens at a time, so that decoding goes on in between. New weights
-restart the sequence under way: its scores are all of one version.
+A sequence is scored `chunk` tokens at a time, between decode calls. New weights restart it.
 """
 
 from collections import deque
@@ -18,18 +17,14 @@ from rlx.fleet.requests import ScoreRequest, Scores
 
 @dataclass(frozen=True, eq=False)
 class ScoreJob:
-    """One request and the future of its scores; cancelling the future withdraws it."""
+    """A request and the future of its scores; cancelling the future withdraws it."""
 
     request: ScoreRequest
     future: "Future[Scores]" = field(default_factory=Future)
 
 
 class Scoring:
-    """Scores sequences in the order in which they came.
-
-    Args:
-      programs: `prepare_score` must have run before the first `step`.
-    """
+    """Scores sequences in order; `programs.prepare_score` must run before the first `step`."""
 
     def __init__(self, programs: Programs):
         self._programs = programs
@@ -38,20 +33,20 @@ class Scoring:
 
     @property
     def pending(self) -> bool:
-        """Whether a sequence waits or is under way."""
+        """Whether there is a sequence to score."""
         return bool(self._jobs)
 
     def add(self, job: ScoreJob) -> None:
-        """Append `job` to the queue."""
+        """Add `job` to the queue."""
         self._jobs.append(job)
 
     def restart(self) -> None:
-        """Begin the sequence under way again from its start."""
+        """Restart the first sequence."""
         self._cache: kv_cache.Cache | None = None
         self._parts: list[np.ndarray] = []
 
     def step(self, params: ServingParams, version: int) -> tuple[ScoreJob, Scores] | None:
-        """Score one chunk of the first sequence; return its job and scores after the last."""
+        """Score a chunk of the first sequence; return its job and scores after the last chunk."""
         job, chunk = self._jobs[0], self._programs.plan.chunk
         if job.future.cancelled():
             self._leave()

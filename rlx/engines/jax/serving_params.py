@@ -1,8 +1,8 @@
-"""Weights as the JAX engine reads them, made of HF's tensors.
+"""HF's weights in the JAX engine's layout.
 
-They are per layer (a scan would copy every layer's slice at every step), fused (q, k, v; gate and
-up) and stored [out, in]: XLA's CPU matrix product then adds in one order whatever the number of
-rows, which keeps a completion independent of its batch.
+One array per layer, because a scan would copy slices at every step. q, k, v are fused, and gate
+and up. Matrices are [out, in], for which XLA's CPU product adds in one order for any number of
+rows. So a completion does not depend on its batch.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,13 @@ from rlx.model.model_config import ModelConfig
 
 
 class ServingParams(NamedTuple):
-    """Weights as the engine reads them; every matrix is [out, in].
+    """Weights; every matrix is [out, in].
 
     Attributes:
-      embed, head: [V, D] (the same array when tied; of a reward model's head [1, D]).
+      embed, head: [V, D], the same array if tied; a reward model's head is [1, D].
       final_norm: [D].
-      layers: per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D], `down`, and where the
-        model has them `qkv_bias`, `o_bias`, `q_norm`, `k_norm` and the norms of `params.NORMS`. Of
-        a mixture `router` [E, D]; F then are the columns of all E experts.
+      layers: per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D] and `down`. Optional:
+        biases, norms, and a mixture's `router` [E, D], with F the columns of all E experts.
     """
 
     embed: jax.Array
@@ -36,12 +35,11 @@ class ServingParams(NamedTuple):
 def serving_params(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any
 ) -> ServingParams:
-    """Return HF's tensors in serving layout: q, k, v joined as `qkv`, gate, up as `gate_up`.
+    """Return HF's tensors in the serving layout.
 
     Args:
-      tensors: HF's names and layouts ([out, in]), already checked against `config`
-        (rlx.model.hf_files.check_tensors); each is read once, so it may be lazy.
-      dtype: of the result, and of the engine's activations and cache.
+      tensors: HF name → [out, in], checked by hf_files.check_tensors; each is read once.
+      dtype: dtype of the result.
 
     Raises:
       ValueError: a tensor has NaN or infinity.
@@ -58,21 +56,21 @@ def serving_params(
         return tensor
 
     def put(*parts, axis=0):
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
-        return jnp.asarray(np.ascontiguousarray(whole, dtype))
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+        return jnp.asarray(np.ascontiguousarray(joined, dtype))
 
     def layer(index):
         joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
         if config.attention_bias:
             joined["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
         norms = (*parameters.NORMS[config.norms], "q_norm", "k_norm")
-        alone = (*norms, "o", "o_bias", "down", "router")
-        joined |= {name: (name,) for name in alone if name in rows}
+        single = (*norms, "o", "o_bias", "down", "router")
+        joined |= {name: (name,) for name in single if name in rows}
         experts = {}
         if config.num_experts:
-            everyone = range(index * config.num_experts, (index + 1) * config.num_experts)
-            both = [read(name, i) for name in ("expert_gate", "expert_up") for i in everyone]
-            down = [read("expert_down", i) for i in everyone]
+            numbers = range(index * config.num_experts, (index + 1) * config.num_experts)
+            both = [read(name, i) for name in ("expert_gate", "expert_up") for i in numbers]
+            down = [read("expert_down", i) for i in numbers]
             experts = {"gate_up": put(*both), "down": put(*down, axis=1)}
             del joined["gate_up"]
         return experts | {

@@ -1,9 +1,8 @@
-"""Table of the samples in decoding slots: continuous batching as host state, no JAX, no threads.
+"""Table of the samples in decoding slots: continuous batching as host state.
 
-Requests wait in order of priority, then arrival; each sample takes the lowest free slot and keeps
-it until it ends. Samples start only between decode calls, and every call gives a running sample
-all of its steps: the place of a token within its call depends on the token's position alone,
-which is one of the things that make a completion independent of its batch.
+Requests wait by priority, then arrival. Each sample takes the lowest free slot until it ends.
+Samples start only between decode calls, and every call gives a running sample all of its steps. So
+a token's place in its call depends only on its position, as independence of the batch requires.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from rlx.fleet.requests import Chunk, Request
 
 MAX_STOPS = 8  # stop tokens a slot can have
 
-# Called with a sample's new tokens; returns how many to keep if its text ends there, else None.
+# Called with a sample's new tokens; returns how many to keep if it ends, else None.
 StopText = Callable[[list[int]], int | None]
 
 
@@ -33,12 +32,11 @@ def sample_key(seed: int, index: int) -> np.uint64:
 def uniforms(keys: NDArray[np.uint64], positions: np.ndarray, steps: int) -> NDArray[np.float32]:
     """Return the draws of `steps` positions of each sample: [S, steps] float32 in [0, 1).
 
-    SplitMix64 as a counter-based generator: mix(key + (position + 1)·γ). A draw is a function of
-    key and position alone. Source: Steele, Lea, Flood, Fast splittable pseudorandom number
-    generators, OOPSLA 2014.
+    SplitMix64 as a counter-based generator: mix(key + (position + 1)·γ). Source: Steele, Lea,
+    Flood, Fast splittable pseudorandom number generators, OOPSLA 2014.
 
     Args:
-      keys: [S] uint64; positions: [S] int, position in the completion of the first draw.
+      keys: [S] uint64. positions: [S] int, of the first draw in the completion.
     """
     ahead: NDArray[np.uint64] = np.arange(1, steps + 1, dtype=np.uint64)
     counters: NDArray[np.uint64] = positions.astype(np.uint64)[:, None] + ahead
@@ -51,24 +49,15 @@ def uniforms(keys: NDArray[np.uint64], positions: np.ndarray, steps: int) -> NDA
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """A request in flight.
-
-    Attributes:
-      seed: of the request, or picked by the engine.
-      stops: token ids that end its samples, at most MAX_STOPS.
-      stop_text: makes a fresh StopText for one sample, or None.
-      sink: asyncio.Queue of its chunks, made by the engine.
-      waiting: samples that have not started.
-      open: samples that have not ended.
-    """
+    """A request in flight."""
 
     request: Request
-    seed: int
-    stops: tuple[int, ...]
-    stop_text: Callable[[], StopText] | None = None
-    sink: Any = None
-    waiting: int = field(init=False)
-    open: int = field(init=False)
+    seed: int  # the request's, or picked by the engine
+    stops: tuple[int, ...]  # stop tokens, at most MAX_STOPS
+    stop_text: Callable[[], StopText] | None = None  # makes one for each sample
+    sink: Any = None  # asyncio.Queue of its chunks
+    waiting: int = field(init=False)  # samples that have not started
+    open: int = field(init=False)  # samples that have not ended
     cancelled: bool = False
 
     def __post_init__(self):
@@ -77,24 +66,17 @@ class LiveRequest:
 
 @dataclass(eq=False, slots=True)
 class SlotSample:
-    """One completion in a slot.
-
-    Attributes:
-      tokens: prompt and completion so far; all but the last have keys and values in the cache.
-      produced: completion tokens so far, an earlier part included.
-      prompt_version: of the weights that made the prompt's keys and values.
-    """
+    """One completion in a slot."""
 
     live: LiveRequest
     index: int
-    tokens: list[int]
-    produced: int
-    prompt_version: int
+    tokens: list[int]  # prompt and completion so far; all except the last are in the cache
+    prompt_version: int  # of the weights that the prompt's keys and values were computed with
     stop_text: StopText | None
 
 
 class SlotStart(NamedTuple):
-    """A sample that takes a slot; its prompt's cache is copied from slot `source`, None: made."""
+    """A sample that takes a slot; its prompt's cache is copied from `source`, or None: computed."""
 
     slot: int
     sample: SlotSample
@@ -102,20 +84,14 @@ class SlotStart(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Arrays that a decode call reads, a row a slot.
+    """Arrays for a decode call, one row per slot."""
 
-    Attributes:
-      numbers: [S, 5] int32: last token, cached tokens, tokens still wanted (0 when idle), tokens
-        before a stop token may come, top-k.
-      chances: [S, 2] float32: temperature, top-p.
-      stops: [S, MAX_STOPS] int32, −1 for none.
-      uniforms: [S, steps] float32.
-    """
-
+    # [S, 5] int32: last token, cached tokens, tokens still wanted (0 if idle), tokens before a stop
+    # token is allowed, top-k
     numbers: np.ndarray
-    chances: np.ndarray
-    stops: np.ndarray
-    uniforms: np.ndarray
+    chances: np.ndarray  # [S, 2] float32: temperature, top-p
+    stops: np.ndarray  # [S, MAX_STOPS] int32, −1 for none
+    uniforms: np.ndarray  # [S, steps] float32
 
 
 def idle_inputs(slots: int, steps: int) -> DecodeInputs:
@@ -133,10 +109,11 @@ TEMPERATURE, TOP_P = range(2)
 
 
 class Slots:
-    """The table of slots and the queue in front of it.
+    """The table of slots and the queue for it.
 
     Args:
-      count: of slots. steps: tokens of one decode call. max_model_len: tokens of one sequence.
+      count: number of slots.
+      steps: tokens of one decode call.
     """
 
     def __init__(self, count: int, steps: int, max_model_len: int):
@@ -161,12 +138,11 @@ class Slots:
     @property
     def used(self) -> int:
         """1 + the highest slot in use."""
-        taken = [slot for slot, sample in enumerate(self.samples) if sample is not None]
-        return max(taken, default=-1) + 1
+        return max((slot + 1 for slot, sample in enumerate(self.samples) if sample), default=0)
 
     @property
     def longest(self) -> int:
-        """The most cached tokens of a slot in use."""
+        """Largest number of cached tokens of a slot."""
         return int(self._numbers[:, LENGTH].max())
 
     def add(self, live: LiveRequest) -> None:
@@ -174,7 +150,7 @@ class Slots:
         heapq.heappush(self._queue, (-live.request.priority, next(self._arrivals), live))
 
     def cancel(self, live: LiveRequest) -> None:
-        """Drop a request; its slots are free at once."""
+        """Drop a request and free its slots."""
         live.cancelled = True
         for slot, sample in enumerate(self.samples):
             if sample is not None and sample.live is live:
@@ -182,39 +158,29 @@ class Slots:
 
     def clear(self) -> list[LiveRequest]:
         """Drop every request; return them."""
-        live = [entry for *_, entry in self._queue if not entry.cancelled]
-        live += [sample.live for sample in self.samples if sample is not None]
-        live = list(dict.fromkeys(live))
+        live = {entry: None for *_, entry in self._queue if not entry.cancelled}
+        live |= {sample.live: None for sample in self.samples if sample}
         for entry in live:
             self.cancel(entry)
-        return live
+        return list(live)
 
     def admit(self, version: int) -> list[SlotStart]:
         """Give free slots to waiting samples.
 
-        A sample's prompt cache is copied from a sibling's slot when one holds it in the current
-        weights, so a group's prompt is computed once however late its samples start.
+        A sample copies its prompt's cache from a sample of the same request, if that was computed
+        with the current weights.
         """
         starts: list[SlotStart] = []
-        free = [slot for slot, sample in enumerate(self.samples) if sample is None]
-        for slot in free:
+        held = [
+            (i, s.live) for i, s in enumerate(self.samples) if s and s.prompt_version == version
+        ]
+        for slot in [slot for slot, sample in enumerate(self.samples) if sample is None]:
             live = self._next()
             if live is None:
                 break
             index = live.request.first_index + live.request.n - live.waiting
             live.waiting -= 1
-            fresh = {start.slot for start in starts}
-            source = next(
-                (
-                    other
-                    for other, sample in enumerate(self.samples)
-                    if sample is not None
-                    and other not in fresh
-                    and sample.live is live
-                    and sample.prompt_version == version
-                ),
-                None,
-            )
+            source = next((other for other, owner in held if owner is live), None)
             starts.append(SlotStart(slot, self._start(slot, live, index, version), source))
         return starts
 
@@ -230,7 +196,7 @@ class Slots:
         request, sampling = live.request, live.request.sampling
         prompt = request.prompt_tokens.tolist()
         stop_text = live.stop_text() if live.stop_text else None
-        sample = SlotSample(live, index, prompt, request.prefix_len, version, stop_text)
+        sample = SlotSample(live, index, prompt, version, stop_text)
         self.samples[slot] = sample
         room = min(sampling.max_new_tokens - request.prefix_len, self.max_model_len - len(prompt))
         minimum = sampling.min_new_tokens - request.prefix_len
@@ -252,12 +218,11 @@ class Slots:
     def accept(
         self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int
     ) -> list[tuple[LiveRequest, Chunk]]:
-        """Take the results of a decode call and free the slots of samples that ended.
+        """Add the results of a decode call and free the slots of samples that ended.
 
         Args:
           tokens, logprobs: [B, steps], of the first B slots.
-          counts: [B], how many of each row are real.
-          version: of the weights that made them.
+          counts: [B], how many of each row are valid.
 
         Returns:
           One chunk for every sample that ran.
@@ -271,7 +236,6 @@ class Slots:
             kept, reason = self._kept(slot, sample, new)
             new = new[:kept]
             sample.tokens += new
-            sample.produced += kept
             self._positions[slot] += kept
             row = self._numbers[slot]
             row[TOKEN] = new[-1]
@@ -288,7 +252,7 @@ class Slots:
         return out
 
     def _kept(self, slot: int, sample: SlotSample, new: list[int]) -> tuple[int, str | None]:
-        """Return how many of the new tokens count, and the stop reason if the sample ends."""
+        """Return how many new tokens to keep, and the stop reason if the sample ends."""
         if sample.stop_text:
             stop = sample.stop_text(new)
             if stop is not None:
@@ -303,10 +267,9 @@ class Slots:
         self._chances[slot] = 1
 
     def moves(self, bucket: int) -> list[tuple[int, int]]:
-        """Move every sample into the first `bucket` slots; return the (source, target) pairs.
+        """Move all samples to the first `bucket` slots if they fit; return (source, target) pairs.
 
-        Only the table is changed: the caller copies the cache. Empty when there are more samples
-        than that.
+        The caller must copy the cache.
         """
         high = [slot for slot in range(bucket, self.count) if self.samples[slot] is not None]
         low = [slot for slot in range(bucket) if self.samples[slot] is None]

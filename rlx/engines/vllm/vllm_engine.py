@@ -1,13 +1,12 @@
-"""The vLLM engine: AsyncLLM in this process, its EngineCore in one of its own.
+"""The vLLM engine: AsyncLLM in this process, its EngineCore in another.
 
     generate ─▶ EngineCore ─▶ one message a step ─▶ _take: token, logprob, version ─▶ samples
         ▲                                                                               │
         └── chunks, every `_FLUSH_SECONDS` or when one of its samples ends ◀────────────┘
     load: stage while decoding (vllm_worker.py) ─▶ pause(keep) ─▶ exchange ─▶ resume
 
-EngineCore labels each step's outputs with the version of the weights that made them, so a token's
-version does not depend on when it is read here. The outputs of our requests are taken before
-vLLM's detokenizer; requests of vLLM's own HTTP endpoint go on to it.
+EngineCore labels each step's outputs with the version of its weights. The outputs of our requests
+are taken before vLLM's detokenizer.
 """
 
 import asyncio
@@ -30,25 +29,25 @@ from rlx.engines.vllm.vllm_start import start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
 from rlx.model.tensors import shards
 
-_FLUSH_SECONDS = 0.05  # tokens of so many seconds go to `generate` together
-_UNWATCHED = 10  # and of so many times as long those of an unwatched request
+_FLUSH_SECONDS = 0.05  # interval of chunks
+_UNWATCHED = 10  # × _FLUSH_SECONDS is the interval of unwatched requests
 _STAGE_POLL_SECONDS = 0.005
-_GAP_NS = 200_000_000  # between two steps that count as one span of work
-_SCORE_ATTEMPTS = 16  # of one sequence; an update may abort each
+_GAP_NS = 200_000_000  # longest between steps of one span
+_SCORE_ATTEMPTS = 16  # an update may abort each
 
 
 class VllmEngine(ModelEngine):
     """An `Engine` (rlx.engines.engine) on vLLM.
 
     Args:
-      model_path, slots, max_model_len, clock: as ModelEngine. The KV cache holds `slots` full
-        sequences on a CPU, at most 4 GiB; on a GPU vLLM chooses. Sequences that do not fit wait.
-      seed: of the draws of requests that have none; give every server its own.
+      model_path, slots, max_model_len, clock: as ModelEngine. On a CPU the KV cache holds `slots`
+        full sequences, at most 4 GiB; on a GPU vLLM chooses. Sequences that do not fit wait.
+      seed: seed of requests without one; must differ between servers.
       dtype: float32 | bfloat16, of weights, activations and cache.
       tensor_parallel: worker processes, each with a slice of every layer.
-      gpu_memory: share of each GPU that vLLM takes, of weights and cache; 0: vLLM's default.
-      hang_seconds: an EngineCore that does not answer for so long is dead. It answers between two
-        steps, so this must be longer than the longest prefill.
+      gpu_memory: share of each GPU for weights and cache; 0: vLLM's default.
+      hang_seconds: time without an answer after which EngineCore counts as dead; must exceed the
+        longest prefill, as it answers between steps.
 
     Attributes:
       llm: vLLM's AsyncLLM, once started.
@@ -70,30 +69,23 @@ class VllmEngine(ModelEngine):
         super().__init__(model_path, slots, max_model_len, clock)
         if self._config.value_head:
             raise UserError(f"{model_path} is a reward model; serve it with --engine=jax")
-        self._seed, self._slots, self._dtype = seed, slots, dtype
-        self._tensor_parallel, self._gpu_memory = tensor_parallel, gpu_memory
-        self._hang_seconds = hang_seconds
+        self._slots, self._hang_seconds = slots, hang_seconds
+        self._options: dict[str, Any] = {
+            "seed": seed, "slots": slots, "max_model_len": self._max_model_len, "dtype": dtype,
+            "tensor_parallel": tensor_parallel, "gpu_memory": gpu_memory,
+        }  # fmt: skip
         self._samples: dict[str, _Sample] = {}
-        self._serial = 0  # of the last name given to a request
-        self._busy = (0, 0)  # ns: start and last step of the span of work under way
+        self._serial = 0  # of the last request
+        self._busy = (0, 0)  # start and last step of the current span, ns
         self._flushing, self._flushes = False, 0
         self._changing = asyncio.Lock()
         self._watcher: asyncio.Task | None = None
         self.llm: Any = None
 
     async def start(self) -> None:
-        """Load the model; raises UserError when it cannot serve."""
-        # Here, not in a thread: EngineCore ends with the thread that starts it.
-        self.llm = start_llm(
-            self.model_path,
-            self._config,
-            seed=self._seed,
-            slots=self._slots,
-            max_model_len=self._max_model_len,
-            dtype=self._dtype,
-            tensor_parallel=self._tensor_parallel,
-            gpu_memory=self._gpu_memory,
-        )
+        """See Engine.start."""
+        # Not in a thread: EngineCore ends with the thread that starts it.
+        self.llm = start_llm(self.model_path, self._config, **self._options)
         self._process_others = self.llm.output_processor.process_outputs
         self._fail_others = self.llm.output_processor.propagate_error
         self.llm.output_processor.process_outputs = self._take
@@ -118,8 +110,8 @@ class VllmEngine(ModelEngine):
         except (EngineStopped, ValueError) as error:
             await self.close()
             raise UserError(
-                f"vLLM cannot serve {self.model_path}: its first token failed; the lines before "
-                "this one say why"
+                f"vLLM cannot serve {self.model_path}: it failed at the first token; see the lines "
+                "above for the reason"
             ) from error
         self._generated = 0
 
@@ -181,7 +173,7 @@ class VllmEngine(ModelEngine):
             self._paused = True
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """See Engine.resume."""
         async with self._changing:
             await self._core(self.llm.engine_core.resume_scheduler_async())
             self._paused = False
@@ -193,7 +185,7 @@ class VllmEngine(ModelEngine):
             await self._call("rlx_stage", path)
             while None in (refusals := await self._call("rlx_staged")):
                 await asyncio.sleep(_STAGE_POLL_SECONDS)
-            if refusal := next(filter(None, refusals), ""):  # no worker has exchanged anything
+            if refusal := next(filter(None, refusals), ""):  # before any worker exchanged
                 raise ValueError(refusal)
             stopped = self._clock()
             self._spans.append(("stage weights", start, stopped))
@@ -210,7 +202,7 @@ class VllmEngine(ModelEngine):
                         sample.end("abort")
                 elif kv == "keep":
                     await self._readmit()
-            except BaseException as error:  # some layers or workers may have the new weights
+            except BaseException as error:  # weights may be mixed
                 self._fail(error)
                 raise
             if not self._paused:
@@ -226,26 +218,27 @@ class VllmEngine(ModelEngine):
         return self._status(running=running, queued=len(self._samples) - running, slots=self._slots)
 
     async def close(self) -> None:
-        """End EngineCore; running requests are aborted."""
+        """See Engine.close."""
         if self._watcher:
             self._watcher.cancel()
         for sample in self._samples.values():
             sample.end("abort")
         self._samples.clear()
         if self.llm:
-            if self.llm.output_handler:  # else it reports the end as a failure
+            if self.llm.output_handler:  # it would report the end as a failure
                 self.llm.output_handler.cancel()
-            # Without a grace period: it has nothing to finish, and a hung one does not react.
+            # Without a grace period: it has nothing to finish, or hangs.
             await asyncio.to_thread(self.llm.shutdown, timeout=0.0)
 
-    # Requests on their way in.
+    # Requests.
 
     def _core_request(self, request: Request) -> Any:
-        """Return vLLM's form of `request`, without a seed or a name."""
+        """Return vLLM's form of `request`, without a seed."""
         from vllm.sampling_params import StructuredOutputsParams
 
         sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
         longest = min(sampling.max_new_tokens - request.prefix_len, room)
+        guide = StructuredOutputsParams(json=sampling.guide) if sampling.guide else None
         return self._processed(
             request.request_id,
             request.prompt_tokens,
@@ -257,18 +250,13 @@ class VllmEngine(ModelEngine):
             min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
             stop_token_ids=list(self._stop_tokens(sampling)),
             logprobs=None if sampling.unscored else sampling.top_logprobs,
-            structured_outputs=StructuredOutputsParams(json=sampling.guide)
-            if sampling.guide
-            else None,
+            structured_outputs=guide,
         )
 
     def _core_score(self, request: ScoreRequest) -> Any:
-        """Return vLLM's form of `request`.
-
-        vLLM wants room for a token after every prompt. So the last token is no part of the prompt
-        but the only one that may be drawn; its log-probability is that before the restriction.
-        vLLM reads no cached prefix for a prompt whose log-probabilities are wanted.
-        """
+        """Return vLLM's form of `request`."""
+        # vLLM samples at least one token. So the last token is not in the prompt and is the only
+        # one allowed; its logprob is not affected. Prompts with logprobs use no cached prefix.
         return self._processed(
             "score",
             request.tokens[:-1],
@@ -304,15 +292,15 @@ class VllmEngine(ModelEngine):
             raise ValueError(f"{field}vLLM does not take the request: {error}") from error
 
     def _for_sample(self, core: Any, request: Request, index: int) -> Any:
-        mine = copy.copy(core)
+        own = copy.copy(core)
         sampling = request.sampling
         if sampling.seed is not None and sampling.temperature > 0:
-            mine.sampling_params = core.sampling_params.clone()
-            mine.sampling_params.seed = _mix(sampling.seed, index, request.prefix_len)
-        return mine
+            own.sampling_params = core.sampling_params.clone()
+            own.sampling_params.seed = _mix(sampling.seed, index, request.prefix_len)
+        return own
 
     async def _admit(self, sample: "_Sample") -> None:
-        """Give `sample` to EngineCore under a new name, with prefixes of this version alone."""
+        """Send `sample` to EngineCore under a new id; it shares prefixes of this version only."""
         self._serial += 1
         core = sample.core = copy.copy(sample.core)
         core.request_id = f"rlx-{self._serial}"
@@ -321,10 +309,7 @@ class VllmEngine(ModelEngine):
         await self._core(self.llm.engine_core.add_request_async(core))
 
     async def _readmit(self) -> None:
-        """Admit again the samples that wait for their first token.
-
-        They were admitted with cached prefixes of the old weights, which no new sample may read.
-        """
+        """Readmit samples without a token: they may have cached prefixes of the old weights."""
         waiting = [sample for sample in self._samples.values() if not sample.begun]
         await self._abort(waiting)
         for sample in waiting:
@@ -336,26 +321,26 @@ class VllmEngine(ModelEngine):
             with contextlib.suppress(EngineStopped):
                 await self._core(self.llm.engine_core.abort_requests_async(ids))
 
-    # Tokens on their way out.
+    # Tokens.
 
     def _take(
         self, outputs: list, timestamp: float | None = None, stats: Any = None, **kwargs: Any
     ) -> Any:
         """Replace vLLM's `process_outputs`: take our requests' outputs, pass on the others."""
-        others, aborted, ours = [], [], False
+        others, aborted, found = [], [], False
         version = int(label) if (label := kwargs.get("weight_version") or "").isdigit() else 0
         for output in outputs:
             sample = self._samples.get(output.request_id)
             if sample is None:
                 others.append(output)
                 continue
-            ours = True
+            found = True
             self._generated += sample.add(output, version)
             if sample.ended:
                 del self._samples[output.request_id]
-                if output.finish_reason is None:  # a stop string, unknown to EngineCore
+                if output.finish_reason is None:  # EngineCore does not know stop strings
                     aborted.append(output.request_id)
-        if ours:
+        if found:
             self._mark_busy()
             self._flush_soon()
         processed = self._process_others(others, timestamp, stats, **kwargs)
@@ -388,10 +373,10 @@ class VllmEngine(ModelEngine):
             self._spans.append(("decode", start, end))
             self._busy = (end, end)
 
-    # Life and death of EngineCore.
+    # Failures of EngineCore.
 
     async def _watch(self) -> None:
-        """Fail the engine when EngineCore is gone or hung; it answers only between two steps."""
+        """Fail the engine if EngineCore dies or hangs."""
         while not self._failure:
             await asyncio.sleep(min(1.0, self._hang_seconds / 4))
             try:
@@ -405,18 +390,18 @@ class VllmEngine(ModelEngine):
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Replace vLLM's `propagate_error`: end every stream after the tokens it has."""
+        """Replace vLLM's `propagate_error`: end every stream after its tokens so far."""
         self._failure = self._failure or error
         for sample in self._samples.values():
             sample.wake.set()
         self._fail_others(error)
 
     async def _call(self, method: str, *args: Any) -> list:
-        """Return each worker's answer; all do the same."""
+        """Call a method of RolloutWorker on all workers; return their results."""
         return await self._core(self.llm.collective_rpc(method, args=args))
 
     async def _core(self, call: Any) -> Any:
-        """Await a call to EngineCore; raises EngineStopped when it is gone or hung."""
+        """Await a call to EngineCore; raise EngineStopped if it has died or hangs."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -437,12 +422,7 @@ class VllmEngine(ModelEngine):
 
 
 class _Sample:
-    """One sample in EngineCore, and its tokens that `generate` has not taken yet."""
-
-    __slots__ = (
-        "begun", "core", "ended", "index", "logprobs", "stop_reason", "stops", "tokens",
-        "top_logprobs", "top_tokens", "unwatched", "versions", "wake",
-    )  # fmt: skip
+    """A sample in EngineCore, and its tokens that `generate` has not taken yet."""
 
     def __init__(self, index: int, core: Any, wake: asyncio.Event, unwatched: bool = False):
         self.index, self.core, self.wake, self.unwatched = index, core, wake, unwatched
@@ -456,7 +436,7 @@ class _Sample:
         self.stops: StopStrings | None = None
 
     def add(self, output: Any, version: int) -> int:
-        """Take the tokens of one step; return how many."""
+        """Add the tokens of one step; return how many."""
         tokens = output.new_token_ids
         reason = str(output.finish_reason) if output.finish_reason is not None else None
         if tokens:
@@ -465,7 +445,7 @@ class _Sample:
                 tokens, reason = tokens[:count], "stop"
             self.tokens += tokens
             self.versions += [version] * len(tokens)
-            # The token drawn, then the likeliest: as many as any request of the step wants.
+            # The sampled token, then the most likely: the most that any request of the step wants.
             new, most = output.new_logprobs, self.core.sampling_params.logprobs
             if most is None:
                 self.logprobs += [math.nan] * len(tokens)
@@ -484,7 +464,7 @@ class _Sample:
         self.wake.set()
 
     def drain(self) -> Chunk | None:
-        """Return what came since the last call; None when nothing did."""
+        """Return the tokens since the last call, None if there are none."""
         if not self.tokens and self.stop_reason is None:
             return None
         chunk = Chunk(
@@ -497,15 +477,13 @@ class _Sample:
 
 
 class _ScoredPrompt(_Sample):
-    """A score request: logprobs of the prompt and of the one token after it."""
-
-    __slots__ = ()
+    """A score request: logprobs of the prompt and of the token after it."""
 
     def __init__(self, core: Any):
         super().__init__(0, core, asyncio.Event())
 
     def add(self, output: Any, version: int) -> int:
-        """Take the logprobs, which come with the last output; nothing counts as generated."""
+        """Add logprobs, which come with the last output; return 0, as none is generated."""
         if output.new_prompt_logprobs_tensors is not None:
             self.logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         if output.new_token_ids:
@@ -518,6 +496,6 @@ class _ScoredPrompt(_Sample):
 
 
 def _mix(seed: int, index: int, position: int) -> int:
-    """Return the seed of (sample, position): a continuation does not repeat earlier draws."""
+    """Return a seed for (sample, position), so that a continuation does not repeat draws."""
     text = f"{seed} {index} {position}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -1,7 +1,4 @@
-"""Start of vLLM's AsyncLLM in the server's process: environment, options, memory.
-
-Its EngineCore is a process of its own: on a CPU a fork of this one, with everything imported.
-"""
+"""Start of vLLM's AsyncLLM in the server's process: environment, options, memory."""
 
 import contextlib
 import os
@@ -14,10 +11,10 @@ from rlx.cli.user_code import words
 from rlx.engines.kv_memory import token_bytes, vllm_advice
 from rlx.model.model_config import ModelConfig
 
-# Any number of blanks fits a schema: small models would write nothing else.
+# Else blanks match any schema, and small models would write nothing else.
 _GUIDES = {"backend": "xgrammar", "disable_any_whitespace": True}
-_BLOCK = 32  # tokens of KV cache shared or not; vLLM's 128 on CPU never share a short prompt
-_MOST_KV_BYTES = 4 << 30  # on a CPU, where vLLM does not limit itself
+_BLOCK = 32  # tokens of a KV block; blocks of vLLM's 128 on CPU cannot share a short prompt
+_MOST_KV_BYTES = 4 << 30  # on a CPU, where vLLM has no limit
 _WORKER = "rlx.engines.vllm.vllm_worker.RolloutWorker"
 _MULTIPROC = "rlx.engines.vllm.vllm_worker.TensorParallelExecutor"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -41,11 +38,10 @@ def start_llm(
     tensor_parallel: int = 1,
     gpu_memory: float = 0.0,
 ) -> Any:
-    """Return vLLM's AsyncLLM, started; raises UserError when it cannot serve the model.
+    """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model.
 
     Args:
-      tensor_parallel: worker processes that each have a slice of every layer, on GPUs or groups
-        of cores of their own.
+      tensor_parallel: worker processes, each with a slice of every layer and its own GPU or cores.
       gpu_memory: share of each GPU; 0: vLLM's default.
     """
     cpu = on_cpu()
@@ -84,7 +80,7 @@ def start_llm(
             tensor_parallel_size=tensor_parallel,
             max_model_len=max_model_len,
             max_num_seqs=slots,
-            logprobs_mode="raw_logprobs",  # of TemperedSampler
+            logprobs_mode="raw_logprobs",  # from TemperedSampler
             structured_outputs_config=cast(Any, _GUIDES),
             enable_prefix_caching=True,
             scheduling_policy="priority",
@@ -93,9 +89,9 @@ def start_llm(
             **options,
         )
         engine_config = args.create_engine_config()
-        if cpu:  # vLLM has just asked for spawn, which imports everything again
+        if cpu:  # vLLM has just set spawn, which imports everything again
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-            # Linux lets a process use AMX when it has asked; vLLM's bf16 attention does not ask.
+            # Linux requires a request to use AMX; vLLM's bf16 attention does not make it.
             torch.cpu._init_amx()
         return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
@@ -112,7 +108,7 @@ def _set_environment(cpu: bool, tensor_parallel: int) -> None:
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # TemperedSampler is a V1 sampler
     }
     if cpu:
-        # Compiling a helper costs 10 s at the first logprob; more threads than cores are more.
+        # Compiling a helper costs 10 s at the first logprob. By default threads exceed cores.
         cores = sorted(os.sched_getaffinity(0))
         each = len(cores) // tensor_parallel
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(max(each, 1))}
@@ -125,5 +121,5 @@ def _set_environment(cpu: bool, tensor_parallel: int) -> None:
 
 
 def kv_bytes(config: ModelConfig, tokens: int, dtype: str) -> int:
-    """Return the bytes of a CPU's KV cache for `tokens` tokens, in whole blocks, at most 4 GiB."""
+    """Return the bytes of a CPU's KV cache for `tokens` tokens, in full blocks, at most 4 GiB."""
     return min(token_bytes(config, dtype) * (tokens + 256 * _BLOCK), _MOST_KV_BYTES)

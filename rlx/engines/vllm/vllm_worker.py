@@ -1,15 +1,14 @@
-"""Extension of vLLM's worker, inside the EngineCore process: weights exchanged between two steps.
+"""Extension of vLLM's worker, in the EngineCore process: exchanges weights between two steps.
 
     stage  ─▶ thread: read, check, pack while decoding ─▶ staged? ─▶ exchange (between two steps)
 
-vLLM's own reload is not enough. On a CPU it leaves a tied head unchanged, because linear weights
-live in packed copies; it accepts a file that lacks a tensor; and a reload that fails half-way
-leaves the engine without weights. Here nothing is touched before all is read, checked and packed.
+vLLM's own reload accepts files with missing tensors, and a failure leaves the engine without
+weights. On a CPU it does not update a tied head, because linear weights are in packed copies. Here
+weights are exchanged only after all are read, checked and packed.
 """
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,18 +27,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.sampler import Sampler
 
-from rlx.system.parent_death import end_with_parent
+from rlx.system.process_settings import end_with_parent
 
 Tensors = dict[str, torch.Tensor]
 _EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-_ROWS = 256  # tokens of a prompt that have logits at one time
+_ROWS = 256  # tokens of a prompt with logits at a time
 
 
 class TemperedSampler(Sampler):
     """Sampler whose logprobs are log softmax(logits / temperature), whole vocabulary, float32.
 
-    vLLM's own are those before the temperature (raw) or after top-p, top-k and the minimum length
-    (processed); the trainer needs neither.
+    vLLM has them only before the temperature, or after top-p, top-k and the minimum length.
     """
 
     _temperature: torch.Tensor | None = None
@@ -50,7 +48,7 @@ class TemperedSampler(Sampler):
 
     @contextmanager
     def at(self, temperature: torch.Tensor | None) -> Iterator[None]:
-        """Set the temperature of logprobs, [rows] or [1], for the block; None and 0 mean 1."""
+        """Set the temperature [rows] or [1] of logprobs for the block; None and 0 mean 1."""
         self._temperature = temperature
         try:
             yield
@@ -68,19 +66,16 @@ class TemperedSampler(Sampler):
 def prompt_logprobs(
     runner: Any, plain: Callable, hidden_states: torch.Tensor, num_tokens: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the logprobs of prompts that want them, each under its request's temperature.
-
-    Replaces the runner's method `plain`, and calls it for `_ROWS` tokens at a time: vLLM has no
-    temperature for prompts, and makes all logits of a prompt together, twice 2.5 GB for 4096
-    tokens and a vocabulary of 152k.
-    """
+    """Replace the runner's method `plain`: return prompts' logprobs at their temperatures."""
+    # vLLM has no temperature for prompts. It makes all logits of a prompt at once, twice 2.5 GB for
+    # 4096 tokens and a vocabulary of 152k; here `plain` gets `_ROWS` tokens at a time.
     found: dict[str, Any] = {}
     wanted = runner.num_prompt_logprobs
     try:
         for name in [name for name in wanted if name in num_tokens]:
             request = runner.requests[name]
             done, count = request.num_computed_tokens, num_tokens[name]
-            mine = runner.num_prompt_logprobs = {name: wanted[name]}
+            unfinished = runner.num_prompt_logprobs = {name: wanted[name]}
             temperature = torch.tensor([request.sampling_params.temperature], device=runner.device)
             with runner.sampler.at(temperature):
                 for start in range(0, count, _ROWS):
@@ -88,7 +83,7 @@ def prompt_logprobs(
                     part = {name: min(_ROWS, count - start)}
                     found |= plain(hidden_states[start:], part)
             request.num_computed_tokens = done
-            if not mine:  # that was the prompt's end
+            if not unfinished:  # `plain` has reached the prompt's end
                 del wanted[name]
     finally:
         runner.num_prompt_logprobs = wanted
@@ -96,24 +91,24 @@ def prompt_logprobs(
 
 
 class TensorParallelExecutor(MultiprocExecutor):
-    """vLLM's executor of several workers, in an EngineCore that ends with its server."""
+    """vLLM's executor of several workers, whose EngineCore ends with its server."""
 
     def _init_executor(self) -> None:
-        end_with_parent(os.getppid())  # workers end with us; `rlx_setup` runs in them alone
+        end_with_parent(os.getppid())  # EngineCore; workers do so in `rlx_setup`
         super()._init_executor()
 
 
 class RolloutWorker:
-    """Mixin of vLLM's worker (`worker_extension_cls`), called through `collective_rpc`."""
+    """Mixin of vLLM's worker (`worker_extension_cls`), called by `collective_rpc`."""
 
     device: torch.device
     model_runner: Any
 
     def rlx_setup(self, path: str) -> None:
-        """Bind this process's life to its parent's; note which tensors an update must have.
+        """End this process with its parent; record the tensors that an update must have.
 
         Args:
-          path: safetensors files of the weights being served, joined by newlines.
+          path: safetensors files of the current weights, joined by newlines.
         """
         end_with_parent(os.getppid())
         self._spec = {name: tuple(t.shape) for name, t in read(path).items()}
@@ -126,10 +121,10 @@ class RolloutWorker:
             prompt_logprobs, runner, runner._get_prompt_logprobs_dict
         )
         if self.device.type == "cpu":
-            plan(self.model_runner.model, self._spec)  # refuses an unknown model now
+            plan(self.model_runner.model, self._spec)  # refuse an unknown model now
 
     def rlx_stage(self, path: str) -> None:
-        """Begin to read, check and pack the weights at `path`, in a thread."""
+        """Start a thread that reads, checks and packs the weights at `path`."""
         self._refusal = self._staged = None
 
         def stage() -> None:
@@ -142,17 +137,15 @@ class RolloutWorker:
         self._staging.start()
 
     def rlx_staged(self) -> str | None:
-        """Return None while `rlx_stage` works; then "", or why the weights are refused."""
+        """Return None while `rlx_stage` runs, then the reason for a refusal, "" if accepted."""
         assert self._staging
         return None if self._staging.is_alive() else self._refusal or ""
 
-    def rlx_exchange(self) -> int:
-        """Replace the weights by the staged ones; return the ns it took."""
-        start = time.monotonic_ns()
+    def rlx_exchange(self) -> None:
+        """Replace the weights by the staged ones."""
         exchange, self._staged = self._staged, None
         assert exchange
         exchange()
-        return time.monotonic_ns() - start
 
     def _prepare(self, path: str) -> Callable[[], None]:
         tensors = read(path)
@@ -161,12 +154,11 @@ class RolloutWorker:
         if self.device.type == "cpu":
             with torch.inference_mode():
                 return stage_packed(self.model_runner.model, tensors, dtype)
-        # Beside the weights in use where there is room, else in this machine's memory; so is what
-        # a worker that has a slice of each tensor cuts it from.
+        # On the GPU if it has room, else in main memory, from where workers also take slices.
         free = torch.cuda.mem_get_info(self.device)[0]
         room = sum(t.numel() for t in tensors.values()) * dtype.itemsize < free // 2
-        beside = room and get_tensor_model_parallel_world_size() == 1
-        device = self.device if beside else torch.device("cpu")
+        on_gpu = room and get_tensor_model_parallel_world_size() == 1
+        device = self.device if on_gpu else torch.device("cpu")
         ready = {name: t.to(device, dtype) for name, t in tensors.items()}
         torch.accelerator.synchronize()
         return lambda: self.model_runner.reload_weights(weights_iterator=iter(ready.items()))
@@ -176,10 +168,10 @@ def read(path: str) -> Tensors:
     """Return HF name → tensor, memory-mapped.
 
     Args:
-      path: of a safetensors file, or of several, joined by newlines.
+      path: paths of safetensors files, joined by newlines.
 
     Raises:
-      ValueError: a file is missing or is no whole safetensors file.
+      ValueError: a file is missing or damaged.
     """
     tensors: Tensors = {}
     for part in path.split("\n"):
@@ -187,12 +179,12 @@ def read(path: str) -> Tensors:
             with safe_open(part, "pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{part} is no readable safetensors file: {error}") from error
+            raise ValueError(f"{part} is not a readable safetensors file: {error}") from error
     return tensors
 
 
 def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError naming a tensor that is missing, extra, misshapen or not finite."""
+    """Raise ValueError if a tensor is missing, extra, misshapen or not finite."""
     for name, shape in spec.items():
         if name not in tensors:
             raise ValueError(f"tensor {name} is missing; publish every tensor of the model")
@@ -205,13 +197,13 @@ def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
             raise ValueError(f"tensor {name} is not part of the model; leave it out")
         if not tensor.is_floating_point():
             raise ValueError(f"tensor {name} is {tensor.dtype}; weights are floating point")
-        # One pass, many times as fast as a sum; NaN counts as both minimum and maximum.
+        # One pass, much faster than a sum; NaN becomes both minimum and maximum.
         if not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise ValueError(f"tensor {name} is not finite; the training step has diverged")
 
 
 def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
-    """Return vLLM's parameter name → the HF tensors that it is made of, joined on axis 0.
+    """Return vLLM's parameter name → names of the HF tensors to join on axis 0.
 
     Raises:
       ValueError: a parameter has no tensor, or a tensor no parameter.
@@ -221,9 +213,9 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         prefix, _, module = owner.rpartition(".")
-        own = name.replace(".experts.gate.", ".gate.")  # a router that two modules have
+        own = name.replace(".experts.gate.", ".gate.")  # two modules share a router
         parts = [f"{prefix}.{part}.{leaf}" for part in fused.get(module, ())] or [own]
-        if leaf in _EXPERTS:  # all of a layer's in one
+        if leaf in _EXPERTS:  # one parameter for all experts of a layer
             numbers = range(len(parameter))
             parts = [f"{prefix}.{i}.{part}.weight" for i in numbers for part in _EXPERTS[leaf]]
         if not all(part in spec for part in parts):
@@ -241,24 +233,21 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
 def stage_packed(
     model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """Pack `tensors` for a CPU, leaving the weights in use; return what exchanges them.
-
-    A tied head and its embedding are one parameter, so both are exchanged.
-    """
+    """Pack `tensors` for a CPU; return a function that exchanges the weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     sources = plan(model, tensors)
-    made: dict[str, torch.Tensor] = {}
+    joined: dict[str, torch.Tensor] = {}
     steps: list[Callable[[], None]] = []
     for owner, module in model.named_modules(remove_duplicate=False):
         new = SimpleNamespace()
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{owner}.{leaf}"
             key = "\n".join(sources[name])
-            if key not in made:
+            if key not in joined:
                 parts = own_slices(module, leaf, [tensors[part] for part in sources[name]])
-                made[key] = _joined(parts, parameter, dtype)
-            setattr(new, leaf, made[key])
+                joined[key] = _joined(parts, parameter, dtype)
+            setattr(new, leaf, joined[key])
         if hasattr(new, "w13_weight"):
             _pack_experts(module, new)
         if hasattr(module, "cpu_linear"):
@@ -273,24 +262,24 @@ def stage_packed(
 
 
 def own_slices(module: torch.nn.Module, leaf: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the slices of `parts` that this worker's layer has: whole ones if it is alone.
+    """Return this worker's slices of `parts`.
 
     Args:
-      module: a layer of vLLM's; it knows its worker's rank among `tp_size`.
-      leaf: weight | bias | a name of `_EXPERTS`, of that layer.
+      module: a layer of vLLM, with `tp_size` and `tp_rank`.
+      leaf: its parameter: weight | bias | a name in `_EXPERTS`.
     """
     owner = getattr(module, "moe_config", module)
     size, rank = getattr(owner, "tp_size", 1), getattr(owner, "tp_rank", 0)
     if size == 1:
         return parts
-    if leaf in _EXPERTS:  # between the two products
+    if leaf in _EXPERTS:  # along the inner dimension
         return [t.chunk(size, dim=int(leaf == "w2_weight"))[rank] for t in parts]
     if isinstance(module, VocabParallelEmbedding):
         rows = module.shard_indices
         return [t[rows.org_vocab_start_index : rows.org_vocab_end_index] for t in parts]
     if isinstance(module, RowParallelLinear):
         return [t.chunk(size, dim=1)[rank] if leaf == "weight" else t for t in parts]
-    if isinstance(module, QKVParallelLinear):  # fewer heads of keys than workers: some share one
+    if isinstance(module, QKVParallelLinear):  # workers may share key/value heads
         copies = module.num_kv_head_replicas
         kv = (size // copies, rank // copies)
         return [t.chunk(n)[i] for t, (n, i) in zip(parts, ((size, rank), kv, kv), strict=True)]
@@ -311,17 +300,17 @@ def _pack_experts(module: Any, new: SimpleNamespace) -> None:
 
 
 def _joined(parts: list[torch.Tensor], parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of `parts` as one tensor, with zero rows where vLLM pads the vocabulary."""
-    whole = torch.cat([part.to(dtype) for part in parts])
-    missing = len(parameter) - len(whole) if parameter.numel() else 0
+    """Join copies of `parts`; add zero rows where vLLM pads the vocabulary."""
+    joined = torch.cat([part.to(dtype) for part in parts])
+    missing = len(parameter) - len(joined) if parameter.numel() else 0
     if missing > 0:
-        whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
-    return whole
+        joined = torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])])
+    return joined
 
 
 def _exchange(module: torch.nn.Module, new: SimpleNamespace) -> None:
     for leaf, parameter in module.named_parameters(recurse=False):
-        if parameter.numel():  # empty where the packed copy is the only one
+        if parameter.numel():  # empty if there is only the packed copy
             parameter.data = getattr(new, leaf)
     if hasattr(new, "cpu_linear"):
         module.cpu_linear = new.cpu_linear  # type: ignore[assignment]

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import ctypes, resource, sys
-from rlx.system.host_memory import keep_freed_memory
+from rlx.system.process_settings import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)

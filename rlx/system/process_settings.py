@@ -1,0 +1,48 @@
+"""Process settings: die with the parent, keep memory private, keep freed memory."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends, SIGKILL included.
+
+    Args:
+      parent_pid: process that started this one; if it has ended already, exit at once.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def keep_private() -> None:
+    """Keep other processes of this user from reading our memory and environment.
+
+    Root still can. We lose /proc/self/mem, environ and io.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc keep freed memory for the next allocation; call before threads start.
+
+    A train step frees hundreds of megabytes at its end. By default the kernel zeroes and maps these
+    pages again in the next step. On a CPU that is a fifth of a small model's step, and a third of a
+    135M-parameter model's.
+
+    Returns:
+      False if the C library is not glibc; nothing is changed then.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    # One arena, because threads' arenas cannot hold such blocks; no block has its own mapping;
+    # never trimmed (the largest int would be a limit of 2 GiB, which real models exceed).
+    return all([mallopt(_ARENA_MAX, 1), mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, -1)])
